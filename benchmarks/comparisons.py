@@ -292,8 +292,9 @@ def re_export(scratch: Path, scale: Scale) -> Iterator[Row]:
         python(str(HERE / "ballast.py"), where, str(folder), str(scale.large_bytes)).run()
         other = peak_mib(python("-c", LOAD_AND_SAVE, str(folder), str(scratch / "saved.onnx")))
         for options in ([], ["--cache-type", "int8"]):
-            mine = peak_alone_mib(kvdoctor("re-export", "--force", *options, str(folder), "-o", str(out)))
-            what = f"{' '.join(['re-export', *options])}, {scale.size}, weights {where}, without the worker"
+            command = "convert" if options else "re-export"
+            mine = peak_alone_mib(kvdoctor(command, "--force", *options, str(folder), "-o", str(out)))
+            what = f"{' '.join([command, *options])}, {scale.size}, weights {where}, without the worker"
             yield _memory_row(what, mine, other, "onnx.load + onnx.save", 300)
         shutil.rmtree(folder)
         for left in scratch.glob("saved.onnx*"):

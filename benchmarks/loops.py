@@ -18,7 +18,7 @@ import psutil
 from measure import Pair, kvdoctor
 from models import HEAD_DIM, Sizes
 
-from kvdoctor.loops.check import find_library
+from kvdoctor.addons.loops.check import find_library
 
 PROGRAMS = Path(__file__).parent / "loop_programs"
 PROMPT = 16

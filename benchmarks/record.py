@@ -119,7 +119,7 @@ class RecordingRuntime(Runtime):
 
     def examine(self, job: ExperimentJob, _progress: Progress | None = None) -> StackResults:
         self.tapes.append(Tape(job.folder))
-        loops = (Experiment("three-loops", "", three_loops),)
+        loops = (Experiment("three-loops", "", calls=three_loops),)
         chosen = tuple(experiment.name for experiment in loops) if self.by_hand else job.experiments
         with ExitStack() as patches:
             patches.enter_context(patch.object(ort, "InferenceSession", recording_session(self.tapes[-1])))

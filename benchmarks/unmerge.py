@@ -43,10 +43,10 @@ def make(folder: str) -> None:
 
 
 def by_kvdoctor(folder: str, out: str) -> None:
-    """Convert it as `re-export --layout pair` does, without the diagnoses before and after."""
+    """Convert it as `convert --layout pair` does, without the diagnoses before and after."""
+    from kvdoctor.addons.conversions.layouts.registry import LayoutSource, load
     from kvdoctor.analysis.contract_reader import read_contract
     from kvdoctor.analysis.model_folder import open_folder
-    from kvdoctor.repair.layouts.registry import LayoutSource, load
 
     found = open_folder(folder)
     stack = found.stacks[0]

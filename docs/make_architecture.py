@@ -12,11 +12,13 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvdoctor"
+PROGRAMS = PACKAGE / "addons" / "loops" / "programs"
+"""Projects that are copied, and import nothing of the package."""
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
 LAYERS = (
-    ("__init__", "_version", "errors", "records", "choices", "contract"),
+    ("__init__", "_version", "errors", "records", "choices", "contract", "addons"),
     ("decode",),
     ("model",),
     ("analysis",),
@@ -26,12 +28,17 @@ LAYERS = (
     ("report",),
     ("diagnose",),
     ("repair",),
-    ("reproducer", "gating", "comparison", "loops"),
+    ("gating",),
     ("api",),
     ("cli",),
+    ("addons/traces",),
+    ("addons/comparison", "addons/conversions", "addons/loops", "addons/reproducer"),
     ("__main__",),
 )
-"""Folders and files in the root of `kvdoctor/`, lowest layer first: each imports packages of lower layers only."""
+"""Folders and files in the root of `kvdoctor/`, lowest layer first: each imports packages of lower layers only.
+
+The add-ons are the upper floor: `addons` is the module that finds them.
+"""
 
 LEAVES = LAYERS[0]
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
@@ -41,14 +48,17 @@ def modules() -> dict[str, Path]:
     """Every module of the package by its name below `kvdoctor`; the package itself is `__init__`."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
+        if PROGRAMS in path.parents:
+            continue
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         found[name if name == "__init__" else name.removesuffix(".__init__")] = path
     return found
 
 
 def package_of(module: str) -> str:
-    """The package of a module: the first part of its name."""
-    return module.partition(".")[0]
+    """The package of a module: the first part of its name, for an add-on the first two."""
+    first, _, rest = module.partition(".")
+    return f"addons/{rest.partition('.')[0]}" if first == "addons" and rest else first
 
 
 @cache
@@ -105,8 +115,10 @@ def table() -> str:
     lines = ["| package | files | contents |", "| --- | --- | --- |"]
     for level in reversed(LAYERS):
         for name in level:
-            if (PACKAGE / name).is_dir():
-                files = len(list((PACKAGE / name).rglob("*.py")))
+            if name == "addons":
+                lines.append(f"| `addons/__init__.py` | 1 | {summary(name)} |")
+            elif (PACKAGE / name).is_dir():
+                files = sum(PROGRAMS not in path.parents for path in (PACKAGE / name).rglob("*.py"))
                 lines.append(f"| `{name}/` | {files} | {summary(name)} |")
             else:
                 lines.append(f"| `{name}.py` | 1 | {summary(name)} |")

@@ -1,37 +1,56 @@
-"""Writes docs/devices.md from the table of documented limits of devices: `python docs/make_devices.py`."""
+"""Writes docs/devices.md from devices.json, the documented limits of devices: `python docs/make_devices.py`."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from kvdoctor.diagnose.devices import DocumentedLimit, list_limits
-from kvdoctor.report.wording.devices import ABOUT, EFFECTS
-
+TABLE = Path(__file__).with_name("devices.json")
+ABOUT = {
+    "empty-past": "empty past",
+    "dynamic-axes": "dynamic axes",
+    "if": "If",
+    "branch-shapes": "branches of other shapes",
+    "int64": "int64",
+    "float64": "double",
+    "attention-past": "Attention with past",
+    "growing-gqa": "growing GroupQueryAttention",
+    "operators": "operators",
+}
+EFFECTS = {"fails": "fails", "left-out": "not on the device"}
 HEAD = """# Documented limits of devices
 
-What execution providers for devices are documented to refuse of a decoder. `kvdoctor inspect` names those that a model
-touches in one line, with `-v` each with what it concerns and its source, and as `stacks[].devices` in
-[JSON](formats.md). **Nothing of it was measured**: kvdoctor runs models on the CPU, and these entries quote documents
-and issues of other projects. So they are never findings, and change no exit code. Releases of onnxruntime on the CPU
-are measured instead: [targets](targets.md). *Not on the device* means that another provider takes the nodes over, with
-a copy each way.
+What execution providers for devices are documented to refuse of a decoder. **Nothing of it was measured**: kvdoctor
+runs models on the CPU, and these entries quote documents and issues of other projects, so they are never findings.
+Releases of onnxruntime on the CPU are measured: [targets](targets.md). On a device, a [trace](trace.md) decides. *Not
+on the device* means that another provider takes the nodes over, with a copy each way.
 
-Made from `kvdoctor/diagnose/devices.json` by `python docs/make_devices.py`; an entry needs its address.
+Made from `docs/devices.json` by `python docs/make_devices.py`; an entry needs its address.
 
 | device | what the graph has | effect | what the source says | as of | sources |
 | --- | --- | --- | --- | --- | --- |
 """
 
 
+def limits() -> Iterator[dict[str, Any]]:
+    """Every entry of the table, with its device."""
+    for entry in json.loads(TABLE.read_text(encoding="utf-8")):
+        for limit in entry["limits"]:
+            yield {"device": entry["device"], **limit}
+
+
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(map(row, list_limits()))
+    return HEAD + "".join(map(row, limits()))
 
 
-def row(limit: DocumentedLimit) -> str:
-    """One entry, with its list of operators folded into the sentence."""
-    listed = limit.supported or limit.unsupported
-    words = limit.words + (f": {', '.join(f'`{name}`' for name in sorted(listed))}" if listed else "")
-    sources = ", ".join(f"[{_name(url)}]({url})" for url in limit.sources)
-    return f"| {limit.device} | {ABOUT[limit.when]} | {EFFECTS[limit.effect]} | {words} | {limit.as_of} | {sources} |\n"
+def row(limit: dict[str, Any]) -> str:
+    """One entry; its list of operators is in the sources and in devices.json."""
+    listed = (limit.get("supported") or limit.get("unsupported") or "").split()
+    text = limit["words"] + (f" ({len(listed)} are listed)" if listed else "")
+    sources = ", ".join(f"[{_name(url)}]({url})" for url in limit["sources"])
+    about, effect = ABOUT[limit["when"]], EFFECTS[limit["effect"]]
+    return f"| {limit['device']} | {about} | {effect} | {text} | {limit['as_of']} | {sources} |\n"
 
 
 def _name(url: str) -> str:

@@ -1,50 +1,38 @@
 """Writes docs/experiments.md from the experiments themselves: `python docs/make_experiments.py`."""
 
-import importlib
-import pkgutil
 from pathlib import Path
 
-from kvdoctor.decode import experiments
 from kvdoctor.decode.experiments import Experiment, find_explaining, load
 
 HEAD = """# The experiments
 
-What a step-test runs, in this order. Made from `kvdoctor/decode/experiments/` by `python docs/make_experiments.py`.
-An experiment is left out, with its reason, where the model's contract does not allow it. *With a fault* means: only
-where an experiment named in the last column went wrong, to tell why. A *workaround* is what users commonly try; no
-finding is based on it.
+What a step-test runs, in this order. Made from `kvdoctor/decode/experiments/` by `python docs/make_experiments.py`. An
+experiment is left out, with its reason, where the contract of the model does not allow it. *With a fault*: only where
+an experiment named in the last column went wrong, to find the cause. No finding is based on a *workaround*.
 
-| experiment | what is run | when | use of the model that it tries (`--require`), or its purpose | file |
-| --- | --- | --- | --- | --- |
+| experiment | what is run | when | the use that it tries (`--require`), or its purpose |
+| --- | --- | --- | --- |
 """
 
 
 def page() -> str:
     """The whole page."""
-    files = find_files()
-    return HEAD + "".join(row(one, files[one.name]) for one in load())
+    return HEAD + "".join(map(row, load()))
 
 
-def find_files() -> dict[str, str]:
-    """The module that each experiment stands in."""
-    names = [module.name for module in pkgutil.iter_modules(experiments.__path__)]
-    modules = {name: importlib.import_module(f"{experiments.__name__}.{name}") for name in names}
-    return {one.name: f"{name}.py" for name, module in modules.items() for one in getattr(module, "EXPERIMENTS", ())}
-
-
-def row(one: Experiment, file: str) -> str:
+def row(one: Experiment) -> str:
     """The line of one experiment."""
     if one.explains:
         when, purpose = "with a fault", "explains " + ", ".join(one.explains)
     elif one.on_request:
-        commands = {"reference": "`--reference`", "loop": "`kvdoctor loop`", "generate": "`re-export --layout genai`"}
+        commands = {"reference": "`--reference`", "loop": "`kvdoctor loop`", "generate": "`convert --layout genai`"}
         when, purpose = commands[one.on_request], one.why
     else:
         when = "`--thorough`" if one.thorough else "by default"
         if one.unless_passed:
             when += f", unless {one.unless_passed} passed"
         purpose = describe_use(one)
-    return f"| {one.name} | {one.question} | {when} | {purpose} | `{file}` |\n"
+    return f"| {one.name} | {one.question} | {when} | {purpose} |\n"
 
 
 def describe_use(one: Experiment) -> str:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from kvdoctor.diagnose.known_issues import KnownIssue, list_issues
+from kvdoctor.report.known_messages import KnownIssue, list_issues
 
 HEAD = """# Known issues of other projects
 
 Public issues that show up in decoders with a KV cache. A finding that one of them may explain names it (`issue`, and
 `issues` in [JSON](formats.md)); `kvdoctor explain CODE` lists those of a check, `kvdoctor explain "MESSAGE"` those of a
 message. The table is part of the package: nothing is looked up in the network. Made from
-`kvdoctor/diagnose/known_issues.json` by `python docs/make_known_issues.py`; to add one, add an entry with its address.
+`kvdoctor/report/known_issues.json` by `python docs/make_known_issues.py`; to add one, add an entry with its address.
 
 | what happens | findings | fixed in | source |
 | --- | --- | --- | --- |

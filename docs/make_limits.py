@@ -147,7 +147,7 @@ def page(data: dict[str, Any]) -> str:
         attributes = [f for f in facts["unsupported"] if ":" in f and f not in whole and operator_of(f) not in whole]
         standard = [name for name in facts["unsupported"] if ":" not in name]
         cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
-        rows.append([*cells, _short(whole), _short(attributes)])
+        rows.append([*cells, _short(whole), str(len(attributes) or "none")])
     header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "missing operators", "missing attributes"]
     shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
     lines = [HEAD, *_markdown(header, rows), MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
@@ -179,37 +179,42 @@ def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-HEAD = """# Targets: what each onnxruntime takes
+HEAD = """# Targets: what each onnxruntime supports
 
-`--target onnxruntime==1.16.3` holds a model against that release: by the table below, and by decode steps that are run
-with it in an isolated environment. `step-test`, `gate` and `re-export` run it, `inspect` reads the table alone. The
-option may be repeated, and bindings may be named in place of the runtime:
+`--target onnxruntime==1.16.3` checks a model for that release: by the table below, and by decode steps that run with it
+in an isolated environment. `step-test`, `gate` and `re-export` run it, `inspect` only reads the table. The option may
+be repeated, and may name a binding instead of the runtime:
 
 ```sh
 kvdoctor step-test MODEL --target onnxruntime==1.16.3 --target ort-crate==2.0.0-rc.10
 kvdoctor re-export MODEL -o FIXED --target onnxruntime==1.16.3
-kvdoctor re-export MODEL -o FIXED --ir-version 9 --opset 17
+kvdoctor convert MODEL -o FIXED --ir-version 9 --opset 17
 ```
 
-A model whose IR version or opset is too new for a target is lowered by `re-export`, as far as what it uses allows: no
-node may change its meaning. What stands against it is named, with the export that would bring it.
+Without a target, `kvdoctor inspect MODEL` says which release the files need on the CPU and for what, by the same table:
+`needs onnxruntime 1.23.2 (com.microsoft GroupQueryAttention with 12 inputs)`.
 
-The environments hold onnxruntime and numpy alone. uv makes them, the first time over the network,
-and they are kept in the user's cache folder (`~/.cache/kvdoctor/onnxruntime` on Linux). `--offline` never fetches one.
-No Python is installed for it: where none that the release has wheels for is here, the target is *not checked*, with the
-command that would make it so, and the model is not called healthy.
+A model whose IR version or opset is too new for a target is lowered by `re-export`: no node may change its meaning, and
+what prevents that is named, with the export that would solve it. `--opset N` and `--ir-version N` also raise, for a
+tool that asks for a newer opset. The copy is diagnosed and its logits are compared with the original's, as after every
+repair. No weight is read.
+
+The environments contain only onnxruntime and numpy. uv makes them, the first time over the network, in the user's cache
+folder (`~/.cache/kvdoctor/onnxruntime` on Linux); `--offline` never downloads one. Where no installed Python has wheels
+of the release, the target is *not checked*, with the command that would change that, and the model is not called
+healthy.
 
 ## Measured
 
 Made by `python docs/make_limits.py`, which opens small models in every release on the CPU: nothing here is copied from
 a document. The last three columns are about the operators and attributes that some measured release takes; operators
-count at the opset that last changed them.
+count at the opset that last changed them, and `kvdoctor/runtime/targets/limits.json` names the attributes.
 """
 
 MIDDLE = """
-Of a patch that is not in the table only that is said which holds for the measured patches of its line: some brought
-operators. A release beyond the table is run, and only what the run shows is said of it; its largest IR version and
-opset are then asked of itself, with such small models.
+For a patch release that is not in the table, only what holds for all measured patches of its minor version is reported:
+some added operators. A release beyond the table is run, and only what the run shows is reported; its largest IR version
+and opset are then asked of itself, with such small models.
 
 ## Bindings
 """

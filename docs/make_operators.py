@@ -1,4 +1,4 @@
-"""Writes kvdoctor/model/operators.json from the installed onnx: `python docs/make_operators.py`.
+"""Writes kvdoctor/model/operator_versions.json from the installed onnx: `python docs/make_operators.py`.
 
 An inspection must not load the operators of onnx, which takes longer than all of its own work; this table has what the
 rules of `kvdoctor.model.validity` need of them.
@@ -11,12 +11,12 @@ from typing import Any
 import onnx
 from onnx.defs import OpSchema, get_all_schemas_with_history, onnx_opset_version
 
-TABLE = Path(__file__).parents[1] / "kvdoctor/model/operators.json"
+TABLE = Path(__file__).parents[1] / "kvdoctor/model/operator_versions.json"
 UNLIMITED = 2**31 - 1  # how onnx writes that any number of values is allowed
 
 
 def table() -> dict[str, Any]:
-    """Every version of every standard operator, as the fields of `kvdoctor.model.operators.Signature`."""
+    """Every version of every standard operator, as the fields of `kvdoctor.model.validity.Signature`."""
     found: dict[str, list[list[Any]]] = {}
     for schema in get_all_schemas_with_history():
         if not schema.domain:

@@ -1,7 +1,7 @@
 """kvdoctor: diagnoses and repairs ONNX decoders with a KV cache.
 
-The commands as functions: `inspect`, `step_test`, `re_export`, `repro`, `record_golden`, `speed`, `loop`, `probe`,
-`judge`, `gate` and `diff`; and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md);
+The commands as functions: `inspect`, `step_test`, `re_export`, `convert`, `repro`, `record_golden`, `speed`, `loop`,
+`gate` and `diff`; and `read_contracts`, `read_report`, `read_policy` and `render` (docs/python.md);
 `recording` notes the calls of your own loop. Importing this loads none of them: what they need (onnx, numpy, rich) is
 loaded with the first call.
 """
@@ -11,55 +11,46 @@ from kvdoctor._version import __version__
 TYPE_CHECKING = False  # type checkers take it for that of typing, which is slow to load
 
 if TYPE_CHECKING:
+    from kvdoctor.addons.comparison.api import DiffOptions, RecordOptions, diff, record_golden
+    from kvdoctor.addons.comparison.document import DiffReport
+    from kvdoctor.addons.conversions.api import ConvertOptions, convert
+    from kvdoctor.addons.loops.api import LoopOptions, loop
+    from kvdoctor.addons.loops.pipeline import WrittenLoop
+    from kvdoctor.addons.reproducer.api import ReproOptions, repro
+    from kvdoctor.addons.traces.recording import recording
     from kvdoctor.api import (
-        DiffOptions,
         GateOptions,
         InspectOptions,
-        JudgeOptions,
-        LoopOptions,
-        ProbeOptions,
-        RecordOptions,
         ReExportOptions,
-        ReproOptions,
         SpeedOptions,
         StepTestOptions,
-        diff,
         gate,
         inspect,
-        judge,
-        loop,
-        probe,
         re_export,
         read_contracts,
         read_policy,
         read_report,
-        record_golden,
         render,
-        repro,
         speed,
         step_test,
     )
-    from kvdoctor.decode.caller_trace.recording import recording
     from kvdoctor.errors import KvdoctorError, Unhealthy, UsageError, Worse
     from kvdoctor.findings import Finding
     from kvdoctor.gating.policy import Policy
     from kvdoctor.gating.verdict import GateResult
-    from kvdoctor.loops.pipeline import WrittenLoop
-    from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
 
 __all__ = (
+    "ConvertOptions",
     "DiffOptions",
     "DiffReport",
     "Finding",
     "GateOptions",
     "GateResult",
     "InspectOptions",
-    "JudgeOptions",
     "KvdoctorError",
     "LoopOptions",
     "Policy",
-    "ProbeOptions",
     "ReExportOptions",
     "RecordOptions",
     "Report",
@@ -71,12 +62,11 @@ __all__ = (
     "Worse",
     "WrittenLoop",
     "__version__",
+    "convert",
     "diff",
     "gate",
     "inspect",
-    "judge",
     "loop",
-    "probe",
     "re_export",
     "read_contracts",
     "read_policy",
@@ -91,24 +81,30 @@ __all__ = (
 
 if not TYPE_CHECKING:  # a type checker must see that other names are not there
     HOMES = {
-        "decode.caller_trace.recording": ("recording",),
+        "addons.traces.recording": ("recording",),
         "errors": ("KvdoctorError", "Unhealthy", "UsageError", "Worse"),
         "findings": ("Finding",),
         "gating.verdict": ("GateResult",),
         "gating.policy": ("Policy",),
-        "loops.pipeline": ("WrittenLoop",),
-        "report.diff_document": ("DiffReport",),
+        "addons.loops.pipeline": ("WrittenLoop",),
+        "addons.comparison.document": ("DiffReport",),
         "report.document": ("Report",),
     }
 
     def __getattr__(name):
-        """Load a name at its first use (PEP 562)."""
+        """Load a name at its first use (PEP 562); that of an add-on is there if the add-on is."""
         import importlib
 
         if name not in __all__:
             raise AttributeError(f"module 'kvdoctor' has no attribute {name!r}")
+        from kvdoctor import addons
+
         home = next((home for home, names in HOMES.items() if name in names), "api")
-        return getattr(importlib.import_module(f"kvdoctor.{home}"), name)
+        if home.startswith("addons.") and home.split(".")[1] not in addons.names():
+            raise AttributeError(f"the add-on with {name!r} is not there")
+        first = importlib.import_module(f"kvdoctor.{home}")
+        homes = (one for found in ((first,), addons.modules("api")) for one in found)  # add-ons are loaded last
+        return getattr(next((one for one in homes if hasattr(one, name)), first), name)
 
     def __dir__():
         """List the names that can be imported, loaded or not."""

@@ -1,4 +1,4 @@
-"""The commands as functions, for `import kvdoctor` and for the command line alike (docs/python.md).
+"""The commands of the core as functions, for `import kvdoctor` and for the command line (docs/python.md).
 
 Nothing is printed, no signal handler is set, and neither folder nor environment of the process changes. Options are
 keyword arguments with the names of the command line's; `kvdoctor.options` checks them.
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from kvdoctor.choices import Agree, Attentions, AxisNames, CacheType, Consumer, Dtype, ExporterName, FailOn, LogitsRows
-from kvdoctor.errors import UsageError, did_you_mean
+from kvdoctor import addons
+from kvdoctor.choices import Consumer, Dtype, ExporterName, FailOn
+from kvdoctor.errors import UsageError
 from kvdoctor.options import (
     BaselineChoices,
-    DiffChoices,
     Options,
     ReExportChoices,
     SpeedChoices,
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from kvdoctor.diagnose.context import ContractContext
-    from kvdoctor.findings import Check, Finding, Issue
+    from kvdoctor.findings import Check, Finding
     from kvdoctor.gating.baseline_match import BaselineUpdate
     from kvdoctor.gating.policy import EffectiveValue, Policy
     from kvdoctor.gating.verdict import GateResult
-    from kvdoctor.loops.pipeline import WrittenLoop
-    from kvdoctor.report.diff_document import DiffReport
     from kvdoctor.report.document import Report
-    from kvdoctor.report.info_document import EnvironmentDocument
-    from kvdoctor.report.known_messages import KnownMessage
+    from kvdoctor.report.info_document import EnvironmentDocument, Explanation
     from kvdoctor.runtime.client import Runtime
 
     Path = str | os.PathLike[str]
     Words = str | Iterable[str]
     Progress = Callable[[str, int, int], None]
 
-NEEDS_CHECKPOINT = ("exporter", "dtype", "task", "because")
+NEEDS_CHECKPOINT = ("exporter", "opset", "dtype", "task", "because")
 
 
 class SharedOptions(TypedDict, total=False):
     """The options of every function. Each has the name of the command line's (`kvdoctor COMMAND --help`).
 
     Lists may be one text with commas. `progress` is called at the start of each experiment with its name, its number,
-    counted from 1, and their count.
+    counted from 1, and their count. `feed` has constants for inputs whose role the file does not show, by name;
+    `logits_output` is the output that has the logits.
     """
 
+    feed: "Mapping[str, float]"
+    logits_output: str | None
     consumer: Consumer
     fail_on: FailOn
     select: "Words"
@@ -76,7 +76,7 @@ class InspectOptions(SharedOptions, total=False):
     policy: "Policy | Path | None"
 
 
-class ReproOptions(SharedOptions, total=False):
+class JudgingOptions(SharedOptions, total=False):
     """The options of everything that runs a model. `timeout` in seconds for one answer, `max_memory` in MiB.
 
     `tolerances` are the fractions of the logits' standard deviation that pass, by arithmetic (docs/policy.md).
@@ -89,8 +89,8 @@ class ReproOptions(SharedOptions, total=False):
     tolerances: "Mapping[str, float] | None"
 
 
-class ProbeOptions(TypedDict, total=False):
-    """The options of `probe`; they mean what they mean everywhere."""
+class WorkerOptions(TypedDict, total=False):
+    """The options of everything that runs a model and judges nothing; they mean what they mean everywhere."""
 
     seed: int
     provider: str
@@ -100,33 +100,16 @@ class ProbeOptions(TypedDict, total=False):
     progress: "Progress | None"
 
 
-class LoopOptions(ProbeOptions, total=False):
-    """The options of `loop`. `reference` is a checkpoint whose tokens the program must find as well, with `check`."""
-
-    reference: "Path | None"
-
-
-class RecordOptions(ReproOptions, total=False):
-    """The options of `record`; they mean what they mean for `step_test`."""
-
-    policy: "Policy | Path | None"
-
-
-class SpeedOptions(ProbeOptions, total=False):
+class SpeedOptions(WorkerOptions, total=False):
     """The options of `speed`; `against` is an earlier report of it to compare with."""
 
+    feed: "Mapping[str, float]"
+    logits_output: str | None
     against: "Path | None"
     fail_on: "FailOn"
 
 
-class JudgeOptions(ProbeOptions, total=False):
-    """The options of `judge`."""
-
-    fail_on: "FailOn"
-    tolerances: "Mapping[str, float] | None"
-
-
-class RunOptions(ReproOptions, total=False):
+class RunOptions(JudgingOptions, total=False):
     """The options of everything that runs a model and may fetch what that needs."""
 
     targets: "Words"
@@ -152,6 +135,8 @@ class ManyModelsOptions(RunOptions, total=False):
     `cache=False`, every model is run. `cluster` is the address of a Dask scheduler.
     """
 
+    exclude: "Words"
+    allow_incomplete: "Mapping[str, str] | str | Iterable[str]"
     jobs: int | None
     cache: bool
     cache_dir: "Path | None"
@@ -182,27 +167,12 @@ class ReExportOptions(RunOptions, total=False):
 
     fix: "Words"
     keep_unproved: bool
-    layout: str | None
-    axes: AxisNames
-    ir_version: int | None
     opset: int | None
-    attentions: Attentions | None
-    cache: str | None
-    cache_type: CacheType | None
-    exact_layers: "str | Iterable[int]"
-    logits: LogitsRows | None
     from_: "Path | None"
     exporter: ExporterName | None
     dtype: Dtype | None
     task: str | None
     because: "Path | None"
-
-
-class DiffOptions(RunOptions, total=False):
-    """The options of `diff`."""
-
-    static: bool
-    agree: Agree | None
 
 
 def inspect(path: "Path", **options: "Unpack[InspectOptions]") -> "Report":
@@ -213,7 +183,7 @@ def inspect(path: "Path", **options: "Unpack[InspectOptions]") -> "Report":
     """
     from kvdoctor.diagnose.inspection import inspect
 
-    return inspect(os.fspath(path), _read("inspect", options, path), _check_advice)
+    return inspect(os.fspath(path), read_given("inspect", options, path), _check_advice)
 
 
 def _check_advice(
@@ -244,7 +214,7 @@ def step_test(path: "Path", **options: "Unpack[StepTestOptions]") -> "Report":
             check that judges it is not selected.
         KvdoctorError: ONNX Runtime cannot be started.
     """
-    asked = _read("step-test", options, path)
+    asked = read_given("step-test", options, path)
     if asked.reference is not None and not asked.selection.takes("KV320", "reference-differs"):
         raise UsageError(
             "--reference compares logits for KV320 reference-differs, which --select or --ignore leaves out; "
@@ -262,9 +232,9 @@ def step_test(path: "Path", **options: "Unpack[StepTestOptions]") -> "Report":
 def re_export(
     path: "Path | None", out: "Path | None" = None, *, force: bool = False, **options: "Unpack[ReExportOptions]"
 ) -> "Report":
-    """Repair a copy of the model in the folder `out`, prove the repair, and write a fix report beside it.
+    """Repair a copy of the model in the folder `out`, prove the repair, and write a fix report next to it.
 
-    Without `out` the repair is made and proved in a private folder, and nothing is kept. With `from_` the model is
+    Without `out` the repair is made and proved in a private folder, which is deleted. With `from_` the model is
     exported again from that checkpoint, and `path` is the model to be replaced, or None. `force` replaces an `out` that
     kvdoctor wrote.
 
@@ -274,71 +244,24 @@ def re_export(
         KvdoctorError: ONNX Runtime cannot be started.
     """
     began = time.perf_counter()
-    asked = _read("re-export", options)
+    asked = read_given("re-export", options)
     how = read_options(ReExportChoices, options)
-    from kvdoctor.repair.conversions.registry import read_asked
-    from kvdoctor.repair.request import ExportRequest, LayoutRequest, RepairRequest
+    from kvdoctor.repair.session import RepairRequest
 
-    opset = how.opset if how.from_ is None else None  # with a checkpoint it is the exporter's business
-    request = RepairRequest(
-        path=None if path is None else os.fspath(path),
-        out=None if out is None else os.fspath(out),
-        force=force,
-        fix=tuple(name for name in dict.fromkeys(how.fix) if "=" not in name),
-        keep_unproved=how.keep_unproved,
-        layout=LayoutRequest(how.layout, how.axes == "readable", how.ir_version, opset),
-        conversions=read_asked(how),
-    )
+    source, target = (None if place is None else os.fspath(place) for place in (path, out))
+    request = RepairRequest(source, target, force, how)
     if how.from_ is None:
-        _refuse_without_checkpoint(how, path)
+        if path is None:
+            raise UsageError("give PATH, the model to repair; or --from CHECKPOINT to export one")
+        for name in NEEDS_CHECKPOINT:
+            if getattr(how, name) is not None:
+                raise UsageError(f"--{name} needs an export from a checkpoint: give --from CHECKPOINT as well")
         from kvdoctor.repair import pipeline
 
         return pipeline.re_export(request, asked).timed(began)
-    if request.conversions:
-        raise UsageError(f"--{request.conversions[0].title}: export first, then convert the result in a second call")
     from kvdoctor.repair.export.pipeline import export_from_checkpoint
 
-    export = ExportRequest(
-        how.from_, exporter=how.exporter, opset=how.opset, dtype=how.dtype, task=how.task, because=how.because
-    )
-    return export_from_checkpoint(replace(request, export=export), asked, asked.show_line).timed(began)
-
-
-def repro(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[ReproOptions]") -> "Report":
-    """Write the smallest model without weights and the script that show the leading failure into the folder `out`.
-
-    Nothing is written where the model has no finding at or above `fail_on`, or where the failure cannot be shown
-    without the weights: `report.reproducer` says which. `force` replaces an `out` that kvdoctor wrote.
-
-    Raises:
-        UsageError: there is nothing at the path, `out` must not be written, or an option does not take a value; nothing
-            was written.
-        KvdoctorError: ONNX Runtime cannot be started.
-    """
-    asked = _read("repro", options)
-    from kvdoctor.reproducer.pipeline import ReproRequest, repro
-
-    return repro(ReproRequest(os.fspath(path), os.fspath(out), force), asked)
-
-
-def record_golden(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[RecordOptions]") -> "Report":
-    """Step-test the model, and write the golden numbers of a healthy one into the file `out` (`kvdoctor record`).
-
-    `step_test` and `gate` compare with them (`against`). Nothing is written for a model with findings that count, or
-    one that could not be checked. `force` replaces an `out` that exists.
-
-    Raises:
-        UsageError: there is nothing at the path, `out` must not be written, or an option does not take a value; nothing
-            was written.
-        KvdoctorError: ONNX Runtime cannot be started.
-    """
-    asked = _read("record", options, path)
-    from kvdoctor.runtime.client import Runtime
-
-    with Runtime(asked.limits) as runtime:
-        from kvdoctor.diagnose import record_golden as recording
-
-        return recording.record_golden(os.fspath(path), os.fspath(out), asked, runtime, force=force)
+    return export_from_checkpoint(request, asked, asked.show_line).timed(began)
 
 
 WRITES_SPEED = "`kvdoctor speed MODEL --output speed.json` writes one"
@@ -352,7 +275,7 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
         KvdoctorError: ONNX Runtime cannot be started.
     """
     began = time.perf_counter()
-    asked = _read("speed", options)
+    asked = read_given("speed", options)
     choices = read_options(SpeedChoices, options)
     from kvdoctor.report.json_format import read_report as read
     from kvdoctor.runtime.client import Runtime
@@ -363,78 +286,6 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
         from kvdoctor.diagnose.speed import measure_speed
 
         return measure_speed(os.fspath(path), asked, earlier, runtime, choices.against).timed(began)
-
-
-def loop(  # noqa: PLR0913 - one for each option of the command
-    path: "Path",
-    out: "Path | None" = None,
-    *,
-    language: str,
-    stack: str | None = None,
-    check: bool = False,
-    force: bool = False,
-    **options: "Unpack[LoopOptions]",
-) -> "WrittenLoop":
-    """Write a program that decodes with the model into the folder `out`, in one of the languages of docs/loops.md.
-
-    The loop is run here first: for a model that decodes wrong tokens in a right loop, nothing is written. With `check`
-    the program is built and must print the tokens that the model means; building fetches its packages. `force` replaces
-    an `out` that kvdoctor wrote and nobody changed.
-
-    Raises:
-        UsageError: there is nothing at the path, `out` must not be written, or an option does not take a value; nothing
-            was written.
-        KvdoctorError: ONNX Runtime cannot be started.
-    """
-    asked = _read("loop", options)
-    from kvdoctor.loops.pipeline import LoopRequest, write_loop
-
-    target = None if out is None else os.fspath(out)
-    return write_loop(LoopRequest(os.fspath(path), target, language, stack, force, check), asked)
-
-
-def probe(
-    path: "Path",
-    out: "Path",
-    *,
-    language: str,
-    stack: str | None = None,
-    force: bool = False,
-    **options: "Unpack[ProbeOptions]",
-) -> "WrittenLoop":
-    """Write a loop as `loop` does, with runs for a machine without kvdoctor; `judge` reads what it writes there.
-
-    Raises:
-        UsageError: as `loop`.
-        KvdoctorError: ONNX Runtime cannot be started.
-    """
-    asked = _read("probe", options)
-    from kvdoctor.loops.pipeline import LoopRequest, write_loop
-
-    return write_loop(LoopRequest(os.fspath(path), os.fspath(out), language, stack, force, probe=True), asked)
-
-
-def judge(path: "Path", result: "Path", **options: "Unpack[JudgeOptions]") -> "Report":
-    """Compare what the program of a probe fed and got on another machine with the contract and with this machine.
-
-    Raises:
-        UsageError: there is nothing at the path, or `result` is not what the program of a probe of this model writes.
-        KvdoctorError: ONNX Runtime cannot be started.
-    """
-    asked = _read("judge", options)
-    from kvdoctor.runtime.client import Runtime
-
-    with Runtime(asked.limits) as runtime:
-        from kvdoctor.loops import judge as judging
-
-        return judging.judge(os.fspath(path), os.fspath(result), asked, runtime)
-
-
-def list_languages() -> tuple[str, ...]:
-    """The languages that `loop` writes."""
-    from kvdoctor.loops.language import languages
-
-    return tuple(languages())
 
 
 def gate(paths: "Path | Iterable[Path]", **options: "Unpack[GateOptions]") -> "GateResult":
@@ -453,7 +304,7 @@ def gate(paths: "Path | Iterable[Path]", **options: "Unpack[GateOptions]") -> "G
     plan = plan_gate("gate", _list_paths(paths), options, policy)
     known = None if plan.choices.baseline is None else read_baseline(plan.choices.baseline)
     done = run_gate(plan.jobs, plan.settings, static=plan.choices.static, baseline=known)
-    return replace(done, policy=None if policy is None else policy.file)
+    return replace(done, policy=None if policy is None else policy.file, left_out=plan.left_out)
 
 
 @record
@@ -501,20 +352,6 @@ def write_baseline(
     return WrittenBaseline(place, update, differs)
 
 
-def diff(a: "Path", b: "Path", **options: "Unpack[DiffOptions]") -> "DiffReport":
-    """Compare model B with model A: contract, graph and behavior. Either may be a JSON report of kvdoctor.
-
-    Raises:
-        UsageError: there is nothing at a path, a report cannot be read, or an option does not take a value.
-        KvdoctorError: ONNX Runtime cannot be started.
-    """
-    asked = _read("diff", options)
-    choices = read_options(DiffChoices, options)
-    from kvdoctor.comparison import DiffRequest, compare
-
-    return compare(DiffRequest(os.fspath(a), os.fspath(b), choices.static, choices.agree), asked)
-
-
 def read_report(path: "Path") -> "Report":
     """Read a report that was written with `--format json`; of a gate's document, the only one in it.
 
@@ -526,39 +363,50 @@ def read_report(path: "Path") -> "Report":
     return read(os.fspath(path))
 
 
-def render(result: "Report | GateResult | DiffReport", name: str = "text") -> str:
+class Document(Protocol):
+    """What a command returns: a report, the result of a gate, or the document of an add-on."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document."""
+
+
+def render(result: Document, name: str = "text") -> str:
     """Write a report, the result of a gate, or a diff in a format of the command line, as one text without color.
 
     Raises:
         UsageError: there is no such format.
     """
     from kvdoctor.gating.verdict import GateResult
-    from kvdoctor.report import diff, formats
-    from kvdoctor.report.diff_document import DiffReport
+    from kvdoctor.report import formats
+    from kvdoctor.report.document import Report
 
-    if isinstance(result, DiffReport):
-        _refuse_unknown_format(name, diff.FORMATS)
-        return diff.render(result, name)
-    _refuse_unknown_format(name, formats.FORMATS)
     if isinstance(result, GateResult):
+        _refuse_unknown_format(name, formats.FORMATS)
         return formats.render_gate(result.to_dict, list(result.reports), result.summary_lines(), name)
-    return formats.render(result, name)
+    if isinstance(result, Report):
+        _refuse_unknown_format(name, formats.FORMATS)
+        return formats.render(result, name)
+    module = next(one for one in addons.modules("report") if isinstance(result, one.DOCUMENT))
+    _refuse_unknown_format(name, module.FORMATS)
+    return str(module.render(result, name))
 
 
 def schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of every document, by its short name, as `kvdoctor schema NAME` takes it."""
-    from kvdoctor.gating.schema import baseline_schema, gate_schema
-    from kvdoctor.report.schema import contract_schema, diff_schema, env_schema, explain_schema, report_schema
+    from kvdoctor.gating.verdict import baseline_schema, gate_schema
+    from kvdoctor.report.schema import contract_schema, env_schema, explain_schema, report_schema
 
-    return {
+    found = {
         "report": report_schema(),
         "gate": gate_schema(),
         "contract": contract_schema(),
         "baseline": baseline_schema(),
-        "diff": diff_schema(),
         "explain": explain_schema(),
         "env": env_schema(),
     }
+    for module in addons.modules("report"):
+        found |= module.schemas()
+    return found
 
 
 def read_policy(file: "Path | None" = None) -> "Policy":
@@ -598,47 +446,15 @@ def list_checks() -> "tuple[Check, ...]":
     return all_checks()
 
 
-def explain(code: str) -> "Check":
-    """Return the check of a code or a name, with its documentation.
+def explain(text: str | None) -> "Explanation":
+    """Return what is known of a code, a name, a term or an error message; without one, all checks.
 
     Raises:
-        UsageError: there is none; the message has the nearest.
+        UsageError: the text is empty, or a name that is spelled almost as a check.
     """
-    from kvdoctor.findings import find_check
+    from kvdoctor.report.explain import explain as explain_any
 
-    found = find_check(code)
-    if found is None:
-        hint = did_you_mean(code, [name for check in list_checks() for name in (check.code, check.name)])
-        parts = f"there is no check {code!r};", hint, "`kvdoctor explain` lists all checks"
-        raise UsageError(" ".join(filter(None, parts)))
-    return found
-
-
-def find_checks(part: str) -> tuple["Check", ...]:
-    """Return the checks whose code begins with a text, or whose name contains it."""
-    wanted = part.lower()
-    return tuple(one for one in list_checks() if one.code.lower().startswith(wanted) or wanted in one.name)
-
-
-def find_messages(text: str) -> "tuple[KnownMessage, ...]":
-    """Return what is known about an error message: the question that decides between its causes, and what to do."""
-    from kvdoctor.report import known_messages
-
-    return known_messages.find_messages(text)
-
-
-def list_issues(check: str) -> "tuple[Issue, ...]":
-    """Return the public issues of other projects that concern a check, by its name (docs/known-issues.md)."""
-    from kvdoctor.diagnose.known_issues import issues_of_check
-
-    return issues_of_check(check)
-
-
-def find_issues(text: str) -> "tuple[Issue, ...]":
-    """Return the public issues of other projects whose message is in a text, or that a part of it is."""
-    from kvdoctor.diagnose.known_issues import issues_of_message
-
-    return issues_of_message(text)
+    return explain_any(text, list_graph_repairs)
 
 
 def list_graph_repairs(check: str) -> tuple[str, ...]:
@@ -662,12 +478,12 @@ def cache_folder() -> FilePath:
     return folder() / "gate"
 
 
-def _read(command: str, given: Mapping[str, Any], path: "Path | None" = None) -> Options:
+def read_given(command: str, given: Mapping[str, Any], path: "Path | None" = None) -> Options:
     """Return the options of one model: those given, else the policy's, else the defaults."""
     refuse_unknown(command, given)
     policy = _policy(given)
     if policy is None:
-        return read_options(Options, given)
+        return read_options(Options, given, command)
     return policy.read_options(command, None if path is None else os.fspath(path), given)
 
 
@@ -678,15 +494,6 @@ def _policy(given: Mapping[str, Any]) -> "Policy | None":
 
 def _list_paths(paths: "Path | Iterable[Path]") -> tuple[str, ...]:
     return tuple(os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths))
-
-
-def _refuse_without_checkpoint(how: ReExportChoices, path: "Path | None") -> None:
-    """Refuse what only an export from a checkpoint can do."""
-    if path is None:
-        raise UsageError("give PATH, the model to repair; or --from CHECKPOINT to export one")
-    for name in NEEDS_CHECKPOINT:
-        if getattr(how, name) is not None:
-            raise UsageError(f"--{name} needs an export from a checkpoint: give --from CHECKPOINT as well")
 
 
 def _refuse_unknown_format(name: str, formats: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The values that options take: for the command line, for keyword arguments and for a policy alike.
+"""The values that options take: for the command line, for keyword arguments and for a policy.
 
 A `Kind` checks a value, wherever it comes from, and describes the values that it accepts. It knows no single option.
 """
@@ -12,7 +12,7 @@ from kvdoctor.errors import did_you_mean
 from kvdoctor.records import record
 
 Consumer = Literal["plain", "held"]
-"""The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is kept."""
+"""The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is held."""
 Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context", "speculation", "prefix-sharing"]
 """Uses that must work."""
 FailOn = Literal[
@@ -80,7 +80,7 @@ class Kind:
         return given
 
     def parse(self, text: str) -> Any:
-        """Read a word of the command line.
+        """Read an argument of the command line.
 
         Raises:
             WrongValue: it is no value of this kind.
@@ -100,7 +100,7 @@ class Kind:
         return value
 
     def words(self) -> Iterable[str]:
-        """Return the words that it accepts, for completion in a shell; none where they cannot be listed."""
+        """Return the texts that it accepts, for completion in a shell; none where they cannot be listed."""
         return ()
 
     def refuse(self, given: Any) -> NoReturn:
@@ -121,26 +121,26 @@ class Flag(Kind):
 
 @record
 class Choice(Kind):
-    """One of a few words."""
+    """One of a few names."""
 
     values: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: tuple[str, ...]) -> "Choice":
-        """Make the kind of these words."""
+        """Make the kind of these names."""
         *first, last = (f'"{value}"' for value in values)
         takes = f"{', '.join(first)} or {last}" if first else last
         return cls(takes, f"[{'|'.join(values)}]", values=values)
 
     def read(self, given: Any) -> str:
-        """Accept one of the words."""
+        """Accept one of the names."""
         if isinstance(given, str) and given in self.values:
             return given
         meant = did_you_mean(str(given), self.values)
         raise WrongValue(f"it takes {self.takes}; got {given!r}{'; ' if meant else ''}{meant}")
 
     def words(self) -> tuple[str, ...]:
-        """Return the words."""
+        """Return the names."""
         return self.values
 
 
@@ -256,11 +256,10 @@ class Folder(File):
 
 @record
 class Names(Kind):
-    """Several words: a list, or one text with commas.
+    """Several names: a list, or one text with commas.
 
-    `convert` makes the value of the option from the words; it raises `WrongValue` for a word that it does not know.
-    `to_json` turns that value back into words. `if_empty` is the reason to refuse a value without a word. `known` lists
-    the words that it knows.
+    `convert` makes the value of the option from the names; it raises `WrongValue` for an unknown one. `to_json` lists
+    the names of a value. `if_empty` is the reason to refuse a value without a name. `known` lists the names.
     """
 
     convert: Callable[[tuple[str, ...]], Any] = tuple
@@ -285,11 +284,11 @@ class Names(Kind):
         self.convert(tuple(given))
 
     def words(self) -> Iterable[str]:
-        """Return the known words."""
+        """Return the known names."""
         return self.known()
 
     def to_plain(self, value: Any) -> list[str]:
-        """Return the words."""
+        """Return the names."""
         return self.to_json(value)
 
 

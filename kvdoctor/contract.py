@@ -3,7 +3,7 @@
 A contract describes a *stack*, the graphs that decode together, and says how to drive it. Layouts differ in its
 values alone, so experiments, checks and reports hold no code for one exporter.
 
-Shapes are written as `float[batch, kv_heads, past, head_dim]`: the words below are the meanings an axis can have.
+Shapes are written as `float[batch, kv_heads, past, head_dim]`: the names below are what an axis can count.
 """
 
 import math
@@ -20,6 +20,8 @@ Axis = Literal[
     "batch",
     "batch_heads",
     "batch_codebooks",
+    "codebooks",
+    "batch_new",
     "new",
     "past",
     "total",
@@ -41,9 +43,10 @@ Axis = Literal[
 """What an axis counts.
 
 new + past = total, and capacity, the length of a buffer of fixed size, in tokens; `encoder` counts encoder states;
-`batch_heads` is batch times heads, `batch_codebooks` batch times the streams of tokens that make one sequence of audio,
-`parts` holds key and value, `layers` all layers of a stacked cache; `channels` and
-`state` are the widths of convolution and recurrent states; `blocks` of `block` tokens make a paged cache.
+`batch_heads` is batch times heads, `batch_new` batch times new tokens, `codebooks` the streams of tokens that make one
+sequence of audio, `batch_codebooks` batch times these; `parts` holds key and value, `layers` all layers of a stacked
+cache; `channels` and `state` are the widths of convolution and recurrent states; `blocks` of `block` tokens make a
+paged cache.
 """
 
 Role = Literal[
@@ -51,6 +54,7 @@ Role = Literal[
     "token_and_position",
     "embeddings",
     "attention_mask",
+    "padding_mask",
     "additive_mask",
     "position_ids",
     "rotary_cos",
@@ -60,7 +64,12 @@ Role = Literal[
     "past_length",
     "total_length",
     "last_index",
+    "last_new_index",
     "new_length",
+    "batch_size",
+    "row_index",
+    "has_past",
+    "first_call",
     "encoder_mask",
     "encoder_states",
     "encoder_input",
@@ -69,6 +78,8 @@ Role = Literal[
     "branch_switch",
     "logits_to_keep",
     "setting",
+    "condition",
+    "token_states",
     "unused",
     "beam_input",
     "block_table",
@@ -82,11 +93,14 @@ Role = Literal[
 ]
 """The part a port plays.
 
-`cache_position` is the arange past..total, `write_index` the past length as the place to write at; `last_index` is
-total - 1 (`seqlens_k`); `features` of images or audio go into an embedding graph, none of them where all tokens are
-text; a `setting` is a part of the configuration that is fed, or a row that the caller chooses for all tokens (a
-language, a speaker, a kind), the number fed here in `value`; an `adapter` is a matrix of LoRA, zeros without an
-adapter; nothing reads what is `unused`, which has to be fed all the same.
+`padding_mask` is a mask in which 1 hides an entry; `cache_position` is the arange past..total, `write_index` the past
+length as the place to write at; `last_index` is total - 1 (`seqlens_k`), `last_new_index` new - 1; `row_index` is the
+arange 0..batch (a beam search that reorders nothing), `has_past` whether there is a past, `first_call` whether there is
+none; `token_states` are hidden states of another model, one row for each new token (a draft head), and a `condition` is
+what the caller has for a whole sequence (an encoder frame, a speaker vector); `features` of images or audio go into an
+embedding graph, none of them where all tokens are text; a `setting` is a part of the configuration that is fed, or a
+row that the caller chooses for all tokens (a language, a speaker, a kind), the number fed here in `value`; an `adapter`
+is a matrix of LoRA, zeros without an adapter; nothing reads what is `unused`, which has to be fed all the same.
 """
 
 SlotKind = Literal[
@@ -124,7 +138,7 @@ after the first step. paged: blocks of a pool, addressed by a table.
 Carry = Literal["feed-back", "hold", "append", "write", "shift", "drop-oldest", "extend"]
 """What a right loop does to have the next past.
 
-feed-back: the present. hold: the value it was first filled with. append: the past and behind it the present's rows.
+feed-back: the present. hold: the value it was first filled with. append: the past, then the present's rows.
 write: the present's rows into the buffer at the past length. shift: the oldest rows out, the present's rows in at the
 end. drop-oldest: the present without its first row. extend: the present and one row of zeros.
 """
@@ -324,10 +338,42 @@ class Features:
 
 @record
 class MissingPart:
-    """Something that stands in the way of driving a stack, or is not as its name says: the subject, and the reason."""
+    """Something that stands in the way of driving a stack, or is not as its name says: the subject, and the reason.
+
+    `contradicts` says that the graph contradicts itself there; else it only leaves something open.
+    """
 
     subject: str
     reason: str
+    contradicts: bool = False
+
+
+Basis = Literal["name", "declared", "dataflow", "type", "given"]
+"""What speaks for a reading: a port's name, declared names of axes, its use in the graph, its type, or the caller."""
+
+
+@record
+class Reading:
+    """One way to read a port: its role and its axes. `text` says what a loop feeds, or what comes back."""
+
+    port: Port
+    text: str
+    basis: Basis
+
+
+@record
+class Ambiguity:
+    """A port that the file allows more than one reading of, best first; the contract has the first one.
+
+    `unknown` says that nothing in the file speaks for any of them, so that a run has to. `settled` says how the first
+    one was settled; empty where it is open.
+    """
+
+    subject: str
+    graph: str
+    readings: tuple[Reading, ...]
+    unknown: bool = False
+    settled: str = ""
 
 
 @record
@@ -340,7 +386,9 @@ class CacheContract:
     `context_limit` is in tokens, from the side-car config; so are `heads`, the number of attention heads, where an axis
     counts batch times heads, and `codebooks`, the rows of tokens for each sequence. `contradictions` are promises of
     names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
-    driven. `features` are rows for images and audio, which take the places of embeddings.
+    driven. `features` are rows for images and audio, which take the places of embeddings. `ambiguities` are ports with
+    more than one reading, which runs settle. `ring` is the number of tokens after which buffers are full, where the
+    graph then writes over the oldest entries; None where it may not.
     """
 
     layout: str
@@ -357,6 +405,8 @@ class CacheContract:
     contradictions: tuple[MissingPart, ...] = ()
     missing: tuple[MissingPart, ...] = ()
     features: tuple[Features, ...] = ()
+    ambiguities: tuple[Ambiguity, ...] = ()
+    ring: int | None = None
 
     def graph(self, phase: PhaseName) -> Graph:
         """Give the graph that serves a phase."""
@@ -431,7 +481,8 @@ class CacheContract:
 
     def _fixed_new_tokens(self, phase: PhaseName) -> int | None:
         graph = self.graph(phase)
-        if graph.port("token_and_position") is not None:
+        tokens = graph.port("token_ids")
+        if graph.port("token_and_position") is not None or (tokens is not None and "new" not in tokens.axes):
             return 1
         size = graph.declared_new_tokens
         return size if isinstance(size, int) else None
@@ -444,7 +495,7 @@ class CacheContract:
 
     @property
     def no_decoder(self) -> str | None:
-        """Why the stack is no decoder with a KV cache, as far as its inputs, outputs and states show; else None."""
+        """Why the stack is no decoder with a KV cache, by its inputs, outputs and states; None where it may be one."""
         if not self.takes_tokens:
             return "it takes no tokens and returns no logits (one operator, a stage of a pipeline, a decoder of frames)"
         decode, kept = self.graph("decode"), {slot.kind for slot in self.slots}
@@ -452,9 +503,6 @@ class CacheContract:
             return None
         if decode.port("logits") is None and decode.port("next_token") is None:
             return "it has recurrent states and returns no logits (the prediction network of a transducer)"
-        frames = (p for p in decode.inputs if p.role == "auxiliary" and p.dtype.startswith(("float", "bfloat")))
-        if any(len(port.shape or ()) > 1 for port in frames):
-            return "it has recurrent states and takes more than tokens (prediction and joint network of a transducer)"
         return None
 
     @property
@@ -463,7 +511,7 @@ class CacheContract:
         port = self.graph("prefill").port("logits")
         if port is None or port.shape is None or self.new_tokens is not None:
             return False
-        return "new" not in port.axes or port.size("new") == 1
+        return "batch_new" not in port.axes and ("new" not in port.axes or port.size("new") == 1)
 
     @property
     def has_encoder_states(self) -> bool:
@@ -474,6 +522,17 @@ class CacheContract:
     def has_encoder(self) -> bool:
         """Whether the model has an encoder: of its own, or one whose states or keys and values the decoder takes."""
         return self.has_encoder_states or bool(self.of_kind("cross-attention")) or "encode" in self.phases
+
+
+def with_reading(contract: CacheContract, ambiguity: Ambiguity, reading: Reading) -> CacheContract:
+    """The contract under another reading of a port."""
+    graph = contract.graphs[ambiguity.graph]
+
+    def read(ports: tuple[Port, ...]) -> tuple[Port, ...]:
+        return tuple(reading.port if port.name == ambiguity.subject else port for port in ports)
+
+    graph = replace(graph, inputs=read(graph.inputs), outputs=read(graph.outputs))
+    return replace(contract, graphs={**contract.graphs, ambiguity.graph: graph})
 
 
 def with_last_logits_only(contract: CacheContract) -> CacheContract:

@@ -15,7 +15,7 @@ class UsageError(KvdoctorError):
 
 
 class UnreadableError(KvdoctorError):
-    """A file is not a readable ONNX model. `reason` names the kind of damage in a few words.
+    """A file is not a readable ONNX model. `reason` names the kind of damage.
 
     The doctor turns it into the finding `unreadable`: a damaged file is a result, not a crash.
     """
@@ -40,11 +40,44 @@ class WorkerDied(KvdoctorError):
 
 
 class Unhealthy(KvdoctorError):
-    """A model was not shown to be healthy: `raise_for_findings` of its report raises it, with the findings in words."""
+    """A model was not shown to be healthy: `raise_for_findings` of its report raises it, with the findings as text."""
 
 
 class Worse(KvdoctorError):
     """One model is worse than another, or they could not be compared: `raise_if_worse` of a diff raises it."""
+
+
+class CannotCheck(Exception):
+    """A question about a model has no answer, for this reason; where it is `essential`, the model is not healthy.
+
+    Raised by checks, experiments and whatever they ask; whoever runs them catches it, and the reason is reported.
+    """
+
+    def __init__(self, reason: str, *, essential: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.essential = essential
+
+
+class Explained(CannotCheck):
+    """Another finding explains what a check would report, so that one fault is one finding."""
+
+
+HUB = re.compile(r"(?:https?://(?:huggingface\.co|hf\.co)/)?([\w.-]+)/([\w.-]+)(?:/(?:tree|blob|resolve)/.*|/)?")
+
+
+def how_to_get(path: str) -> str:
+    """The command that downloads what was given in place of a path: a name on the hub, or an address; else nothing."""
+    name = HUB.fullmatch(path)
+    if name and not os.path.exists(path.partition("/")[0]):  # noqa: PTH110
+        return f"; a model of the Hugging Face Hub: hf download {name[1]}/{name[2]} --local-dir {name[2]}"
+    return f"; download it first: curl -LO {as_argument(path)}" if re.match(r"https?://", path) else ""
+
+
+def free_name(wanted: str, taken: str | None = None) -> str:
+    """The first of NAME, NAME2, NAME3, ... that no file or folder has, and that is not `taken` either."""
+    names = (wanted, *(f"{wanted}{number}" for number in range(2, 1000)))
+    return next((name for name in names if name != taken and not os.path.lexists(name)), wanted)
 
 
 def similar_names(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> list[str]:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from kvdoctor import addons
 from kvdoctor.choices import FailOn, Required
+from kvdoctor.decode.runs import Run
 from kvdoctor.errors import did_you_mean
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.diagnose.context import (
-        CallerContext,
         ContractContext,
         FileContext,
         GoldenContext,
@@ -34,6 +35,7 @@ Round = Literal["file", "contract", "targets", "runs", "golden", "speed", "calle
 """When a check runs. Each round has a context of its own (`diagnose.context`)."""
 
 CHECKS = "kvdoctor.diagnose.checks"
+"""The checks of the core; an add-on has some in a package `checks` of its own."""
 
 
 @record
@@ -44,24 +46,38 @@ class Advice:
     text: str
     command: str | None = None
 
+    @property
+    def instead(self) -> str:
+        """The text without the `or` that stands before it where a command comes first."""
+        return self.text.removeprefix("or, ").removeprefix("or ")
+
 
 @record
 class Fault:
-    """What a check found, before the code and name of the check are added.
+    """What a check found; `diagnose.run_checks` completes it to a finding.
 
-    `effects` are consequences, which are not reported as faults of their own; `evidence` is what the location of the
-    fault showed. `use` is the documented use that does not work: for a user who requires it the fault is an error.
-    `apart` separates faults of one check with the same subject, by an experiment or a target (`diagnose.fingerprints`).
-    `nodes` are the nodes that it names, each by its name in the graph, or by the first value that it makes.
+    Attributes:
+        file: The file; by default the one that the check was given, or that decodes.
+        where: The place; by default the subject (`output logits`, `file decoder.onnx`) and the experiment of the run.
+        run: The run that shows it.
+        error: The message of the runtime that `observed` quotes.
+        effects: Consequences, which are not reported as faults of their own.
+        evidence: What the location of the fault showed.
+        use: The documented use that does not work: for a user who requires it the fault is an error.
+        apart: Separates faults of one check with the same subject, by an experiment or a target
+            (`diagnose.fingerprints`).
+        nodes: The nodes that it names, each by its name in the graph, or by the first value that it makes.
     """
 
     severity: Severity
     subject: tuple[str, ...]
-    where: str
     declared: str
     observed: str
     cause: str
     repair: Advice
+    where: str = ""
+    run: Run | None = None
+    error: str | None = None
     effects: tuple[str, ...] = ()
     file: str | None = None
     confidence: Confidence = "confirmed"
@@ -73,7 +89,7 @@ class Fault:
 
 @record
 class NodeSource:
-    """Where a node comes from in the source of the model that was exported, as far as the exporter left it.
+    """Where a node comes from in the source of the exported model, where the exporter recorded it.
 
     `module` is the dotted path of its PyTorch module, empty for the model itself, `kind` the class of that module, and
     `line` the line of Python: `llama/modeling_llama.py:245 forward`. Each is None where it is not known.
@@ -99,7 +115,7 @@ class KnownFinding:
 
 @record
 class Issue:
-    """A public issue of another project: its address, what happens in a few words, and the release that fixes it.
+    """A public issue of another project: its address, a title, and the release that fixes it.
 
     `fixed_in` is None where no release is known to fix it.
     """
@@ -113,9 +129,20 @@ class Issue:
 class Finding:
     """A fault with the code and name of its check, the stack and the file.
 
-    `sources` are where the nodes that it names come from in the source of the model. `issues` are public issues of
-    other projects that may be its cause. `known` is set where the baseline of a gate
-    contains the finding: it is reported, and does not count.
+    Attributes:
+        subject: the names of what is wrong: inputs, outputs, nodes, tensors, files, experiments.
+        ports: those of the subject that are inputs or outputs.
+        slots: the slots of these ports, each by its past input.
+        nodes: the nodes at fault.
+        experiment: the run that shows it; null where the file alone does.
+        step: the step of that run that fails or differs.
+        past_length: the length of the past that this step was fed, in tokens.
+        new_tokens: the number of its new tokens.
+        error: the message of the runtime that `observed` quotes.
+        predicted: whether it was derived from the graph, without a run.
+        sources: where the nodes come from in the source of the model.
+        issues: public issues of other projects that may be its cause.
+        known: why the baseline of a gate contains it: it is reported, and does not count.
     """
 
     code: str
@@ -134,27 +161,42 @@ class Finding:
     fingerprint: str = ""
     use: Required | None = None
     evidence: tuple[str, ...] = ()
+    ports: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    experiment: str | None = None
+    step: int | None = None
+    past_length: int | None = None
+    new_tokens: int | None = None
+    error: str | None = None
+    predicted: bool = False
     sources: tuple[NodeSource, ...] = ()
     issues: tuple[Issue, ...] = ()
     known: KnownFinding | None = None
 
 
+Absence = Literal["not-run", "not-selected", "explained", "cannot-check"]
+"""Why there is no result: nobody asked for the run, the selection leaves it out, another finding explains it, or no
+answer is possible (a limit, a crash, a result between noise and fault)."""
+
+
 @record
 class NotChecked:
-    """A check that could not run, and why. Where one is `essential`, no model is called healthy."""
+    """Why a check or an experiment has no result (`diagnose.not_checked` decides that).
+
+    Attributes:
+        stack: the stack; null where it is so for all of them.
+        code: the check, or several (`KV401-KV403`, `*`), or the name of an experiment.
+        reason: why.
+        essential: no model is called healthy without it.
+        kind: the kind of the reason.
+    """
 
     stack: str | None
     code: str
     reason: str
     essential: bool = False
-
-
-class CannotCheck(Exception):
-    """Raised by a check whose question cannot be answered for this model; where it is `essential`, none is healthy."""
-
-    def __init__(self, reason: str, *, essential: bool = False) -> None:
-        super().__init__(reason)
-        self.essential = essential
+    kind: Absence = "cannot-check"
 
 
 @record
@@ -238,7 +280,7 @@ def check(code: str, name: str, when: Literal["golden"]) -> "Register[GoldenCont
 @overload
 def check(code: str, name: str, when: Literal["speed"]) -> "Register[SpeedContext]": ...
 @overload
-def check(code: str, name: str, when: Literal["caller"]) -> "Register[CallerContext]": ...
+def check(code: str, name: str, when: Literal["caller"]) -> Register[Any]: ...
 def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs: tuple[str, ...] = ()) -> Register[Any]:
     """Register a function as the check of that code and name in one round.
 
@@ -265,8 +307,8 @@ def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs:
 
 @cache
 def all_checks() -> tuple[Check, ...]:
-    """Every check under `diagnose/checks/`, by code."""
-    for module in find_modules(CHECKS):
+    """Every check, by code: those of `diagnose/checks/` and of the add-ons."""
+    for module in _find_check_modules():
         importlib.import_module(module)
     return tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
 
@@ -274,9 +316,14 @@ def all_checks() -> tuple[Check, ...]:
 @cache
 def checks_of(when: Round) -> tuple[Check, ...]:
     """The checks of one round, by code. Only their modules are loaded: an inspection needs a third of them."""
-    for module in find_modules(CHECKS, f'"{when}"'):
+    for module in _find_check_modules(f'"{when}"'):
         importlib.import_module(module)
     return tuple(one for _, one in sorted(_REGISTERED.items()) if when in one.functions)
+
+
+def _find_check_modules(text: str = "") -> Iterator[str]:
+    for package in (CHECKS, *(module.__name__ for module in addons.modules("checks"))):
+        yield from find_modules(package, text)
 
 
 def find_modules(package: str, text: str = "") -> Iterator[str]:
@@ -337,13 +384,21 @@ class Selection:
         return not _matches(self.ignore, code, name)
 
 
-def why_no_check(words: Iterable[str]) -> str | None:
-    """Why one of the words names no check, be it a code, the start of codes or a name; None where each names some."""
-    for word in words:
+def why_no_check(wanted: Iterable[str]) -> str | None:
+    """Why one of the texts names no check (a code, the start of codes, or a name); None where each names some."""
+    for word in wanted:
         if not any(_matches((word,), check.code, check.name) for check in all_checks()):
             meant = did_you_mean(word, (name for check in all_checks() for name in (check.code, check.name)))
             return f"{word!r} names no check; {meant}{' ' * bool(meant)}`kvdoctor explain` lists all of them"
     return None
+
+
+def names_open_check(word: str, code: str) -> bool:
+    """Whether a text stands for the code of a `NotChecked` or a finding: it is one, its prefix or its name."""
+    if code == "*" or "-" in code:
+        return word.upper() == code or (code == "*" and word == "everything")
+    check = find_check(code)
+    return check is not None and _matches((word,), check.code, check.name)
 
 
 def _matches(wanted: tuple[str, ...], code: str, name: str) -> bool:

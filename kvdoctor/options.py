@@ -5,27 +5,20 @@ the keys of a policy (`gating/policy`), their table in docs/policy.md, and the `
 option, add a field; for the type checkers of callers, add its type to a TypedDict of `api.py` (a test compares them).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from kvdoctor import addons
 from kvdoctor.choices import (
-    AGREE,
-    ATTENTIONS,
-    AXIS_NAMES,
-    CACHE_TYPES,
     CONSUMERS,
     DTYPES,
     EXPORTERS,
     FAIL_ON,
-    LOGITS_ROWS,
     REQUIRED,
     RESTS_ON,
-    Agree,
-    Attentions,
-    AxisNames,
-    CacheType,
     Choice,
     Consumer,
     Day,
@@ -36,7 +29,6 @@ from kvdoctor.choices import (
     Flag,
     Folder,
     Kind,
-    LogitsRows,
     Names,
     Numbers,
     Required,
@@ -44,6 +36,7 @@ from kvdoctor.choices import (
     Text,
     Whole,
     WrongValue,
+    is_text,
 )
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.records import record
@@ -57,16 +50,21 @@ if TYPE_CHECKING:
 Struct = TypeVar("Struct")
 
 GATES = ("gate", "baseline", "config")
-RUNS = ("step-test", "re-export", "repro", "record", "diff", *GATES)
+RUNS = ("step-test", "re-export", "run", *GATES)
 ALL = ("inspect", *RUNS)
-FOLLOW_POLICY = ("inspect", "step-test", "record", *GATES)
-LOOPS = ("loop", "probe", "judge", "speed")
-MAY_DOWNLOAD = ("step-test", "re-export", "diff", *GATES)
-"""Groups of commands. An option belongs to a command on the command line and to its function in `api.py` alike."""
+FOLLOW_POLICY = ("inspect", "step-test", "policy", *GATES)
+WORKER = ("speed", "worker")
+READ = (*ALL, "speed", "feed")
+MAY_DOWNLOAD = ("step-test", "re-export", "download", *GATES)
+"""Groups of commands. An option belongs to a command on the command line and to its function in `api.py`.
 
-INPUT, CHECKS, REPAIR, BASELINE = "Input", "What to check", "Repair", "Known findings"
+`run`, `policy`, `worker`, `feed` and `download` stand for the commands of add-ons, which say in their `TAKES` what they
+take.
+"""
+
+INPUT, CHECKS, REPAIR, FORM, BASELINE = "Input", "What to check", "Repair", "Form", "Known findings"
 LIMITS, OUTPUT, OTHER = "Runtime and limits", "Output", "Other"
-HELP_GROUPS = (INPUT, CHECKS, REPAIR, BASELINE, OUTPUT, LIMITS, OTHER)
+HELP_GROUPS = (INPUT, CHECKS, REPAIR, FORM, BASELINE, OUTPUT, LIMITS, OTHER)
 """The groups of options on a help page, in their order."""
 
 MOST_SEQUENCES = 2**20
@@ -112,7 +110,7 @@ class Option:
     @property
     def for_runs(self) -> bool:
         """Whether only a run heeds it: `baseline`, which always runs models, takes it, and `inspect` does not."""
-        return "baseline" in self.commands and "inspect" not in self.commands
+        return "baseline" in self.commands and {"inspect", "static"}.isdisjoint(self.commands)
 
     def read(self, given: Any) -> Any:
         """Check a keyword argument.
@@ -175,6 +173,43 @@ class Tolerances(Kind):
         return dict(given)
 
 
+class Feeds(Names):
+    """Constants for inputs by name: a mapping, or texts as in NAME=1.5."""
+
+    def read(self, given: Any) -> dict[str, float]:
+        """Accept a mapping of names and numbers, or texts of both."""
+        if not isinstance(given, Mapping):
+            pairs = [word.rpartition("=") for word in super().read(given)]
+            if not all(name and value for name, _, value in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+                self.refuse(given)
+            given = {name: _FLAGS.get(value.lower(), value) for name, _, value in pairs}
+        try:
+            found = {str(name): float(value) for name, value in given.items()}
+        except (TypeError, ValueError):
+            self.refuse(given)
+        return found if all(map(math.isfinite, found.values())) else self.refuse(given)
+
+    def check_toml(self, given: Any) -> None:
+        """Accept a table of numbers."""
+        self.read(given) if isinstance(given, Mapping) else self.refuse(given)
+
+    def to_plain(self, value: Any) -> Any:
+        """Return the mapping."""
+        return value
+
+
+class Allowed(Feeds):
+    """What may stay unchecked, each with its reason: a mapping, or codes alone."""
+
+    def read(self, given: Any) -> Any:
+        """Accept a mapping of codes and reasons, or texts of codes. A code that names nothing allows nothing."""
+        found = given if isinstance(given, Mapping) else dict.fromkeys(Names.read(self, given), "on the command line")
+        return dict(found) if all(map(is_text, (*found, *found.values()))) else self.refuse(given)
+
+
+_FLAGS = {"true": 1.0, "false": 0.0}
+
+
 def _list_codes() -> Iterable[str]:
     from kvdoctor.findings import all_checks
 
@@ -207,6 +242,14 @@ class GateChoices:
         "Do not count the findings that this file knows, each with its reason (docs/baseline.md).",
         ("gate", "config"),
         policy='baseline = "kvdoctor-baseline.json"',
+        once=True,
+    )
+    exclude: tuple[str, ...] = option(
+        Names("a list of patterns", "PATTERN"),
+        (),
+        "Leave out the models that match, and list them; a pattern without a slash matches a name at any depth.",
+        (*GATES, "static"),
+        policy='exclude = ["*-draft"]',
         once=True,
     )
     jobs: int | None = option(
@@ -301,21 +344,6 @@ class BaselineChoices:
 
 
 @record
-class DiffChoices:
-    """The options of `diff` alone."""
-
-    static: bool = option(Flag(), False, "Compare contract and graph, and run nothing.", ("diff",))
-    agree: Agree | None = option(
-        Choice.of(AGREE),
-        None,
-        "Call B worse unless its logits on the same feeds agree with A's this closely: in the likeliest tokens, "
-        "within the tolerance of the arithmetic, or bit for bit.",
-        ("diff",),
-        unset="report differences of the logits, and decide nothing by them",
-    )
-
-
-@record
 class ReExportChoices:
     """The options of `re-export` alone. `from_` is `--from`."""
 
@@ -326,74 +354,19 @@ class ReExportChoices:
             if_empty="it names no repair; leave it out to use all of them (docs/repairs.md)",
         ),
         (),
-        "Use only these repairs, by name (docs/repairs.md); batch=N,new=N,past=N fix sizes (docs/conversions.md).",
+        "Use only these repairs, by name (docs/repairs.md).",
         ("re-export",),
         group=REPAIR,
     )
     keep_unproved: bool = option(
         Flag(), False, "Write OUT even if the repair could not be proved.", ("re-export",), group=REPAIR
     )
-    layout: str | None = option(
-        Text("the name of a layout", "NAME"),
-        None,
-        "Convert to this layout: genai, merged, pair, optimum, optimum-pair, shared, single (docs/layouts.md).",
-        ("re-export",),
-        group=REPAIR,
-    )
-    axes: AxisNames = option(
-        Choice.of(AXIS_NAMES),
-        "kept",
-        "Keep the names of open axes, or give them readable ones.",
-        ("re-export",),
-        group=REPAIR,
-    )
-    ir_version: int | None = option(Whole.of(4), None, "Change the IR version to N.", ("re-export",), group=REPAIR)
     opset: int | None = option(
         Whole.of(7, 40),
         None,
-        "Change the opset to N; with --from, export with it.",
+        "With --from: export with opset N.",
         ("re-export",),
-        unset="the opset of PATH",
-        group=REPAIR,
-    )
-    attentions: Attentions | None = option(
-        Choice.of(ATTENTIONS),
-        None,
-        "Return the weights of the cross-attention, for word timestamps (docs/conversions.md).",
-        ("re-export",),
-        unset="as PATH does",
-        group=REPAIR,
-    )
-    cache: str | None = option(
-        Text("static, static=N or growing", "static[=N]|growing"),
-        None,
-        "Make a cache that grows a buffer of N tokens, written in place, or such a buffer a cache that grows "
-        "(docs/conversions.md).",
-        ("re-export",),
-        unset="as PATH has it",
-        group=REPAIR,
-    )
-    cache_type: CacheType | None = option(
-        Choice.of(CACHE_TYPES),
-        None,
-        "Carry the cache in a narrower type; with --dry-run, show what that costs (docs/conversions.md).",
-        ("re-export",),
-        unset="as PATH has it",
-        group=REPAIR,
-    )
-    exact_layers: tuple[int, ...] = option(
-        Numbers(takes="numbers of layers, as in 0,11", metavar="LAYERS"),
-        (),
-        "With --cache-type: the layers whose cache stays as it is, separated by commas.",
-        ("re-export",),
-        group=REPAIR,
-    )
-    logits: LogitsRows | None = option(
-        Choice.of(LOGITS_ROWS),
-        None,
-        "Compute the logits of the last token alone, or of as many as the loop asks for (docs/conversions.md).",
-        ("re-export",),
-        unset="those of every new token",
+        unset="that of the exporter",
         group=REPAIR,
     )
     from_: str | None = option(
@@ -441,7 +414,8 @@ class Options:
     """The options of a diagnosis, with one meaning for every command that takes them.
 
     `progress` is called at the start of each experiment with its name, its number, counted from 1, and their count.
-    `policy` is the file that the values come from, if they come from one.
+    `policy` is the file that the values come from, if they come from one. `added` are structs of add-ons, of which
+    options are given.
     """
 
     contract: str | None = option(
@@ -449,6 +423,24 @@ class Options:
         None,
         "Read the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
         ("step-test",),
+        reported="if set",
+        group=INPUT,
+    )
+    feed: Mapping[str, float] = option(
+        Feeds("a finite number, true or false for each name of an input, as in scale=1.5", "NAME=VALUE"),
+        {},
+        "Feed this constant to an input whose role the file does not show.",
+        READ,
+        policy="feed = { scale = 1.5 }",
+        reported="if set",
+        group=INPUT,
+    )
+    logits_output: str | None = option(
+        Text("the name of an output", "NAME"),
+        None,
+        "Take the logits from this output.",
+        READ,
+        policy='logits-output = "lm_logits"',
         reported="if set",
         group=INPUT,
     )
@@ -473,7 +465,7 @@ class Options:
         None,
         "Compare the logits with this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the "
         "network).",
-        ("step-test", "loop"),
+        ("step-test", "reference"),
         reported="if set",
         group=INPUT,
     )
@@ -482,14 +474,6 @@ class Options:
         None,
         "Compare this model as the draft of speculative decoding: its vocabulary, and the tokens that are accepted "
         "(docs/uses.md).",
-        ("step-test",),
-        reported="if set",
-        group=INPUT,
-    )
-    trace: str | None = option(
-        File(),
-        None,
-        "Check the recorded steps of your own loop against the contract, and run them again (docs/trace.md).",
         ("step-test",),
         reported="if set",
         group=INPUT,
@@ -587,7 +571,7 @@ class Options:
         "error",
         "Exit with code 1 from this severity on; with :confirmed never for a suspected finding, with :suspected for "
         "one of the next lower severity too.",
-        (*ALL, "judge", "speed"),
+        (*ALL, "speed", "findings"),
         policy='fail-on = "warning"',
         reported="always",
     )
@@ -603,9 +587,17 @@ class Options:
         Tolerances("a table of arithmetics and fractions of the logits' standard deviation"),
         {},
         "Accept logits that differ by at most this fraction, where kvdoctor's own limit does not fit.",
-        (*RUNS, "judge"),
+        (*RUNS, "tolerances"),
         flag=None,
         policy="tolerances = { float16 = 0.03 }",
+        reported="if set",
+    )
+    allow_incomplete: Mapping[str, str] = option(
+        Allowed("a table of codes, or everything, each with its reason", "CODES", known=_list_codes),
+        {},
+        "Do not exit with code 3 for these checks where they cannot run on this machine; the report says so.",
+        (*GATES, "static"),
+        policy='allow-incomplete = { KV404 = "no network here" }',
         reported="if set",
     )
     thorough: bool = option(
@@ -620,19 +612,19 @@ class Options:
         Text("the name of an execution provider", "NAME"),
         "CPUExecutionProvider",
         "Run on this execution provider.",
-        (*RUNS, *LOOPS),
+        (*RUNS, *WORKER),
         policy='provider = "CUDAExecutionProvider"',
         reported="always",
         group=LIMITS,
     )
     seed: int = option(
-        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", (*ALL, *LOOPS), policy="seed = 7", group=LIMITS
+        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", (*ALL, *WORKER), policy="seed = 7", group=LIMITS
     )
     timeout: float = option(
         Seconds(),
         300.0,
         "Wait no longer than this for one answer of the runtime.",
-        (*RUNS, *LOOPS),
+        (*RUNS, *WORKER),
         policy="timeout = 60",
         group=LIMITS,
     )
@@ -640,7 +632,7 @@ class Options:
         Whole.of(1, unit="MiB", metavar="MIB"),
         None,
         "Limit the resident memory of the runtime's process.",
-        (*RUNS, *LOOPS),
+        (*RUNS, *WORKER),
         unset="nine tenths of the machine's memory",
         policy="max-memory = 4096",
         group=LIMITS,
@@ -649,12 +641,17 @@ class Options:
         Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
     )
     offline: bool = option(
-        Flag(), False, "Never use the network.", (*ALL, *LOOPS, "contract"), policy="offline = true", group=LIMITS
+        Flag(), False, "Never use the network.", (*ALL, *WORKER, "contract"), policy="offline = true", group=LIMITS
     )
     progress: Callable[[str, int, int], None] | None = option(
-        Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *LOOPS), flag=None
+        Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *WORKER), flag=None
     )
     policy: str | None = option(File(), None, "Follow this policy.", FOLLOW_POLICY, flag=None, reported="if set")
+    added: tuple[Any, ...] = ()
+
+    def of(self, struct: type[Struct]) -> Struct:
+        """The options of an add-on, one of its structs; their defaults where none of them is given."""
+        return next((one for one in self.added if isinstance(one, struct)), None) or struct()
 
     @property
     def selection(self) -> "Selection":
@@ -685,8 +682,9 @@ class Options:
     def as_arguments(self) -> dict[str, Any]:
         """Return the options as a report shows them."""
         shown = {}
-        for option in TABLE[Options]:
-            value = getattr(self, option.keyword)
+        all_options = ((struct, option) for struct in (self, *self.added) for option in table()[type(struct)])
+        for struct, option in all_options:
+            value = getattr(struct, option.keyword)
             if option.reported == "always" or (option.reported == "if set" and value != option.default):
                 name = "target" if option.keyword == "targets" else option.keyword
                 shown[name] = option.kind.to_plain(value)
@@ -695,23 +693,30 @@ class Options:
         return shown
 
 
-TABLE: dict[type[Any], tuple[Option, ...]] = {
-    struct: tuple(replace(each.metadata["option"], keyword=each.name) for each in fields(struct))
-    for struct in (BaselineChoices, SpeedChoices, GateChoices, DiffChoices, ReExportChoices, Options)
-}
-"""The options of each struct, in the order of its fields."""
+@cache
+def table() -> dict[type[Any], tuple[Option, ...]]:
+    """The options of each struct, in the order of its fields; those of the add-ons before what all commands share."""
+    return {
+        struct: tuple(replace(m["option"], keyword=one.name) for one in fields(struct) if (m := one.metadata))
+        for struct in (BaselineChoices, SpeedChoices, GateChoices, ReExportChoices, *_list_added(), Options)
+    }
+
+
+def _list_added() -> tuple[type[Any], ...]:
+    return tuple(struct for module in addons.modules("options") for struct in module.STRUCTS)
 
 
 @cache
 def options_of(command: str) -> tuple[Option, ...]:
     """Return the options that a command takes, its own first."""
-    return tuple(option for options in TABLE.values() for option in options if command in option.commands)
+    taken = {command, *addons.taken_options(command)}
+    return tuple(option for options in table().values() for option in options if not taken.isdisjoint(option.commands))
 
 
 @cache
 def policy_options() -> tuple[Option, ...]:
     """Return the options that a policy may set."""
-    return (MODELS, *(option for options in TABLE.values() for option in options if option.policy))
+    return (MODELS, *(option for options in table().values() for option in options if option.policy))
 
 
 def refuse_unknown(command: str, given: Iterable[str]) -> None:
@@ -738,19 +743,24 @@ def refuse_for_runs(command: str, given: Mapping[str, Any]) -> None:
             raise UsageError(f"{option.shown} is for models that are run, and --static runs none; leave one out")
 
 
-def read_options(struct: type[Struct], given: Mapping[str, Any]) -> Struct:
+def read_options(struct: type[Struct], given: Mapping[str, Any], command: str = "step-test") -> Struct:
     """Make a struct from keyword arguments. None stands for the default, and options of other structs are left alone.
+
+    `Options` also holds the options that the add-ons have for the `command`.
 
     Raises:
         UsageError: a value is not one that its option takes, or no check is left to run.
     """
     values = {
         option.keyword: option.read(given[option.keyword])
-        for option in TABLE[struct]
+        for option in table()[struct]
         if given.get(option.keyword) is not None
     }
     if values.get("select") or values.get("ignore"):
         _refuse_empty_selection(values.get("select", ()), values.get("ignore", ()))
+    if struct is Options:
+        added = (read_options(one, given) for one in _list_added() if any(command in o.commands for o in table()[one]))
+        values["added"] = tuple(choices for choices in added if choices != type(choices)())
     return struct(**values)
 
 

@@ -111,7 +111,7 @@ def test_it_returns_what_the_command_line_prints(models: Path, sick: kvdoctor.Re
 def test_a_report_is_rendered_in_every_format_of_the_command_line(models: Path, sick: kvdoctor.Report) -> None:
     lines = kvdoctor.render(sick).splitlines()
     assert lines[0] == f"kvdoctor step-test {models / 'sick'}"
-    assert lines[-1].startswith("unhealthy: 1 error, 1 note, 1 not checked \u00b7 ")
+    assert lines[-1].startswith("unhealthy: 1 error, 1 note \u00b7 ")
     assert lines[-1].endswith("exit 1     details: -v")
     assert json.loads(kvdoctor.render(sick, "json")) == json.loads(json.dumps(sick.to_dict()))
     with pytest.raises(kvdoctor.UsageError, match="no format 'yaml'; it is one of text, json"):
@@ -120,7 +120,7 @@ def test_a_report_is_rendered_in_every_format_of_the_command_line(models: Path, 
 
 def test_a_report_as_text_is_its_verdict_and_the_findings_that_count(models: Path, sick: kvdoctor.Report) -> None:
     lines = str(sick).splitlines()
-    assert lines[0] == f"{models / 'sick'}: unhealthy (1 error, 1 note, 1 not checked)"
+    assert lines[0] == f"{models / 'sick'}: unhealthy (1 error, 1 note)"
     assert [line.partition(" ")[0] for line in lines if line.startswith(("error", "note"))] == ["error[KV203]"]
 
 
@@ -149,7 +149,8 @@ def test_findings_are_raised_in_words(sick: kvdoctor.Report) -> None:
 def test_what_could_not_be_checked_is_raised_as_well(models: Path) -> None:
     report = kvdoctor.inspect(models / "empty")
     assert report.verdict == "incomplete"
-    with pytest.raises(kvdoctor.Unhealthy, match="not diagnosed"):
+    assert repr(report) == f"<Report of inspect: {models / 'empty'}: incomplete, not a pass (1 error)>"
+    with pytest.raises(kvdoctor.Unhealthy, match="incomplete"):
         report.raise_for_findings()
 
 
@@ -207,11 +208,13 @@ def test_options_reach_the_report(models: Path) -> None:
         ("inspect", api.InspectOptions),
         ("step-test", api.StepTestOptions),
         ("re-export", api.ReExportOptions),
-        ("repro", api.ReproOptions),
-        ("record", api.RecordOptions),
+        ("convert", kvdoctor.ConvertOptions),
+        ("repro", kvdoctor.ReproOptions),
+        ("record", kvdoctor.RecordOptions),
+        ("loop", kvdoctor.LoopOptions),
         ("gate", api.GateOptions),
         ("baseline", api.BaselineOptions),
-        ("diff", api.DiffOptions),
+        ("diff", kvdoctor.DiffOptions),
     ],
 )
 def test_the_types_for_callers_name_the_options_of_the_table(command: str, types: Any) -> None:

@@ -113,7 +113,7 @@ def test_stages_that_are_listed_in_another_order_are_told(tmp_path: Path) -> Non
     (path / "genai_config.json").write_text(json.dumps(config))
     for report in (inspect(str(path)), step_test(str(path), Options())):
         assert ("parts-do-not-fit", "error") in found(report)
-        assert "lists first.onnx behind second.onnx" in " ".join(finding.cause for finding in report.findings)
+        assert "lists first.onnx after second.onnx" in " ".join(finding.cause for finding in report.findings)
 
 
 def test_a_listed_file_may_begin_with_a_dot(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -306,6 +307,119 @@ def test_a_component_without_its_file_counts(tmp_path: Path) -> None:
     assert missed(folder, export=export) == set()
 
 
+# The arithmetic: each value that the graph computes with.
+
+VALUES: list[tuple[str, Any, str]] = [
+    ("sliding_window", 4, "a window of 6 in layer 0"),
+    ("sliding_window", None, "a window of 6 in layer 0"),
+    ("layer_types", ["full_attention", "sliding_attention"], "a window of 6 in layer 0"),
+    ("rope_theta", 500000.0, "base 10000"),
+    ("rope_scaling", {"rope_type": "linear", "factor": 4.0}, "base 10000 without scaling"),
+    ("partial_rotary_factor", 0.5, "4 rotated numbers of each head, not 2"),
+    ("rms_norm_eps", 0.001, "epsilon 1e-05"),
+    ("hidden_activation", "silu", "gelu by tanh"),
+    ("query_pre_attn_scalar", 64, "a scale of scores of 0.25, of 16"),
+    ("attn_logit_softcapping", 50.0, "scores capped at 20"),
+    ("attn_logit_softcapping", None, "scores capped at 20"),
+    ("final_logit_softcapping", 30.0, "logits capped at 10"),
+    ("tie_word_embeddings", False, "logits by the table of the tokens"),
+    ("intermediate_size", 16, "feed-forward layers of width 12"),
+    ("num_attention_heads", 4, "queries of 2 heads"),
+    ("attention_bias", True, "queries without a bias"),
+]
+
+
+@pytest.mark.parametrize(("key", "wrong", "shown"), VALUES)
+def test_each_value_of_the_arithmetic_counts(key: str, wrong: Any, shown: str) -> None:
+    folder = folder_of("config-values-healthy")
+    config = folder.side_cars.config
+    (fault,) = faults(folder, SideCars(config={**config, key: wrong}))
+    assert fault.subject == (key,)
+    assert fault.declared.startswith(f"{key} ")
+    assert fault.observed.startswith(shown)
+    assert fault.repair.kind == "re-export"  # neither side is right beyond doubt: nothing is corrected
+    graph = FIXTURES["config-values-healthy"].files["model.onnx"]
+    assert not fault.nodes or fault.nodes[0] in graph
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('Gelu <approximate = "tanh"> (gate0)', "Softplus (gate0)"),  # an activation that is not known
+        ("Greater (keys, farthest)", "Not (real4)"),  # a mask of another form
+        ("Mul (places4, frequencies)", "Add (places4, frequencies)"),
+    ],
+)
+def test_a_form_that_is_not_known_is_no_difference(one: str, other: str, tmp_path: Path) -> None:
+    text = FIXTURES["config-values-healthy"].files["model.onnx"]
+    config = folder_of("config-values-healthy").side_cars.config
+    assert one in text
+    (tmp_path / "model.onnx").write_bytes(compile_text(text.replace(one, other)).SerializeToString())
+    found = missed(open_folder(str(tmp_path)), config=config)
+    assert found <= {"sliding_window"} if "keys" in one else found == set()
+
+
+def test_a_table_of_sines_shows_the_base(tmp_path: Path) -> None:
+    text = FIXTURES["config-values-healthy"].files["model.onnx"]
+    config = folder_of("config-values-healthy").side_cars.config
+    text = text.replace("float[16, 8] w_tokens,", "float[16, 8] w_tokens, float[64, 4] w_cos, float[64, 4] w_sin,")
+    for wave, table in (("cosines = Cos", "w_cos"), ("sines = Sin", "w_sin")):
+        name = wave.partition(" ")[0]
+        looked_up = f"{name}_flat = Gather ({table}, position_ids)\n  {name} = Unsqueeze ({name}_flat, column)"
+        text = text.replace(f"{wave} (angles_twice)", looked_up)
+    model = compile_text(text)
+    angles = np.tile(np.outer(np.arange(64), [1, 0.01]), 2).astype(np.float32)
+    for tensor in model.graph.initializer:
+        if tensor.name in ("w_cos", "w_sin"):
+            tensor.raw_data = (np.cos if tensor.name == "w_cos" else np.sin)(angles).tobytes()
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    folder = open_folder(str(tmp_path))
+    assert missed(folder, config=config) == set()
+    assert missed(folder, config={**config, "rope_theta": 500000.0}) == {"rope_theta"}
+
+
+def test_a_window_on_which_two_configs_agree_is_lost_in_the_graph(tmp_path: Path) -> None:
+    folder, genai = windowed(tmp_path, "-1")
+    genai = changed_at(genai, WINDOW, {"window_size": 8, "slide_key_value_cache": False})
+    (alone,) = faults(folder, SideCars(genai=genai))
+    both = faults(
+        folder, SideCars(genai=genai, config={"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 8})
+    )
+    assert alone.repair.kind == "graph"
+    assert {fault.repair.kind for fault in both} == {"re-export"}
+    assert {fault.file for fault in both} == {"config.json", "genai_config.json"}
+
+
+# The tokens that end a sequence.
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "says"),
+    [
+        ("generation", {"eos_token_id": [3, 2]}, set()),
+        ("generation", {"eos_token_id": 2}, {"eos_token_id"}),
+        ("generation", {"pad_token_id": 1}, {"eos_token_id"}),
+        ("generation", {}, set()),
+        ("genai", {"eos_token_id": [3], "pad_token_id": 2}, set()),
+        ("genai", {"eos_token_id": 3, "pad_token_id": [2, 3]}, {"model.pad_token_id"}),
+        ("genai", {"eos_token_id": 2}, {"model.eos_token_id"}),
+        ("genai", {"pad_token_id": 2}, {"model.eos_token_id"}),
+        ("genai", {"eos_token_id": [3, 99]}, {"model.eos_token_id"}),
+    ],
+)
+def test_end_tokens(name: str, tokens: dict[str, Any], says: set[str], tmp_path: Path) -> None:
+    FIXTURES["layout-gqa-growing-healthy"].write(tmp_path)
+    added = {"added_tokens": [{"id": 3, "content": "<end>"}, {"id": 2, "content": "<pad>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(added), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}), encoding="utf-8")
+    folder = open_folder(str(tmp_path))
+    right = folder.side_cars.genai
+    genai = {**right, "model": {**right["model"], "eos_token_id": 3, **(tokens if name == "genai" else {})}}
+    if name == "genai" and "eos_token_id" not in tokens:
+        del genai["model"]["eos_token_id"]
+    assert missed(folder, genai=genai, generation=tokens if name == "generation" else {}) == says
+
+
 # What may look wrong and is not.
 
 
@@ -417,31 +531,10 @@ def test_a_folder_is_inspected_with_its_config(tmp_path: Path) -> None:
 # Configs hold anything.
 
 KEYS = sorted({*LLAMA, "decoder", "text_config", "num_heads", "multi_query", "d_kv", "qk_nope_head_dim", "model"})
-KEYS += [
-    "decoder_layers",
-    "n_layer",
-    "search",
-    "components",
-    "file",
-    "metadata",
-    "kwargs",
-    "leaves",
-    "inputs",
-    "outputs",
-]
-KEYS += [
-    "past_key_names",
-    "present_key_names",
-    "sliding_window",
-    "window_size",
-    "layers",
-    "filename",
-    "encoder",
-    "shape",
-    "eos_token_id",
-    "forced_decoder_ids",
-    "max_length",
-]
+KEYS += ["decoder_layers", "n_layer", "search", "components", "file", "metadata", "kwargs", "leaves", "inputs"]
+KEYS += ["outputs", "past_key_names", "present_key_names", "sliding_window", "window_size", "layers", "filename"]
+KEYS += ["encoder", "shape", "eos_token_id", "forced_decoder_ids", "max_length", *(key for key, *_ in VALUES)]
+KEYS += ["rope_parameters", "rope_type", "factor", "pad_token_id"]
 NO_NUMBERS = st.one_of(
     st.none(),
     st.booleans(),
@@ -461,7 +554,7 @@ ANYTHING = st.recursive(
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.parametrize("fixture", ["config-agrees-healthy", "layout-genai-kv-cache-dim-healthy", "merged-healthy"])
+@pytest.mark.parametrize("fixture", ["config-values-healthy", "layout-genai-kv-cache-dim-healthy", "merged-healthy"])
 @RELAXED
 @given(data=st.data())
 def test_any_json_is_read(fixture: str, data: st.DataObject) -> None:

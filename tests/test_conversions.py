@@ -13,14 +13,16 @@ import pytest
 from onnx import numpy_helper
 from support.text_fixtures import Fixture, load_all
 
+import kvdoctor
 from kvdoctor import api
+from kvdoctor.addons.conversions import api as conversions
+from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.graphs.logits import KEEP
+from kvdoctor.addons.conversions.graphs.registry import Asked, Converted, load, read_asked
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.addons.conversions.pipeline import ConvertRequest, refuse_impossible_conversions
 from kvdoctor.errors import UsageError
-from kvdoctor.options import Options, ReExportChoices
-from kvdoctor.repair import pipeline
-from kvdoctor.repair.conversions.logits import KEEP
-from kvdoctor.repair.conversions.pipeline import refuse_impossible_conversions
-from kvdoctor.repair.conversions.registry import Asked, Converted, load, read_asked
-from kvdoctor.repair.request import RepairRequest
+from kvdoctor.options import Options
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.document import Report, exit_code
 
@@ -52,7 +54,7 @@ def failed(report: Report) -> list[str]:
 def refusal(source: Path, out: Path, **choices: Any) -> str:
     """Why there is no copy: the error of wrong usage, or of a model with errors the notes of its report."""
     try:
-        report = api.re_export(source, out, **choices)
+        report = conversions.convert(source, out, **choices)
     except UsageError as error:
         return str(error)
     assert exit_code(report, "error") == 1
@@ -74,7 +76,7 @@ def test_a_later_graph_of_one_token_is_compared_with_one_token_a_step(tmp_path: 
     """Its inputs have that size, so a chunk cannot even be fed."""
     frozen = ("int64[s43, s69]", "int64[s43, 1]")
     source = write(tmp_path / "model", "layout-scatter-static-pair-healthy", frozen)
-    report = api.re_export(source, logits="last")
+    report = conversions.convert(source, logits="last")
     assert report.repair is not None
     assert not failed(report)
     (proof,) = (entry for entry in report.repair.proof if "the last row of logits" in entry.claim)
@@ -87,7 +89,7 @@ def test_last_logits_are_those_of_the_original(name: str, tmp_path: Path) -> Non
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
     assert advises_last_logits(source)
-    report = api.re_export(source, out, logits="last")
+    report = conversions.convert(source, out, logits="last")
     assert report.repair is not None
     assert not failed(report)
     assert contents(source) == before
@@ -100,7 +102,7 @@ def test_last_logits_are_those_of_the_original(name: str, tmp_path: Path) -> Non
 
 
 def test_only_the_last_row_reaches_the_head(tmp_path: Path) -> None:
-    api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="last")
+    conversions.convert(write(tmp_path / "model"), tmp_path / "out", logits="last")
     model = onnx.load(str(tmp_path / "out" / "model.onnx"))
     onnx.checker.check_model(model, full_check=True)
     head = next(node for node in model.graph.node if "logits" in node.output)
@@ -138,7 +140,7 @@ OTHER_FORMS = {
 
 
 @pytest.mark.parametrize("form", OTHER_FORMS)
-@pytest.mark.parametrize("rows", ["last", "selectable"])
+@pytest.mark.parametrize("rows", ["last", pytest.param("selectable", marks=pytest.mark.slow)])
 def test_what_looks_like_a_head_is_refused_with_the_node(form: str, rows: str, tmp_path: Path) -> None:
     text, named = OTHER_FORMS[form]
     edits = [(HEAD, f"x_sum = ReduceSum <keepdims = 0> (x2)\n  {text}")]
@@ -178,9 +180,9 @@ def advises_last_logits(source: Path) -> bool:
 
 
 def test_a_model_that_returns_the_last_row_is_refused(tmp_path: Path) -> None:
-    api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="last")
+    conversions.convert(write(tmp_path / "model"), tmp_path / "out", logits="last")
     with pytest.raises(UsageError, match="already returns the logits of the last token"):
-        api.re_export(tmp_path / "out", tmp_path / "again", logits="last")
+        conversions.convert(tmp_path / "out", tmp_path / "again", logits="last")
 
 
 @pytest.mark.parametrize(
@@ -189,12 +191,12 @@ def test_a_model_that_returns_the_last_row_is_refused(tmp_path: Path) -> None:
         DECODER,
         "merged-healthy",
         pytest.param("pair-healthy", marks=pytest.mark.slow),
-        "key-value-swapped-names-healthy",
+        pytest.param("key-value-swapped-names-healthy", marks=pytest.mark.slow),
     ],
 )
 def test_selectable_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = api.re_export(write(tmp_path / "model", name), out, logits="selectable")
+    report = conversions.convert(write(tmp_path / "model", name), out, logits="selectable")
     assert report.repair is not None
     assert not failed(report)
     for stack in report.stacks:
@@ -205,11 +207,11 @@ def test_selectable_logits_are_those_of_the_original(name: str, tmp_path: Path) 
         assert not stack.contract.last_logits_only
     assert exit_code(api.step_test(out), "error") == 0
     with pytest.raises(UsageError, match="already has an input"):
-        api.re_export(out, tmp_path / "again", logits="last")
+        conversions.convert(out, tmp_path / "again", logits="last")
 
 
 def test_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
-    api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="selectable")
+    conversions.convert(write(tmp_path / "model"), tmp_path / "out", logits="selectable")
     session = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     kept = {k: session.run(["logits"], {**first_step(4), KEEP: np.array(k)})[0] for k in (0, 1, 3, 9)}
     assert {k: rows.shape[1] for k, rows in kept.items()} == {0: 4, 1: 1, 3: 3, 9: 4}
@@ -221,7 +223,7 @@ Spoil = Callable[[onnx.GraphProto], None]
 
 def faulty(spoil: Spoil, file: str = "model.onnx", **choices: Any) -> Asked:
     """A conversion of kvdoctor whose result is then spoilt."""
-    (asked,) = read_asked(ReExportChoices(**choices))
+    (asked,) = read_asked(ConvertChoices(**choices))
 
     def convert(context: RepairContext, choice: object) -> Converted:
         made = asked.conversion.convert(context, choice)
@@ -248,26 +250,24 @@ def one_less(graph: onnx.GraphProto) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "rows", "step"),
-    [(first_row, "last", "batch 1, prompt of 2 tokens"), (one_less, "selectable", "2 rows of logits with 1 rows kept")],
+    [
+        (first_row, "last", "batch 1, prompt of 2 tokens"),
+        (one_less, "selectable", "2 rows of logits with 1 rows requested"),
+    ],
 )
 def test_a_conversion_that_is_not_proved_writes_nothing(spoil: Spoil, rows: str, step: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model"), tmp_path / "out"
-    report = pipeline.re_export(
-        RepairRequest(str(source), str(out), conversions=(faulty(spoil, logits=rows),)), Options()
+    report = pipeline.convert(
+        ConvertRequest(str(source), str(out), ConvertChoices(), (faulty(spoil, logits=rows),)), Options()
     )
     assert any(step in text for text in failed(report)), failed(report)
     assert not out.exists()
     assert exit_code(report, "error") == 1
 
 
-def test_an_unproved_conversion_cannot_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="never written"):
-        api.re_export(write(tmp_path / "model"), tmp_path / "out", logits="last", keep_unproved=True)
-
-
 def test_a_plan_writes_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "model")
-    report = api.re_export(source, None, logits="last")
+    report = conversions.convert(source, None, logits="last")
     assert report.repair is not None
     assert report.repair.is_planned
     assert report.repair.changes
@@ -282,7 +282,7 @@ SIZES = ("batch=1", "new=1", "past=6")
 def test_fixed_sizes_decode_as_the_original_from_an_empty_past_on(more: dict[str, str], tmp_path: Path) -> None:
     source, out = write(tmp_path / "model"), tmp_path / "out"
     before = contents(source)
-    report = api.re_export(source, out, fix=SIZES, **more)
+    report = conversions.convert(source, out, sizes=SIZES, **more)
     assert report.repair is not None
     assert not failed(report)
     assert contents(source) == before
@@ -306,7 +306,7 @@ def test_fixed_sizes_decode_as_the_original_from_an_empty_past_on(more: dict[str
 def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
     """The rules, followed by hand in a loop of a few lines."""
     source = write(tmp_path / "model")
-    api.re_export(source, tmp_path / "out", fix=SIZES)
+    conversions.convert(source, tmp_path / "out", sizes=SIZES)
     tokens = [3, 7, 5, 9, 4]
     whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
     feeds = first_step(len(tokens))
@@ -334,14 +334,14 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
 )
 def test_sizes_that_a_graph_cannot_have_are_refused(name: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named):
-        api.re_export(write(tmp_path / "model", name), tmp_path / "out", fix=SIZES)
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", sizes=SIZES)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("sizes", [("past=0",), ("batch=1", "batch=2"), ("length=3",), ("past=4",), ("batch=x",)])
 def test_sizes_that_are_none_are_refused(sizes: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--fix"):
-        api.re_export(write(tmp_path / "model"), tmp_path / "out", fix=sizes)
+    with pytest.raises(UsageError, match="--sizes"):
+        conversions.convert(write(tmp_path / "model"), tmp_path / "out", sizes=sizes)
 
 
 def test_positions_that_count_the_padding_are_not_proved(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_positions_that_count_the_padding_are_not_proved(tmp_path: Path) -> None
         ),
     )
     source, out = write(tmp_path / "model", DECODER, *edits), tmp_path / "out"
-    report = api.re_export(source, out, fix=SIZES)
+    report = conversions.convert(source, out, sizes=SIZES)
     assert any("first difference: batch 1, prompt of 1 token: logits off by" in text for text in failed(report))
     assert not out.exists()
     assert exit_code(report, "error") == 1
@@ -380,17 +380,17 @@ def the_oldest_rows(graph: onnx.GraphProto) -> None:
 @pytest.mark.parametrize("spoil", [declared_alone, the_oldest_rows])
 def test_sizes_that_are_not_proved_write_nothing(spoil: Spoil, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model"), tmp_path / "out"
-    asked = faulty(spoil, fix=SIZES)
-    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    asked = faulty(spoil, sizes=SIZES)
+    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any("first difference: batch 1, prompt of 1" in text for text in failed(report)), failed(report)
     assert not out.exists()
 
 
-def test_no_loop_is_written_for_a_mask_that_counts_from_the_right(tmp_path: Path) -> None:
-    api.re_export(write(tmp_path / "model"), tmp_path / "out", fix=SIZES)
-    written = api.loop(tmp_path / "out", tmp_path / "loop", language="python")
-    assert written.out is None
-    assert "counts from the right end" in written.reason
+def test_a_loop_is_written_for_a_mask_that_counts_from_the_right(tmp_path: Path) -> None:
+    conversions.convert(write(tmp_path / "model"), tmp_path / "out", sizes=SIZES)
+    written = kvdoctor.loop(tmp_path / "out", tmp_path / "loop", language="python", check=True)
+    assert written.exit_code == 0
+    assert all(result.problem is None for result in written.results)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_cross_attention_weights_are_returned_and_change_nothing(
 ) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
-    report = api.re_export(source, out, attentions="cross", **more)
+    report = conversions.convert(source, out, attentions="cross", **more)
     assert report.repair is not None
     assert not failed(report)
     assert contents(source) == before
@@ -419,11 +419,11 @@ def test_cross_attention_weights_are_returned_and_change_nothing(
         names = [value.name for value in model.graph.output]
         assert ("cross_attentions.0" in names) == ("logits" in names)
     with pytest.raises(UsageError, match="already returns 'cross_attentions"):
-        api.re_export(out, tmp_path / "again", attentions="cross")
+        conversions.convert(out, tmp_path / "again", attentions="cross")
 
 
 def test_both_branches_return_the_weights_of_their_softmax(tmp_path: Path) -> None:
-    api.re_export(write(tmp_path / "model", "merged-healthy"), tmp_path / "out", attentions="cross")
+    conversions.convert(write(tmp_path / "model", "merged-healthy"), tmp_path / "out", attentions="cross")
     model = onnx.load(str(tmp_path / "out" / "decoder_model_merged.onnx"))
     (node,) = (node for node in model.graph.node if node.op_type == "If")
     found = {}
@@ -460,7 +460,7 @@ def test_an_attention_of_another_form_is_refused_with_the_node(
 )
 def test_what_has_no_weights_to_return_is_refused(name: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named):
-        api.re_export(write(tmp_path / "model", name), tmp_path / "out", attentions="cross")
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", attentions="cross")
 
 
 def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
 
     source, out = write(tmp_path / "model", "merged-healthy"), tmp_path / "out"
     asked = faulty(scores, file="decoder_model_merged.onnx", attentions="cross")
-    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any("do not sum to 1" in text for text in failed(report)), failed(report)
     assert not out.exists()
 
@@ -482,7 +482,7 @@ def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
 CHOICES = (
     {"logits": "last"},
     {"logits": "selectable"},
-    {"fix": SIZES},
+    {"sizes": SIZES},
     {"attentions": "cross"},
     {"cache": "static=24"},
     {"cache": "growing"},
@@ -493,7 +493,7 @@ CHOICES = (
 @pytest.mark.parametrize("choices", CHOICES)
 def test_every_fixture_is_planned_or_refused_with_a_reason(choices: dict[str, Any], every: int, tmp_path: Path) -> None:
     """Broken graphs among them: what is not known is refused in words. Quickly, each fixture under one choice."""
-    asked, planned, refused = read_asked(ReExportChoices(**choices)), 0, list[str]()
+    asked, planned, refused = read_asked(ConvertChoices(**choices)), 0, list[str]()
     for name in list(FIXTURES)[CHOICES.index(choices) % every :: every]:
         (tmp_path / name).mkdir()
         FIXTURES[name].write(tmp_path / name)
@@ -505,3 +505,11 @@ def test_every_fixture_is_planned_or_refused_with_a_reason(choices: dict[str, An
     assert refused
     assert every > 1 or planned >= 4
     assert not [text for text in refused if "crashed" in text or "cannot be converted" not in text]
+
+
+def test_numbers_that_a_model_has_already_are_nothing_to_do(tmp_path: Path) -> None:
+    request = ConvertRequest("fixtures/exports/gpt2", str(tmp_path / "out"), ConvertChoices(opset=18), ())
+    report = pipeline.convert(request, Options())
+    assert report.verdict == "healthy"
+    assert not (tmp_path / "out").exists()
+    assert any("nothing to repair" in note for note in report.notes)

@@ -12,27 +12,27 @@ from typing import Any
 
 import jsonschema
 import pytest
-from support import text_fixtures
+from support import command_line, text_fixtures
+from support.command_line import Done
+from support.isolated import EXPORTS
 
 import kvdoctor
+from kvdoctor.addons.comparison.contract_diff import compare_contracts
+from kvdoctor.addons.comparison.document import ComparedModel, Difference, DiffReport, NotCompared, Outcomes, StackDiff
+from kvdoctor.addons.comparison.pipeline import match_stacks
+from kvdoctor.addons.comparison.report import render_markdown, render_text
+from kvdoctor.addons.comparison.results_diff import compare_findings
 from kvdoctor.api import schemas
-from kvdoctor.comparison.contract_diff import compare_contracts
-from kvdoctor.comparison.findings_diff import compare_findings
-from kvdoctor.comparison.pipeline import match_stacks
 from kvdoctor.contract import CacheContract, Port
-from kvdoctor.report.diff import render_markdown, render_text
-from kvdoctor.report.diff_document import ComparedModel, Difference, DiffReport, NotCompared, Outcomes, StackDiff
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
 
 ROOT = Path(__file__).parent.parent
-EXPORTS = ROOT / "fixtures" / "exports"
 GPT2, LLAMA, MARIAN = EXPORTS / "gpt2", EXPORTS / "llama-gqa", EXPORTS / "marian-4.46.3"
 
 
-def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "kvdoctor", "diff", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: str | Path) -> Done:
+    return command_line.run("diff", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,7 @@ def slots(**values: Any) -> Callable[[CacheContract], CacheContract]:
 
 def slots_called(pattern: str) -> Callable[[CacheContract], CacheContract]:
     return lambda contract: replace(
-        contract,
-        slots=tuple(replace(slot, past=pattern.format(slot.layer, slot.part)) for slot in contract.slots),
+        contract, slots=tuple(replace(slot, past=pattern.format(slot.layer, slot.part)) for slot in contract.slots)
     )
 
 
@@ -173,7 +172,7 @@ def test_stacks_are_matched_by_name_then_by_layout_then_by_what_is_left() -> Non
 def test_a_model_and_its_copy_under_another_name_are_equal(tmp_path: Path) -> None:
     shutil.copytree(GPT2, tmp_path / "renamed")
     done = run(GPT2, tmp_path / "renamed", "--agree", "bits", "--output", f"json={tmp_path / 'diff.json'}")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"written: {tmp_path / 'diff.json'}\n")
     assert done.stdout.splitlines()[-1] == "equal"
     document = json.loads((tmp_path / "diff.json").read_text())
     jsonschema.validate(document, schemas()["diff"])
@@ -343,10 +342,7 @@ def test_what_stands_under_measured_is_never_relied_on(sick_and_fixed: tuple[Pat
 
 def test_wrong_usage_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{")
-    for arguments in (
-        (tmp_path / "report.json", GPT2),
-        (GPT2, GPT2, "--static", "--output", f"json={tmp_path}"),
-    ):
+    for arguments in ((tmp_path / "report.json", GPT2), (GPT2, GPT2, "--static", "--output", f"json={tmp_path}")):
         done = run(*arguments)
         assert done.returncode == 2, arguments
         assert "Traceback" not in done.stderr

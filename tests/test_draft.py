@@ -9,8 +9,8 @@ import pytest
 from support.isolated import EXPORTS, kvdoctor
 from support.text_fixtures import load_all
 
-from kvdoctor.diagnose.draft import find_other_token, read_tokens
-from kvdoctor.report.wording.drafts import expected_tokens
+from kvdoctor.diagnose.graded_models import find_other_token, read_tokens
+from kvdoctor.report.sections.whole import expected_tokens
 
 
 def run(*arguments: object) -> tuple[int, dict[str, Any]]:

@@ -11,6 +11,7 @@ from onnx.numpy_helper import from_array, to_array
 from support import text_fixtures
 from support.loop_programs import written
 
+from kvdoctor.addons.traces.options import TraceChoices
 from kvdoctor.analysis.contract_file import read_contract_file
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
@@ -154,7 +155,7 @@ def test_what_cannot_feed_the_decoder_is_not_used(change: Change, tmp_path: Path
     ("name", "words"),
     [
         ("embedding-graph-width", "does not fit"),
-        ("embedding-graph-two", "alike and differ in content"),
+        ("embedding-graph-two", "and differ in content"),
         ("embedding-graph-missing", ""),
     ],
 )
@@ -167,7 +168,7 @@ def test_without_its_embedding_graph_a_decoder_has_no_loop_and_a_note_says_why(
     assert words in notes_of(report) + " ".join(finding.cause for finding in report.findings)
     made = written(path)
     assert made.exit_code == 3
-    assert "no graph beside it makes them of token ids" in str(made.reason)
+    assert "no graph next to it computes them from token ids" in str(made.reason)
     assert words in str(made.reason)
 
 
@@ -260,7 +261,7 @@ def test_a_trace_with_the_calls_of_the_embedding_graph_is_checked(
     command = [sys.executable, "main.py", "--model", str(path), "--prompt", "5,6,7", "--most", "5"]
     subprocess.run(command, cwd=out, check=True, capture_output=True)
     assert [json.loads(line)["file"] for line in trace.read_text().splitlines()][:2] == [EMBEDDING, DECODER]
-    report = step_test(str(path), Options(trace=str(trace)))
+    report = step_test(str(path), Options(added=(TraceChoices(str(trace)),)))
     assert report.verdict == "healthy"
     assert "5 steps of decoder compared with the contract, none breaks it" in notes_of(report)
     assert "5 of 5 steps give the logits of the trace" in notes_of(report)

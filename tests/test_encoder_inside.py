@@ -6,10 +6,9 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import compose
+from support.isolated import EXPORTS
 
 from kvdoctor.diagnose.pipeline import step_test
-
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
 
 def with_encoder_inside(source: Path, folder: Path) -> Path:

@@ -1,11 +1,11 @@
 """Experiments driven by scripted answers: no runtime, only what the loop feeds."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.isolated import EXPORTS
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
@@ -13,8 +13,6 @@ from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import plain_token_ids
 from kvdoctor.diagnose.inspection import inspect
-
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 128])

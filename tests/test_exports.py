@@ -7,13 +7,13 @@ from typing import Any
 
 import onnx
 import pytest
-from support.command_line import ROOT, kvdoctor, report
+from support.command_line import kvdoctor, report, report_once
 from support.famous_error import FIRST_TO_FAIL
+from support.isolated import EXPORTS
 from support.sampling import sampled
 
 from kvdoctor._version import __version__
 
-EXPORTS = ROOT / "fixtures" / "exports"
 MERGED = ["marian-4.46.3", "marian-4.57.6", "t5", "whisper"]
 DECODER_ONLY = ["gpt2", "llama-gqa"]
 
@@ -31,7 +31,7 @@ def run_of(document: dict[str, Any], stack: str, experiment: str) -> dict[str, A
 
 @pytest.mark.parametrize("name", MERGED)
 def test_inspect_finds_the_emptied_cache_before_anything_is_run(name: str) -> None:
-    code, document = report("inspect", f"fixtures/exports/{name}")
+    code, document = report_once("inspect", f"fixtures/exports/{name}")
     assert (code, document["verdict"]) == (1, "unhealthy")
     suspected = ["mask-not-offset"] if name == "marian-4.46.3" else []
     assert severe(document) == ["cross-cache-emptied", *suspected]
@@ -41,7 +41,7 @@ def test_inspect_finds_the_emptied_cache_before_anything_is_run(name: str) -> No
 
 
 def test_inspect_reads_the_contract_of_marian() -> None:
-    _, document = report("inspect", "fixtures/exports/marian-4.57.6")
+    _, document = report_once("inspect", "fixtures/exports/marian-4.57.6")
     merged, pair = document["stacks"]
     assert (merged["layout"], pair["layout"]) == ("optimum-merged", "optimum-pair")
     contract = merged["contract"]
@@ -62,7 +62,7 @@ UNMASKED = {"marian-4.46.3": ["mask-not-offset"] * 2}
 
 @pytest.mark.parametrize("name", sampled(FIRST_TO_FAIL, 2))
 def test_step_test_names_cause_step_and_node(name: str) -> None:
-    code, document = report("step-test", f"fixtures/exports/{name}")
+    code, document = report_once("step-test", f"fixtures/exports/{name}")
     assert code == 1
     assert severe(document) == ["cross-cache-emptied", *UNMASKED.get(name, [])]
     plain, held = (run_of(document, "merged", loop) for loop in ("plain-loop", "held-loop"))
@@ -79,14 +79,14 @@ def test_step_test_names_cause_step_and_node(name: str) -> None:
 
 @pytest.mark.parametrize("name", sampled(MERGED, 2))
 def test_for_a_loop_that_holds_it_is_a_note(name: str) -> None:
-    code, document = report("step-test", f"fixtures/exports/{name}", "--consumer", "held")
+    code, document = report_once("step-test", f"fixtures/exports/{name}", "--consumer", "held")
     assert (code, document["verdict"], severe(document)) == (0, "healthy", UNMASKED.get(name, []))
     assert "cross-cache-emptied" in [finding["name"] for finding in document["findings"]]
 
 
 @pytest.mark.parametrize("name", DECODER_ONLY)
 def test_healthy_decoders_are_left_alone(name: str) -> None:
-    code, document = report("step-test", f"fixtures/exports/{name}")
+    code, document = report_once("step-test", f"fixtures/exports/{name}")
     assert (code, document["verdict"], document["findings"]) == (0, "healthy", [])
     assert run_of(document, "decoder", "plain-loop")["outcome"] == "passed"
 
@@ -107,10 +107,23 @@ def test_re_export_makes_every_loop_right(name: str, tmp_path: Path) -> None:
     assert kvdoctor("inspect", str(out))[0] == 0
 
 
-def test_re_export_changes_nothing_else(tmp_path: Path) -> None:
+SAID = (
+    "## Findings before the repair",
+    "cross-cache-emptied",
+    "`Identity(past_key_values.1.encoder.value)`",
+    "bit for bit",
+    "## What the caller must do",
+    "Keep the cross-attention outputs",
+)
+"""In the fix report."""
+
+
+def test_re_export_changes_nothing_else_and_says_what_was_done_and_what_is_left(tmp_path: Path) -> None:
     source, out = EXPORTS / "marian-4.57.6", tmp_path / "fixed"
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     assert kvdoctor("re-export", str(source), "-o", str(out))[0] == 0
+    text = (out / "kvdoctor-report.md").read_text(encoding="utf-8")
+    assert all(part in text for part in SAID)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     for name in before.keys() - {"decoder_model_merged.onnx"}:
         assert (out / name).read_bytes() == before[name]
@@ -139,20 +152,6 @@ def test_re_export_changes_nothing_else(tmp_path: Path) -> None:
         nodes = [(a, b) for a, b in zip(was.g.node, now.g.node, strict=True) if a != b]
         assert all((a.op_type, b.op_type) == ("Constant", "Identity") for a, b in nodes)
         assert len(nodes) == (4 if was.name == "then_branch" else 0)
-
-
-def test_the_fix_report_says_what_was_done_and_what_is_left(tmp_path: Path) -> None:
-    assert kvdoctor("re-export", "fixtures/exports/t5", "-o", str(tmp_path / "fixed"))[0] == 0
-    text = (tmp_path / "fixed" / "kvdoctor-report.md").read_text(encoding="utf-8")
-    for part in (
-        "## Findings before the repair",
-        "cross-cache-emptied",
-        "`Identity(past_key_values.1.encoder.value)`",
-        "bit for bit",
-        "## What the caller must do",
-        "Keep the cross-attention outputs",
-    ):
-        assert part in text
 
 
 @pytest.mark.slow
@@ -189,7 +188,7 @@ def test_nothing_to_repair_writes_no_copy(tmp_path: Path) -> None:
 def test_the_cost_of_switching_the_cache_off_is_said() -> None:
     _, text = kvdoctor("step-test", "fixtures/exports/marian-4.57.6", "-v")
     assert "cache speed-up: " in text
-    _, document = report("step-test", "fixtures/exports/marian-4.57.6")
+    _, document = report_once("step-test", "fixtures/exports/marian-4.57.6")
     assert set(document["measured"]["merged"]["step_seconds"]) == {"cached:5", "uncached:5", "cached:50", "uncached:50"}
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,14 @@ from kvdoctor.decode.runs import quote_error
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import KnownFinding, NotChecked
-from kvdoctor.gating.models import find_models
+from kvdoctor.gating.plan import find_models
 from kvdoctor.options import Options
-from kvdoctor.report import text
+from kvdoctor.report import formats, text
+from kvdoctor.report.blocks import plain
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
-from kvdoctor.report.wording.alike import group_findings, group_open_checks
-from kvdoctor.report.wording.cache_lengths import tabulate_lengths
+from kvdoctor.report.sections.cache_lengths import tabulate_lengths
+from kvdoctor.report.wording.finding import group_findings, group_open_checks
 from kvdoctor.report.wording.health import advise_decision
 from kvdoctor.report.wording.runs import format_cache_speedup
 from kvdoctor.runtime.client import Runtime
@@ -34,12 +34,6 @@ SCRATCH = Path("fixtures/from_scratch")
 FIXTURES = load_all()
 WIDTHS = (40, 60, 80, 120, 300)
 ASCII = str.maketrans({"✗": "x", "✓": "+", "·": "|", "→": "->", "←": "<-", "…": "..."})
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +63,21 @@ def test_the_finding_is_first_the_verdict_last_and_all_of_it_on_one_screen(maria
     assert fix.split(maxsplit=1)[1] == "kvdoctor re-export fixtures/exports/marian-4.46.3 -o FIXED"
     assert any(line.startswith("  or ") for line in lines)
     whole = " ".join(" ".join(lines).split())
-    assert re.search(
-        r"unhealthy: 1 error, 1 warning, 2 notes, 1 not checked · 20 of 27 uses work · \S+ s · exit 1", whole
-    )
+    assert re.search(r"unhealthy: 1 error, 1 warning, 2 notes · 20 of 27 uses work · \S+ s · exit 1", whole)
     assert lines[-1].endswith("details: -v")
-    assert "the plain loop failed at step 2, so its later logits were not compared" in whole
+    explained = "the plain loop failed at step 2, so its later logits were not compared"
+    assert explained not in whole
+    assert f"explained by a finding: KV301 (merged): {explained}" in " ".join(" ".join(screen(marian, 80, 1)).split())
+    assert "if you feed several tokens on a cache, or pad the encoder rows of a batch, or go on with several" in whole
 
 
 def test_what_a_healthy_verdict_does_not_need_is_said_to_be_that(runtime: Runtime) -> None:
     report = step_test(str(SCRATCH / "axes-past-only.onnx"), Options(), runtime)
     assert report.verdict == "healthy"
-    for verbosity in (0, 1):
-        whole = " ".join(" ".join(screen(report, verbosity=verbosity)).split())
-        assert "not checked, and not needed for the verdict: KV301 (axes-past-only): logits parity" in whole
+    first, whole = (" ".join(" ".join(screen(report, verbosity=verbosity)).split()) for verbosity in (0, 1))
+    assert "other histories and states, as there is no call without a cache (no difference; a corrupted" in first
+    assert "not checked" not in first
+    assert "not checked, and not needed for the verdict: KV301 (axes-past-only): logits parity" in whole
 
 
 def test_a_reason_is_wrapped_and_not_cut(runtime: Runtime) -> None:
@@ -98,7 +94,7 @@ def test_a_message_of_the_runtime_is_quoted_by_its_end(runtime: Runtime) -> None
     assert 'observed chunk, step 1: "' in whole
     assert "by a dimension other than 1. 3 by 8" in whole
     assert "Non-zero status code" not in whole
-    assert "Non-zero status code" in " ".join(screen(report, verbosity=1))
+    assert "Non-zero status code" in " ".join(screen(report, verbosity=2))
 
 
 def test_the_picture_shows_the_step_at_which_the_cache_goes_wrong(marian: Report) -> None:
@@ -166,14 +162,14 @@ def test_what_was_not_checked_for_one_reason_is_one_line() -> None:
 def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could_have_failed(
     tmp_path: Path, runtime: Runtime
 ) -> None:
-    lines = screen(diagnosed("decoder-only-healthy", tmp_path, runtime), 300)
-    assert lines[2].startswith("✓ decoder works: plain-loop, ")
-    for use in ("batch", "chunk", "beam-reorder", "left-padding", "rewind"):
-        assert f", {use}" in lines[2]
-    assert re.match(
-        r"  7 decode steps of plain-loop agree with a run without a cache: logits within \S+ SD; ", lines[3]
-    )
-    assert re.search(r"could have failed: a corrupted cache changes the logits by \d\S* SD$", lines[3])
+    report = diagnosed("decoder-only-healthy", tmp_path, runtime)
+    lines = screen(report, 300)
+    uses = "one token a step (pasts 0 to 127), several at once (2, 3), batch (2, 3, 5), a prompt of one token, beams"
+    assert lines[2] == f"✓ decoder works: {uses}, left padding, going back, a second turn"
+    close = r"largest difference \d\.\de-\d\d of the logits' standard deviation"
+    assert re.fullmatch(rf"  agrees with a run without a cache \({close}; a corrupted cache gives \d\S*\)", lines[3])
+    for other in (formats.render(report, "markdown"), formats.render(report, "html")):
+        assert uses in other.replace("\\", "")
     assert lines[4].startswith("  not tried: ")
     assert "--thorough" in lines[4]
     assert re.match(r"healthy · (\d+) of \1 uses work · .* · exit 0 ", lines[-1])
@@ -181,9 +177,9 @@ def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could
 
 def test_steps_that_rounding_moves_are_not_said_to_agree(tmp_path: Path, runtime: Runtime) -> None:
     lines = screen(diagnosed("cached-differs-rounded-dynamic", tmp_path, runtime), 300)
-    (told,) = [line for line in lines if "decode steps of plain-loop" in line]
-    assert "agree" not in told
-    assert re.search(r"within \S+ SD of a run without a cache, by rounding alone \(\S+ SD in a float32", told)
+    assert not [line for line in lines if "agrees" in line]
+    (told,) = [line for line in lines if "by rounding alone" in line]
+    assert re.search(r"differs by rounding alone from a run without a cache \(.*, \S+ in a float32 copy", told)
 
 
 @pytest.mark.parametrize(("context", "tried"), [(64, True), (2_000_000, False)])
@@ -202,7 +198,7 @@ def test_a_context_that_longer_runs_do_not_reach_is_named(
 
 def test_what_is_undecided_is_no_pass_and_says_what_decides(tmp_path: Path, runtime: Runtime) -> None:
     lines = screen(diagnosed("layout-aihub-trocr-healthy", tmp_path, runtime), 300)
-    at = lines.index("? not diagnosed: not a pass")
+    at = lines.index("? incomplete, not a pass")
     assert lines[at + 1].split()[0] == "why"
     assert lines[at + 2].split()[:3] == ["decide", "no", "command:"]
     assert "exit 3" in lines[-1]
@@ -211,7 +207,7 @@ def test_what_is_undecided_is_no_pass_and_says_what_decides(tmp_path: Path, runt
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_terminal(width: int, marian: Report) -> None:
-    for verbosity in (-1, 0, 1):
+    for verbosity in (-1, 0, 1, 2):
         assert max(map(len, screen(marian, width, verbosity))) <= width
     assert max(map(len, screen(hostile_report("w" * 5000), width))) <= width
 
@@ -219,7 +215,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, marian: Report) -> None:
 def test_three_hundred_findings_are_one_screen_and_a_count() -> None:
     report = hostile_report("decoder")
     many = [replace(report.findings[0], code=f"KV{n}", observed=str(n)) for n in range(300, 600)]
-    open_checks = tuple(NotChecked("decoder", "KV301", f"reason {n}") for n in range(300))
+    open_checks = tuple(NotChecked(None, "KV301", f"reason {n}") for n in range(300))
     lines = screen(replace(report, findings=tuple(many), not_checked=open_checks, notes=("note",) * 300))
     assert len(lines) <= 60, "two cards, a repair, three reasons and notes"
     whole = " ".join(" ".join(lines).split())
@@ -260,7 +256,9 @@ def test_known_findings_leave_a_model_healthy_in_words(marian: Report) -> None:
     known = tuple(replace(finding, known=KnownFinding("our loop holds it")) for finding in marian.findings)
     report = replace(marian, verdict="healthy", findings=known)
     assert screen(report, 300)[-1].startswith("healthy but for known findings: ")
-    assert any("our loop holds it" in line for line in screen(report))
+    assert any(
+        line.startswith("· known: error[KV203] cross-cache-emptied (merged): our loop") for line in screen(report)
+    )
 
 
 def test_the_end_of_a_message_is_quoted() -> None:
@@ -341,7 +339,7 @@ def test_what_could_not_be_fetched_is_named(code: str, arguments: dict[str, obje
     report = inspect(str(EXPORTS / "gpt2"))
     missing = (NotChecked("decoder", code, "it is not there", essential=True),)
     report = replace(report, command="step-test", arguments=report.arguments | arguments, not_checked=missing)
-    assert advice in advise_decision(report)
+    assert advice in plain(advise_decision(report))
 
 
 def test_a_folder_without_models_is_not_to_be_inspected(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from onnx import GraphProto, helper, numpy_helper
 from support.graph_faults import EXPORTS
 
 from kvdoctor import api
+from kvdoctor.addons.conversions import api as conversions
 from kvdoctor.report.document import Report, exit_code
 
 WINDOW, OPEN = ("batch=1", "new=4", "past=32"), ("new=4",)
@@ -23,7 +24,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Pat
     made = {}
     for sizes in (WINDOW, OPEN):
         made[sizes] = tmp_path_factory.mktemp("fixed") / "model"
-        report = api.re_export(EXPORTS / "gpt2", made[sizes], fix=sizes)
+        report = conversions.convert(EXPORTS / "gpt2", made[sizes], sizes=sizes)
         assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
     return made
 
@@ -40,7 +41,7 @@ def test_the_first_call_is_computed_again_over_a_cut_cache(
     report = api.step_test(fixed[sizes])
     assert report.verdict == "healthy"
     assert not [finding for finding in report.findings if finding.severity == "error"]
-    assert steps(report) == [(0, 4), (3, 4), (2, 4), (1, 4), (7, 4), (11, 4)]
+    assert steps(report) == [(0, 4), (3, 4), (2, 4), (1, 4), (7, 4), (11, 4), (15, 4)]
 
 
 def test_a_window_that_is_filled_from_the_right_is_padded_on_the_left_in_every_run(
@@ -86,8 +87,7 @@ def broken(model: Path, surgery: Surgery, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "surgery"),
-    [(WINDOW, same_positions), (WINDOW, unread_past), (OPEN, same_positions), (OPEN, unread_past)],
+    ("sizes", "surgery"), [(WINDOW, same_positions), (WINDOW, unread_past), (OPEN, same_positions), (OPEN, unread_past)]
 )
 def test_a_fault_is_found(
     sizes: tuple[str, ...], surgery: Surgery, fixed: dict[tuple[str, ...], Path], tmp_path: Path
@@ -108,7 +108,7 @@ def test_a_window_whose_rows_are_not_found_is_not_called_healthy(
 def test_a_first_graph_of_a_fixed_size_is_held_against_the_steps_behind_it(tmp_path: Path) -> None:
     """Compilers for phones make one graph of a prompt's size and one of single tokens."""
     folder = tmp_path / "pair"
-    api.re_export(EXPORTS / "gpt2", folder, layout="pair")
+    conversions.convert(EXPORTS / "gpt2", folder, layout="pair")
     for file, name, size in (("decoder_model.onnx", "sequence_length", 8), ("decoder_with_past_model.onnx", "", 1)):
         graph = onnx.load(folder / file, load_external_data=False)
         for value in (*graph.graph.input, *graph.graph.output):
@@ -122,7 +122,7 @@ def test_a_first_graph_of_a_fixed_size_is_held_against_the_steps_behind_it(tmp_p
 
 
 def test_a_buffer_without_room_for_a_second_call_is_not_written(tmp_path: Path) -> None:
-    report = api.re_export(EXPORTS / "gpt2", tmp_path / "out", fix=("batch=1", "new=4", "past=5"))
+    report = conversions.convert(EXPORTS / "gpt2", tmp_path / "out", sizes=("batch=1", "new=4", "past=5"))
     assert report.repair is not None
     assert not report.repair.proved
     assert not (tmp_path / "out").exists()

@@ -1,16 +1,13 @@
 """Twins: rounding is told from a fault, in models that compute in float16 or quantize."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support import command_line
 from support.rounded_models import (
     EXPORTS,
     Rounding,
@@ -32,10 +29,11 @@ from support.sampling import sampled
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.decode.runs import Run
-from kvdoctor.diagnose.float32 import Float32Copy, NoFloat32Copy, write_float32_copy
+from kvdoctor.diagnose.float32 import Float32Copy, write_float32_copy
 from kvdoctor.diagnose.float32.quantization import unround_integers
 from kvdoctor.diagnose.float32.widen import widen
 from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.errors import CannotCheck
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
 from kvdoctor.runtime.client import Runtime
@@ -44,12 +42,6 @@ DECODERS = ["gpt2", "llama-gqa"]
 ROUNDINGS = [as_float16, as_int8, as_fused_int8, as_static_int8, as_bfloat16_weights]
 EXACT = 2e-5
 """Largest difference of a right float32 copy, in standard deviations of the logits; a hundredth of that of float16."""
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
 
 
 def run_of(report: Report, experiment: str) -> Run:
@@ -111,13 +103,7 @@ def test_what_rounding_leaves_open_is_settled(seed: int, tmp_path: Path, runtime
 
 def test_the_document_holds_both_figures(tmp_path: Path) -> None:
     model = made(tmp_path / "model", "gpt2", healthy, as_int8)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvdoctor", "step-test", str(model), "--format", "json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    document: dict[str, Any] = json.loads(done.stdout)
+    _, document = command_line.report("step-test", model)
     plain = next(run for run in document["runs"] if run["experiment"] == "plain-loop")
     own = max(step["difference"]["relative"] for step in plain["steps"])
     assert own > 1e-2
@@ -178,7 +164,7 @@ def test_integers_that_are_no_operands_have_no_float32_copy(tmp_path: Path) -> N
     ]
 
     model = helper.make_model(helper.make_graph(nodes, "g", values[:1], values[1:]))
-    with pytest.raises(NoFloat32Copy, match="Transpose reads the output of DynamicQuantizeLinear"):
+    with pytest.raises(CannotCheck, match="Transpose reads the output of DynamicQuantizeLinear"):
         unround_integers(model)
 
 
@@ -192,10 +178,7 @@ def test_values_survive_widening(kind: int, raw: bool) -> None:
         tensor.raw_data = bits.astype("<u2").tobytes()
     else:
         tensor.int32_data.extend(int(bit) for bit in bits)
-    nodes = [
-        helper.make_node("Constant", [], ["a"], value=tensor),
-        helper.make_node("Cast", ["a"], ["y"], to=kind),
-    ]
+    nodes = [helper.make_node("Constant", [], ["a"], value=tensor), helper.make_node("Cast", ["a"], ["y"], to=kind)]
     out = helper.make_tensor_value_info("y", kind, [6])
     model = helper.make_model(helper.make_graph(nodes, "g", [], [out], [tensor]))
     widen(model)

@@ -13,7 +13,7 @@ from kvdoctor.contract import Exactness
 from kvdoctor.decode.runs import Control, Float32Result, LogitsDifference, Outcome, Run, Step
 from kvdoctor.diagnose.checks._dataflow import describe_rounded
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.diagnose.float32_rerun import find_rounding_limit, merge_results
+from kvdoctor.diagnose.float32 import find_rounding_limit, merge_results
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
 from kvdoctor.findings import Selection
 

@@ -11,7 +11,6 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import junitparser
 import pytest
-import xmlschema
 from hypothesis import HealthCheck, given, settings
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -21,15 +20,14 @@ from kvdoctor.api import schemas
 from kvdoctor.findings import NotChecked, all_checks
 from kvdoctor.gating.verdict import GateResult
 from kvdoctor.report import formats, github, junit, markdown, sarif, text
-from kvdoctor.report.artifact_paths import in_repository, uri
 from kvdoctor.report.document import Report
-from kvdoctor.report.safe import code
-from kvdoctor.report.safe import markdown as escaped
+from kvdoctor.report.escaping import code
+from kvdoctor.report.escaping import markdown as escaped
+from kvdoctor.report.github import in_repository, uri
 from kvdoctor.report.wording.summary import format_gate_verdict
 
 SCHEMAS = Path(__file__).parent / "schemas"
 SARIF = jsonschema.Draft4Validator(json.loads((SCHEMAS / "sarif-2.1.0.json").read_text(encoding="utf-8")))
-JUNIT = xmlschema.XMLSchema(str(SCHEMAS / "junit-10.xsd"))
 GATE = jsonschema.Draft202012Validator(schemas()["gate"])
 MARKDOWN = MarkdownIt("gfm-like", {"html": True, "linkify": True})
 OBEYED = re.compile(r"^\s*::\s*[a-z-]+[^\n]*::|##[a-z]*\[", re.IGNORECASE | re.MULTILINE)
@@ -107,11 +105,18 @@ def test_sarif_is_valid(hostile: str) -> None:
         assert re.fullmatch(r"(?:file://)?(?:[A-Za-z0-9._~/:-]|%[0-9A-F]{2})*", where)
 
 
+@pytest.fixture(scope="module")
+def junit_schema() -> Any:
+    import xmlschema  # slow to load
+
+    return xmlschema.XMLSchema(str(SCHEMAS / "junit-10.xsd"))
+
+
 @QUICK
 @given(hostile=any_text)
-def test_junit_is_valid(hostile: str) -> None:
+def test_junit_is_valid(hostile: str, junit_schema: Any) -> None:
     page = junit.render(hostile_report(hostile))
-    JUNIT.validate(page)
+    junit_schema.validate(page)
     read = junitparser.JUnitXml.fromstring(page.encode("utf-8"))
     assert read.failures >= 1
     assert read.errors >= 1
@@ -261,6 +266,20 @@ def test_junit_never_makes_green_what_was_not_checked() -> None:
     assert errors["KV301 cached-differs"] == "why"
 
 
+def test_junit_shows_no_check_without_a_result_as_passed() -> None:
+    """Whatever the report lists as absent: for one stack, or for all of them."""
+    absent = (
+        NotChecked("plain", "KV309", "one fault", kind="explained"),
+        NotChecked(None, "KV320", "asked", kind="not-run"),
+    )
+    suites = ET.fromstring(junit.render(replace(healthy(), absent=absent)))  # noqa: S314 - our own
+    skipped = {case.get("name"): case.find("skipped") for suite in suites for case in suite}
+    for name, reason in (("KV309 chunk-differs", "one fault"), ("KV320 reference-differs", "asked")):
+        mark = skipped[name]
+        assert mark is not None
+        assert mark.get("message") == reason
+
+
 def test_junit_says_why_a_check_was_skipped() -> None:
     report = replace(healthy(), runs=(), command="step-test")
     cases = [case for suite in ET.fromstring(junit.render(report)) for case in suite]  # noqa: S314 - our own
@@ -278,7 +297,7 @@ def test_annotations_are_as_many_as_a_step_may_have() -> None:
     lines = github.render(many).splitlines()
     errors = [line for line in lines if line.startswith("::error ")]
     assert len(errors) == 10
-    assert errors[-1].endswith("::31 more of these; the summary and the log of the step list all of them")
+    assert errors[-1].endswith("::31 more of these; the log of the step lists all of them")
 
 
 def test_an_annotation_is_one_command() -> None:
@@ -290,17 +309,17 @@ def test_an_annotation_is_one_command() -> None:
     assert properties == " "
 
 
-def test_the_summary_fits_and_names_every_model() -> None:
+def test_the_summary_is_short_and_the_page_fits_into_an_issue() -> None:
     long = hostile_report("w" * 300)
     report = replace(long, findings=long.findings[:1] * 60)
     many = [replace(report, model=replace(report.model, path=f"models/{n}")) for n in range(60)]
-    page = markdown.render_page("unhealthy", [*many, healthy()], ("1 of 61 models healthy.",), 1 << 20)
-    assert len(page.encode()) <= 1 << 20
-    assert all(f"`models/{n}`" in page for n in range(60))
-    assert "1 of 61 models healthy." in page
+    summary = markdown.render_summary("unhealthy", [*many, healthy()], ("1 of 61 models healthy.",))
+    assert len(summary.splitlines()) < 60
+    assert "1 of 61 models healthy." in summary
+    page = rendered_gate([*many, healthy()], "markdown")
+    assert len(page) <= 65_536
+    assert page.startswith("## kvdoctor: unhealthy\n")
     assert "reports did not fit" in page
-    assert len(rendered_gate([*many, healthy()], "markdown")) <= 65_536
-    assert markdown.render_page("unhealthy", many, (), 100) == ""
 
 
 # ---- Markdown and text ---------------------------------------------------------------------------------------------
@@ -308,11 +327,11 @@ def test_the_summary_fits_and_names_every_model() -> None:
 
 def test_markdown_fits_into_an_issue() -> None:
     report = hostile_report("w" * 300)
-    long = replace(report, findings=report.findings[:1] * 200)
+    long = replace(report, findings=tuple(replace(report.findings[0], observed=str(n)) for n in range(200)))
     page = markdown.render(long)
     assert len(page) <= 65_536
     assert "Left out, because the limit is 65536 characters: " in page
-    assert page.count("\n## Findings\n") == 1
+    assert page.count("\n## Findings now\n") == 1
     assert len(markdown.render_whole(long)) > 65_536
 
 

@@ -11,7 +11,7 @@ from support.text_fixtures import FOLDER, read
 
 from kvdoctor.options import Options
 from kvdoctor.repair.pipeline import re_export
-from kvdoctor.repair.request import RepairRequest
+from kvdoctor.repair.session import RepairRequest
 from kvdoctor.report.document import Report
 
 ROOT = Path(__file__).parent.parent

@@ -13,14 +13,14 @@ from support.genai_folders import GENAI, config_of, convert, failures, named, po
 from support.isolated import EXPORTS, give_up, kvdoctor
 from support.text_fixtures import load_all
 
+from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.convert_layout import refuse_impossible_layout
+from kvdoctor.addons.conversions.layout_proof import NEEDS
+from kvdoctor.addons.conversions.layouts import genai
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, LayoutSource
+from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
-from kvdoctor.repair import pipeline
-from kvdoctor.repair.convert_layout import refuse_impossible_layout
-from kvdoctor.repair.generation_proof import NEEDS
-from kvdoctor.repair.layouts import genai
-from kvdoctor.repair.layouts.registry import ConvertedModels, LayoutSource
-from kvdoctor.repair.request import LayoutRequest, RepairRequest
 from kvdoctor.report.document import exit_code
 
 FIXTURES = load_all()
@@ -206,10 +206,8 @@ def test_a_folder_holds_one_decoder_and_no_configuration_yet(tmp_path: Path) -> 
         refuse_impossible_layout(str(folder / "model.onnx"), GENAI)
 
 
-def test_it_is_never_written_unproved_nor_changed_after_its_proof(tmp_path: Path) -> None:
+def test_it_is_not_changed_after_its_proof(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "m", "decoder-only-healthy"))
-    with pytest.raises(UsageError, match="never written unproved"):
-        refuse_impossible_layout(folder, GENAI, keep_unproved=True)
     with pytest.raises(UsageError, match="change the versions first"):
         refuse_impossible_layout(folder, replace(GENAI, opset=17))
 
@@ -240,7 +238,7 @@ def test_exports_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
     shutil.copytree(EXPORTS / name, tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     out = tmp_path / "out"
-    done = kvdoctor("re-export", tmp_path / "m" / "model.onnx", "--layout", "genai", "-o", out, "-v")
+    done = kvdoctor("convert", tmp_path / "m" / "model.onnx", "--layout", "genai", "-o", out, "-v")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "36 tokens from prompts of 1, 3, 8" in done.stdout
     assert {"model.onnx", "genai_config.json", "tokenizer.json", "config.json"} <= {p.name for p in out.iterdir()}
@@ -272,8 +270,9 @@ def test_other_names_and_caches_generate_the_same_tokens(name: str, tmp_path: Pa
 def test_one_graph_of_two_generates_the_same_tokens(form: str, tmp_path: Path) -> None:
     folder = write_pair(tmp_path / "pair")
     if form == "merged":
-        pipeline.re_export(
-            RepairRequest(str(folder), str(tmp_path / "merged"), layout=LayoutRequest("merged")), Options()
+        pipeline.convert(
+            pipeline.ConvertRequest(str(folder), str(tmp_path / "merged"), ConvertChoices(layout="merged"), ()),
+            Options(),
         )
     report = re_export(tmp_path / form, tmp_path / "out")
     assert failures(report) == []
@@ -284,10 +283,7 @@ def test_one_graph_of_two_generates_the_same_tokens(form: str, tmp_path: Path) -
 @pytest.mark.usefixtures("_runtime")
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [
-        ("inputs", "past_key_names", "past_key_values.%d.value"),
-        ("search", "past_present_share_buffer", True),
-    ],
+    [("inputs", "past_key_names", "past_key_values.%d.value"), ("search", "past_present_share_buffer", True)],
 )
 def test_a_wrong_configuration_is_not_proved(
     section: str, key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,7 +296,7 @@ def test_a_wrong_configuration_is_not_proved(
         made.texts["genai_config.json"] = json.dumps(config)
         return made
 
-    monkeypatch.setattr("kvdoctor.repair.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
     report = re_export(EXPORTS / "gpt2", tmp_path / "out")
     assert any("onnxruntime-genai" in text for text in failures(report)), failures(report)
     assert not (tmp_path / "out").exists()
@@ -319,7 +315,7 @@ def test_other_weights_are_told_by_their_first_token(tmp_path: Path, monkeypatch
         model.graph.node.append(onnx.helper.make_node("Neg", ["logits.before"], ["logits"]))
         return made
 
-    monkeypatch.setattr("kvdoctor.repair.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
     report = re_export(EXPORTS / "gpt2", tmp_path / "out")
     assert any("prompt of 1, step 0: it generates token" in text for text in failures(report)), failures(report)
     assert not (tmp_path / "out").exists()

@@ -12,15 +12,12 @@ from onnx import compose, helper, numpy_helper
 from support.genai_folders import GENAI, config_of, convert, failures, named, ports, re_export, require_runtime
 from support.isolated import EXPORTS, kvdoctor
 
+from kvdoctor.addons.conversions.convert_layout import refuse_impossible_layout
+from kvdoctor.addons.conversions.layouts import genai
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, LayoutSource
 from kvdoctor.errors import UsageError
-from kvdoctor.repair.convert_layout import refuse_impossible_layout
-from kvdoctor.repair.layouts import genai
-from kvdoctor.repair.layouts.registry import ConvertedModels, LayoutSource
 
-FILES = {
-    "merged": ("decoder_model_merged.onnx",),
-    "pair": ("decoder_model.onnx", "decoder_with_past_model.onnx"),
-}
+FILES = {"merged": ("decoder_model_merged.onnx",), "pair": ("decoder_model.onnx", "decoder_with_past_model.onnx")}
 SELF = {f"past_{part}_self_{layer}" for part in ("key", "value") for layer in (0, 1)}
 PRESENT = "present.0.encoder.key"
 CROSS = {f"past_{part}_cross_{layer}" for part in ("key", "value") for layer in (0, 1)}
@@ -113,7 +110,7 @@ def test_axes_get_readable_names_where_they_are_asked_for(tmp_path: Path) -> Non
 
     for file in FILES["pair"]:
         change(folder / file, blur)
-    decoder = convert(folder, replace(GENAI, readable=True)).models["decoder.onnx"]
+    decoder = convert(folder, replace(GENAI, axes="readable")).models["decoder.onnx"]
     shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in decoder.graph.input}
     assert shapes["input_ids"] == ["batch_size", "decoder_sequence_length"]
     assert shapes["past_key_self_0"] == ["batch_size", 4, "past_decoder_sequence_length", 8]
@@ -166,7 +163,7 @@ def test_what_it_would_not_feed_is_refused(
 def test_a_decoder_without_its_encoder_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "pair")
     (folder / "encoder_model.onnx").unlink()
-    with pytest.raises(UsageError, match="has an encoder, whose file is not beside the decoder"):
+    with pytest.raises(UsageError, match="has an encoder, whose file is not next to the decoder"):
         convert(folder)
 
 
@@ -240,7 +237,7 @@ def test_a_merged_decoder_generates_the_same_tokens_and_is_healthy(tmp_path: Pat
     folder, out = write(tmp_path / "m"), tmp_path / "out"
     (folder / "audio_processor_config.json").write_text("{}")
     file = folder / "decoder_model_merged.onnx"
-    done = kvdoctor("re-export", file, "--layout", "genai", "-o", out, "-v")
+    done = kvdoctor("convert", file, "--layout", "genai", "-o", out, "-v")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "36 tokens from prompts of 1, 3, 8" in done.stdout
     assert sorted(path.name for path in out.glob("*.onnx")) == ["decoder.onnx", "encoder.onnx"]
@@ -273,7 +270,7 @@ def test_another_cross_attention_cache_is_not_proved(tmp_path: Path, monkeypatch
         graph.node.append(helper.make_node("Neg", ["value.before"], ["present_value_cross_1"]))
         return made
 
-    monkeypatch.setattr("kvdoctor.repair.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
     report = re_export(write(tmp_path / "m", "pair"), tmp_path / "out")
     assert any("onnxruntime-genai generates the tokens" in text for text in failures(report)), failures(report)
     assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor import api
+from kvdoctor.addons.comparison import api as comparison
 from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate, find_difference, pack, unpack
 from kvdoctor.decode.paired_walks import Walk
 from kvdoctor.diagnose.golden import render_golden
@@ -200,7 +201,7 @@ def test_the_recorded_model_agrees(golden: Path) -> None:
 
 @pytest.mark.parametrize("options", sampled(["--cache static=64", "--logits last"], 2))
 def test_another_form_of_the_model_agrees(options: str, golden: Path, tmp_path: Path) -> None:
-    made = kvdoctor("re-export", EXPORTS / "gpt2", "-o", tmp_path / "made", *options.split())
+    made = kvdoctor("convert", EXPORTS / "gpt2", "-o", tmp_path / "made", *options.split())
     assert made.returncode == 0, made.stdout + made.stderr
     code, report = compare(tmp_path / "made", golden)
     assert (code, found(report)) == (0, [])
@@ -378,7 +379,7 @@ def test_a_gate_compares_by_its_policy_and_again_when_the_file_changes(golden: P
 
 
 def test_a_diff_with_golden_numbers_of_another_model_says_each_thing_once(golden: Path) -> None:
-    diff = api.diff(EXPORTS / "marian-4.46.3", golden)
+    diff = comparison.diff(EXPORTS / "marian-4.46.3", golden)
     text = api.render(diff)
     assert text.count("not compared: KV321 (merged, pair): ") == text.count("not compared: ") == 1
     assert "none on either side" not in text

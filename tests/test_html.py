@@ -17,12 +17,12 @@ from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.report import formats
 from kvdoctor.report import html as gate_page
 from kvdoctor.report.document import Report
-from kvdoctor.report.page.blocks import command, read_style
-from kvdoctor.report.page.cache_chart import trace_slot
-from kvdoctor.report.page.grouping import fit, group_slots, merge_names
+from kvdoctor.report.page.charts import trace_slot
+from kvdoctor.report.page.contract_diagram import fit, group_slots, merge_names
+from kvdoctor.report.page.elements import command, read_style
 from kvdoctor.report.page.markup import h
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
-from kvdoctor.report.wording.deciding import tabulate_cache
+from kvdoctor.report.sections.findings import tabulate_cache
 
 EXPORTS = Path("fixtures/exports")
 ROOT = Path(__file__).parent.parent
@@ -195,7 +195,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(sick: Report) -> None:
     fragment = named._repr_html_()
     title, frame = html5lib.parseFragment(fragment)
     assert [title.tag, frame.tag] == [f"{HTML}p", f"{HTML}iframe"]
-    assert "unhealthy (1 error, 1 warning, 2 notes, 1 not checked)" in words(title)
+    assert "unhealthy (1 error, 1 warning, 2 notes)" in words(title)
     assert frame.get("sandbox") == ""
     assert set(frame.keys()) == {"sandbox", "srcdoc", "title", "style"}
     source = frame.get("srcdoc")
@@ -216,7 +216,7 @@ def test_the_pictures_say_what_the_runs_showed(sick: Report) -> None:
     assert (
         "step 0: 0 fed, 7 returned, grown; step 1: 7 fed, 0 returned, emptied; step 2: 0 fed, the step fails" in emptied
     )
-    held = [text for text in told if "step 7: 7 fed, the value of step 0 is kept" in text]
+    held = [text for text in told if "step 7: 7 fed, the value of step 0 is held" in text]
     assert len(held) == 2  # the held loop of the merged decoder, and the plain one of the pair, which returns none
     assert any("step 7: 9 fed, 10 returned, grown" in text for text in told)
     (diagram, _) = [text for text in told if text.startswith("The cache contract of")]
@@ -230,7 +230,7 @@ def test_states_of_a_slot_come_from_its_lengths(sick: Report) -> None:
     assert stack.contract is not None
     cross = stack.contract.of_kind("cross-attention")[0]
     assert [cell.state for cell in trace_slot(runs["plain-loop"], cross)] == ["grown", "emptied", "fails"]
-    assert {cell.state for cell in trace_slot(runs["held-loop"], cross)} == {"grown", "kept"}
+    assert {cell.state for cell in trace_slot(runs["held-loop"], cross)} == {"grown", "held"}
     grown = trace_slot(runs["held-loop"], stack.contract.of_kind("self-attention")[0])
     assert [(cell.fed, cell.returned) for cell in grown[:3]] == [(0, 3), (3, 4), (4, 5)]
     assert [group.count for group in group_slots(stack.contract.slots)] == ["4 slots", "4 slots"]
@@ -312,7 +312,8 @@ def test_a_thousand_findings_and_steps_stay_bounded(sick: Report) -> None:
     long = next(run for run in sick.runs if run.experiment == "held-loop" and run.steps)
     steps = tuple(replace(long.steps[-1], step=number, past_length=number) for number in range(1000))
     runs = tuple(replace(run, steps=steps) if run is long else run for run in sick.runs)
-    report = replace(sick, findings=findings, runs=runs, not_checked=sick.not_checked * 1000)
+    unchecked = tuple(replace(sick.not_checked[0], reason=f"reason {n}") for n in range(1000))
+    report = replace(sick, findings=findings, runs=runs, not_checked=unchecked)
     made = rendered(report)
     assert_sound(made)
     assert len(made.source) < 800_000

@@ -1,6 +1,5 @@
 """Decoders whose layers run inside a Scan or Loop over a stacked cache: each is read, and its faults are found."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,12 +38,6 @@ FAULTY = {
     "loop that does not begin": (LayerLoop("loop", started=False), "present-does-not-grow"),
     "loop that counts, mask": (LayerLoop("counted", fault="mask"), "mask-not-offset"),
 }
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
 
 
 def write(loop: LayerLoop, folder: Path) -> str:
@@ -95,8 +88,8 @@ def test_a_present_that_a_loop_does_not_return_is_a_fault(tmp_path: Path, runtim
         del model.graph.output[1:]
         (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
         for report in (inspect(str(tmp_path), Options()), step_test(str(tmp_path), Options(), runtime)):
-            assert {finding.severity for finding in report.findings} == {"error"}, form
-            assert {finding.name for finding in report.findings} <= {"past-without-present", "contract-unknown"}
+            refused = {entry.code for entry in report.not_checked if entry.essential}
+            assert {finding.name for finding in report.findings} == {"past-without-present"} or "KV101" in refused, form
 
 
 BACKWARDS = (2, 1, 0)
@@ -145,5 +138,5 @@ def test_without_names_a_place_that_is_not_followed_is_not_decided(form: str, tm
     for returned in (range(3), BACKWARDS):
         model = divide_cache(LayerLoop(form).model(), returned, named=False)
         (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-        for report in (inspect(str(tmp_path), Options()), step_test(str(tmp_path), Options(), runtime)):
-            assert (report.findings, report.verdict) == ((), "incomplete")
+        report = step_test(str(tmp_path), Options(), runtime)
+        assert (report.findings, inspect(str(tmp_path), Options()).findings, report.verdict) == ((), (), "incomplete")

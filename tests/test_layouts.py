@@ -13,19 +13,19 @@ from onnx import parser
 from support.isolated import EXPORTS, kvdoctor
 from support.text_fixtures import load_all
 
-from kvdoctor import api
+from kvdoctor.addons.conversions import api as conversions
+from kvdoctor.addons.conversions.convert_layout import convert_layouts
+from kvdoctor.addons.conversions.layouts.merging import MergePlan, merge
+from kvdoctor.addons.conversions.layouts.pair import split_halves
+from kvdoctor.addons.conversions.layouts.registry import load
+from kvdoctor.addons.conversions.layouts.weights import FileSizeLimit, read_located, write_models
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.addons.conversions.pipeline import ConvertRequest, convert
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
-from kvdoctor.repair.convert_layout import convert_stacks
-from kvdoctor.repair.layouts.merging import MergePlan, merge
-from kvdoctor.repair.layouts.pair import split_halves
-from kvdoctor.repair.layouts.registry import load
-from kvdoctor.repair.layouts.weights import FileSizeLimit, read_located, write_models
-from kvdoctor.repair.pipeline import re_export
-from kvdoctor.repair.request import LayoutRequest, RepairRequest
 from kvdoctor.report.document import Report
 
 FIRST = """
@@ -200,7 +200,7 @@ def test_weights_beyond_the_limit_go_beside_the_model(pair: Path) -> None:
 
 
 def converted(path: Path, out: Path, layout: str | None, **more: Any) -> Report:
-    return re_export(RepairRequest(str(path), str(out), layout=LayoutRequest(layout, **more)), Options())
+    return convert(ConvertRequest(str(path), str(out), ConvertChoices(layout=layout, **more), ()), Options())
 
 
 def claims(report: Report) -> set[str]:
@@ -249,7 +249,7 @@ def test_merged_to_pair_and_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sick_merged_decoder_is_repaired_before_it_is_taken_apart(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = converted(EXPORTS / "whisper" / "decoder_model_merged.onnx", out, "pair", readable=True)
+    report = converted(EXPORTS / "whisper" / "decoder_model_merged.onnx", out, "pair", axes="readable")
     found = claims(report)
     assert {"cross-cache-emptied is gone", "the loop's logits are those of the source, bit for bit"} <= found
     assert sorted(path.name for path in out.glob("*.onnx*")) == [
@@ -362,7 +362,7 @@ def test_one_graph_that_cannot_become_two(name: str, says: str, tmp_path: Path) 
         ("gpt2", "shared", "it is one file"),
         ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
         ("gpt2", "optimum", "it already has Optimum's names"),
-        ("t5", "pair", "already holds 'decoder_model.onnx' beside 'decoder_model_merged.onnx'"),
+        ("t5", "pair", "already holds 'decoder_model.onnx' next to 'decoder_model_merged.onnx'"),
         ("t5/decoder_with_past_model.onnx", "pair", "it is already a pair"),
         ("t5/encoder_model.onnx", "pair", "it holds no decoder with a cache"),
         ("t5", "tower", "there is no layout 'tower'"),
@@ -378,7 +378,7 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(
 
 
 def test_a_refusal_of_a_faulty_model_shows_its_findings(tmp_path: Path) -> None:
-    report = api.re_export(EXPORTS / "t5" / "decoder_model_merged.onnx", tmp_path / "out", layout="merged")
+    report = conversions.convert(EXPORTS / "t5" / "decoder_model_merged.onnx", tmp_path / "out", layout="merged")
     assert "KV203" in {finding.code for finding in report.findings}
     assert any("it is already a merged decoder" in note for note in report.notes)
     assert not list(tmp_path.iterdir())
@@ -402,19 +402,19 @@ def test_readable_axes_alone(tmp_path: Path) -> None:
                 dim.dim_param = names.setdefault(dim.dim_param, f"s{len(names)}")
     onnx.save(model, str(source / "model.onnx"))
     out = tmp_path / "out"
-    claims(converted(source, out, None, readable=True))
+    claims(converted(source, out, None, axes="readable"))
     old, new = (onnx.load(str(path / "model.onnx")).graph for path in (EXPORTS / "gpt2", out))
     for one, other in zip((*old.input, *old.output), (*new.input, *new.output), strict=True):
         assert one == other, "Optimum's own names come back"
     with pytest.raises(UsageError, match="already"):
-        converted(out, tmp_path / "again", None, readable=True)
+        converted(out, tmp_path / "again", None, axes="readable")
     assert not (tmp_path / "again").exists()
 
 
 def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:
     load_all()["merged-healthy"].write(tmp_path / "model")
     for source, layout in (("model", "pair"), ("pair", "merged")):
-        done = kvdoctor("re-export", tmp_path / source, "--layout", layout, "-o", tmp_path / layout, "-v")
+        done = kvdoctor("convert", tmp_path / source, "--layout", layout, "-o", tmp_path / layout, "-v")
         assert done.returncode == 0, done.stderr
         assert "the loop's logits are those of the source, bit for bit" in done.stdout
     assert (tmp_path / "pair" / "decoder_with_past_model.onnx").is_file()
@@ -424,7 +424,7 @@ def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path) -> None:
     load_all()["pair-healthy"].write(tmp_path / "model")
-    done = kvdoctor("re-export", tmp_path / "model", "--layout", "merged", "--dry-run")
+    done = kvdoctor("convert", tmp_path / "model", "--layout", "merged", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "decoder_model_merged.onnx" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -441,7 +441,7 @@ def test_a_broken_contract_is_no_reason_to_guess(tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "model"))
     contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
     with pytest.raises(UsageError, match="cannot be given the layout 'optimum'"):
-        convert_stacks(folder, contracts, LayoutRequest("optimum"))
+        convert_layouts(folder, contracts, ConvertChoices(layout="optimum"))
 
 
 def test_scales_in_front_of_products_stay_where_the_runtime_looks_for_them(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The place of a fault: which node, what came into it, where that came from, and whom it is laid to."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.numpy_helper import from_array
+from support import text_fixtures
 from support.command_line import kvdoctor
 from support.famous_error import EMPTY_BATCH_FAILS, FIRST_TO_FAIL
 from support.graph_faults import (
@@ -29,9 +29,10 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import FaultLocation
 from kvdoctor.decode.tolerances import TOLERANCES
+from kvdoctor.diagnose.locate.optimizers import PASSES, find_pass
 from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 from kvdoctor.diagnose.pipeline import step_test
-from kvdoctor.options import Options
+from kvdoctor.errors import CannotCheck
 from kvdoctor.report.document import Report
 from kvdoctor.runtime.client import Runtime
 
@@ -49,12 +50,6 @@ class Expected:
     scope: str = ""
     frozen: str | None = None
     source: str = "graph"
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
 
 
 def place_of(report: Report) -> FaultLocation:
@@ -106,11 +101,7 @@ FAILING = {
         scope='If "optimum::if", then_branch',
     ),
     "step-fails-function": Expected(
-        "MatMul",
-        "/self_attn/MatMul",
-        0,
-        ("10 columns do not fit 0 rows",),
-        scope='function attention called by "x1"',
+        "MatMul", "/self_attn/MatMul", 0, ("10 columns do not fit 0 rows",), scope='function attention called by "x1"'
     ),
 }
 
@@ -139,7 +130,7 @@ DIFFERING = {
         None,
         ("restarted is [0], and [3] in the run without a cache: with that value the logits are right",),
     ),
-    "cache-misread-positions": Expected(
+    "positions-not-offset-layer": Expected(
         "Add", "/decoder/layers.1/Add", 1, ("restarted is [0], and [3] in the run without a cache",)
     ),
     "layers-swapped": Expected(
@@ -302,9 +293,9 @@ def test_names_are_data(tmp_path: Path) -> None:
 
 def test_the_text_says_it_in_plain_lines(tmp_path: Path) -> None:
     _, text = kvdoctor("step-test", str(FIXTURES["step-fails"].write(tmp_path)), "-v")
-    lines = [line.strip() for line in text.splitlines() if line.startswith("  evidence")]
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.startswith("  evidence")]
     assert lines[0] == (
-        "evidence   inputs past_key_values.0.decoder.key float[1, 2, 4, 4], sample int64[4]: the target "
+        "evidence inputs past_key_values.0.decoder.key float[1, 2, 4, 4], sample int64[4]: the target "
         "[-1, 2, 3, 4] needs a multiple of 24 elements, the input has 32: the graph holds sample [-1, 2, 3, 4]"
     )
     assert len(set(lines)) == 3
@@ -339,3 +330,39 @@ def test_the_famous_failure(name: str, tmp_path: Path, runtime: Runtime) -> None
     width = 12 if name == "t5" else 8
     fed = f"past_key_values.0.encoder.key was fed as [0, 4, 1, {width}], step 1 returned it as present.0.encoder.key"
     assert place.words.endswith(fed)
+
+
+@pytest.mark.parametrize("culprit", [PASSES[0], PASSES[1], PASSES[len(PASSES) // 2], PASSES[-1]])
+def test_any_pass_is_found_in_few_runs(culprit: str) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def is_right(disabled: tuple[str, ...]) -> bool:
+        asked.append(disabled)
+        return culprit in disabled
+
+    assert find_pass(is_right) == culprit
+    assert len(asked) <= 10
+
+
+def test_what_no_single_pass_mends_has_no_pass() -> None:
+    assert find_pass(lambda _: False) is None
+    both = {PASSES[0], PASSES[-1]}
+    assert find_pass(lambda disabled: both <= {*disabled}) is None
+
+
+def test_a_search_that_is_cut_short_finds_none() -> None:
+    def too_late(_: tuple[str, ...]) -> bool:
+        raise CannotCheck("time is up")
+
+    assert find_pass(too_late) is None
+
+
+def test_names_are_written_once() -> None:
+    assert len({*PASSES}) == len(PASSES)
+
+
+def test_a_pass_of_the_runtime_is_named(tmp_path: Path) -> None:
+    """Folding the constant in half precision makes it infinite; unfolded, the runtime computes it in float32."""
+    text_fixtures.read(text_fixtures.FOLDER / "non-finite-half-mask.onnxtxt").write(tmp_path)
+    (finding,) = [one for one in step_test(str(tmp_path)).findings if one.name == "non-finite"]
+    assert "right with the pass ConstantFolding disabled" in finding.evidence[0]

@@ -18,8 +18,8 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.decode.messages import CompareJob, TrialJob, TrialModel, ValuePair
 from kvdoctor.diagnose.locate.match_values import chunks, match_entries
-from kvdoctor.diagnose.locate.runnable import NotRunnable, flatten, read_located, write_variant
-from kvdoctor.errors import WorkerDied
+from kvdoctor.diagnose.locate.runnable import flatten, read_located, write_variant
+from kvdoctor.errors import CannotCheck, WorkerDied
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import Limits
 from kvdoctor.runtime.worker.trial import run_trial
@@ -120,7 +120,7 @@ def test_a_circle_is_refused() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Add (x, z)\n z = Neg (y) }'
     )
-    with pytest.raises(NotRunnable, match="depends on itself"):
+    with pytest.raises(CannotCheck, match="depends on itself"):
         flatten(model, {})
 
 

@@ -1,14 +1,14 @@
 """Lowering a model: what it may change, what it must not, and what it names instead."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
 import psutil
 import pytest
 from onnx import TensorProto, helper
+from support import command_line
+from support.command_line import Done
 from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.decode.messages import LimitsMeasured, MeasureJob
@@ -180,14 +180,13 @@ def test_weights_outside_the_file_need_not_be_there(tmp_path: Path) -> None:
     assert [tensor for tensor in model.graph.initializer if tensor.name == "w"] == [weight]
 
 
-def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "kvdoctor", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run(*arguments: str | Path) -> Done:
+    return command_line.run(*arguments, cwd=ROOT)
 
 
 def test_what_cannot_be_lowered_as_asked_is_wrong_usage_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run("re-export", "fixtures/exports/gpt2", "-o", out, "--opset", "14")
+    done = run("convert", "fixtures/exports/gpt2", "-o", out, "--opset", "14")
     assert done.returncode == 2
     assert "LayerNormalization needs opset 17" in done.stderr
     assert "--opset 14" in done.stderr
@@ -198,7 +197,7 @@ def test_what_cannot_be_lowered_as_asked_is_wrong_usage_and_leaves_nothing(tmp_p
 def test_a_lowered_copy_is_proved_and_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run(
-        "re-export", "fixtures/exports/llama-gqa", "-o", out, "--opset", "14", "--ir-version", "7", "--format", "json"
+        "convert", "fixtures/exports/llama-gqa", "-o", out, "--opset", "14", "--ir-version", "7", "--format", "json"
     )
     report = json.loads(done.stdout)
     assert done.returncode == 0
@@ -255,22 +254,20 @@ def test_a_target_that_no_table_knows_is_asked_itself(tmp_path: Path, monkeypatc
 
 def test_a_worker_that_dies_when_it_is_asked_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "limits_of", lambda _: None)
-    others = set(psutil.Process().children())
     with Runtime(Limits()) as runtime:
         target = targets.of_release(runtime.greet())
-        (worker,) = set(psutil.Process().children()) - others
-        worker.kill()
+        psutil.Process(runtime._worker._process.pid).kill()  # no other: one of them serves the tests to come
         assert measure_limits(target, runtime).limits is None
         assert measure_limits(target, runtime).limits is not None, "the next one lives"
 
 
 def test_the_largest_numbers_that_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvdoctor.runtime.worker import version_limits
+    from kvdoctor.runtime.worker import sessions
 
-    monkeypatch.setattr(version_limits, "_opens", lambda ir, opset: ir <= 14 and opset <= 28)
-    assert version_limits.measure_limits() == LimitsMeasured(14, 28)
-    monkeypatch.setattr(version_limits, "_opens", lambda *_: False)
-    assert version_limits.measure_limits() == LimitsMeasured(), "something else than a version is at fault"
+    monkeypatch.setattr(sessions, "_opens", lambda ir, opset: ir <= 14 and opset <= 28)
+    assert sessions.measure_limits() == LimitsMeasured(14, 28)
+    monkeypatch.setattr(sessions, "_opens", lambda *_: False)
+    assert sessions.measure_limits() == LimitsMeasured(), "something else than a version is at fault"
 
 
 def test_what_the_runtime_here_takes_is_what_the_table_says() -> None:

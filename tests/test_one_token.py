@@ -1,19 +1,23 @@
 """Graphs that take one token a call, states over many tokens, and caches in one buffer."""
 
-from collections.abc import Iterator
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
+from support.isolated import FIXTURES as SOURCES
+from support.isolated import kvdoctor
 from support.text_fixtures import load_all
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Call, Scenario, as_array
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.experiments.long_states import LAST, PLACES, _find_amplified
-from kvdoctor.decode.experiments.one_token import KEPT
+from kvdoctor.decode.experiments.one_token import KEPT, LOOP
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 from kvdoctor.diagnose.inspection import inspect
@@ -28,12 +32,6 @@ OTHERS = ("rwkv", "rwkv-mobile", "lstm-plain", "shift-left", "aihub-opus", "aihu
 TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
-
-
 def diagnosed(name: str, folder: Path, runtime: Runtime, **options: Any) -> Report:
     return step_test(str(FIXTURES[name].write(folder)), Options(**options), runtime)
 
@@ -41,7 +39,7 @@ def diagnosed(name: str, folder: Path, runtime: Runtime, **options: Any) -> Repo
 @pytest.mark.parametrize("name", [*ONE_TOKEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_healthy_one_is_healthy_and_says_what_was_compared(name: str, tmp_path: Path, runtime: Runtime) -> None:
     report = diagnosed(f"layout-{name}-healthy", tmp_path, runtime)
-    assert report.verdict == "healthy"
+    assert report.verdict == "healthy", report.not_checked
     (entry,) = report.not_checked
     assert not entry.essential
     batch = any(run.experiment == "batch" and run.outcome == "passed" for run in report.runs)
@@ -144,7 +142,7 @@ def test_a_session_of_its_own_shows_what_a_session_remembers(fault: str, tmp_pat
     assert not (tmp_path / KEPT).exists()
     steps = [(call, answer) for call, answer in done if call.kind == "step"]
     between = [call for call, _ in done if call.kind == "probe"]
-    assert (len(steps), len(between)) == (TOKENS, TOKENS)
+    assert (len(steps), len(between)) == (LOOP, LOOP)
     same = all(np.array_equal(answer.logits, call.expected) for call, answer in steps if call.expected is not None)
     assert same == (fault == "")
 
@@ -173,3 +171,58 @@ def test_one_buffer_binds_each_present_onto_its_past(tmp_path: Path) -> None:
     assert experiment.applies(contract) is None
     grown = replace(contract, slots=tuple(replace(slot, growth="grow") for slot in contract.slots))
     assert experiment.applies(grown) == "no present has the shape of its past"
+
+
+RIGHT = SOURCES / "from_scratch" / "right.onnx"
+NO_TOKENS, POSITIONS = "wte.weight", "wpe.weight"
+QUERIES_KEYS_VALUES = "onnx::MatMul_336"
+"""float[32, 96] of layer 1: the columns are queries, keys and values."""
+
+
+def write(path: Path, weight: str, change: str) -> Path:
+    """Write a copy of the healthy decoder with some columns or rows of a weight changed."""
+    model = onnx.load(RIGHT)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == weight)
+    values = numpy_helper.to_array(tensor).copy()
+    if change == "zeros":
+        values[:] = 0
+    elif change == "no values":
+        values[:, 64:] = 0
+    elif change == "pairs of equal rows":
+        values[1::2] = values[::2]
+    tensor.CopyFrom(numpy_helper.from_array(values, weight))
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [(NO_TOKENS, "no token changes the logits: "), (QUERIES_KEYS_VALUES, "no token changes layer 1 of the cache: ")],
+)
+def test_what_no_token_changes_is_not_healthy(weight: str, reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", weight, "zeros")
+    done = kvdoctor("step-test", path, "--format", "json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["verdict"], document["findings"]) == (3, "incomplete", [])
+    (why,) = (each["reason"] for each in document["not_checked"] if each["essential"])
+    assert reason in why
+    golden = tmp_path / "golden.npz"
+    assert kvdoctor("record", path, "-o", golden).returncode == 3
+    assert not golden.exists()
+
+
+def test_a_comparison_with_such_a_model_is_no_pass(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", NO_TOKENS, "zeros")
+    done = kvdoctor("diff", RIGHT, path)
+    assert done.returncode == 3
+    assert "no token changes the logits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("weight", "change"),
+    [(QUERIES_KEYS_VALUES, "no values"), (NO_TOKENS, "pairs of equal rows"), (POSITIONS, "zeros"), (NO_TOKENS, "")],
+)
+def test_constant_values_equal_rows_and_missing_positions_are_healthy(weight: str, change: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", weight, change)
+    document = json.loads(kvdoctor("step-test", path, "--format", "json").stdout)
+    assert document["verdict"] == "healthy", document["not_checked"]

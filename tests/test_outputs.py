@@ -12,24 +12,25 @@ import jsonschema
 import junitparser
 import pytest
 from click.testing import CliRunner
+from support import command_line
+from support.command_line import Done
+from support.isolated import EXPORTS
 
 from kvdoctor.api import schemas
 from kvdoctor.cli.main import cli
 from kvdoctor.report.formats import FORMATS
 
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 SARIF = json.loads((Path(__file__).parent / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 HOSTILE = "x\n::add-mask::y ##[error]z"
 
 
-def run(*words: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str, cwd: Path | None = None, **more: str) -> Done:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GITHUB_")} | more
-    call = [sys.executable, "-m", "kvdoctor", *words]
-    return subprocess.run(call, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+    return command_line.run(*words, cwd=cwd, env=environment)
 
 
 @pytest.fixture(scope="module")
-def workflow(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def workflow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
     """A gate over a sick model, a healthy one and one whose name is hostile, in a workflow, with every format."""
     folder = tmp_path_factory.mktemp("repository")
     shutil.copytree(EXPORTS / "t5", folder / "sick")
@@ -42,9 +43,7 @@ def workflow(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     return run("gate", "sick", "well", HOSTILE, *outputs, cwd=folder, **variables), folder
 
 
-def test_a_gate_writes_every_format_in_one_run(
-    workflow: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
+def test_a_gate_writes_every_format_in_one_run(workflow: tuple[Done, Path]) -> None:
     done, folder = workflow
     assert done.returncode == 1, done.stderr
     read = {name: (folder / f"report.{name}").read_text(encoding="utf-8") for name in FORMATS}
@@ -62,7 +61,7 @@ def test_a_gate_writes_every_format_in_one_run(
     assert not {path.name for path in folder.iterdir() if "partial" in path.name}
 
 
-def test_a_workflow_gets_annotations_and_a_summary(workflow: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_a_workflow_gets_annotations_and_a_summary(workflow: tuple[Done, Path]) -> None:
     done, folder = workflow
     lines = done.stdout.splitlines()
     commands = [line for line in lines if line.lstrip().startswith("::")]
@@ -71,13 +70,14 @@ def test_a_workflow_gets_annotations_and_a_summary(workflow: tuple[subprocess.Co
     assert kinds == sorted(kinds, key=["::error", "::warning", "::notice"].index)
     assert "##[" not in done.stdout + done.stderr
     assert [line.split()[:2] for line in lines if line.startswith("  well ")] == [["well", "healthy"]]
-    assert "gate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed \u00b7 exit 1" in lines
+    assert "gate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 incomplete \u00b7 exit 1" in lines
     summary = (folder / "summary.md").read_text(encoding="utf-8")
     assert summary.startswith(
-        "before\n## kvdoctor: unhealthy\n\ngate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 not diagnosed\n"
+        "before\n## kvdoctor: unhealthy\n\ngate: unhealthy; 1 of 3 models healthy, 1 unhealthy, 1 incomplete\n"
     )
     assert "| `well` | healthy |  |" in summary
-    assert "KV203" in summary
+    assert "- error [KV203](https://github.com/kvdoctor/kvdoctor/blob/" in summary
+    assert len(summary.splitlines()) < 60
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.decode.paged import BlockPool, NewTokens, feed_paged, read_paged_inputs
+from kvdoctor.decode.experiments.paged_loop import BlockPool, NewTokens, feed_paged, read_paged_inputs
 from kvdoctor.diagnose.pipeline import step_test
 
 FIXTURES = load_all()

@@ -2,19 +2,18 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.isolated import EXPORTS
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import ObservedTensor, Run, Step
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.records import from_plain, to_plain
 
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 NAMES = st.text(max_size=8)
 
 

@@ -1,10 +1,8 @@
 """The policy of a project: how it is found, read and refused, what it matches, and what weighs more than what."""
 
 import json
-import os
 import re
 import string
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,17 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.command_line import run
 from support.text_fixtures import load_all
 
 from kvdoctor.cli.main import cli, find_command
 from kvdoctor.decode.tolerances import TOLERANCES, bounds, find_tolerance, list_loosened
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
-from kvdoctor.gating.policy import DEFAULT, SAID, Policy, find_policy, read_policy
-from kvdoctor.gating.policy.patterns import fits, models_at
+from kvdoctor.gating.policy import DEFAULT, SAID, Policy, find_policy, fits, models_at, read_policy
 from kvdoctor.options import Options, options_of, policy_options
 
 ROOT = Path(__file__).parent.parent
-EXPORTS = ROOT / "fixtures" / "exports"
 KEYS = {option.key: option for option in policy_options()}
 
 
@@ -73,10 +70,7 @@ def test_each_key_takes_its_example_and_refuses_another_kind(name: str, tmp_path
         ("target = ['onnxruntime==1.16.3']", "did you mean 'targets'?"),
         ("zzz = 1", "it takes models, baseline,"),
         ("fail-on = 'fatal'", 'fail-on: it takes "note", "warning", "error" or "never"; the first three'),
-        (
-            "select = ['KV999']",
-            "select: 'KV999' names no check; did you mean 'KV309'? `kvdoctor explain`",
-        ),
+        ("select = ['KV999']", "select: 'KV999' names no check; did you mean 'KV319'? `kvdoctor explain`"),
         ("ignore = ['']", "ignore: it takes a list of codes"),
         ("require = ['beams']", "got 'beams'"),
         ("targets = ['onnxruntime']", "targets: it takes NAME==RELEASE"),
@@ -85,10 +79,7 @@ def test_each_key_takes_its_example_and_refuses_another_kind(name: str, tmp_path
         ("timeout = nan", "timeout: it takes a number of seconds above 0; got nan"),
         ("max-memory = 0", "max-memory: it takes a whole number of MiB, 1 or more; got 0"),
         ("tolerances = { float61 = 0.1 }", "it takes float, float16, bfloat16, static-quantization"),
-        (
-            "[tolerances]\nfloat16 = 2",
-            "kvdoctor.toml:1: tolerances: float16 takes a fraction of the logits'",
-        ),
+        ("[tolerances]\nfloat16 = 2", "kvdoctor.toml:1: tolerances: float16 takes a fraction of the logits'"),
         ("models = ['../other']", "models: '../other' leaves the folder of the policy"),
         ("models = ['/etc']", "leaves the folder of the policy"),
         ("overrides = 1", "kvdoctor.toml:1: overrides takes tables, as in [[overrides]]"),
@@ -357,9 +348,7 @@ def test_wrong_calls_name_what_to_do(project: Path) -> None:
     none = kvdoctor(project, "gate", "--no-config")
     assert (none.returncode, "give the PATH of a model; no policy was found" in none.stderr) == (2, True)
     (project / "kvdoctor.toml").write_text("sed = 1\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "kvdoctor", "step-test", "exports/t5"]
-    slip = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    slip = run("step-test", "exports/t5", cwd=project)
     assert slip.returncode == 2
     assert slip.stderr == "kvdoctor: kvdoctor.toml:1: there is no key 'sed'; did you mean 'seed'?\n"
 

@@ -10,13 +10,13 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime import InferenceSession
 from support.command_line import kvdoctor
+from support.isolated import EXPORTS
 from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.repair.lowering.limits import CannotChangeVersion
-from kvdoctor.repair.lowering.raising import change_versions
+from kvdoctor.repair.lowering.lower import change_versions
 
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 FILES = sorted(path.relative_to(EXPORTS).as_posix() for path in EXPORTS.glob("*/*.onnx"))
 
 OLD = """
@@ -192,7 +192,7 @@ def test_weights_of_three_gigabytes_are_not_read(tmp_path: Path) -> None:
 
 def raised(model: Path, out: Path, *more: str) -> tuple[int, dict[str, bool]]:
     """The exit code, and the claims of the proof, after a model was raised."""
-    done = kvdoctor("re-export", model, "-o", out, *more, "--format", "json")
+    done = kvdoctor("convert", model, "-o", out, *more, "--format", "json")
     report = json.loads(done[1])
     return done[0], {entry["claim"]: entry["holds"] for entry in report["repair"]["proof"]}
 
@@ -243,5 +243,5 @@ def test_a_model_that_was_lowered_is_raised_again(tmp_path: Path) -> None:
 
 
 def test_an_opset_that_cannot_be_had_is_wrong_usage_and_leaves_nothing(tmp_path: Path) -> None:
-    assert kvdoctor("re-export", EXPORTS / "gpt2", "-o", tmp_path / "out", "--opset", "40")[0] == 2
+    assert kvdoctor("convert", EXPORTS / "gpt2", "-o", tmp_path / "out", "--opset", "40")[0] == 2
     assert not (tmp_path / "out").exists()

@@ -9,10 +9,10 @@ import pytest
 from support.isolated import CONSUMERS, EXPORTS, Environment, kvdoctor
 from support.text_fixtures import load_all
 
+from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.diagnose import checkpoint as reference
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
-from kvdoctor.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
 from kvdoctor.runtime import environments
@@ -258,7 +258,7 @@ def test_the_program_of_a_loop_finds_the_tokens_of_its_checkpoint(
     problems = [result.problem for result in made.results if result.problem]
     assert made.exit_code == code, problems
     if said is None:
-        assert any("by /" in result.vector and result.tokens for result in made.results)
+        assert any("by-/" in result.vector and result.tokens for result in made.results)
     else:
         assert said in " ".join([*problems, made.unchecked or ""])
 

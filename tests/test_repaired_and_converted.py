@@ -14,11 +14,14 @@ import pytest
 from test_conversions import contents, failed, faulty, write
 
 from kvdoctor import api
+from kvdoctor.addons.conversions import api as conversions
+from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.addons.conversions.pipeline import ConvertRequest
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
-from kvdoctor.repair import apply, pipeline
+from kvdoctor.repair import session
 from kvdoctor.repair.repairs.registry import load
-from kvdoctor.repair.request import RepairRequest
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report import formats
 from kvdoctor.report.document import Report, exit_code
@@ -66,16 +69,16 @@ def claims(report: Report) -> set[str]:
         pytest.param(COUNTED, {"logits": "selectable"}, marks=SLOW),
         pytest.param(COUNTED, {"logits": "last", "layout": "pair"}, marks=SLOW),
         pytest.param(SWAPPED, {"cache": "static=12"}, marks=SLOW),
-        pytest.param(SWAPPED, {"fix": SIZES}, marks=SLOW),
+        pytest.param(SWAPPED, {"sizes": SIZES}, marks=SLOW),
         pytest.param(SWAPPED, {"logits": "last", "layout": "pair"}, marks=SLOW),
-        pytest.param(EXCHANGED, {"fix": SIZES, "logits": "last"}, marks=SLOW),
+        pytest.param(EXCHANGED, {"sizes": SIZES, "logits": "last"}, marks=SLOW),
     ],
 )
 def test_one_call_repairs_and_converts(name: str, choices: dict[str, Any], tmp_path: Path) -> None:
     """The repair has the proof that it has alone, and the conversion that of any model, against the repaired copy."""
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
-    report = api.re_export(source, out, **choices)
+    report = conversions.convert(source, out, **choices)
     assert report.repair is not None
     assert not failed(report)
     assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
@@ -101,14 +104,14 @@ def report_contents(out: Path) -> tuple[str, ...]:
 def test_the_copy_decodes_as_the_healthy_twin(name: str, tmp_path: Path) -> None:
     """Fault and twin have the same weights."""
     source, twin = write(tmp_path / "model", name), write(tmp_path / "twin", TWINS[name])
-    api.re_export(source, tmp_path / "out", logits="last")
+    conversions.convert(source, tmp_path / "out", logits="last")
     want = decode(twin / "model.onnx", TOKENS)
     assert np.abs(decode(source / "model.onnx", TOKENS) - want).max() > 0.01
     np.testing.assert_allclose(decode(tmp_path / "out" / "model.onnx", TOKENS), want, atol=1e-5)
 
 
 def test_a_healthy_model_is_compared_with_itself_as_it_is(tmp_path: Path) -> None:
-    report = api.re_export(write(tmp_path / "model", TWINS[COUNTED]), tmp_path / "out", cache="static=12")
+    report = conversions.convert(write(tmp_path / "model", TWINS[COUNTED]), tmp_path / "out", cache="static=12")
     assert report.repair is not None
     assert "logits and caches of every call are those of the original" in claims(report)
     assert not report.repair.bases
@@ -119,7 +122,7 @@ def test_the_cost_of_a_type_is_that_of_the_repaired_loop(tmp_path: Path) -> None
     """A dry run of a faulty model shows the figures of its healthy twin."""
     found = {}
     for name in (SWAPPED, TWINS[SWAPPED]):
-        report = api.re_export(write(tmp_path / name, name), cache_type="int8")
+        report = conversions.convert(write(tmp_path / name, name), cache_type="int8")
         assert report.repair is not None
         found[name] = report.repair
     assert not list(tmp_path.glob("out*"))
@@ -132,7 +135,7 @@ def test_the_cost_of_a_type_is_that_of_the_repaired_loop(tmp_path: Path) -> None
 
 
 def test_every_form_of_the_report_says_what_was_compared(tmp_path: Path) -> None:
-    report = api.re_export(write(tmp_path / "model", COUNTED), logits="last")
+    report = conversions.convert(write(tmp_path / "model", COUNTED), logits="last")
     assert report.repair is not None
     for name in ("text", "markdown", "html", "json"):
         text = formats.render(report, name).replace("\\", "")
@@ -142,7 +145,7 @@ def test_every_form_of_the_report_says_what_was_compared(tmp_path: Path) -> None
 def test_only_the_faulty_decoder_of_a_folder_is_compared_with_its_repaired_copy(tmp_path: Path) -> None:
     source = write(tmp_path / "model", COUNTED)
     shutil.copy(write(tmp_path / "twin", TWINS[COUNTED]) / "model.onnx", source / "model_right.onnx")
-    report = api.re_export(source, tmp_path / "out", logits="last")
+    report = conversions.convert(source, tmp_path / "out", logits="last")
     assert report.repair is not None
     assert not failed(report)
     compared = {e.stack: e.claim.rpartition("those of ")[2] for e in report.repair.proof if "those of the" in e.claim}
@@ -162,7 +165,7 @@ def test_only_the_faulty_decoder_of_a_folder_is_compared_with_its_repaired_copy(
     ],
 )
 def test_pairs_and_merged_decoders(name: str, choices: dict[str, str], tmp_path: Path) -> None:
-    report = api.re_export(write(tmp_path / "model", name), tmp_path / "out", **choices)
+    report = conversions.convert(write(tmp_path / "model", name), tmp_path / "out", **choices)
     assert report.repair is not None
     assert not failed(report)
     assert any("caches of every call are those of the repaired copy" in claim for claim in claims(report))
@@ -174,7 +177,7 @@ def test_pairs_and_merged_decoders(name: str, choices: dict[str, str], tmp_path:
 def test_a_fault_that_cannot_be_repaired_comes_first(choices: dict[str, str], tmp_path: Path) -> None:
     """The loop is wrong, so nothing could be compared with it: its cost is not measured either."""
     source, out = write(tmp_path / "model", "positions-not-offset"), tmp_path / "out"
-    report = api.re_export(source, out, **choices)
+    report = conversions.convert(source, out, **choices)
     assert not out.exists()
     assert exit_code(report, "error") == 1
     assert report.repair is not None
@@ -186,7 +189,7 @@ def test_a_fault_that_cannot_be_repaired_comes_first(choices: dict[str, str], tm
 
 @pytest.mark.parametrize("name", [SWAPPED, "positions-not-offset"])
 def test_a_form_that_a_faulty_model_cannot_have_comes_after_its_fault(name: str, tmp_path: Path) -> None:
-    report = api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
+    report = conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
     assert not (tmp_path / "out").exists()
     assert exit_code(report, "error") == 1
     text = formats.render(report, "text")
@@ -198,7 +201,7 @@ def test_a_form_that_a_faulty_model_cannot_have_comes_after_its_fault(name: str,
 def test_a_form_that_a_working_model_cannot_have_is_wrong_usage(name: str, tmp_path: Path) -> None:
     """A warning is no reason to call it unhealthy, nor is a repair of it that fails."""
     with pytest.raises(UsageError, match="cannot be converted"):
-        api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
     assert not (tmp_path / "out").exists()
 
 
@@ -216,7 +219,7 @@ def spoil_repair(name: str, spoil: Callable[[onnx.GraphProto], None], monkeypatc
             for one in load()
         )
 
-    monkeypatch.setattr(apply, "load", spoilt)
+    monkeypatch.setattr(session, "load", spoilt)
 
 
 def one_too_far(graph: onnx.GraphProto) -> None:
@@ -236,7 +239,7 @@ def test_a_wrong_repair_is_not_proved_by_the_conversion_of_itself(
 ) -> None:
     """Converted and repaired copy would agree in every call: it is the run without a cache that shows the mistake."""
     spoil_repair("offset-positions", one_too_far, monkeypatch)
-    report = api.re_export(write(tmp_path / "model", COUNTED), tmp_path / "out", **choices)
+    report = conversions.convert(write(tmp_path / "model", COUNTED), tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
     assert exit_code(report, "error") == 1
     assert any("plain-loop passes" in text for text in failed(report)), failed(report)
@@ -253,7 +256,7 @@ def other_scores(graph: onnx.GraphProto) -> None:
 def test_a_repair_that_changes_the_first_step_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a copy is right by its own measure: its steps agree with its run without a cache."""
     spoil_repair("offset-positions", other_scores, monkeypatch)
-    report = api.re_export(write(tmp_path / "model", COUNTED), tmp_path / "out", logits="last")
+    report = conversions.convert(write(tmp_path / "model", COUNTED), tmp_path / "out", logits="last")
     assert not (tmp_path / "out").exists()
     assert [text.partition(":")[0] for text in failed(report)] == [
         "logits of the first step equal to the original's, bit for bit"
@@ -275,7 +278,7 @@ def keys_scaled(graph: onnx.GraphProto) -> None:
 def test_a_wrong_conversion_of_a_repaired_copy_is_not_proved(tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", COUNTED), tmp_path / "out"
     asked = faulty(keys_scaled, logits="last")
-    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any("those of the repaired copy: first difference: batch 1" in text for text in failed(report))
     assert any("present.0.key differs" in text for text in failed(report)), failed(report)
     assert not out.exists()

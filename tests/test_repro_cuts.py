@@ -8,17 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper, parser
+from support.isolated import EXPORTS
 from support.text_fixtures import compile_text, load_all
 
-from kvdoctor.decode.script import CallScript, MadeArray, PriorOutput, ScriptCall, make_array
+from kvdoctor.addons.reproducer.layers import (
+    PROBE,
+    end_at_node,
+    find_operator,
+    find_spine,
+    keep_outputs,
+    last_dependency,
+    name_nodes,
+)
+from kvdoctor.addons.reproducer.messages import CallScript, MadeArray, PriorOutput, ScriptCall, make_array
+from kvdoctor.addons.reproducer.weights import INTEGERS, SizeMap, WeightReplacer, store_digests
 from kvdoctor.model.edit import rename_reads
 from kvdoctor.model.skeleton import payload_left_out, read_skeleton
-from kvdoctor.reproducer.cuts import PROBE, end_at_node, find_operator, keep_outputs, name_nodes
-from kvdoctor.reproducer.layers import find_spine, last_dependency
-from kvdoctor.reproducer.sizes import SizeMap
-from kvdoctor.reproducer.weights import INTEGERS, WeightReplacer, store_digests
-
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
 
 
 def fixture(name: str, file: str = "model.onnx") -> onnx.ModelProto:

@@ -1,24 +1,20 @@
 """Every document that is written fits the JSON Schema that ships with the package."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from support.command_line import run
+from support.isolated import EXPORTS
 from support.sampling import sampled
 
 from kvdoctor.api import schemas
 
-EXPORTS = Path(__file__).parent.parent / "fixtures" / "exports"
-
 
 def run_json(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvdoctor", *arguments, "--format", "json"], capture_output=True, text=True, check=False
-    )
+    done = run(*arguments, "--format", "json")
     assert done.returncode in (0, 1, 3), done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -69,17 +65,17 @@ def test_an_explanation_fits(text: str | None) -> None:
         assert [(check["code"], check["repairs"]) for check in document["checks"]] == [("KV203", ["pass-through"])]
 
 
-def test_an_unknown_text_is_no_empty_explanation() -> None:
-    command = [sys.executable, "-m", "kvdoctor", "explain", "no such thing at all", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_an_unknown_text_has_the_closest_and_no_explanation() -> None:
+    document = run_json("explain", "bfloat tricks for my phone")
+    jsonschema.validate(document, schemas()["explain"])
+    assert document["closest"]
+    assert not any(document[part] for part in ("checks", "messages", "issues", "names"))
 
 
 def test_the_environment_fits_and_says_what_the_text_says() -> None:
     document = run_json("env")
     jsonschema.validate(document, schemas()["env"])
-    text = subprocess.run([sys.executable, "-m", "kvdoctor", "env"], capture_output=True, text=True, check=True).stdout
-    head, *lines = text.splitlines()
+    head, *lines = run("env").stdout.splitlines()
     assert document["python"] in head
     assert [(line.split()[0], line.split(maxsplit=1)[1]) for line in lines] == [
         (component["state"], component["text"]) for component in document["components"]

@@ -8,17 +8,19 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from support.isolated import EXPORTS
 from support.sampling import sampled
 from test_conversions import DECODER, Spoil, contents, failed, faulty, first_step, refusal, write
 
-from kvdoctor import api
+import kvdoctor
+from kvdoctor.addons.conversions import api as conversions
+from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.addons.conversions.pipeline import ConvertRequest
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
-from kvdoctor.repair import pipeline
-from kvdoctor.repair.request import RepairRequest
 from kvdoctor.report.document import Report, exit_code
 
-EXPORTS = Path(__file__).parents[1] / "fixtures" / "exports"
 OPSET_24 = (("ir_version: 8", "ir_version: 11"), ('["" : 17]', '["" : 24]'))
 
 
@@ -54,7 +56,7 @@ def check_static(report: Report, capacity: int) -> None:
 def test_a_buffer_decodes_as_the_growing_cache(name: str, edits: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name, *edits), tmp_path / "out"
     before = contents(source)
-    report = api.re_export(source, out, cache="static=12")
+    report = conversions.convert(source, out, cache="static=12")
     check_static(report, 12)
     assert contents(source) == before
     (file,) = (path for path in out.glob("*.onnx") if path.name == report.stacks[0].contract.graph("decode").file)
@@ -63,20 +65,20 @@ def test_a_buffer_decodes_as_the_growing_cache(name: str, edits: tuple[tuple[str
     writes = {node.op_type for node in model.graph.node if node.op_type in ("ScatterND", "TensorScatter")}
     assert writes == ({"TensorScatter"} if edits else {"ScatterND"})
     with pytest.raises(UsageError, match="is a static buffer already"):
-        api.re_export(out, tmp_path / "again", cache="static=12")
+        conversions.convert(out, tmp_path / "again", cache="static=12")
 
 
 def test_a_buffer_of_an_operator_is_declared_and_grows_again(tmp_path: Path) -> None:
     """GroupQueryAttention writes in place by itself: the declared length alone changes, there and back."""
     source, out = write(tmp_path / "model", "layout-gqa-growing-healthy"), tmp_path / "out"
-    report = api.re_export(source, out, cache="static=12")
+    report = conversions.convert(source, out, cache="static=12")
     assert not failed(report)
     assert (exit_code(report, "error"), report.verdict, report.findings) == (0, "healthy", ())
     assert report.repair is not None
     claims = {entry.claim: entry.detail for entry in report.repair.proof}
     assert "returns" in claims["a buffer of 12 tokens is not written beyond its end"]
     assert {slot.growth for slot in report.stacks[0].contract.slots} == {"static"}
-    grown = api.re_export(out, tmp_path / "grown", cache="growing")
+    grown = conversions.convert(out, tmp_path / "grown", cache="growing")
     assert not failed(grown)
     assert {slot.growth for slot in grown.stacks[0].contract.slots} == {"shared"}
 
@@ -84,7 +86,7 @@ def test_a_buffer_of_an_operator_is_declared_and_grows_again(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", sampled(["llama-gqa", "gpt2"], 2))
 def test_real_exports_become_buffers_of_their_context(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = api.re_export(EXPORTS / name, out, cache="static")
+    report = conversions.convert(EXPORTS / name, out, cache="static")
     check_static(report, 64)
     model = onnx.load(str(out / "model.onnx"))
     onnx.checker.check_model(model, full_check=True)
@@ -92,7 +94,7 @@ def test_real_exports_become_buffers_of_their_context(name: str, tmp_path: Path)
     assert shapes["attention_mask"][1].dim_value == 64
     assert shapes["cache_position"][0].dim_param == shapes["input_ids"][1].dim_param
     assert shapes["present.1.value"][2].dim_value == 64
-    written = api.loop(out, tmp_path / "loop", language="python")
+    written = kvdoctor.loop(out, tmp_path / "loop", language="python")
     assert written.out is not None, written.reason
 
 
@@ -112,7 +114,7 @@ def feed_buffer(start: int, tokens: list[int], past: dict[str, Any], capacity: i
 def test_the_rules_of_the_fix_report_decode_up_to_the_last_row(tmp_path: Path) -> None:
     """N - 1 and N tokens are right, whatever the rows behind them hold; token N + 1 is refused."""
     source, tokens, capacity = write(tmp_path / "model"), [3, 7, 5, 9, 4, 8], 6
-    api.re_export(source, tmp_path / "out", cache=f"static={capacity}")
+    conversions.convert(source, tmp_path / "out", cache=f"static={capacity}")
     whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
     feeds = first_step(len(tokens))
     feeds["input_ids"] = np.array([tokens])
@@ -131,16 +133,16 @@ def test_the_rules_of_the_fix_report_decode_up_to_the_last_row(tmp_path: Path) -
 
 def test_the_context_of_the_config_limits_the_buffer(tmp_path: Path) -> None:
     source = write(tmp_path / "model", "decoder-only-short-context-healthy")
-    check_static(api.re_export(source, tmp_path / "out", cache="static"), 9)
+    check_static(conversions.convert(source, tmp_path / "out", cache="static"), 9)
     with pytest.raises(UsageError, match="allows 9 tokens, so a buffer of 10"):
-        api.re_export(source, tmp_path / "more", cache="static=10")
+        conversions.convert(source, tmp_path / "more", cache="static=10")
     with pytest.raises(UsageError, match="give a number"):
-        api.re_export(write(tmp_path / "other"), tmp_path / "none", cache="static")
+        conversions.convert(write(tmp_path / "other"), tmp_path / "none", cache="static")
 
 
 def test_all_sizes_are_numbers_with_fixed_sizes(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = api.re_export(write(tmp_path / "model"), out, cache="static=12", fix=("batch=1", "new=1"))
+    report = conversions.convert(write(tmp_path / "model"), out, cache="static=12", sizes=("batch=1", "new=1"))
     check_static(report, 12)
     model = onnx.load(str(out / "model.onnx"))
     for value in (*model.graph.input, *model.graph.output):
@@ -149,7 +151,7 @@ def test_all_sizes_are_numbers_with_fixed_sizes(tmp_path: Path) -> None:
 
 def test_the_traced_inputs_of_the_original_are_not_those_of_the_copy(tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", "config-agrees-healthy"), tmp_path / "out"
-    check_static(api.re_export(source, out, cache="static=12"), 12)
+    check_static(conversions.convert(source, out, cache="static=12"), 12)
     assert "kwargs" in json.loads((source / "export.json").read_text())["components"]["model"]["metadata"]
     assert "kwargs" not in json.loads((out / "export.json").read_text())["components"]["model"]["metadata"]
 
@@ -174,7 +176,7 @@ def test_the_traced_inputs_of_the_original_are_not_those_of_the_copy(tmp_path: P
 )
 def test_a_graph_of_another_form_is_refused_with_the_node(name: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named):
-        api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache="static=12")
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache="static=12")
     assert not (tmp_path / "out").exists()
 
 
@@ -238,7 +240,7 @@ KNOWN_USES = {
 @pytest.mark.parametrize("uses", KNOWN_USES)
 def test_masks_of_other_forms_are_converted(uses: str, tmp_path: Path) -> None:
     source = write(tmp_path / "model", DECODER, *KNOWN_USES[uses])
-    check_static(api.re_export(source, tmp_path / "out", cache="static=12"), 12)
+    check_static(conversions.convert(source, tmp_path / "out", cache="static=12"), 12)
 
 
 def always_at_the_start(graph: onnx.GraphProto) -> None:
@@ -274,7 +276,7 @@ def last_row_again(graph: onnx.GraphProto) -> None:
 def test_a_buffer_that_is_not_proved_is_not_written(spoil: Spoil, difference: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model"), tmp_path / "out"
     asked = faulty(spoil, cache="static=12")
-    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any(difference in text for text in failed(report)), failed(report)
     assert not out.exists()
     assert exit_code(report, "error") == 1
@@ -283,26 +285,26 @@ def test_a_buffer_that_is_not_proved_is_not_written(spoil: Spoil, difference: st
 @pytest.mark.parametrize("choice", ["static=4", "static=x", "static=", "dynamic", "static=12,static=13"])
 def test_a_choice_that_makes_no_sense_is_refused(choice: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--cache"):
-        api.re_export(write(tmp_path / "model"), tmp_path / "out", cache=choice)
+        conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache=choice)
 
 
 @pytest.mark.parametrize("choice", ["static=65", "static"])
 def test_a_buffer_is_no_longer_than_the_table_of_positions(choice: str, tmp_path: Path) -> None:
     """No config says how many tokens a sequence has, and a row for each is looked up in a table of 64."""
     with pytest.raises(UsageError, match=r"table of positions has 64 rows") as refused:
-        api.re_export("fixtures/from_scratch/right.onnx", tmp_path / "out", cache=choice)
+        conversions.convert("fixtures/from_scratch/right.onnx", tmp_path / "out", cache=choice)
     assert "static=64" in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_buffer_and_a_fixed_past_are_two_forms(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another form of the cache"):
-        api.re_export(write(tmp_path / "model"), tmp_path / "out", cache="static=12", fix=("new=1", "past=12"))
+        conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache="static=12", sizes=("new=1", "past=12"))
 
 
 def test_a_repaired_copy_is_converted(tmp_path: Path) -> None:
     """A warning is repaired as well; what is converted is the repaired graph."""
-    report = api.re_export(write(tmp_path / "model", "mask-not-offset-step"), tmp_path / "out", cache="static=12")
+    report = conversions.convert(write(tmp_path / "model", "mask-not-offset-step"), tmp_path / "out", cache="static=12")
     assert report.repair is not None
     assert [one.name for one in report.repair.repairs] == ["offset-mask", "cache static=12"]
     assert not failed(report)
@@ -325,7 +327,7 @@ def check_growing(report: Report) -> None:
 def test_a_static_cache_grows(name: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
-    check_growing(api.re_export(source, out, cache="growing"))
+    check_growing(conversions.convert(source, out, cache="growing"))
     assert contents(source) == before
     model = onnx.load(str(out / "model.onnx"))
     onnx.checker.check_model(model, full_check=True)
@@ -336,8 +338,8 @@ def test_a_static_cache_grows(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_buffer_grows_again_beyond_its_length(tmp_path: Path) -> None:
     """There and back: no number of the buffer is left, and sequences are longer than it was."""
-    api.re_export(EXPORTS / "gpt2", tmp_path / "static", cache="static=24")
-    report = api.re_export(tmp_path / "static", tmp_path / "out", cache="growing")
+    conversions.convert(EXPORTS / "gpt2", tmp_path / "static", cache="static=24")
+    report = conversions.convert(tmp_path / "static", tmp_path / "out", cache="growing")
     check_growing(report)
     (run,) = (run for run in report.runs if run.experiment == "long-past")
     assert run.outcome == "passed"
@@ -356,7 +358,7 @@ def test_a_buffer_grows_again_beyond_its_length(tmp_path: Path) -> None:
 )
 def test_what_is_no_buffer_of_the_graph_does_not_grow(name: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named):
-        api.re_export(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
     assert not (tmp_path / "out").exists()
 
 
@@ -370,6 +372,6 @@ def joined_in_front(graph: onnx.GraphProto) -> None:
 def test_a_growing_cache_that_is_not_proved_is_not_written(tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", "layout-tensor-scatter-heads-healthy"), tmp_path / "out"
     asked = faulty(joined_in_front, cache="growing")
-    report = pipeline.re_export(RepairRequest(str(source), str(out), conversions=(asked,)), Options())
+    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any("first difference: batch 1, prompt of" in text for text in failed(report)), failed(report)
     assert not out.exists()

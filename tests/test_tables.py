@@ -11,11 +11,10 @@ from onnx.numpy_helper import from_array
 from support.text_fixtures import load_all
 
 from kvdoctor.analysis.abstract_run import tables
+from kvdoctor.analysis.abstract_run.graph_run import may_hide
 from kvdoctor.analysis.abstract_run.tables import read_tables
-from kvdoctor.analysis.abstract_run.unread_masks import may_hide
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
-from kvdoctor.diagnose.predictions import UNSEEN
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
 
@@ -69,7 +68,7 @@ def write(folder: Path, table: np.ndarray, rows: str = "slice", external: bool =
 
 
 def predicted(path: str) -> list[str]:
-    return [finding.name for finding in inspect(path).findings if finding.observed.startswith(UNSEEN)]
+    return [finding.name for finding in inspect(path).findings if finding.predicted]
 
 
 @pytest.mark.parametrize("kind", TABLES)

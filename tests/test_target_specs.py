@@ -1,14 +1,15 @@
 """What `--target` takes, the measured table, and what a graph asks for, without any other runtime."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 
 import onnx
 import pytest
+from support.command_line import Done, run
 from support.isolated import kvdoctor
 from support.text_fixtures import compile_text, load_all
 
@@ -21,8 +22,7 @@ from kvdoctor.runtime.release_environments import find_python, prepare_environme
 from kvdoctor.runtime.targets import limits as limits_table
 from kvdoctor.runtime.targets import order, parse_targets
 from kvdoctor.runtime.targets.bindings import BINDINGS
-from kvdoctor.runtime.targets.demands import find_oldest, read_demands
-from kvdoctor.runtime.targets.limits import describe_feature, limits_of, newest_limits, releases
+from kvdoctor.runtime.targets.limits import find_oldest, limits_of, newest_limits, read_demands, releases
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,11 +121,11 @@ def test_a_patch_that_was_not_measured_is_said_to_lack_what_its_whole_line_lacks
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
-    for release in releases():
-        row = limits_of(release)
-        assert row is not None
-        assert f"| {release} | {row.ir} | {row.opset} |" in page
+    import make_limits
+
+    table = json.loads(make_limits.FILE.read_text(encoding="utf-8"))
+    assert set(table["releases"]) == set(releases())
+    assert make_limits.PAGE.read_text(encoding="utf-8") == make_limits.page(table)
 
 
 def test_what_a_graph_asks_for_counts_bodies_and_functions() -> None:
@@ -147,11 +147,11 @@ def test_what_a_graph_asks_for_counts_bodies_and_functions() -> None:
 
 
 def test_features_in_words() -> None:
-    assert describe_feature("Attention-23") == "Attention of opset 23"
-    assert describe_feature("com.microsoft:GroupQueryAttention.softcap") == (
+    assert limits_table.describe_feature("Attention-23") == "Attention of opset 23"
+    assert limits_table.describe_feature("com.microsoft:GroupQueryAttention.softcap") == (
         "attribute softcap of com.microsoft GroupQueryAttention"
     )
-    assert describe_feature("com.microsoft:GroupQueryAttention.inputs-12") == (
+    assert limits_table.describe_feature("com.microsoft:GroupQueryAttention.inputs-12") == (
         "com.microsoft GroupQueryAttention with 12 inputs"
     )
     assert limits_table.tested_operators().standard("Attention", 22) is None
@@ -191,22 +191,16 @@ def test_without_uv_the_message_says_how_to_install_it(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Done]:
     """The command line with empty caches."""
     for name in ("XDG_CACHE_HOME", "UV_CACHE_DIR", "LOCALAPPDATA"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.delenv("UV_FIND_LINKS", raising=False)
 
-    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "kvdoctor", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    return run
+    return partial(run, cwd=ROOT)
 
 
-def test_offline_with_nothing_cached_is_not_checked_and_never_healthy(
-    alone: Callable[..., "subprocess.CompletedProcess[str]"],
-) -> None:
+def test_offline_with_nothing_cached_is_not_checked_and_never_healthy(alone: Callable[..., Done]) -> None:
     spec = "onnxruntime==1.16.3"
     done = alone("step-test", "fixtures/exports/gpt2", "--target", spec, "--offline", "--format", "json")
     report = json.loads(done.stdout)
@@ -220,16 +214,14 @@ def test_offline_with_nothing_cached_is_not_checked_and_never_healthy(
     assert "decoder" in target["not_run"]
 
 
-def test_a_wrong_target_is_wrong_usage(alone: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
+def test_a_wrong_target_is_wrong_usage(alone: Callable[..., Done]) -> None:
     for command in ("inspect", "step-test", "gate"):
         done = alone(command, "fixtures/exports/gpt2", "--target", "onnxruntime=1.16.3")
         assert done.returncode == 2
         assert "NAME==RELEASE" in done.stderr
 
 
-def test_the_installed_runtime_as_target_needs_no_environment(
-    alone: Callable[..., "subprocess.CompletedProcess[str]"],
-) -> None:
+def test_the_installed_runtime_as_target_needs_no_environment(alone: Callable[..., Done]) -> None:
     from importlib import metadata
 
     spec = f"onnxruntime=={metadata.version('onnxruntime')}"
@@ -241,7 +233,7 @@ def test_the_installed_runtime_as_target_needs_no_environment(
     assert [target["asked"] for target in report["targets"]] == [spec]
 
 
-def test_an_inspection_reads_the_table_alone(alone: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
+def test_an_inspection_reads_the_table_alone(alone: Callable[..., Done]) -> None:
     done = alone("inspect", "fixtures/exports/gpt2", "--target", "onnxruntime==1.15.1", "--format", "json")
     report = json.loads(done.stdout)
     assert done.returncode == 0

@@ -10,24 +10,19 @@ import pytest
 from rich.console import Console
 from support.text_fixtures import Expected, Fixture, load_all
 
+from kvdoctor.diagnose.ground import LEAST
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
-from kvdoctor.diagnose.predictions import UNSEEN
 from kvdoctor.findings import all_checks
 from kvdoctor.options import Options, read_options
 from kvdoctor.report import text
 from kvdoctor.report.document import Report
+from kvdoctor.report.facts import UNDIAGNOSED
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.targets import parse_targets
 
 FIXTURES = load_all()
 FAULTY = [fixture for fixture in FIXTURES.values() if not fixture.healthy]
-
-
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
 
 
 def sampled_fixtures() -> Iterator[object]:
@@ -51,7 +46,7 @@ def test_inspection(fixture: Fixture, tmp_path: Path) -> None:
     report = inspect(str(fixture.write(tmp_path)), options)
     _demand(fixture.expect_inspect, report)
     if fixture.healthy:  # nothing is predicted that a run does not show
-        predicted = {finding.name for finding in report.findings if finding.observed.startswith(UNSEEN)}
+        predicted = {finding.name for finding in report.findings if finding.predicted}
         assert predicted <= {expected.name for expected in fixture.expect}
 
 
@@ -63,15 +58,20 @@ def test_steps(fixture: Fixture, tmp_path: Path, runtime: Runtime, monkeypatch: 
         monkeypatch.delenv("UV_FIND_LINKS", raising=False)
     trace = str(folder / fixture.trace) if fixture.trace is not None else None
     targets = parse_targets(fixture.targets)
-    options = Options(thorough=fixture.thorough, trace=trace, targets=targets, offline=bool(targets))
-    options = replace(options, require=read_options(Options, {"require": fixture.require}).require)
+    options = read_options(Options, {"require": fixture.require, "trace": trace})
+    options = replace(options, thorough=fixture.thorough, targets=targets, offline=bool(targets))
     report = step_test(str(folder), options, runtime)
     _demand(fixture.expect, report)
     assert _count_lines(report) <= 40
     if fixture.not_checked or fixture.healthy:
         assert {entry.code for entry in report.not_checked} == set(fixture.not_checked), report.not_checked
     if fixture.healthy:
-        assert report.verdict in ({"healthy", "incomplete"} if fixture.not_checked else {"healthy"})
+        assert report.verdict in ({"healthy", *UNDIAGNOSED} if fixture.not_checked else {"healthy"})
+        assert (report.verdict == "not-applicable") >= fixture.name.startswith("bare-")
+    if report.verdict == "healthy" and "paged" not in fixture.name:
+        limits = [s.contract.usable_length or LEAST for s in report.stacks if s.contract is not None]
+        assert report.ground is not None
+        assert report.ground.tokens >= min(LEAST, *limits)
 
 
 @pytest.mark.parametrize("name", [name for name in FIXTURES if name.startswith("cross-cache-emptied")])
@@ -157,4 +157,47 @@ def test_a_loop_that_is_only_held_against_itself_says_so(tmp_path: Path) -> None
         folder = tmp_path / name
         folder.mkdir()
         report = step_test(str(FIXTURES[name].write(folder)), Options())
-        assert {run.yardstick for run in report.runs if run.outcome == "passed"} == words
+        compared = (run for run in report.runs if run.experiment != "growing-states")
+        assert {run.yardstick for run in compared if run.outcome == "passed"} == words
+
+
+UNREAD = 'no logit depends on {} and {} more: Einsum "{}" reads the new entries alone'
+NAMED = {
+    "past-ignored-unnamed": UNREAD.format("kv.1.k_in", 1, "scores1"),
+    "past-ignored-looks-ahead": UNREAD.format("kv.0.k_in", 3, "scores0"),
+    "present-rewrites-past-unnamed": 'between kv.1.k_in and kv.1.k_out: Mul "kv.1.k_out"',
+    "cache-misread-before": 'first by Mul "halved1"',
+    "present-rewrites-past-cut": 'between kv.0.k_in and kv.0.k_out: Slice "kv.0.k_out"',
+    "new-entries-wrong-row": 'between kv.1.v_in and kv.1.v_out: Mul "kv.1.v_out"',
+    "present-rewrites-past": 'between past_key_values.0.key and present.0.key: Mul "present.0.key"',
+}
+
+
+@pytest.mark.parametrize(("name", "words"), NAMED.items())
+def test_the_node_is_named(name: str, words: str, tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(FIXTURES[name].write(tmp_path)), None, runtime)
+    assert report.findings[0].evidence[0].endswith(words)
+
+
+def test_what_a_cut_leaves_out_is_counted(tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(FIXTURES["present-rewrites-past-cut"].write(tmp_path)), None, runtime)
+    (finding,) = report.findings
+    assert finding.observed.startswith("kv.0.k_out holds the last 10 of 11 entries, without entry 0 of kv.0.k_in")
+    assert "drops the oldest entries" in finding.cause
+
+
+def test_the_step_that_meets_the_fixed_length_is_shown(tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(FIXTURES["past-axis-frozen-pair"].write(tmp_path)), None, runtime)
+    (finding,) = report.findings
+    assert finding.name == "past-axis-frozen"
+    assert "step 2, fed a past of length 2, fails" in finding.effects[0]
+    assert "sample sizes of 2 or more" in finding.repair.text
+    (run,) = (run for run in report.runs if run.outcome != "skipped")
+    assert (run.experiment, run.outcome, run.failed_step) == ("frozen-past", "failed", 2)
+    assert [step.past_length for step in run.steps] == [0, 1, 2]
+
+
+def test_a_first_step_that_cannot_fill_it_is_not_run(tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(FIXTURES["past-axis-frozen"].write(tmp_path)), None, runtime)
+    assert not report.runs
+    assert any("fixed at 5" in entry.reason for entry in report.not_checked)

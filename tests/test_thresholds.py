@@ -1,6 +1,7 @@
 """Lengths that a graph compares with: a number that no sequence reaches hides no other one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from support.isolated import FIXTURES, kvdoctor
+from support.text_fixtures import load_all
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.diagnose.lengths import list_thresholds
+from kvdoctor.diagnose.examine import list_thresholds
 
 RIGHT = FIXTURES / "from_scratch" / "right.onnx"
 """A decoder with 64 positions; its past length is the value `/Gather_output_0`."""
@@ -94,3 +96,16 @@ def test_a_limit_that_is_computed_of_constants_is_a_threshold(way: str, tmp_path
     found = {threshold.length: threshold.node for threshold in list_thresholds(folder.stacks[0], contract)}
     assert found[limit] == 'Less "below_30"'
     assert 30 not in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"), [("INT8", (128, 256)), ("BFLOAT16", (256,)), ("FLOAT16", (2048,)), ("INT32", ())]
+)
+def test_a_type_that_ends_or_rounds_is_a_threshold_of_positions(
+    kind: str, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    fixture = load_all()["context-limit-fails-narrow"]
+    text = fixture.files["model.onnx"].replace("<to = 3>", f"<to = {onnx.TensorProto.DataType.Value(kind)}>")
+    folder = open_folder(str(replace(fixture, files={"model.onnx": text}).write(tmp_path)))
+    contract = read_contract(folder.stacks[0], folder.side_cars)
+    assert tuple(one.length for one in list_thresholds(folder.stacks[0], contract) if "Cast" in one.node) == ends

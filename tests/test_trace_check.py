@@ -1,6 +1,8 @@
 """`--trace`: loops written by hand over real exports, right ones and ones with one mistake, which must be named."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -9,10 +11,11 @@ import numpy as np
 import pytest
 from support.loops import EXPORTS, Change, Feeds, Loop, as_folder, as_lines, decoder_only, pair, seq2seq, taking_back
 from support.sampling import sampled
+from support.text_fixtures import load_all
 
-from kvdoctor.contract import CacheContract
-from kvdoctor.decode.caller_trace.check import TraceCheck, compare_trace, find_stacks
-from kvdoctor.decode.caller_trace.read import read_trace
+from kvdoctor.addons.traces.check import TraceCheck, compare_trace, find_stacks
+from kvdoctor.addons.traces.read import read_trace
+from kvdoctor.contract import CacheContract, Port
 from kvdoctor.diagnose.inspection import inspect
 
 MERGED = ("marian-4.46.3", "marian-4.57.6", "t5", "whisper")
@@ -307,6 +310,10 @@ IN_DECODER = {
         at(1, put("position_ids", lambda *_: np.arange(4)[None])), "positions", 1, "position_ids", "4 positions for 1"
     ),
     "no positions": Mistake(at(0, lambda f, _: f.pop("position_ids")), "input-missing", 0, "position_ids"),
+    "a hole in the mask": Mistake(
+        at(0, put("attention_mask", lambda f, _: f["attention_mask"] * (np.arange(f["attention_mask"].shape[1]) != 1))),
+        "mask-values", 0, "attention_mask", "hides token 1, which stands between", SMALL,
+    ),
     "all ids and the cache": Mistake(
         at(1, lambda f, loop: (every_id(f, loop), f.update(position_ids=np.arange(f["input_ids"].shape[1])[None]))),
         "all-ids-with-cache", 1, "input_ids",
@@ -389,3 +396,61 @@ def test_rows_of_small_values_are_no_other_sequences(export: str, tmp_path: Path
 
     loop = decoder_only(EXPORTS / export, change, batch=2, steps=3)
     assert held(loop, export, tmp_path, EVERYTHING)[1].breaks == ()
+
+
+@pytest.mark.parametrize(("following", "breaks"), [(6, ()), (9, ("positions",))])
+def test_the_tokens_of_an_image_share_positions(following: int, breaks: tuple[str, ...], tmp_path: Path) -> None:
+    """Two tokens of text, an image of 2 x 3, one of text: the next position is the largest one plus 1."""
+    rows = [[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]]
+    model = load_all()["layout-three-position-rows-healthy"].write(tmp_path / "model")
+    (contract,) = contracts(str(model)).values()
+    lines = []
+    for past, positions in ((0, rows), (9, [[following]] * 3)):
+        fed = {
+            "inputs_embeds": entry([1, len(positions[0]), 8]),
+            "attention_mask": entry([1, past + len(positions[0])]),
+        }
+        fed |= {slot.past: entry([1, 2, past, 4]) for slot in contract.slots}
+        fed["position_ids"] = {
+            **entry([3, 1, len(positions[0])], "int64"),
+            "data": [one for row in positions for one in row],
+        }
+        got = {str(slot.present): entry([1, 2, past + len(positions[0]), 4]) for slot in contract.slots}
+        fed["attention_mask"]["dtype"] = "int64"
+        lines.append(json.dumps({"fed": fed, "got": got}))
+    (tmp_path / "loop.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    found = compare_trace(read_trace(str(tmp_path / "loop.jsonl")), contract)
+    assert tuple(one.kind for one in found.breaks) == breaks
+
+
+def entry(shape: list[int], dtype: str = "float") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape}
+
+
+@pytest.mark.parametrize(("calls", "breaks"), [((6, 8, 8), ()), ((20,), ("capacity-exceeded",))])
+def test_a_ring_takes_more_tokens_than_it_has_rows_in_several_calls(
+    calls: tuple[int, ...], breaks: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = load_all()["layout-scatter-static-healthy"].write(tmp_path / "model")
+    (static,) = contracts(str(model)).values()
+    assert static.ring is None
+    contract, lines, past = replace(static, ring=16), [], 0
+    for new in calls:
+        sizes: dict[str, int] = {"batch": 1, "new": new, "past": past, "total": past + new, "capacity": 16}
+        graph = contract.graph("decode")
+        fed = {
+            port.name: entry(
+                [size if isinstance(size, int) else sizes[axis] for axis, size in axes_of(port)], port.dtype
+            )
+            for port in graph.inputs
+        }
+        got = {str(slot.present): fed[slot.past] for slot in contract.slots}
+        lines.append(json.dumps({"fed": fed, "got": got}))
+        past += new
+    (tmp_path / "loop.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    found = compare_trace(read_trace(str(tmp_path / "loop.jsonl")), contract)
+    assert tuple(one.kind for one in found.breaks) == breaks
+
+
+def axes_of(port: Port) -> list[tuple[str, int | str | None]]:
+    return list(zip(port.axes, port.shape or (), strict=True))

@@ -4,16 +4,18 @@ import json
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.command_line import run
+from support.loop_programs import program_text
 from support.loops import EXPORTS, Feeds, Loop, as_folder, as_lines, decoder_only, names, pair, seq2seq, taking_back
 from support.sampling import sampled
 
+from kvdoctor.addons.traces.options import TraceChoices
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
@@ -25,16 +27,10 @@ MARIAN, GPT2 = EXPORTS / "marian-4.57.6", EXPORTS / "gpt2"
 CODES = ("KV208", "KV420")
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
-
-
 def examined(loop: Loop, model: Path, tmp_path: Path, runtime: Runtime, data: int = 10**9) -> Report:
     file = tmp_path / "loop.jsonl"
     file.write_text(as_lines(loop, data), encoding="utf-8")
-    report = step_test(str(model), Options(consumer="held", trace=str(file)), runtime)
+    report = step_test(str(model), Options(consumer="held", added=(TraceChoices(str(file)),)), runtime)
     assert not [entry for entry in report.not_checked if "crashed" in entry.reason]
     return report
 
@@ -49,14 +45,9 @@ def note(report: Report) -> str:
     return line
 
 
-def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvdoctor", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-
-
 def test_the_loop_that_everyone_writes(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").write_text(as_lines(seq2seq(MARIAN, hold=False)), encoding="utf-8")
-    done = run(["step-test", str(MARIAN), "--trace", "loop.jsonl", "--format", "json"], tmp_path)
+    done = run("step-test", str(MARIAN), "--trace", "loop.jsonl", "--format", "json", cwd=tmp_path)
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (1, "")
     assert report["arguments"]["trace"] == "loop.jsonl"
@@ -72,7 +63,7 @@ def test_the_loop_that_everyone_writes(tmp_path: Path) -> None:
 
 def test_a_right_loop_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").write_text(as_lines(decoder_only(GPT2)), encoding="utf-8")
-    done = run(["step-test", str(GPT2), "--trace", "loop.jsonl"], tmp_path)
+    done = run("step-test", str(GPT2), "--trace", "loop.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = (line for line in done.stdout.splitlines() if "loop.jsonl" in line)
     assert "5 steps of decoder compared with the contract, none breaks it; run again locally, 5 steps run" in line
@@ -82,7 +73,7 @@ def test_a_right_loop_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "no JSON", '{"fed": {"x": {"dtype": "float", "shape": [1]}}}'])
 def test_a_bad_trace_is_wrong_usage(text: str, tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").write_text(text, encoding="utf-8")
-    done = run(["step-test", str(GPT2), "--trace", "loop.jsonl"], tmp_path)
+    done = run("step-test", str(GPT2), "--trace", "loop.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvdoctor: ")
     assert len(done.stderr.splitlines()) == 1
@@ -93,7 +84,7 @@ def test_names_from_a_trace_are_data(tmp_path: Path) -> None:
     loop = decoder_only(GPT2, steps=1)
     loop.calls[0]["fed"]["\x1b[31m::error::\u202e"] = np.zeros(1, np.int64)
     (tmp_path / "loop.jsonl").write_text(as_lines(loop), encoding="utf-8")
-    done = run(["step-test", str(GPT2), "--trace", "loop.jsonl", "-q"], tmp_path)
+    done = run("step-test", str(GPT2), "--trace", "loop.jsonl", "-q", cwd=tmp_path)
     assert done.returncode == 1
     assert "\\x1b[31m" in done.stdout
     assert not {"\x1b", "\u202e"} & set(done.stdout)
@@ -118,7 +109,7 @@ def test_a_loop_that_takes_tokens_back_runs_again(tmp_path: Path, runtime: Runti
 
 def test_a_folder_of_arrays(tmp_path: Path, runtime: Runtime) -> None:
     folder = as_folder(seq2seq(MARIAN), tmp_path / "steps")
-    report = step_test(str(MARIAN), Options(consumer="held", trace=str(folder)), runtime)
+    report = step_test(str(MARIAN), Options(consumer="held", added=(TraceChoices(str(folder)),)), runtime)
     assert mine(report) == []
     assert "5 of 5 steps give the logits of the trace" in note(report)
 
@@ -258,8 +249,8 @@ def test_a_trace_without_a_contract_is_not_silent(tmp_path: Path, runtime: Runti
     """A folder without a decoder: the trace is listed as not held, and nothing is called healthy."""
     shutil.copy(MARIAN / "encoder_model.onnx", tmp_path)
     (tmp_path / "loop.jsonl").write_text(as_lines(seq2seq(MARIAN, steps=1)), encoding="utf-8")
-    report = step_test(str(tmp_path), Options(trace=str(tmp_path / "loop.jsonl")), runtime)
-    assert report.verdict == "incomplete"
+    report = step_test(str(tmp_path), Options(added=(TraceChoices(str(tmp_path / "loop.jsonl")),)), runtime)
+    assert report.verdict == "not-applicable"
     assert any(entry.code == "KV208" and entry.essential for entry in report.not_checked)
 
 
@@ -283,39 +274,9 @@ def test_the_lines_for_python_write_a_trace(tmp_path: Path, runtime: Runtime) ->
         scope["note"](str(tmp_path / "loop.jsonl"), call["file"], call["fed"], call["got"])
         scope["note_arrays"](str(tmp_path / "steps"), step, call["fed"], call["got"])
     for trace in ("loop.jsonl", "steps"):
-        report = step_test(str(GPT2), Options(trace=str(tmp_path / trace)), runtime)
+        report = step_test(str(GPT2), Options(added=(TraceChoices(str(tmp_path / trace)),)), runtime)
         assert mine(report) == []
         assert "5 steps of decoder compared with the contract, none breaks it" in note(report)
-
-
-NODE = """
-const ort = require("onnxruntime-node");
-%s
-(async () => {
-  const file = process.argv[2], trace = process.argv[3], hold = process.argv[4] === "hold";
-  const session = await ort.InferenceSession.create(file);
-  let pasts = {}, ids = [40n];
-  for (const name of session.inputNames.filter((n) => n.startsWith("past"))) {
-    pasts[name] = new ort.Tensor("float32", new Float32Array(32), [1, 4, 1, 8]);
-  }
-  for (let step = 0; step < 4; step++) {
-    const fed = {
-      ...pasts,
-      input_ids: new ort.Tensor("int64", BigInt64Array.from(ids), [1, 1]),
-      encoder_attention_mask: new ort.Tensor("int64", new BigInt64Array(7).fill(1n), [1, 7]),
-      encoder_hidden_states: new ort.Tensor("float32", new Float32Array(224).map((_, i) => Math.sin(i)), [1, 7, 32]),
-      use_cache_branch: new ort.Tensor("bool", [step > 0], [1]),
-    };
-    let got;
-    try { got = await session.run(fed); } catch (error) { note(trace, file, fed, {}, String(error)); break; }
-    note(trace, file, fed, got);
-    ids = [40n + BigInt(step)];
-    for (const name of Object.keys(got).filter((n) => n.startsWith("present"))) {
-      if (!(hold && step && name.includes("encoder"))) pasts[name.replace("present", "past_key_values")] = got[name];
-    }
-  }
-})();
-"""
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +289,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"onnxruntime-node could not be installed: {done.stderr.strip()[-200:]}")
-    (folder / "loop.js").write_text(NODE % SNIPPETS["javascript"], encoding="utf-8")
+    (folder / "loop.js").write_text(
+        program_text("traced.cjs").replace("// SNIPPET\n", SNIPPETS["javascript"]), encoding="utf-8"
+    )
     return folder
 
 
@@ -340,7 +303,7 @@ def test_the_lines_for_javascript_write_a_trace(loop: str, node: Path, tmp_path:
     command = ["node", str(node / "loop.js"), str(MARIAN / "decoder_model_merged.onnx"), str(trace), loop]
     done = subprocess.run(command, cwd=node, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    report = step_test(str(MARIAN), Options(consumer="held", trace=str(trace)), runtime)
+    report = step_test(str(MARIAN), Options(consumer="held", added=(TraceChoices(str(trace)),)), runtime)
     found = [cause for _, _, cause in mine(report)]
     if loop == "hold":
         assert found == []

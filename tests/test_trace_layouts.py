@@ -1,19 +1,20 @@
 """The rules of a trace on every layout: a right loop breaks nothing, stale and crossed pasts are named."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.sampling import sampled
+from support.sampling import thinned
 from support.text_fixtures import load_all
 
+from kvdoctor.addons.traces.check import compare_trace
+from kvdoctor.addons.traces.options import TraceChoices
+from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.caller_trace.check import compare_trace
-from kvdoctor.decode.caller_trace.recorded import Trace, TraceStep, TraceTensor
 from kvdoctor.decode.calls import Array, Call, Scenario, Value, as_array
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.diagnose.inspection import inspect
@@ -60,12 +61,6 @@ def right_loop(contract: CacheContract, folder: Path, scenario: Scenario, keep: 
     return tuple(steps)
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with Runtime(Options().limits) as warm:
-        yield warm
-
-
 def driven(name: str, tmp_path: Path, runtime: Runtime) -> list[CacheContract]:
     """The contracts of the stacks that step-test drives.
 
@@ -80,7 +75,7 @@ def driven(name: str, tmp_path: Path, runtime: Runtime) -> list[CacheContract]:
     return [contract for contract in found if contract.new_tokens in (None, 1)]
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, 4))
+@pytest.mark.parametrize("name", thinned(LAYOUTS, 8, 2))
 def test_every_layout(name: str, tmp_path: Path, runtime: Runtime) -> None:
     for contract in driven(name, tmp_path, runtime):
         for keep in (lambda _: False, lambda array: array.size <= 16, lambda _: True):
@@ -122,7 +117,7 @@ def test_variants_that_fit_as_well_are_named(tmp_path: Path) -> None:
     trace = right_loop(contract, tmp_path, Scenario(steps=3), lambda _: True)
     lines = [json.dumps({side: spoilt(getattr(step, side)) for side in ("fed", "got")}) for step in trace]
     (tmp_path / "loop.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    report = step_test(str(folder), Options(trace=str(tmp_path / "loop.jsonl")))
+    report = step_test(str(folder), Options(added=(TraceChoices(str(tmp_path / "loop.jsonl")),)))
     assert not [finding for finding in report.findings if finding.code == "KV420"]
     (reason,) = (entry.reason for entry in report.not_checked if entry.code == "KV420")
     assert "the trace fits decoder-q4 as well" in reason
@@ -151,7 +146,7 @@ def test_a_choice_of_the_caller_that_is_not_told_is_no_fault(tmp_path: Path) -> 
             if not told:
                 del line["fed"]["which"]["data"]
         (tmp_path / "loop.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-        report = step_test(str(folder), Options(trace=str(tmp_path / "loop.jsonl")))
+        report = step_test(str(folder), Options(added=(TraceChoices(str(tmp_path / "loop.jsonl")),)))
         assert not report.findings
 
 

@@ -5,12 +5,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import parser
 from onnx.reference import ReferenceEvaluator
 from support.text_fixtures import FOLDER, compile_text
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.diagnose.float32 import NoFloat32Copy, write_float32_copy
+from kvdoctor.analysis.processed_presents import MOST_NODES, ProcessedPresent, find_processed
+from kvdoctor.diagnose.float32 import write_float32_copy
+from kvdoctor.errors import CannotCheck
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.view import GraphView
 
 PRESENT, ENTRIES = '"present.1.key"', "k1_all"
 FEEDS = {
@@ -68,7 +73,7 @@ def test_what_is_no_rounding_stays_in_the_copy(body: str, tmp_path: Path) -> Non
 
 
 def test_a_pair_by_two_scales_has_no_copy(tmp_path: Path) -> None:
-    with pytest.raises(NoFloat32Copy, match="still round"):
+    with pytest.raises(CannotCheck, match="still round"):
         run_copy(TWO_SCALES, tmp_path)
 
 
@@ -92,3 +97,52 @@ def run_copy(body: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     model.graph.output.append(onnx.helper.make_tensor_value_info(ENTRIES, onnx.TensorProto.FLOAT, None))
     found, right = ReferenceEvaluator(model).run([PRESENT.strip('"'), ENTRIES], FEEDS)
     return np.asarray(found), np.asarray(right)
+
+
+CASES = {
+    "wider": ("half = Cast <to = 10> (x) logits = Identity (half) present = Cast <to = 1> (half)", False),
+    "narrower": ("logits = Identity (x) half = Cast <to = 10> (x) present = Cast <to = 1> (half)", True),
+    "8 bits": ("logits = Identity (x) q = QuantizeLinear (x, s, z) present = DequantizeLinear (q, s, z)", True),
+    "8 bits, scale computed": (
+        "k = Abs (x) logits = Identity (k) m = ReduceMax <keepdims = 0> (k) t = Div (m, s) "
+        "q = QuantizeLinear (k, t, z) present = DequantizeLinear (q, t, z)",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_drops_bits(name: str) -> None:
+    body, rounds = CASES[name]
+    found = find_behind(body, "float16" if name == "wider" else "float")
+    assert (found is not None and found.rounds) == rounds
+
+
+def test_the_nodes_that_round_are_named_from_the_attention_on() -> None:
+    found = find_behind(
+        "logits = Identity (x) t = Mul (x, s) r = Round (t) half = Cast <to = 10> (r) present = Cast <to = 1> (half)"
+    )
+    assert found is not None
+    assert found.words == ('Round "r"', 'Cast "half"')
+    assert found.operators == {"Mul", "Round", "Cast", "Identity"}
+
+
+def test_a_long_chain_behind_a_present_is_not_followed_to_its_end() -> None:
+    assert find_behind(chain(MOST_NODES - 1)) is not None
+    assert find_behind(chain(MOST_NODES)) is None
+
+
+def chain(count: int) -> str:
+    """The body of a graph whose present is negated that often, and rounded."""
+    steps = [f"x{number + 1} = Neg (x{number})" for number in range(count)]
+    return f"x0 = Abs (x) logits = Identity (x0) {' '.join(steps)} present = Round (x{count})"
+
+
+def find_behind(body: str, logits: str = "float") -> ProcessedPresent | None:
+    """What stands behind the present of a graph with that body."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 2] x) => ({logits}[1, 2] logits, float[1, 2] present)
+        <float s = {{0.1}}, int8 z = {{0}}> {{ {body} }}"""
+    model = ModelProto()
+    model.ParseFromString(parser.parse_model(text).SerializeToString())
+    return find_processed(GraphView(model), "present", "logits", cached=True)

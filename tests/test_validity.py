@@ -15,8 +15,7 @@ from support.isolated import kvdoctor
 from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.model.operators import newest_opset
-from kvdoctor.model.validity import find_violations
+from kvdoctor.model.validity import find_violations, newest_opset
 from kvdoctor.model.view import GraphView
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,9 @@ from onnx.numpy_helper import from_array, to_array
 from support.graph_faults import EXPORTS, broken
 from support.isolated import kvdoctor
 
-from kvdoctor.comparison.weights_diff import compare_weights
+from kvdoctor.addons.comparison.document import WeightsDiff
+from kvdoctor.addons.comparison.files_diff import compare_weights
 from kvdoctor.model.weights import list_weights
-from kvdoctor.report.diff_document import WeightsDiff
 
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 

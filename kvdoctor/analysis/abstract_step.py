@@ -1,19 +1,29 @@
-"""One decode step computed with shapes alone, to find out whether a graph can be read as a contract reads it.
+"""One decode step computed with shapes alone, and what it answers: the number of heads, and the axes of the tokens.
 
 Sizes that agree by chance would answer nothing: sequences, new tokens and the past have sizes of their own.
+
+Heads: the first axis of a cache may count batch times heads. A config may give the number, or none, or that of the
+queries where keys have fewer heads. For a number of sequences, only the right number of heads fits to the new keys and
+values.
+
+Tokens: [batch, new] in nearly every decoder. In a few time comes first, [new, batch], or there is no batch at all:
+tokens [new] and caches [heads, past, width]. The shapes raise the question: the caches have the name of the tokens'
+second axis as their batch, or tokens of one axis come with caches whose first axis is a number. On two sequences of
+three tokens, read the usual way, the graph must return caches of two sequences, each longer by three.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import Axis, CacheContract
+from kvdoctor.contract import Axis, CacheContract, Graph, Port, Slot
 
 if TYPE_CHECKING:
     from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph
     from kvdoctor.analysis.abstract_run.values import Abstract
+
 
 SEQUENCES, TOKENS, PAST = 2, 3, 5
 """Sizes of the step, all different."""
@@ -34,7 +44,7 @@ class AbstractStep:
     def returns_caches(self, contract: CacheContract) -> bool | None:
         """Whether a step as the contract says returns caches of as many sequences, each longer by the new tokens.
 
-        Tokens of one axis are those of all sequences behind each other. False where the graph cannot be computed, None
+        Tokens of one axis are those of all sequences one after another. False where the graph cannot be computed, None
         where that takes too many nodes: then the question has no answer.
         """
         # Loaded here, with numpy: hardly any model comes to this question.
@@ -79,7 +89,7 @@ class AbstractStep:
 
 
 def _expect_presents(contract: CacheContract, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The shape of each present behind a step on a past that grows."""
+    """The shape of each present after a step on a past that grows, or that is a buffer of a declared size."""
     sizes: dict[Axis, int] = {
         "batch": rows,
         "batch_heads": rows * (contract.heads or 1),
@@ -88,3 +98,176 @@ def _expect_presents(contract: CacheContract, rows: int) -> Iterator[tuple[str, 
     for slot in contract.growing:
         if slot.present is not None and slot.growth != "delta":
             yield slot.present, slot.sized(sizes)
+    for slot in _list_buffers(contract):
+        if slot.present is not None and slot.size("capacity") is not None:
+            yield slot.present, slot.sized(sizes)
+
+
+def _list_buffers(contract: CacheContract) -> Iterator[Slot]:
+    """The slots whose present is as long as their past."""
+    return (slot for slot in contract.slots if slot.growth in ("static", "ring") and slot.carry == "feed-back")
+
+
+MOST_HEADS = 128
+"""Heads of one layer that are tried: the largest models known have 128."""
+
+
+def count_heads(contract: CacheContract, decode: OnnxFile) -> CacheContract:
+    """The contract with the number of heads for which a decode step returns the caches that it must.
+
+    That of a config counts where it fits, and where no other one alone does.
+    """
+    rows = [slot for slot in contract.slots if "batch_heads" in slot.axes]
+    if not rows and not _may_hold_heads(contract):
+        return contract
+    step = AbstractStep(decode)
+    if (rows and not contract.heads) or step.returns_caches(contract) is False:
+        fitting = _find_fitting(step, contract if rows else _with_heads_in_rows(contract))
+        if len(fitting) == 1:
+            said = (
+                f"{fitting[0].heads} heads for each sequence: with no other number of 1 to {MOST_HEADS} do the sizes "
+                "of a decode step agree"
+            )
+            return replace(fitting[0], evidence=(*contract.evidence, said))
+    return contract
+
+
+def _find_fitting(step: AbstractStep, contract: CacheContract) -> list[CacheContract]:
+    """The contract with each number of heads that fits, up to two; none unless all numbers could be tried."""
+    fitting: list[CacheContract] = []
+    for heads in range(1, MOST_HEADS + 1):
+        tried = replace(contract, heads=heads)
+        fits = step.returns_caches(tried)
+        if fits is None:
+            return []
+        if fits:
+            fitting.append(tried)
+        if len(fitting) > 1:
+            break
+    return fitting
+
+
+def _may_hold_heads(contract: CacheContract) -> bool:
+    """Whether caches of three axes have another name for their batch than the tokens."""
+    tokens = contract.graph("decode").port("token_ids") or contract.graph("decode").port("embeddings")
+    if tokens is None or tokens.axes[:1] != ("batch",) or not isinstance((tokens.shape or (1,))[0], str):
+        return False
+    slots = (*contract.growing, *_list_buffers(contract))
+    batches = {slot.shape[0] for slot in slots if len(slot.axes) == 3 and slot.axes[0] == "batch"}
+    return len(batches) == 1 and all(isinstance(size, str) and size != (tokens.shape or ())[0] for size in batches)
+
+
+def _with_heads_in_rows(contract: CacheContract) -> CacheContract:
+    """The contract with batch times heads as the rows of its caches of three axes."""
+    taken = {slot.past for slot in contract.slots if len(slot.axes) == 3 and slot.axes[0] == "batch"}
+    slots = tuple(replace(slot, axes=_in_rows(slot.axes)) if slot.past in taken else slot for slot in contract.slots)
+    turned = [slot for slot in slots if slot.past in taken]
+    names = {name for slot in turned for name in (slot.past, slot.present, slot.filled_by)}
+
+    def turn(graph: Graph) -> Graph:
+        inputs, outputs = (
+            tuple(replace(port, axes=_in_rows(port.axes)) if port.name in names else port for port in ports)
+            for ports in (graph.inputs, graph.outputs)
+        )
+        return replace(graph, inputs=inputs, outputs=outputs)
+
+    return replace(contract, slots=slots, graphs={name: turn(graph) for name, graph in contract.graphs.items()})
+
+
+def _in_rows(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    return ("batch_heads", *axes[1:]) if axes[:1] == ("batch",) else axes
+
+
+USUAL: tuple[Axis, ...] = ("batch", "new")
+
+
+def order_tokens(contract: CacheContract, decode: OnnxFile) -> CacheContract:
+    """The contract with the axes of tokens, logits and caches as the graph has them."""
+    port = contract.graph("decode").port("token_ids") or contract.graph("decode").port("embeddings")
+    if port is None or port.shape is None:
+        return contract
+    if port.role == "token_ids" and _names_batch_alone(port, contract):
+        return _with_ports(
+            contract,
+            lambda one: replace(one, axes=("batch",)) if one.name == port.name else one,
+            f"{port.name!r} has one token of each sequence: its one axis is the batch of the states",
+        )
+    if _names_batch_second(port, contract) and not AbstractStep(decode).returns_caches(contract):
+        return _put_time_first(contract, port)
+    # One head and one sequence look the same: logits for each token are those of one sequence.
+    if _takes_one_sequence(port, contract) and (
+        _has_logits_of(port, contract) or not AbstractStep(decode).returns_caches(contract)
+    ):
+        return _leave_batch_out(contract, port)
+    return contract
+
+
+def _names_batch_second(port: Port, contract: CacheContract) -> bool:
+    """Whether the caches have the name of the second axis of the tokens as their batch, and not that of the first."""
+    if port.axes[:2] != USUAL or port.shape is None:
+        return False
+    first, second = port.shape[:2]
+    batches = {slot.shape[slot.axes.index("batch")] for slot in contract.slots if "batch" in slot.axes}
+    return isinstance(first, str) and isinstance(second, str) and second in batches and first not in batches
+
+
+def _names_batch_alone(port: Port, contract: CacheContract) -> bool:
+    """Whether the one axis of the tokens has the name of the batch of all slots."""
+    batches = {slot.shape[slot.axes.index("batch")] for slot in contract.slots if "batch" in slot.axes}
+    return port.axes == ("new",) and port.shape is not None and batches == {port.shape[0]} != {1}
+
+
+def _takes_one_sequence(port: Port, contract: CacheContract) -> bool:
+    """Whether tokens have one axis, and what would be the batch of caches without heads is a number."""
+    if port.axes != ("new",) or isinstance((port.shape or (1,))[0], int):
+        return False
+    return bool(contract.growing) and all(_is_headless(slot) for slot in contract.slots)
+
+
+def _has_logits_of(tokens: Port, contract: CacheContract) -> bool:
+    """Whether the logits [all tokens, vocabulary] have the one axis of the tokens in front."""
+    logits = contract.graph("decode").port("logits")
+    return logits is not None and len(logits.shape or ()) == 2 and (logits.shape or ())[:1] == tokens.shape
+
+
+def _is_headless(slot: Slot) -> bool:
+    return slot.size("batch") is not None and "kv_heads" not in slot.axes
+
+
+def _put_time_first(contract: CacheContract, tokens: Port) -> CacheContract:
+    """The contract with time first in the tokens, and in all that has the same two axes in front."""
+    shape = (tokens.shape or ())[:2]
+
+    def turn(port: Port) -> Port:
+        same = port.axes[:2] == USUAL and (port.shape or ())[:2] == shape
+        return replace(port, axes=("new", "batch", *port.axes[2:])) if same else port
+
+    said = f"{tokens.name!r} has the new tokens in front of the batch"
+    return _with_ports(contract, turn, said)
+
+
+def _leave_batch_out(contract: CacheContract, tokens: Port) -> CacheContract:
+    """The contract of one sequence: the first axis of the caches counts heads, that of the logits tokens."""
+
+    def name_axes(port: Port) -> Port:
+        if port.role == "past":
+            return replace(port, axes=_with_heads(port.axes))
+        counts_tokens = port.role == "logits" and port.axes[:1] == ("batch",) and port.shape is not None
+        if counts_tokens and "new" not in port.axes and (port.shape or ())[:1] == tokens.shape:
+            return replace(port, axes=("new", *port.axes[1:]))
+        return port
+
+    slots = tuple(replace(slot, axes=_with_heads(slot.axes)) for slot in contract.slots)
+    return _with_ports(replace(contract, slots=slots), name_axes, f"{tokens.name!r} and the cache have no batch axis")
+
+
+def _with_heads(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    return tuple("kv_heads" if axis == "batch" else axis for axis in axes)
+
+
+def _with_ports(contract: CacheContract, change: Callable[[Port], Port], said: str) -> CacheContract:
+    def change_all(graph: Graph) -> Graph:
+        return replace(graph, inputs=tuple(map(change, graph.inputs)), outputs=tuple(map(change, graph.outputs)))
+
+    graphs = {name: change_all(graph) for name, graph in contract.graphs.items()}
+    return replace(contract, graphs=graphs, evidence=(*contract.evidence, said))

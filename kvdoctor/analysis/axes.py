@@ -1,11 +1,12 @@
 """What the axes of a slot count: by the exporter's naming rule, checked against the shape and the dataflow."""
 
+from kvdoctor.analysis.dataflow.axis_walks import DeclaredSizes
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dialects.dialect import SlotName, parse_axes
 from kvdoctor.contract import Axis, Dim, Growth, SlotKind
-from kvdoctor.model.cache_operators import CONTRIB
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import CONTRIB
 from kvdoctor.model.view import GraphView
 
 BUFFERED: set[Growth] = {"static", "delta", "ring"}
@@ -25,7 +26,7 @@ def slot_axes(
     The rule's order holds where its rank is the tensor's and new entries join along the axis that it calls the length;
     otherwise shape and dataflow decide.
     """
-    if kind == "recurrent-state" and state is not None and state.batch == 1:
+    if kind == "recurrent-state" and state is not None and state.batch == 1 and len(shape) > 2:
         return parse_axes("1B" + "Z" * (len(shape) - 2))  # of an LSTM, GRU or RNN of ONNX
     if growth == "paged":
         known = parse_axes("KkNH" if len(shape) == 4 else "KkH")[: len(shape)]
@@ -63,7 +64,7 @@ def _axes_by_structure(
 ) -> tuple[Axis, ...]:
     """Axes by rank, by which sizes are numbers, by the axis `at` of new entries, and by those of `layers` and `parts`.
 
-    An axis of two parts is one beside the heads: of a tensor of rank 4, key and value may be heads beside each other.
+    An axis of two parts is one next to the heads: of a tensor of rank 4, key and value may be adjacent heads.
     """
     rank = len(shape)
     if kind in STATES:
@@ -77,13 +78,15 @@ def _axes_by_structure(
         within, *others = (axis - (axis > place) if axis is not None else None for axis in (at, layers, parts))
         rest = _axes_by_structure((*shape[:place], *shape[place + 1 :]), kind, within, *others)
         return (*rest[:place], stacked, *rest[place:])
-    return _by_rank(shape, kind, _likely_length(shape) if at is None else at)
+    return _by_rank(shape, kind, likely_length(shape) if at is None else at)
 
 
 def _by_rank(shape: tuple[Dim, ...], kind: SlotKind, at: int) -> tuple[Axis, ...]:
     rank = len(shape)
     if rank == 6:
-        return parse_axes("L2BNSH" if at == 4 else "L2BSNH")
+        third, fourth = (size if isinstance(size, int) else 0 for size in shape[3:5])
+        heads_first = at == 4 or (at != 3 and fourth > third)
+        return parse_axes("L2BNSH" if heads_first else "L2BSNH")
     if rank == 5:
         if shape[0] == 2:
             return parse_axes("2BNSH" if at == 3 else "2BSNH")
@@ -129,21 +132,22 @@ def _length_meaning(shape: tuple[Dim, ...], ruled: tuple[Axis, ...], kind: SlotK
     return "capacity" if growth in BUFFERED else "past"
 
 
-def _likely_length(shape: tuple[Dim, ...]) -> int:
+def likely_length(shape: tuple[Dim, ...]) -> int:
     """The axis that most likely counts tokens: the one named so, else the first after the batch that is no number."""
     named = [i for i, size in enumerate(shape) if isinstance(size, str) and "past" in size.lower()]
     if len(named) == 1:
         return named[0]
     rank = len(shape)
     usual = rank - 2 if rank != 3 else 1
-    open_axes = [i for i in range(1, rank) if not isinstance(shape[i], int)]
+    batch = "batch" if rank > 4 else None  # which follows layers and parts there
+    open_axes = [i for i in range(1, rank) if not isinstance(shape[i], int) and shape[i] != batch]
     return usual if usual in open_axes or not open_axes else open_axes[0]
 
 
 def _state_axes(shape: tuple[Dim, ...], kind: SlotKind) -> tuple[Axis, ...]:
     """Axes of a state: the first is the batch where its size is no number, or is 1 followed by two others."""
     if kind == "counter":
-        return parse_axes("1" * len(shape))
+        return parse_axes("".join("1" if isinstance(size, int) else "B" for size in shape))
     if len(shape) > 1 and isinstance(shape[0], int) and str(shape[1]).lower().startswith("batch"):
         return parse_axes("ZB" + "Z" * (len(shape) - 2))
     batched = bool(shape) and (not isinstance(shape[0], int) or (shape[0] == 1 and len(shape) >= 3))
@@ -162,24 +166,8 @@ def find_head_dim(view: GraphView, flow: Flow, node: FlatNode) -> int | None:
     heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)
     if not node.input(1):  # queries, keys and values in one
         heads = heads + 2 * groups if groups > 0 else 0
-    width = _last_size(view, flow, node.input(0))
-    return width // heads if width and heads > 0 and width % heads == 0 else None
-
-
-def _last_size(view: GraphView, flow: Flow, name: str) -> int | None:
-    """The last size of a value: as declared, or as the weight that it is multiplied with has it."""
     declared = {value.name: value.type.tensor_type.shape.dim for value in view.model.graph.value_info}
-    for _ in range(MOST_NODES_BACK):
-        sizes = declared.get(name)
-        if sizes and len(sizes) <= 3 and sizes[-1].dim_value > 0:
-            return int(sizes[-1].dim_value)
-        node = flow.producers.get(name)
-        if node is None or node.op not in ("MatMul", "MatMulNBits", "Add", "Cast", "Identity"):
-            return None
-        if node.op == "MatMulNBits":
-            return node.number("N", 0) or None
-        if node.op == "MatMul":
-            weight = flow.constant(node.input(1))
-            return int(weight.dims[-1]) if weight is not None and len(weight.dims) == 2 else None
-        name = node.input(0)
-    return None
+    shapes = {name: [dim.dim_value or None for dim in dims] for name, dims in declared.items() if len(dims) <= 3}
+    sizes = DeclaredSizes(flow, {name: tuple(shape) for name, shape in shapes.items() if shape and shape[-1]})
+    width = (sizes.shape(node.input(0), MOST_NODES_BACK, rank=3) or (None,))[-1]
+    return width // heads if width and heads > 0 and width % heads == 0 else None

@@ -1,6 +1,6 @@
-"""The scales of a cache that is stored in 8 or 4 bits: slots of their own beside the values, named `NAME_scale`.
+"""The scales of a cache that is stored in 8 or 4 bits: slots of their own next to the values, named `NAME_scale`.
 
-kvdoctor's own conversion writes them so (`re-export --cache-type`). A scale grows, is held and is reordered as its
+kvdoctor's own conversion writes them so (`convert --cache-type`). A scale grows, is held and is reordered as its
 values are, and belongs to the same layer.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvdoctor.analysis.dialects.dialect import SlotName
 from kvdoctor.contract import Part, Slot
-from kvdoctor.decode.cache_types import SCALE_SUFFIX, scale_name
+from kvdoctor.decode.stored_cache import SCALE_SUFFIX, scale_name
 from kvdoctor.model.view import Declared
 
 SCALE_PARTS: dict[Part, Part] = {"key": "key-scale", "value": "value-scale"}
@@ -19,7 +19,7 @@ SCALES = ("float16", "float", "bfloat16")
 
 
 def find_stored(inputs: Mapping[str, Declared]) -> dict[str, str]:
-    """The inputs that have a scale beside them: by the name of the scale, that of the values."""
+    """The inputs that have a scale: by the name of the scale, that of the values."""
     found = {}
     for name, port in inputs.items():
         values = inputs.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
@@ -65,7 +65,7 @@ def mark_scales(slots: list[Slot], stored: Mapping[str, str]) -> list[Slot]:
 
 
 def fill_scales(slots: list[Slot], stored: Mapping[str, str], outputs: Collection[str]) -> list[Slot]:
-    """Scales with the output that first fills them beside their values, where no name said it; `outputs` are there."""
+    """Scales with the output that first fills them, where no name said it; `outputs` are those of the graph."""
     by_past = {slot.past: slot for slot in slots}
     filled = []
     for slot in slots:

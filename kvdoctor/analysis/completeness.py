@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvdoctor.contract import CacheContract, MissingPart, Port, describe
+from kvdoctor.contract import DECODING, CacheContract, MissingPart, Port, describe
 
 NO_PAST = "no past input was found, neither by the names of known exporters nor by dataflow"
+NO_LOGITS = "no output has the role logits; --logits-output NAME says which one has them"
 
 MOST_FED = 2**27
 """Elements of one input by its declared numbers: half a gigabyte of floats, more than any decoder takes for a token."""
@@ -22,18 +23,24 @@ def find_missing_parts(contract: CacheContract) -> Iterator[MissingPart]:
         yield MissingPart(decode.file, NO_PAST)
     if not any(decode.port(role) for role in ("token_ids", "token_and_position", "embeddings")):
         yield MissingPart(decode.file, "no input has the role token_ids")
-    if decode.port("token_ids") and decode.port("embeddings"):
-        yield MissingPart(decode.file, "it takes both token_ids and embeddings, and nothing shows which one to feed")
     if not decode.port("logits") and not decode.port("next_token"):
-        yield MissingPart(decode.file, "no output has the role logits")
+        yield MissingPart(decode.file, NO_LOGITS)
     carried = {slot.continues_as for slot in contract.slots if slot.continues_as is not None}
     if (logits := decode.port("logits")) is not None and logits.name in carried:
-        yield MissingPart(logits.name, "this output is named as the logits, but the graph returns a past there")
-    for role in ("token_ids", "logits", "position_ids"):
+        yield MissingPart(
+            logits.name, "it is named as the logits, but the graph returns a past there", contradicts=True
+        )
+    for role in ("token_ids", "logits"):
         rivals = [port.name for port in (*decode.inputs, *decode.outputs) if port.role == role]
         if len(rivals) > 1:
             names = " and ".join(rivals[:3])
             yield MissingPart(rivals[1], f"{names} look like {role}, and nothing shows which one it is")
+    yield from (
+        MissingPart(port.name, "this input has no known role, and no rule says what to feed it")
+        for phase in DECODING
+        for port in contract.graph(phase).inputs
+        if port.role == "auxiliary" and port.dtype
+    )
     yield from _find_unfeedable(port for graph in contract.graphs.values() for port in graph.inputs)
     yield from _find_open_widths(contract)
     yield from find_unfilled(contract)
@@ -53,7 +60,9 @@ def add_missing_parts(contract: CacheContract, found: Iterable[MissingPart]) -> 
     """
     if any(slot.growth == "paged" for slot in contract.slots):
         return contract
-    return replace(contract, missing=tuple(dict.fromkeys([*found, *find_missing_parts(contract)])))
+    parts = [*found, *find_missing_parts(contract)]
+    first = {part.subject: part for part in reversed(parts)}
+    return replace(contract, missing=tuple(first[name] for name in dict.fromkeys(part.subject for part in parts)))
 
 
 def as_no_decoder(contract: CacheContract) -> CacheContract:
@@ -88,7 +97,8 @@ def _find_unfeedable(ports: Iterable[Port]) -> Iterator[MissingPart]:
     """Inputs that cannot be fed. A past of length 0 has a check of its own."""
     for port in ports:
         if not port.dtype:
-            yield MissingPart(port.name, "this input is not a tensor, or declares no element type")
+            reason = "is not a tensor, or declares no element type; caches as sequences of tensors are not run"
+            yield MissingPart(port.name, f"this input {reason}")
         elif port.shape is None:
             yield MissingPart(port.name, "this input has no declared shape")
         elif any(size == 0 and axis != "past" for size, axis in zip(port.shape, port.axes, strict=True)):

@@ -82,7 +82,8 @@ def read_required(file: str) -> dict[str, CacheContract]:
 def read_contract_file(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles, CacheContract], ...]:
     """Read the stacks that a contract file describes, for the model in a folder.
 
-    What the graphs prove, and which parts are missing, is taken from the graphs; the file decides the rest.
+    What the graphs prove, and which parts are missing, is taken from the graphs; the file decides the rest, and leaves
+    no reading open.
 
     Raises:
         UsageError: the file cannot be read, is no contract, or does not fit the graphs; the message names the part.
@@ -95,7 +96,7 @@ def read_contract_file(file: str, folder: ModelFolder) -> tuple[tuple[StackFiles
         for conflict in find_conflicts(contract, {f.name: f.view for f in stack.files.values() if f.view is not None}):
             raise UsageError(f"{file!r}, stack {name!r}: {conflict}; `kvdoctor contract MODEL` prints the model's own")
         evidence = (*contract.evidence, "the contract was read from a file")
-        contract = replace(contract, evidence=tuple(dict.fromkeys(evidence)))
+        contract = replace(contract, evidence=tuple(dict.fromkeys(evidence)), ambiguities=())
         found.append((stack, add_missing_parts(contract, _find_unfed(contract))))
     return tuple(found)
 

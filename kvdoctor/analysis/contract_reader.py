@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from kvdoctor.analysis.abstract_step import count_heads, order_tokens
 from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
 from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
 from kvdoctor.analysis.embedding_graphs import find_embedded_input, read_embedding_graph
 from kvdoctor.analysis.feature_encoders import ROLES, find_output, read_feature_encoder
-from kvdoctor.analysis.head_count import count_heads
 from kvdoctor.analysis.model_folder import SideCars
-from kvdoctor.analysis.port_roles import match_rule
+from kvdoctor.analysis.port_roles import TokenInputs, find_swapped_inputs, find_token_inputs, match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
+from kvdoctor.analysis.readings import find_readings
 from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
-from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
-from kvdoctor.analysis.token_inputs import TokenInputs, find_swapped_inputs, find_token_inputs
-from kvdoctor.analysis.token_order import order_tokens
+from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, StackParts
+from kvdoctor.analysis.thresholds import may_go_on
 from kvdoctor.contract import CacheContract, Features, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
 from kvdoctor.model.precision import exactness_of
@@ -43,6 +43,14 @@ def add_observed_sizes(contract: CacheContract, runs: tuple[Run, ...]) -> CacheC
     return replace(contract, slots=slots)
 
 
+def _find_ring(contract: CacheContract, file: OnnxFile) -> CacheContract:
+    """The contract with the capacity of its buffers, where the graph that decodes may go on when they are full."""
+    size, dataflow = contract.capacity, file.dataflow
+    if size is None or size != contract.usable_length or dataflow is None:
+        return contract
+    return replace(contract, ring=size) if may_go_on(dataflow.flow, size) else contract
+
+
 @dataclass(eq=False, repr=False)
 class _Reader:
     """Reads one stack. `missing` and `evidence` grow while it reads."""
@@ -53,6 +61,8 @@ class _Reader:
     missing: list[MissingPart] = field(default_factory=list, init=False)
     evidence: list[str] = field(default_factory=list, init=False)
     vocabularies: list[int] = field(default_factory=list, init=False)
+    unknown: set[str] = field(default_factory=set, init=False)
+    guessed: set[str] = field(default_factory=set, init=False)
 
     def read(self) -> CacheContract:
         parts = self.parts
@@ -64,7 +74,7 @@ class _Reader:
             slots = give_cross_caches(slots) if tokens.names else slots
             if any(slot.filled_in == "encode" for slot in slots):
                 self.evidence.append("no file makes the cross-attention cache: the caller's encoder gives it")
-        self.missing += [*tokens.missing, *self._find_flaws(), *found.missing]
+        self.missing += [*self._find_flaws(), *found.missing]
         self.evidence += found.evidence
         graphs = self._read_decoders(slots, tokens)
         graphs["decoder"] = replace(graphs["decoder"], stages=self.stack.stages)
@@ -78,7 +88,9 @@ class _Reader:
         if (embedding := self._read_embedding(graphs)) is not None:
             graphs["embedding"], phases["embed"] = embedding, Phase("embedding")
         features = self._read_features(graphs, phases)
-        has_codebooks = any("batch_codebooks" in p.axes for graph in graphs.values() for p in graph.inputs)
+        tokens_fed = [port for graph in graphs.values() for port in graph.inputs if port.role == "token_ids"]
+        has_codebooks = any("batch_codebooks" in port.axes for port in tokens_fed)
+        codebooks = next((size for port in tokens_fed if (size := port.size("codebooks"))), None)
         contract = CacheContract(
             layout=self._layout(slots),
             graphs=graphs,
@@ -89,13 +101,17 @@ class _Reader:
             vocabulary=self._vocabulary(graphs["decoder"]),
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=parts.known.numbers.get("heads"),
-            codebooks=(parts.codebooks or 1) if has_codebooks else 1,
+            codebooks=codebooks or ((parts.codebooks or 1) if has_codebooks else 1),
             evidence=tuple(dict.fromkeys(self.evidence)),
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
             features=features,
         )
-        contract = count_heads(order_tokens(contract, parts.decode), parts.decode)
-        return as_no_decoder(contract) if contract.no_decoder else add_missing_parts(contract, self.missing)
+        contract = _find_ring(order_tokens(contract, parts.decode), parts.decode)
+        if contract.no_decoder:
+            return as_no_decoder(contract)
+        views = {file.name: file.graph for file in (parts.decode, parts.first)}
+        contract = find_readings(contract, views, self.unknown, self.guessed)
+        return add_missing_parts(count_heads(contract, parts.decode), self.missing)
 
     def _find_flaws(self) -> Iterator[MissingPart]:
         """Parts of the graphs that no runtime can compute, or that are too large to be followed."""
@@ -106,7 +122,7 @@ class _Reader:
                 continue
             if flow.budget.is_spent:
                 yield MissingPart(file.name, "its inputs reach too many nodes to be followed one by one")
-            yield from (MissingPart(name, reason) for name, reason in flow.flow.flaws.items())
+            yield from (MissingPart(name, reason, contradicts=True) for name, reason in flow.flow.flaws.items())
 
     def _claimed(self, tokens: TokenInputs) -> set[str]:
         """Inputs of the decode graph that a name gives another role than that of a slot."""
@@ -128,6 +144,8 @@ class _Reader:
             graphs[name] = reader.read()
             self.missing += reader.missing
             self.evidence += reader.evidence
+            self.unknown |= reader.unknown
+            self.guessed |= reader.guessed
             self.vocabularies += [reader.vocabulary] if reader.vocabulary else []
         return graphs
 

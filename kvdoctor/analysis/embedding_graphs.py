@@ -1,7 +1,7 @@
-"""Finds the graph that makes the embeddings of a decoder, in a file beside it: by its interface.
+"""Finds the graph that makes the embeddings of a decoder, in a file next to it: by its interface.
 
 A decoder that takes embeddings says which ones: their element type and their width. An embedding graph takes token ids,
-and returns these for each of them. Suffixes (`_q4`) and names decide only between files that fit alike; where nothing
+and returns these for each of them. Suffixes (`_q4`) and names decide only between files that fit equally; where nothing
 decides, none is taken.
 """
 
@@ -13,21 +13,21 @@ from typing import Any
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.configs import embeddings_width
 from kvdoctor.analysis.dialects.dialect import parse_axes
-from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, plain_port, role_by_name
+from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, find_token_inputs, plain_port, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, StackParts
-from kvdoctor.analysis.token_inputs import find_token_inputs
 from kvdoctor.contract import Graph, Port, describe
 from kvdoctor.decode.embeddings import pair_embeddings
 from kvdoctor.model.files import sha256
+from kvdoctor.model.operators import operators_with
 from kvdoctor.model.view import Declared, GraphView
 
 NAME = re.compile(r"embed_tokens|(token_|text_|input_)?embeddings?|prepare_inputs_embeds", re.ASCII)
 """How exporters call the file: transformers.js, onnxruntime-genai, Optimum."""
 VARIANT = re.compile(r"_(q\d\w*|b?fp?\d+|u?int\d+|quantized|bnb\d+)$", re.ASCII)
-MIXING = {"Softmax", "LSTM", "GRU", "RNN", "Scan", "Loop"}
+MIXING = operators_with("softmax", "recurrent", "attend", "loop")
 """Operators by which a token's output depends on other tokens: no embedding does."""
 WIDTH_AXIS = 2
-"""The first axis behind batch and tokens."""
+"""The first axis after batch and tokens."""
 
 
 def add_embedding_graphs(
@@ -72,7 +72,7 @@ def read_embedding_graph(file: OnnxFile, decoders: Iterable[Graph]) -> Graph | N
 
 
 def _is_embedding_graph(file: OnnxFile) -> bool:
-    """Whether a file takes token ids, at most features beside them, and returns floats for each token."""
+    """Whether a file takes token ids, at most features in addition, and returns floats for each token."""
     view = file.view
     if view is None or file.role not in ("other", "encoder") or "encoder" in file.path.stem.lower():
         return False
@@ -106,7 +106,7 @@ def _input(port: Declared) -> Port:
 
 
 def _output(port: Declared) -> Port:
-    """An output as embeddings; sizes behind batch and tokens are numbers also where they are written as names."""
+    """An output as embeddings; sizes after batch and tokens are numbers also where they are written as names."""
     shape = port.shape or ()
     widths = tuple(map(as_number, shape[WIDTH_AXIS:]))
     axes = parse_axes("BQD" if len(widths) == 1 else "BQ" + "1" * len(widths))
@@ -131,7 +131,7 @@ def _add_to_stack(
     chosen = [one for one in fitting if _preference(one, stack.main, wanted[0]) == best]
     if len(chosen) > 1 and len({sha256(one.path) for one in chosen}) > 1:
         names = " and ".join(one.name for one in chosen[:3])
-        reason = f"{names} make embeddings for {stack.main.name} alike and differ in content: none of them is used"
+        reason = f"{names} both make embeddings for {stack.main.name} and differ in content: none of them is used"
         return replace(stack, remarks=(reason,))
     return replace(stack, files={**stack.files, "embedding": chosen[0]})
 
@@ -180,7 +180,7 @@ def _preference(file: OnnxFile, decoder: OnnxFile, wanted: Sequence[Port]) -> tu
 
 
 def _suffix(file: OnnxFile) -> str:
-    """The name without the words for the file's role, as far as they are known: `_q4` of `embed_tokens_q4.onnx`."""
+    """The name without the known terms for the file's role: `_q4` of `embed_tokens_q4.onnx`."""
     named, variant = NAME.match(file.path.stem), VARIANT.search(file.path.stem)
     return file.path.stem[named.end() :] if named else variant[0] if variant else ""
 
@@ -209,7 +209,7 @@ def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence
 
 
 def _may_feed(output: Port, wanted: Port) -> bool:
-    """Whether an output has the type and the widths of an input, as far as both declare them."""
+    """Whether an output has the type and the widths of an input, where both declare them."""
     pairs = zip((output.shape or ())[WIDTH_AXIS:], (wanted.shape or ())[WIDTH_AXIS:], strict=False)
     known = ((one, other) for one, other in pairs if isinstance(one, int) and isinstance(other, int))
     return output.dtype == wanted.dtype and all(one == other for one, other in known)

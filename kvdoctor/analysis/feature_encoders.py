@@ -1,4 +1,4 @@
-"""Finds the encoders of images and audio whose rows take the places of tokens, in files beside a decoder: by interface.
+"""Finds the encoders of images and audio whose rows take the places of tokens, in files of its folder: by interface.
 
 Such an encoder takes no tokens, and returns rows as wide as the embeddings of the decoder, and of their element type.
 genai_config.json or a name decides where several fit. Where a file that is named so does not fit, that is a problem.
@@ -13,9 +13,10 @@ from typing import Any, Literal
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.completeness import MOST_FED
 from kvdoctor.analysis.configs import is_count
-from kvdoctor.analysis.port_roles import FLOATS, INTEGERS
+from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, plain_port
 from kvdoctor.analysis.stacks import FileRole, OnnxFile, PartProblem, StackFiles
 from kvdoctor.contract import Axis, Features, Graph, PhaseName, Port, describe
+from kvdoctor.model.operators import operators_with
 from kvdoctor.model.view import PASSES_ON, Declared, integers
 from kvdoctor.records import record
 
@@ -40,7 +41,7 @@ ROW_KEYS = {
 TIME = re.compile(r"frame|time|length|seq|sample|step", re.ASCII)
 """Part of the name of an axis that counts frames or samples of audio."""
 OUTPUT = re.compile(r"(image|audio|vision|speech)_(features|embeds|embeddings)|pooled_embeds", re.ASCII)
-COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Where", "Clip"}
+COMPARISONS = operators_with("compare", "clamp", "select")
 IMAGE_SIZE, CHANNELS, MEL_BINS = 224, 3, 80
 ROW_RANK = 2
 """Of float[rows, hidden]; axes in front of these count images and parts of them."""
@@ -100,7 +101,7 @@ def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideCo
     files, problems, remarks = dict(stack.files), list(stack.problems), list(stack.remarks)
     for kind, role in ROLES.items():
         similar = [file for file in free if _kind_of(file, configs) == kind]
-        # What takes the output of another file is a projector behind an encoder.
+        # What takes the output of another file is a projector after an encoder.
         made = {name for file in free for name in file.graph.outputs}
         candidates = [file for file in similar if made.isdisjoint(file.graph.inputs)]
         fitting = [file for file in candidates if find_output(file, wanted) is not None]
@@ -207,7 +208,7 @@ def _without_embedding(stack: StackFiles, wanted: Port) -> PartProblem:
     names = " and ".join(file.name for role, file in stack.files.items() if role in ROLES.values())
     taken = f"{stack.main.name} takes {wanted.name} {describe(wanted.dtype, wanted.shape)}"
     observed = f"{names} makes rows of that width, and no graph makes embeddings of token ids"
-    cause = f"there is no embedding graph beside {stack.main.name} and {names}"
+    cause = f"there is no embedding graph next to {stack.main.name} and {names}"
     return PartProblem(stack.main.name, taken, observed, cause, essential=False, severity="warning")
 
 
@@ -276,8 +277,8 @@ def read_feature_encoder(
     assert output is not None  # noqa: S101 - chosen for it
     inputs = tuple(_input(port, kind, configs) for port in file.graph.inputs.values())
     outputs = tuple(
-        Port(p.name, p.dtype, p.shape, "features" if p.name == output.name else "auxiliary", _fixed(p))
-        for p in file.graph.outputs.values()
+        plain_port(port, "features" if port.name == output.name else "auxiliary")
+        for port in file.graph.outputs.values()
     )
     token, expected = configs.first_count(TOKEN_KEYS[kind]), _expected_rows(kind, configs, file)
     features = Features(
@@ -291,16 +292,12 @@ def read_feature_encoder(
     return Graph(file.name, inputs, outputs), features
 
 
-def _fixed(port: Declared) -> tuple[Axis, ...]:
-    return tuple("fixed" for _ in port.shape or ())
-
-
 def _input(port: Declared, kind: PhaseName, configs: BesideConfigs) -> Port:
     rank, sizes = len(port.shape or ()), [as_number(size) for size in port.shape or ()]
     axes: list[Axis] = ["fixed"] * rank
     if GRID.fullmatch(port.name):
         return Port(port.name, port.dtype, (1, 3), "setting", ("fixed", "fixed"), value=PATCHES)
-    side = _image_sides(configs)
+    side = _declared_sides(configs) or (IMAGE_SIZE, IMAGE_SIZE)
     if kind == "vision":
         usual: Sequence[int] = (*[1] * max(rank - 3, 0), CHANNELS, *side) if rank > 2 else (PATCHES * PATCHES, 1)
         if MASK.fullmatch(port.name):
@@ -320,11 +317,6 @@ def _input(port: Declared, kind: PhaseName, configs: BesideConfigs) -> Port:
     ]
     role: Any = "encoder_mask" if MASK.fullmatch(port.name) else "features"
     return Port(port.name, port.dtype, tuple(shape), role, tuple(axes))
-
-
-def _image_sides(configs: BesideConfigs) -> tuple[int, int]:
-    """Height and width of an image in pixels; usual ones where no config has them."""
-    return _declared_sides(configs) or (IMAGE_SIZE, IMAGE_SIZE)
 
 
 def _declared_sides(configs: BesideConfigs) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvdoctor.contract import DECODING, CacheContract
+from kvdoctor.model.operators import CONTRIB, has, operator_of, operators_with
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import (
     constant_tensor,
@@ -25,17 +26,9 @@ from kvdoctor.model.traverse import (
 from kvdoctor.model.view import Scope, integers
 from kvdoctor.records import record
 
-MICROSOFT = "com.microsoft"
-PRODUCTS = {("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "MatMulNBits"), (MICROSOFT, "MatMulBnb4")} | {
-    (MICROSOFT, "FusedMatMul"),
-    (MICROSOFT, "DynamicQuantizeMatMul"),
-}
-"""Products of rows with weights. Source: schemas of ONNX 1.20 and docs/ContribOperators.md of ONNX Runtime."""
-BY_ROW = {"Identity", "Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Clip", "Max", "Min", "Neg", "Sigmoid"}
+ROUNDING = operators_with("quantize", "dequantize")
+BY_ENTRY = operators_with("copy", "cast", "elementwise") | ROUNDING
 """Operators that compute each entry from the same entry of their inputs."""
-ROUNDING = {"QuantizeLinear", "DequantizeLinear"}
-SAME_VALUES = {"Identity", "Cast", "DequantizeLinear"}
-"""Operators on weights that keep their shape."""
 
 LEAST_OPSET = 10
 """The first in which the bounds of a Slice are inputs."""
@@ -46,7 +39,7 @@ class NoHead(Exception):
 
 
 Scopes = tuple[GraphProto, ...]
-"""The graph of a value, behind the graphs around it."""
+"""The graph of a value, after the graphs around it."""
 
 
 @record(slots=False)
@@ -95,7 +88,7 @@ def find_heads(contract: CacheContract, models: Mapping[str, ModelProto]) -> dic
 def find_ends(scopes: Scopes, name: str) -> Iterator[tuple[Scopes, str]]:
     """Where an output is made: in the graph itself, or in each branch of an `If`."""
     scopes, node = find_maker(scopes, name)
-    if node is not None and node.op_type == "If" and not normalize_domain(node.domain):
+    if node is not None and has(node.op_type, "branch") and not normalize_domain(node.domain):
         index = list(node.output).index(name)
         for body in subgraphs(node):
             yield from find_ends((*scopes, body), body.output[index].name)
@@ -164,14 +157,14 @@ class _Search:
         self.values |= set(filter(None, node.output))
         computed = [i for i, given in enumerate(node.input) if given and not self.is_fixed(scopes, given)]
         kind = (normalize_domain(node.domain), str(node.op_type))
-        if kind in PRODUCTS and self._is_head(scopes, node, computed):
+        if kind[0] in ("", CONTRIB) and has(kind[1], "rows") and self._is_head(scopes, node, computed):
             if node.op_type != "MatMulInteger":
                 computed = []
                 self.roots[id(node), 0] = scopes, node, 0
-        elif kind == ("", "DynamicQuantizeLinear"):
+        elif kind[0] == "" and has(kind[1], "quantize-dynamically"):
             computed = []
             self.roots[id(node), 0] = scopes, node, 0
-        elif kind[0] == "" and (kind[1] in BY_ROW or kind[1] in ROUNDING or self._cuts_vocabulary(scopes, node)):
+        elif kind[0] == "" and (kind[1] in BY_ENTRY or self._cuts_vocabulary(scopes, node)):
             self._refuse_row_constants(scopes, node)
         else:
             raise NoHead(
@@ -181,16 +174,17 @@ class _Search:
         return [(scopes, node.input[index]) for index in reversed(computed)]
 
     def _is_head(self, scopes: Scopes, node: NodeProto, computed: list[int]) -> bool:
-        """Whether a product takes rows of hidden states and the weights of the vocabulary, both by its own words."""
+        """Whether a product takes rows of hidden states and the weights of the vocabulary, by its own declarations."""
         allowed = {0, 2} if node.op_type == "MatMulInteger" else {0}
         if 0 not in computed or not set(computed) <= allowed:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are computed")
         turned = find_attribute(node, "transA")
         if turned is not None and turned.i:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
-        if node.op_type in ("MatMulNBits", "MatMulBnb4"):
+        known = operator_of(node.op_type)
+        if len(known.operands) == 1 or known.weight is None:  # packed weights, with their sizes in attributes
             return True
-        dims = find_dims(scopes, input_of(node, 1))
+        dims = find_dims(scopes, input_of(node, known.weight))
         if dims is None or len(dims) != 2:
             shape = "of unknown shape" if dims is None else f"of rank {len(dims)}"
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are {shape}")
@@ -211,7 +205,7 @@ class _Search:
         for name in node.input:
             dims = find_dims(scopes, name) if name and self.is_fixed(scopes, name) else None
             if dims is not None and len(dims) > 1 and dims[-2] != 1:
-                raise NoHead(f"the node {describe_op(node)} behind the LM head has a constant for each row")
+                raise NoHead(f"the node {describe_op(node)} after the LM head has a constant for each row")
 
     def is_fixed(self, scopes: Scopes, name: str) -> bool:
         """Whether a value is a weight, or computed of weights alone."""
@@ -238,7 +232,7 @@ class _Search:
             held = any(name in self._list(graph).initializers for graph in scopes)
             return name, scopes, [] if held else [""]
         given = [str(value) for value in node.input if value]
-        opaque = any(True for _ in subgraphs(node)) or not (given or node.op_type == "Constant")
+        opaque = any(True for _ in subgraphs(node)) or not (given or has(node.op_type, "constant"))
         return name, inner, [""] if opaque else given[::-1]
 
 
@@ -250,19 +244,19 @@ def find_tensor(scopes: Scopes, name: str) -> TensorProto | None:
     if held is not None:
         return held
     _, node = find_maker(scopes, name)
-    return constant_tensor(node) if node is not None and node.op_type == "Constant" else None
+    return constant_tensor(node) if node is not None and has(node.op_type, "constant") else None
 
 
 def find_dims(scopes: Scopes, name: str) -> tuple[int, ...] | None:
-    """The sizes of a fixed value, also behind nodes that keep or turn them; None where they are not known."""
+    """The sizes of a fixed value, also after nodes that retain or transpose them; None where they are not known."""
     tensor = find_tensor(scopes, name)
     if tensor is not None:
         return tuple(tensor.dims)
     inner, node = find_maker(scopes, name)
-    if node is None or not node.input or node.op_type not in {*SAME_VALUES, "Transpose"}:
+    if node is None or not node.input or not has(node.op_type, "copy", "cast", "dequantize", "permute"):
         return None
     dims = find_dims(inner, node.input[0])
-    return dims[::-1] if dims is not None and node.op_type == "Transpose" and len(dims) == 2 else dims
+    return dims[::-1] if dims is not None and has(node.op_type, "permute") and len(dims) == 2 else dims
 
 
 def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Search) -> tuple[Scopes, NodeProto, int]:

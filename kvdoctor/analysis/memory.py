@@ -1,4 +1,4 @@
-"""The memory plan: the bytes of a cache, and of the alternatives to it. Standard library only.
+"""The memory plan: the bytes of a cache. Standard library only.
 
 Pure arithmetic over a cache contract; all sizes in bytes. Weights and activations are not counted.
 """
@@ -10,32 +10,20 @@ from typing import Any, Literal
 from kvdoctor.analysis.slot_memory import (
     OVER_ENCODER,
     OVER_TOKENS,
-    QUANTIZABLE,
     Counted,
     Factor,
     SizeValues,
     SlotBytes,
     Workload,
     counted_or_none,
-    in_blocks,
-    in_buffer,
-    in_float16,
-    in_pages,
-    in_place,
-    in_window,
     measure_slot,
     product,
-    quantize,
     total,
-    with_all_heads,
 )
 from kvdoctor.contract import CacheContract, Growth, MissingPart, SlotKind
 from kvdoctor.records import record
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)
 Source = Literal["option", "config", "graph"]
-AlternativeName = Literal["float16", "int8", "int4", "window", "static-buffer", "shared-buffer", "all-heads"]
-"""Other element types and buffers for a cache."""
 
 
 @record
@@ -65,33 +53,6 @@ class CachePart:
 
 
 @record
-class Alternative:
-    """An alternative to the cache; `bytes_total` and `bytes_in_step` are for the whole batch."""
-
-    name: AlternativeName
-    explained: str
-    bytes_per_token: int | None
-    bytes_per_sequence: int | None
-    bytes_total: int | None
-    bytes_in_step: int | None
-
-
-@record
-class PagedCache:
-    """The tokens of the cache in blocks of a pool. The waste is the unused part of a sequence's last block.
-
-    `average_wasted_bytes` is the waste of (block_size - 1) / 2 tokens, the mean over all lengths, rounded down.
-    """
-
-    block_size: int
-    blocks_per_sequence: int
-    bytes_per_sequence: int | None
-    bytes_total: int | None
-    wasted_bytes: int
-    average_wasted_bytes: int
-
-
-@record
 class MemoryPlan:
     """The bytes of a cache for one sequence: per decoded token, per encoder state, and at the context length.
 
@@ -113,8 +74,6 @@ class MemoryPlan:
     bytes_total: int | None
     bytes_in_step: int | None
     parts: tuple[CachePart, ...]
-    alternatives: tuple[Alternative, ...]
-    paged: tuple[PagedCache, ...]
     unknown: tuple[MissingPart, ...]
     notes: tuple[str, ...]
 
@@ -186,8 +145,6 @@ class _Planner:
             bytes_total=everything,
             bytes_in_step=in_step,
             parts=tuple(_describe_group(group) for group in groups),
-            alternatives=tuple(self._alternatives()),
-            paged=tuple(self._paged()),
             unknown=tuple(MissingPart(g[0].slot.past, open_size) for g in groups for open_size in g[0].open_sizes),
             notes=tuple(_write_notes(self.contract, load, self.measure, self.slots)),
         )
@@ -207,49 +164,6 @@ class _Planner:
         added = product([total(product([one.added, count]) for one, count in each), at_once])
         in_step = total([everything, added, *(product([one.added, count]) for one, count in once)])
         return sequence, everything, in_step
-
-    def _alternatives(self) -> Iterator[Alternative]:
-        """The alternatives that change anything for this cache."""
-        changed_slots: dict[AlternativeName, list[SlotBytes]] = {
-            "float16": [in_float16(one) for one in self.kinds],
-            "int8": [quantize(one, 1) for one in self.kinds],
-            "int4": [quantize(one, 2) for one in self.kinds],
-            "window": [in_window(one) for one in self.kinds],
-            "static-buffer": [in_buffer(one) for one in self.kinds],
-            "shared-buffer": [in_place(one) for one in self.kinds],
-            "all-heads": [with_all_heads(one, self.measure.heads) for one in self.kinds],
-        }
-        for name, changed in changed_slots.items():
-            counted = zip(self.kinds, changed, self.counts, strict=True)
-            pairs = [(old, new, count) for old, new, count in counted if old != new]
-            if pairs:
-                sequence, everything, in_step = self._sum_bytes(changed)
-                per_token = total(product([one.position, count]) for one, count in self._counted(changed, OVER_TOKENS))
-                old, new, _ = pairs[0]
-                explained = explain_alternatives(old, new, sum(count for _, _, count in pairs))[name]
-                yield Alternative(name, explained, per_token, sequence, everything, in_step)
-
-    def _paged(self) -> Iterator[PagedCache]:
-        """The cache in blocks of each size; slots that hold a window, or no tokens, are not changed."""
-        kinds = zip(self.kinds, self.counts, strict=True)
-        held = [
-            (one.tokens, product([one.position, count]))
-            for one, count in kinds
-            if one.tokens is not None and not one.bounded
-        ]
-        per_token = total(position for _, position in held)
-        if not held or per_token is None:
-            return
-        for size in BLOCK_SIZES:
-            sequence, everything, _ = self._sum_bytes([in_pages(one, size) for one in self.kinds])
-            yield PagedCache(
-                block_size=size,
-                blocks_per_sequence=max(in_blocks(tokens, size) for tokens, _ in held) // size,
-                bytes_per_sequence=sequence,
-                bytes_total=everything,
-                wasted_bytes=sum((in_blocks(tokens, size) - tokens) * (position or 0) for tokens, position in held),
-                average_wasted_bytes=per_token * (size - 1) // 2,
-            )
 
     def _open_encoder(self) -> bool:
         """Whether the graph leaves the encoder length open."""
@@ -296,22 +210,6 @@ def _describe_group(group: list[SlotBytes]) -> CachePart:
     )
 
 
-def explain_alternatives(old: SlotBytes, new: SlotBytes, tensors: int) -> dict[AlternativeName, str]:
-    """What each alternative assumes, with the arithmetic of one slot before and after; `tensors` is how many change."""
-    rows = old.rows or ()
-    whole, halves = (" + ".join(f"{n} x ({-(-width // d)} + 2) B" for n, width in rows) for d in (1, 2))
-    scaled = f"and a float16 scale for each head and token of keys and of values; {old.position} B become"
-    return {
-        "float16": f"2 B for each element instead of {old.item} B",
-        "int8": f"1 B for each element {scaled} {whole} = {new.position} B",
-        "int4": f"1 B for two elements {scaled} {halves} = {new.position} B",
-        "window": f"{tensors} tensors hold the {new.positions} tokens of their layers' attention window, in place",
-        "static-buffer": f"a buffer of {new.positions} tokens from the first step on; each step returns a second one",
-        "shared-buffer": "past and present share one buffer from the first step on: nothing is copied",
-        "all-heads": "a key and a value for each attention head, instead of shared ones",
-    }
-
-
 def fixed_batch(contract: CacheContract) -> int | None:
     """The batch that the graph fixes; None where it is open."""
     sizes = {size for slot in contract.slots if (size := slot.size("batch")) is not None and size > 0}
@@ -327,9 +225,6 @@ def _write_notes(contract: CacheContract, load: Workload, measure: SizeValues, s
     yield from _note_buffers(slots, context, _new_tokens(contract))
     yield from _note_encoder(slots, load.encoder_length)
     yield from _note_windows(slots)
-    narrow = {one.slot.dtype for one in slots if one.slot.kind in QUANTIZABLE and one.item == 1}
-    if narrow:
-        yield f"the cache is already stored as {', '.join(sorted(narrow))}: no other element types are computed"
 
 
 def _new_tokens(contract: CacheContract) -> int:
@@ -367,7 +262,7 @@ def _note_buffers(slots: list[SlotBytes], context: int | None, new_tokens: int) 
     if any(one.slot.carry != "extend" for one in free):
         yield "the loop chooses the length of the buffers; these figures assume the context"
     if any(one.slot.growth == "paged" and not one.slot.size("block") for one in slots):
-        yield "the engine chooses the block size: these figures count tokens alone, the waste is given below"
+        yield "the engine chooses the block size: these figures count tokens alone"
 
 
 def _note_encoder(slots: list[SlotBytes], asked: int | None) -> Iterator[str]:

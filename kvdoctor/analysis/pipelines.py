@@ -101,7 +101,7 @@ def _group_by_layers(stages: Sequence[StageFile]) -> Iterator[list[StageFile]]:
     """Stages in the order of their layers: the head, which has none, last. None where several have the same layers.
 
     A last stage alone, whose layers do not begin at the first, is what is left of a pipeline. One in the middle may be
-    asked about by itself: nobody takes it for a whole decoder.
+    diagnosed by itself: nobody takes it for a whole decoder.
     """
     caching = sorted((stage for stage in stages if stage.layers), key=lambda stage: stage.layers)
     heads = [stage for stage in stages if not stage.layers]
@@ -166,15 +166,11 @@ def _find_gaps(stages: Sequence[StageFile], others: Sequence[OnnxFile]) -> Itera
         subject, taken = first.file.name, _described(first.takes)
         observed = f"{subject} takes {taken}, and no file returns it"
         yield PartProblem(subject, "a first stage, of tokens or embeddings", observed, "the first stage is missing")
-    elif not last.is_last and any(_fits(given, taken) for given in last.gives for taken in _hidden_of(stages)):
+    # Logits without a usual name are of another width than the hidden states that stages take.
+    elif not last.is_last and any(_fits(g, taken) for g in last.gives for stage in stages for taken in stage.takes):
         subject = last.file.name
         observed = f"{subject} returns {_described(last.gives)}, and no file of {names} returns logits"
         yield PartProblem(subject, "a last stage, with logits", observed, "the last stage of the pipeline is missing")
-
-
-def _hidden_of(stages: Sequence[StageFile]) -> Iterator[Declared]:
-    """The hidden states that stages take: logits without a usual name are of another width."""
-    yield from (port for stage in stages for port in stage.takes)
 
 
 def _misfit(before: StageFile, stage: StageFile) -> PartProblem:
@@ -296,7 +292,7 @@ def _find_unlinked(
                     yield PartProblem(file.name, before, f"{file.name} takes {_described([port])}", cause)
             elif not number and _is_hidden(port) and made.get(port.name, (0, ""))[0]:
                 later = parts[made[port.name][0]][0].name
-                cause = f"genai_config.json lists {later} behind {file.name}, which takes the {port.name!r} it returns"
+                cause = f"genai_config.json lists {later} after {file.name}, which takes the {port.name!r} it returns"
                 observed = f"{file.name} takes {_described([port])}, which {later} returns"
                 yield PartProblem(file.name, "stages in the order in which they run", observed, cause)
             elif number and _is_hidden(port) and role_by_name(port, inputs.INPUTS) in TAKEN:

@@ -1,52 +1,38 @@
-"""The role of each input and output besides the cache: by name, else by its use in the graph."""
+"""The role of each input and output besides the cache: by name, else by its use in the graph.
 
-from collections.abc import Container, Iterable
+The inputs that carry the new tokens are found by name, by the embedding table they index, or as hidden states.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
 from kvdoctor.analysis.axes import as_number
-from kvdoctor.analysis.dataflow.operators import KEEPS, MIXES, PRODUCTS
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS
-from kvdoctor.analysis.dataflow.walks import Walk
+from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, LOOKUPS
+from kvdoctor.analysis.dataflow.walks import KEEPS, MIXES, NEAR_USE, Walk
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import RoleRule, parse_axes
-from kvdoctor.contract import Axis, Dim, Port, Role
-from kvdoctor.model.cache_operators import ports_of
+from kvdoctor.analysis.stacks import OnnxFile, StackParts
+from kvdoctor.contract import Axis, Dim, MissingPart, Port, Role
+from kvdoctor.model.operators import operators_with, places_of, ports_of
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
 INTEGERS = ("int64", "int32")
-LOOKUPS = {"Gather": 1, "GatherBlockQuantized": 1, "EmbedLayerNormalization": 0}
-ROTATIONS = {"RotaryEmbedding": 1, "Cos": 0, "Sin": 0}
-SUMS = {"CumSum": 0}
-LOGIC = {
-    "Equal",
-    "Greater",
-    "GreaterOrEqual",
-    "Less",
-    "LessOrEqual",
-    "And",
-    "Or",
-    "Not",
-    "CumSum",
-    "ReduceMax",
-    "Trilu",
-}
-RANGES = {"Range": 0}
-SELECTS = {"Clip": (0,), "Where": (1, 2), "Max": (0, 1)}
+Goal = Mapping[str, tuple[int, ...]]
+ROTATIONS = places_of("rotate", "wave")
+WRITTEN_AT = places_of("write")
+SUMS = dict.fromkeys(operators_with("accumulate"), (0,))
+RANGES = dict.fromkeys(operators_with("range"), (0,))
+LOGIC = operators_with("compare", "logic", "accumulate", "triangle")
 LENGTHS = ("last_index", "past_length", "total_length")
-COMPUTED = KEEPS.keys() | MIXES | PRODUCTS.keys() | LOGIC
+COMPUTED = KEEPS | MIXES | LOGIC | operators_with("product")
 """Operators between an input and the one that shows its role: those that keep, combine, multiply or compare."""
-WHOLE = {"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Flatten"}
+WHOLE = operators_with("copy", "cast", "view", "repeat")
 """Operators that pass on all of an input, not a part of it."""
-WRITTEN_AT = {"ScatterND": 1, "ScatterElements": 1, "Scatter": 1}
-PLACED = COMPUTED | {"Mod"}
-"""Operators between positions and the places that they are written at: a ring begins anew at its length."""
 COUNTS = ("past_length", "write_index")
 FLOATS = ("float", "float16", "bfloat16", "double")
-NEAR = 600
-"""Values that one walk from an input visits."""
 FEW_ROWS = 8
 """A table of fewer rows holds kinds of tokens (segments, languages), not positions."""
 
@@ -161,7 +147,7 @@ class InputFlow:
             if rank == 1:
                 return "cache_position", parse_axes("Q")
             return "position_ids", parse_axes("BQ" if rank == 2 else "1BQ")
-        if rank == 1 and self._reaches(name, WRITTEN_AT, through=PLACED):
+        if rank == 1 and self._reaches(name, WRITTEN_AT):
             return "cache_position", parse_axes("Q")
         if rank == 2 and 0 < (self.table_rows(name) or 0) < FEW_ROWS:
             return "setting", parse_axes("BQ")
@@ -216,7 +202,7 @@ class InputFlow:
         if self._reaches(name, SUMS) and self._reaches(name, LOOKUPS, ROTATIONS, summed=True):
             return True
         flow = self.dataflow.flow
-        sums = [node for node, index in flow.consumers.get(name, ()) if node.op == "ReduceSum" and index == 0]
+        sums = [node for node, index in flow.consumers.get(name, ()) if node.has("sum") and index == 0]
         return any(self._operator_role(output, MIXES) in LENGTHS for node in sums for output in node.outputs)
 
     def _is_range_start(self, name: str) -> bool:
@@ -231,7 +217,7 @@ class InputFlow:
                 ports = ports_of(node.domain, node.op)
                 if self.dataflow.uses.is_softmax(node) or (ports is not None and index in ports.mask):
                     found.add(node.index)
-                elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC or node.op == "ReduceSum":
+                elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC:
                     walk.add(node.outputs)
         return found
 
@@ -255,35 +241,19 @@ class InputFlow:
 
         For token ids that is the size of the vocabulary.
         """
-        if self.inputs[name].dtype not in INTEGERS:
-            return None
-        flow, walk = self.dataflow.flow, self._walk_near(name)
-        for value in walk:
-            for node, index in flow.consumers.get(value, ()):
-                if LOOKUPS.get(node.op) == index:
-                    name_of_table = node.input(0 if index else 2)
-                    table, made = flow.constant(name_of_table), flow.producers.get(name_of_table)
-                    if table is not None and len(table.dims) >= 2:
-                        # The weights of the output head are used again, transposed.
-                        transposed = made is not None and made.op == "Transpose"
-                        return int(table.dims[-1 if transposed else 0])
-                elif index in KEEPS.get(node.op, ()) or index in SELECTS.get(node.op, ()):
-                    walk.add(node.outputs)
-        return None
+        return self.dataflow.uses.table_rows(name) if self.inputs[name].dtype in INTEGERS else None
 
-    def _reaches(
-        self, name: str, *goals: dict[str, int], summed: bool = False, through: Container[str] = COMPUTED
-    ) -> bool:
-        """Whether an input reaches one of some operators within NEAR values.
+    def _reaches(self, name: str, *goals: Goal, summed: bool = False, through: Container[str] = COMPUTED) -> bool:
+        """Whether an input reaches one of some operators within NEAR_USE values.
 
         A walk stops at a CumSum unless `summed`: an input that is summed up is a mask, from which positions are made.
         """
         flow, walk = self.dataflow.flow, self._walk_near(name)
         for value in walk:
             for node, index in flow.consumers.get(value, ()):
-                if any(goal.get(node.op) == index for goal in goals):
+                if any(index in goal.get(node.op, ()) for goal in goals):
                     return True
-                if node.op in through and (summed or node.op != "CumSum"):
+                if node.op in through and (summed or not node.has("accumulate")):
                     walk.add(node.outputs)
         return False
 
@@ -300,4 +270,80 @@ class InputFlow:
         return None
 
     def _walk_near(self, name: str) -> Walk:
-        return Walk([name], self.dataflow.budget, NEAR)
+        return Walk([name], self.dataflow.budget, NEAR_USE)
+
+
+LOGITS_RANK = 3
+"""Of float[batch, new, vocabulary]."""
+
+
+@record(slots=False)
+class TokenInputs:
+    """The inputs that carry new tokens.
+
+    `ids` has the input of token ids by file name, None where a graph has none. `names` are all inputs of the decode
+    graph that carry tokens or embeddings; `hidden` is the one that is not named so but replaces tokens.
+    """
+
+    ids: dict[str, str | None]
+    names: set[str]
+    hidden: str | None
+
+
+def find_token_inputs(parts: StackParts) -> TokenInputs:
+    """Find the inputs that carry tokens in the graphs of the first step and of decode steps."""
+    ids: dict[str, str | None] = {}
+    for file in {parts.decode.name: parts.decode, parts.first.name: parts.first}.values():
+        ids[file.name] = next(iter(_find_candidates(file, parts)), None)
+    view = parts.decode.graph
+    embedded = {name for name, port in view.inputs.items() if role_by_name(port, parts.input_rules) == "embeddings"}
+    own, hidden = ids[parts.decode.name], None
+    if not own and not embedded and parts.first is parts.decode and parts.decode.dataflow is not None:
+        hidden = find_hidden_states(view, parts.decode.dataflow)
+    names_found = embedded | {name for name in (own, hidden) if name is not None}
+    return TokenInputs(ids, names_found, hidden)
+
+
+def _find_candidates(file: OnnxFile, parts: StackParts) -> list[str]:
+    """The inputs that may carry token ids, best first: one by name, else those that index the embedding table.
+
+    The length of the logits is that of the tokens.
+    """
+    view = file.graph
+    known = [(name, role_by_name(port, parts.input_rules)) for name, port in view.inputs.items()]
+    tokens = [name for name, role in known if role in ("token_ids", "token_and_position")]
+    if tokens or any(role == "embeddings" for _, role in known):
+        return tokens[:1]
+    dataflow = file.first_dataflow
+    if dataflow is None:
+        return []
+    flow = InputFlow(dataflow, view.inputs, find_logits_widths(view))
+    found = flow.find_token_ids([name for name, role in known if role is None])
+    if len(found) > 1:  # the last ids of earlier calls come back in the same size
+        returned = {port.fixed for port in view.outputs.values()}
+        found = [name for name in found if view.inputs[name].fixed not in returned] or found
+    if len(found) == 1 and flow.table_rows(found[0]) not in flow.widths and find_hidden_states(view, dataflow):
+        return []  # with embeddings, integers that index another table than that of the tokens are positions
+    lengths = {size for port in view.outputs.values() if len(port.shape or ()) > 1 for size in (port.shape or ())[1:]}
+    return sorted(found, key=lambda name: not lengths.intersection((view.inputs[name].shape or ())[1:]))
+
+
+def find_swapped_inputs(decode: OnnxFile) -> Iterator[MissingPart]:
+    """Token ids and positions whose names are swapped, by the tables that they index."""
+    view, flow = decode.graph, decode.first_dataflow
+    roles = {role_by_name(port, inputs.INPUTS): name for name, port in view.inputs.items()}
+    ids, positions = roles.get("token_ids"), roles.get("position_ids") or roles.get("cache_position")
+    if flow is None or ids is None or positions is None or "logits" not in view.outputs:
+        return
+    by_flow = InputFlow(flow, view.inputs, find_logits_widths(view))
+    rows, others = by_flow.table_rows(ids), by_flow.table_rows(positions)
+    if rows is not None and others in by_flow.widths and rows > max(by_flow.widths) + FEW_ROWS:
+        reason = f"it indexes a table of {rows} rows, while {positions!r} indexes that of the {others} tokens"
+        yield MissingPart(ids, reason)
+
+
+def find_logits_widths(view: GraphView) -> frozenset[int]:
+    """Widths of the outputs that may be logits: of `logits`, else of all of float[batch, new, width]."""
+    named = view.outputs.get("logits")
+    ports = [named] if named is not None else [p for p in view.outputs.values() if len(p.shape or ()) == LOGITS_RANK]
+    return frozenset(size for port in ports if port.shape and isinstance(size := port.shape[-1], int))

@@ -7,13 +7,22 @@ from functools import cached_property
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.configs import count_position_rows, decoder_config, is_count
 from kvdoctor.analysis.dialects import inputs
-from kvdoctor.analysis.dialects.dialect import CACHE_LIKE, parse_axes
-from kvdoctor.analysis.port_roles import INTEGERS, InputFlow, convert_sizes, match_rule, plain_port, role_by_name
+from kvdoctor.analysis.dialects.dialect import looks_like_cache, parse_axes
+from kvdoctor.analysis.port_roles import (
+    INTEGERS,
+    LOGITS_RANK,
+    InputFlow,
+    TokenInputs,
+    convert_sizes,
+    find_logits_widths,
+    match_rule,
+    plain_port,
+    role_by_name,
+)
 from kvdoctor.analysis.slot_init import shared_pasts
 from kvdoctor.analysis.slot_rules import REPLACED
 from kvdoctor.analysis.stacks import FLOATS, OnnxFile, StackParts
-from kvdoctor.analysis.token_inputs import LOGITS_RANK, TokenInputs, find_logits_widths
-from kvdoctor.contract import Axis, Graph, MissingPart, Port, Slot
+from kvdoctor.contract import Axis, Dim, Graph, MissingPart, Port, Slot
 from kvdoctor.model.view import Declared
 
 HIDDEN_LIKE = re.compile(r"(.*_)?hidden_states(_.*)?", re.ASCII)
@@ -37,12 +46,18 @@ FEATURE_AXES: dict[int, tuple[Axis, ...]] = {
 
 @dataclass(eq=False, repr=False)
 class DecoderPorts:
-    """Reads the ports of one decoder graph of a stack. `missing` and `evidence` grow while it reads."""
+    """Reads the ports of one decoder graph of a stack. The fields without a value at the start grow while it reads.
+
+    `unknown` are inputs for which neither a name nor the dataflow gives a role, `guessed` those that the dataflow alone
+    gives one.
+    """
 
     parts: StackParts
     file: OnnxFile
     slots: tuple[Slot, ...]
     tokens: TokenInputs
+    unknown: set[str] = field(default_factory=set, init=False)
+    guessed: set[str] = field(default_factory=set, init=False)
     missing: list[MissingPart] = field(default_factory=list, init=False)
     evidence: list[str] = field(default_factory=list, init=False)
 
@@ -74,13 +89,9 @@ class DecoderPorts:
         presents |= {slot.filled_by for slot in self.slots if self.file is self.parts.first}
         outputs = [self._read_output(port, presents) for port in view.outputs.values()]
         if any(port.role in ("token_ids", "token_and_position", "embeddings") for port in ports):
-            outputs = _mark_logits(outputs, self.vocabulary, self._is_recurrent)
+            recurrent = bool(self.slots) and all(slot.kind in REPLACED for slot in self.slots)
+            outputs = _mark_logits(outputs, self.vocabulary, recurrent)
         return Graph(self.file.name, tuple(ports), tuple(outputs))
-
-    @property
-    def _is_recurrent(self) -> bool:
-        """Whether the graph has states, and no attention cache among them."""
-        return bool(self.slots) and all(slot.kind in REPLACED for slot in self.slots)
 
     def _read_input(self, port: Declared, pasts: dict[str, Slot]) -> Port:
         branches = self.file.graph.branches
@@ -109,8 +120,7 @@ class DecoderPorts:
     def _input_by_name(self, port: Declared) -> Port | None:
         found = self.parts.known.find_role(port) or match_rule(port, self.parts.input_rules)
         if port.name == self.ids and (found is None or not found.role.startswith("token")):
-            rank = len(port.shape or ())
-            axes = parse_axes("BQ" if rank == 2 else "Q" * rank)
+            axes = _token_axes(port.shape or ())
             return Port(port.name, port.dtype, port.shape, "token_ids", axes)
         if found is not None and found.role == "attention_mask" and self.flow is not None and self._cross_sites:
             sites = self.flow.mask_sites(port.name)
@@ -120,10 +130,13 @@ class DecoderPorts:
 
     def _input_by_use(self, port: Declared) -> Port | None:
         """An input without a known name, by its use; in a graph for the first step alone, also one of the encoder."""
-        if self.flow is not None and (not CACHE_LIKE.match(port.name) or _is_scalar(port)):
+        if self.flow is not None and not looks_like_cache(port.name, port.shape):
             found = self.flow.find_role(port.name, self._cross_sites)
+            if found is not None and found[0] == "position_ids" and self._has_other_length(port):
+                return None
             if found is not None and not (found[0] == "setting" and self._has_known_name(port)):
                 self.evidence.append(f"{port.name!r} is {found[0]} by its use in the graph")
+                self.guessed.add(port.name)
                 # A kind of tokens (a segment, a language): 0 for all of them.
                 value = 0.0 if found[0] == "setting" else None
                 return Port(port.name, port.dtype, port.shape, *found, value=value)
@@ -131,30 +144,33 @@ class DecoderPorts:
             return match_rule(port, self.parts.encoder_rules)
         return None
 
+    def _has_other_length(self, port: Declared) -> bool:
+        """Whether the last axis has another name than that of the tokens: the tokens of a source, not positions."""
+        tokens = self.file.graph.inputs.get(self.ids or "")
+        ends = [shape[-1] for shape in (port.shape, tokens.shape if tokens is not None else None) if shape]
+        return len(ends) == 2 and all(isinstance(end, str) for end in ends) and ends[0] != ends[1]
+
     def _has_known_name(self, port: Declared) -> bool:
         return role_by_name(port, self.parts.input_rules) is not None
 
     def _unknown_input(self, port: Declared) -> Port:
         if self._is_unused(port):
             return plain_port(port, "unused")
-        if self._has_known_name(port):
-            reason = f"this input of {self.file.name} has a known name, but not the rank that belongs to it"
-        elif CACHE_LIKE.match(port.name):
+        if port.dtype and looks_like_cache(port.name, port.shape):
             reason = f"this input of {self.file.name} looks like a cache, but no rule says what to feed it"
-        else:
-            reason = f"this input of {self.file.name} has no known role, and no rule says what to feed it"
-        self.missing.append(MissingPart(port.name, reason))
+            self.missing.append(MissingPart(port.name, reason))
+        self.unknown.add(port.name)
         return plain_port(port, "auxiliary")
 
     def _is_unused(self, port: Declared) -> bool:
         """Whether no node of any branch reads an input that cannot be a past which the graph ignores."""
-        if port.shape is None or CACHE_LIKE.match(port.name) or port.name not in self._unread:
+        if port.shape is None or looks_like_cache(port.name, port.shape) or port.name not in self._unread:
             return False
         return port.dtype not in FLOATS or not any(port.like(output) for output in self.file.graph.outputs.values())
 
     @cached_property
     def _unread(self) -> frozenset[str]:
-        """Inputs that no node reads; empty where there are more than an exporter leaves behind."""
+        """Inputs that no node reads; empty where there are more than an exporter leaves."""
         flows = [flow.flow for flow in (self.file.dataflow, self.file.first_dataflow) if flow is not None]
         read = {name for flow in flows for name in (*flow.consumers, *flow.decides)}
         names = frozenset(name for name in self.file.graph.inputs if flows and name not in read)
@@ -299,8 +315,11 @@ def hold_encoder_states(decode: Graph, first: Graph | None) -> tuple[Graph, tupl
     return replace(decode, inputs=ports), (slot,)
 
 
-def _is_scalar(port: Declared) -> bool:
-    return port.dtype in INTEGERS and port.shape in ((), (1,))
+def _token_axes(shape: tuple[Dim, ...]) -> tuple[Axis, ...]:
+    """The axes of token ids; of three, the one of a declared size counts codebooks."""
+    if len(shape) == 3:
+        return parse_axes("BQc" if isinstance(shape[-1], int) else "BcQ")
+    return parse_axes("BQ" if len(shape) == 2 else "Q" * len(shape))
 
 
 def _are_hidden_states(port: Port, vocabulary: int | None) -> bool:
@@ -327,7 +346,23 @@ def _mark_logits(ports: list[Port], vocabulary: int | None, recurrent: bool) -> 
         wide = last if len(last) == 1 else [p for p in last if p.shape and p.shape[-1] == vocabulary]
     if recurrent and vocabulary is not None:
         wide = [p for p in wide if p.shape and (p.shape[-1] == vocabulary or not isinstance(p.shape[-1], int))]
-    if len(wide) != 1:
-        return ports
-    letters = "BQV" if len(wide[0].shape or ()) == LOGITS_RANK else "BV"
-    return [replace(p, role="logits", axes=parse_axes(letters)) if p is wide[0] else p for p in ports]
+    found = wide[0] if len(wide) == 1 else _choose_logits(ports, free, vocabulary)
+    letters = {1: "B", 2: "BV", 3: "BQV"}.get(len(found.shape or ()), "BQ1V") if found is not None else ""
+    if found is not None and found.dtype in INTEGERS:
+        letters = "B" if len(letters) == 1 else "BQ"
+    return [replace(p, role="logits", axes=parse_axes(letters)) if p is found else p for p in ports]
+
+
+def _choose_logits(ports: list[Port], floats: list[Port], vocabulary: int | None) -> Port | None:
+    """The output that is compared where several may be: one as wide as the vocabulary, else token ids, else the widest.
+
+    A graph that chooses its tokens returns integers; of several heads the first one stands for all.
+    """
+    tokens = [p for p in ports if p.role == "auxiliary" and p.dtype in INTEGERS and len(p.shape or ()) in (1, 2)]
+    tokens = [p for p in tokens if p.shape != (1,)]  # one number is a count
+    fitting = [p for p in floats if p.shape and p.shape[-1] == vocabulary and len(p.shape) in (2, 3, 4)]
+    if not fitting and not tokens and len({len(p.shape or ()) for p in floats}) == 1:
+        fitting = [p for p in floats if len(p.shape or ()) in (3, 4) and not isinstance((p.shape or (0,))[-1], int)]
+    if vocabulary is None or fitting:
+        return next(iter(fitting), None)
+    return tokens[0] if len(tokens) == 1 else None

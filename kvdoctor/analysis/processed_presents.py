@@ -6,20 +6,21 @@ The attention of the same call uses another value than the one that the loop fee
 from collections import deque
 from functools import cached_property
 
-from kvdoctor.analysis.dataflow.operators import COMPUTES
+from kvdoctor.analysis.dataflow.walks import COMPUTES
 from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import needed_for, own_names, values_read
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
 
-QUANTIZING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
-ROUNDING = ("Round", "Floor", "Ceil", "Cast", *QUANTIZING)
+QUANTIZING = operators_with("quantize", "quantize-dynamically", "dequantize")
+ROUNDING = operators_with("round", "cast") | QUANTIZING
 WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
 """Types that a Cast to drops no bits of a float type that caches have."""
-ELEMENTWISE = {"Identity", "Where", *COMPUTES, *ROUNDING}
+ELEMENTWISE = operators_with("copy", "select") | COMPUTES | ROUNDING
 MOST_NODES = 1000
-"""Nodes behind a present that are followed. What exporters put there is a dozen."""
+"""Nodes before a present that are followed. What exporters put there is a dozen."""
 
 
 @record(slots=False)
@@ -105,8 +106,8 @@ class _Search:
     def find_entries(self, output: str) -> ProcessedPresent | None:
         """What stands between the new entries of a present, joined with its past, and those the logits depend on."""
         scope, name = self.view.behind(output, self.cached)
-        joined = self.scope.producers.get(self.scope.through(name, {"Identity"}))
-        if scope.graph is not self.scope.graph or joined is None or joined.op_type != "Concat":
+        joined = self.scope.producers.get(self.scope.through(name))
+        if scope.graph is not self.scope.graph or joined is None or not has(joined.op_type, "join"):
             return None
         found = (self._find_between(part) for part in joined.input)
         return next((processed for processed in found if processed is not None), None)
@@ -114,21 +115,21 @@ class _Search:
     def _find_between(self, name: str) -> ProcessedPresent | None:
         """What stands between a value and the one among those the logits depend on that it is made of."""
         right, nodes = self._follow_back(name)
-        if right is None or right == self.scope.through(name, {"Identity"}):
+        if right is None or right == self.scope.through(name):
             return None
         return ProcessedPresent(self.scope.graph, name, right, tuple(reversed(nodes)))
 
     def _follow_back(self, name: str) -> tuple[str | None, list[NodeProto]]:
-        """The one value behind elementwise operators: the first that the logits use, or that another operator makes.
+        """The one value that elementwise operators process: the first that the logits use, or another operator makes.
 
-        The nodes behind it come with it, the last one first. Neither where there are too many of them.
+        The nodes after it come with it, the last one first. Neither where there are too many of them.
         """
         found, waiting, seen = set[str](), [name], set[str]()
         nodes: list[NodeProto] = []
         while waiting:
             value = waiting.pop()
             node = self.scope.producers.get(value)
-            constant = value in self.scope.initializers or (node is not None and node.op_type == "Constant")
+            constant = value in self.scope.initializers or (node is not None and has(node.op_type, "constant"))
             if value in seen or constant:
                 continue
             seen.add(value)
@@ -146,18 +147,15 @@ class _Search:
 
     def _drop_scales(self, found: set[str]) -> str | None:
         """The one value among some of which the others are reductions: its scales (ReduceMax and the like)."""
-        scales = {one for one in found if self._is_reduction(one)}
+        made = ((one, self.scope.producers.get(one)) for one in found)
+        scales = {one for one, node in made if node is not None and has(node.op_type, "reduce")}
         for name in found if found == scales else found - scales:
             if found - {name} <= scales and all(self._depends(one, name) for one in found - {name}):
                 return name
         return None
 
-    def _is_reduction(self, name: str) -> bool:
-        node = self.scope.producers.get(name)
-        return node is not None and node.op_type.startswith("Reduce")
-
     def _depends(self, name: str, on: str) -> bool:
-        """Whether a value is made of another, as far as the nodes nearest to it say."""
+        """Whether a value is made of another, by the nodes nearest to it."""
         waiting, seen = deque([name]), {name}
         while waiting and len(seen) <= MOST_NODES:
             value = waiting.popleft()
@@ -171,4 +169,5 @@ class _Search:
 
 
 def _widens(node: NodeProto) -> bool:
-    return node.op_type == "Cast" and any(a.name == "to" and a.i in WIDE for a in node.attribute)
+    """Whether a cast drops no bits; a CastLike, whose type nothing here tells, counts as one that does not."""
+    return has(node.op_type, "cast") and not any(a.name == "to" and a.i not in WIDE for a in node.attribute)

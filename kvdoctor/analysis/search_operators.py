@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import Axis, Graph, Port
 from kvdoctor.decode.search import SearchPlan
-from kvdoctor.model.cache_operators import CONTRIB, DECODING_OPERATORS
+from kvdoctor.model.operators import CONTRIB, has, operators_with
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute
 from kvdoctor.model.view import Declared, GraphView, integers
@@ -44,13 +44,13 @@ GPT = 0
 def read_search(file: OnnxFile) -> SearchPlan:
     """The plan of the operator in a file's main graph."""
     view = file.graph
-    node = next(n for n in view.model.graph.node if n.domain == CONTRIB and n.op_type in DECODING_OPERATORS)
+    node = next(n for n in view.model.graph.node if n.domain == CONTRIB and has(n.op_type, "search"))
     scope = view.main
     fed, fixed, unknown = dict[str, str](), dict[str, float](), list[str]()
     for name, value in zip(INPUTS[node.op_type], node.input, strict=False):
         if not value:
             continue
-        source = scope.through(value, {"Cast", "Identity"})
+        source = scope.through(value, operators_with("cast", "copy"))
         tensor = scope.constant(source)
         if source in view.inputs:
             fed[name] = source

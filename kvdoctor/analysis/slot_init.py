@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvdoctor.analysis.dialects.dialect import SlotName
-from kvdoctor.analysis.stacks import StackParts
+from kvdoctor.analysis.stacks import FLOATS, StackParts
 from kvdoctor.contract import First, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
@@ -54,8 +54,20 @@ class SlotInit:
                 return replace(slot, filled_by=filled, filled_in="encode", first="encoder", carry="hold")
         first: First = "prefill" if has_first_graph else _empty_or_zeros(slot)
         # No graph of the stack computes a constant that a step only passes on.
-        made = None if has_first_graph or slot.growth == "constant" else slot.present
+        constant = slot.growth == "constant" and slot.present not in self._made_of_states
+        made = None if has_first_graph or constant else slot.present
         return replace(slot, filled_by=made, first=first)
+
+    @cached_property
+    def _made_of_states(self) -> set[str]:
+        """Outputs that the graph also computes of another input, such as encoder states, where their past is empty."""
+        flow, pasts = self.decode.dataflow, {slot.past for slot in self.slots}
+        inputs = {name: port for name, port in self.decode.graph.inputs.items() if name not in pasts | self.ids}
+        states = {name for name, port in inputs.items() if port.dtype in FLOATS and len(port.shape or ()) == 3}
+        if flow is None or not states:
+            return set()
+        reached = flow.descent.reached_from(states)
+        return {output for output, value in flow.flow.results.items() if value in reached}
 
     def _fill_from_first(self, slot: Slot, filled: str) -> Slot:
         """The slot with the output of the first graph, or of the no-past branch, that fills it."""
@@ -90,7 +102,8 @@ class SlotInit:
 
     def _find_output_of_first(self, slot: Slot, name: SlotName | None) -> str | None:
         outputs = self.first.graph.outputs
-        own = slot.present if name is not None or self._share_output_names else None
+        # Numbered names of one graph mean nothing in the other, unless both have the same output names.
+        own = slot.present if name is not None or set(self.decode.graph.outputs) <= set(outputs) else None
         for named in (own, name.filled_by if name else None, name.present if name else None):
             if named is not None and named in outputs:
                 return named
@@ -99,11 +112,6 @@ class SlotInit:
         fitting = (out for out in self._prefill_outputs if (out.kind, out.part) == (slot.kind, slot.part))
         ordered = sorted(fitting, key=lambda out: out.site)
         return ordered[slot.layer].name if slot.layer is not None and 0 <= slot.layer < len(ordered) else None
-
-    @property
-    def _share_output_names(self) -> bool:
-        """Whether both graphs have the same output names: numbered names of one graph mean nothing in the other."""
-        return set(self.decode.graph.outputs) <= set(self.first.graph.outputs)
 
     @cached_property
     def _prefill_outputs(self) -> list[PrefillOutput]:

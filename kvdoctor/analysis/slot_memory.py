@@ -1,12 +1,11 @@
 """The memory of one slot: bytes of a position, positions, copies while a step runs. Standard library only.
 
-As the graph and its loop store it, and in the alternatives to that. Where the contract leaves a size open, every figure
-that depends on it is None.
+As the graph and its loop store it. Where the contract leaves a size open, every figure that depends on it is None.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Literal
 
 from kvdoctor.contract import ITEM_BYTES, Axis, Slot, SlotKind
@@ -16,12 +15,6 @@ NOT_A_WIDTH: tuple[Axis, ...] = ("batch", "past", "capacity", "encoder", "blocks
 
 OVER_TOKENS: tuple[SlotKind, ...] = ("self-attention", "hidden-memory")
 OVER_ENCODER: tuple[SlotKind, ...] = ("cross-attention", "encoder-states")
-FLOATS = ("float", "float16", "bfloat16", "double")
-QUANTIZABLE: tuple[SlotKind, ...] = ("self-attention", "cross-attention", "hidden-memory")
-"""Kinds for which other element types are computed; states are few, and often stored in float on purpose."""
-
-SCALE_BYTES = 2
-"""Of a float16, the scale of a quantized cache: one per head and position, of the keys and of the values."""
 
 Counted = Literal["tokens", "capacity", "window", "encoder-states", "once"]
 """What the positions of a slot count: the tokens at the context, the length of a buffer, the layer's window where the
@@ -61,28 +54,20 @@ class SizeValues:
 
 @record
 class SlotBytes:
-    """A slot with its `positions`, each of `item` bytes times all `factors`, the axes other than batch and length.
-
-    `tokens` is the number of tokens that it holds at the context, None if it holds none. `packed` replaces the bytes
-    of a position for a quantized cache with its scales.
-    """
+    """A slot with its `positions`, each of `item` bytes times all `factors`, the axes other than batch and length."""
 
     slot: Slot
     factors: tuple[Factor, ...]
     item: int | None
     counted: Counted
     positions: int | None
-    tokens: int | None
     step: Step
     window: int | None = None
-    packed: int | None = None
 
     @property
     def position(self) -> int | None:
         """Bytes of one position."""
-        return (
-            self.packed if self.packed is not None else product([*(factor.size for factor in self.factors), self.item])
-        )
+        return product([*(factor.size for factor in self.factors), self.item])
 
     @property
     def held(self) -> int | None:
@@ -106,19 +91,6 @@ class SlotBytes:
     def once_for_the_batch(self) -> bool:
         """Whether all sequences share it: a counter without a batch axis."""
         return self.slot.kind == "counter" and "batch" not in self.slot.axes
-
-    @property
-    def rows(self) -> tuple[tuple[int, int], ...] | None:
-        """The rows of a position as (rows, elements per row): one per head, of the key and of the value."""
-        sizes = [factor.size for factor in self.factors if factor.size is not None]
-        if len(sizes) != len(self.factors) or not sizes:
-            return None
-        names = [factor.of for factor in self.factors]
-        at = next((names.index(name) for name in ("head_dim", "hidden") if name in names), len(names) - 1)
-        width = sizes.pop(at)
-        if self.slot.part == "key-value" and not {"parts", "layers"} & set(self.slot.axes):
-            return (math.prod(sizes), width // 2), (math.prod(sizes), width - width // 2)
-        return ((math.prod(sizes), width),)
 
     @property
     def bounded(self) -> bool:
@@ -150,59 +122,9 @@ def measure_slot(slot: Slot, measure: SizeValues) -> SlotBytes:
     window = counted_or_none(slot.window)
     if window is None and slot.kind == "self-attention" and slot.layer is not None:
         window = measure.windows.get(slot.layer)
-    counted, positions, tokens = _positions(slot, window, measure)
+    counted, positions = _positions(slot, window, measure)
     factors = _factors(slot, measure.heads)
-    return SlotBytes(slot, factors, ITEM_BYTES.get(slot.dtype), counted, positions, tokens, _step(slot), window)
-
-
-def in_float16(stored: SlotBytes) -> SlotBytes:
-    """The slot with elements of 2 bytes in place of wider floats."""
-    return replace(stored, item=2) if _is_quantizable(stored) and (stored.item or 0) > 2 else stored
-
-
-def quantize(stored: SlotBytes, elements_per_byte: int) -> SlotBytes:
-    """The slot in integers of 8 or 4 bits, each row padded to whole bytes and followed by its scale."""
-    if not _is_quantizable(stored) or stored.rows is None:
-        return stored
-    return replace(
-        stored, packed=sum(count * (-(-width // elements_per_byte) + SCALE_BYTES) for count, width in stored.rows)
-    )
-
-
-def in_window(stored: SlotBytes) -> SlotBytes:
-    """The slot as a buffer of the layer's attention window, written in place."""
-    if stored.window is None or stored.bounded or stored.positions is None or stored.positions <= stored.window:
-        return stored
-    return replace(stored, positions=stored.window, step="place")
-
-
-def in_buffer(stored: SlotBytes) -> SlotBytes:
-    """A growing slot as a buffer of its final length; each step returns the whole buffer."""
-    return replace(stored, step="anew") if stored.step == "joined" and stored.positions is not None else stored
-
-
-def in_place(stored: SlotBytes) -> SlotBytes:
-    """A slot of tokens as a buffer of its final length that is both past and present."""
-    return replace(stored, step="place") if stored.tokens is not None and stored.step in ("joined", "anew") else stored
-
-
-def in_pages(stored: SlotBytes, block_size: int) -> SlotBytes:
-    """A slot of all tokens in whole blocks of a pool, written in place; other slots are not changed."""
-    if stored.tokens is None or stored.bounded:
-        return stored
-    return replace(stored, positions=in_blocks(stored.tokens, block_size), step="place")
-
-
-def with_all_heads(stored: SlotBytes, heads: int | None) -> SlotBytes:
-    """The slot with a key and a value for each attention head, where heads share them."""
-    shared = next((factor.size for factor in stored.factors if factor.of == "kv_heads"), None)
-    if heads is None or shared is None or heads <= shared or heads % shared:
-        return stored
-    return replace(stored, factors=tuple(Factor(heads, f.of) if f.of == "kv_heads" else f for f in stored.factors))
-
-
-def _is_quantizable(stored: SlotBytes) -> bool:
-    return stored.slot.kind in QUANTIZABLE and stored.slot.dtype in FLOATS
+    return SlotBytes(slot, factors, ITEM_BYTES.get(slot.dtype), counted, positions, _step(slot), window)
 
 
 def counted_or_none(number: int | None) -> int | None:
@@ -238,25 +160,25 @@ def _factors(slot: Slot, heads: int | None) -> tuple[Factor, ...]:
     return tuple(found)
 
 
-def _positions(slot: Slot, window: int | None, measure: SizeValues) -> tuple[Counted, int | None, int | None]:
-    """What the positions count, how many there are, and how many tokens they hold."""
+def _positions(slot: Slot, window: int | None, measure: SizeValues) -> tuple[Counted, int | None]:
+    """What the positions count, and how many there are."""
     context, at = measure.context, slot.length_axis
     if slot.growth == "paged":
         block = slot.size("block") or 0
-        return "tokens", in_blocks(context, block) if context and block > 0 else context, context
+        return "tokens", in_blocks(context, block) if context and block > 0 else context
     if at is None:
-        return "once", 1, None
+        return "once", 1
     size = slot.shape[at]
     fixed = size if isinstance(size, int) and size > 0 else None
     if slot.axes[at] == "encoder":
-        return "encoder-states", fixed or measure.encoder_length, None
+        return "encoder-states", fixed or measure.encoder_length
     if fixed is not None:
-        return "capacity", fixed, min(fixed, context or fixed)
+        return "capacity", fixed
     if slot.trimmed and window is None:
-        return "window", None, None  # the graph trims the cache, and declares no length
+        return "window", None  # the graph trims the cache, and declares no length
     if (slot.growth == "ring" or slot.trimmed) and window is not None:
-        return "window", window, min(window, context or window)
-    return "tokens", context, context
+        return "window", window
+    return "tokens", context
 
 
 def _step(slot: Slot) -> Step:

@@ -8,23 +8,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 
-from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, slot_axes
+from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, likely_length, slot_axes
 from kvdoctor.analysis.cache_scales import fill_scales, find_stored, mark_scales, name_scales
-from kvdoctor.analysis.computed_presents import find_computed
+from kvdoctor.analysis.dataflow.entries import find_masked_axis, is_convolved
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse
+from kvdoctor.analysis.dataflow.walks import skip_copies
 from kvdoctor.analysis.dialects.dialect import SlotName
-from kvdoctor.analysis.entry_sizes import find_entry_sizes
-from kvdoctor.analysis.new_entries import NewEntries
-from kvdoctor.analysis.paged_pools import PagedPools
-from kvdoctor.analysis.recurrent_states import ReplacedStates
+from kvdoctor.analysis.port_roles import InputFlow
+from kvdoctor.analysis.recurrent_states import ReplacedStates, find_computed
 from kvdoctor.analysis.slot_init import SlotInit
 from kvdoctor.analysis.slot_rules import (
     REPLACED,
+    NewEntries,
+    PagedPools,
     carry_of,
     find_contradictions,
     growth_of,
-    pair_by_affix,
+    pair_by_name,
     part_of,
     proven_part,
     returns_new_rows,
@@ -83,6 +84,7 @@ class SlotReader:
         if unnamed := len(states.keys() - names.keys()):
             evidence.append(f"past inputs found by their use in the graph, not by name: {unnamed}")
         found = [slot for past, state in states.items() if (slot := self._read_slot(view.inputs[past], names, state))]
+        found = self._grow_together(found)
         found += self._find_replaced(view, found)
         found = mark_scales(found, self._stored)
         found = self._match_presents(_mark_prefixes(found, states), names)
@@ -94,33 +96,72 @@ class SlotReader:
         return SlotsRead(slots, tuple(self._missing), tuple(self._contradictions), (*evidence, *init.evidence))
 
     def _slot_names(self) -> dict[str, SlotName]:
-        """Past inputs by name: as genai_config.json names them, else as the dialect does."""
-        inputs, dialect = self.decode.graph.inputs, self.parts.dialect
-        names = {name.past: name for name in self.parts.known.find_slots(inputs)}
-        if dialect is not None:
-            names |= {name.past: name for name in dialect.find_slots(inputs) if name.past not in names}
+        """Past inputs by name: as genai_config.json names them, else as the dialect does, where it fits the outputs."""
+        names = {name.past: name for name in self.parts.known.find_slots(self.decode.graph.inputs)}
+        found = self._dialect_names
+        if any(name.present is None or name.present in self.decode.graph.outputs for name in found):
+            names |= {name.past: name for name in found if name.past not in names}
         names |= {name.past: name for name in name_scales(names, self._stored)}
         return {past: name for past, name in names.items() if past not in self.claimed}
+
+    @cached_property
+    def _dialect_names(self) -> list[SlotName]:
+        """Past inputs as the dialect names them."""
+        dialect = self.parts.dialect
+        return list(dialect.find_slots(self.decode.graph.inputs)) if dialect is not None else []
+
+    def _grow_together(self, found: list[Slot]) -> list[Slot]:
+        """Let a slot grow that seems to be a buffer, where another one grows that is declared in the same sizes."""
+        outputs = self.decode.graph.outputs
+
+        def declared(slot: Slot) -> tuple[object, ...]:
+            present = outputs.get(slot.present or "")
+            return slot.kind, slot.dtype, slot.shape, present.shape if present is not None else None
+
+        growing = {declared(slot): slot for slot in found if slot.growth == "grow" and slot.present is not None}
+        pairs = ((slot, growing.get(declared(slot)) if slot.growth == "static" else None) for slot in found)
+        return [replace(one, growth="grow", axes=o.axes, carry=o.carry) if o is not None else one for one, o in pairs]
 
     def _match_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
         """Match unnamed inputs and outputs by prefix or suffix (`x`, `x_out`), as a loop would.
 
         If the data flows to another such output, a check reports it.
         """
-        unnamed = {slot.past: slot.present for slot in found if slot.past not in names and slot.present is not None}
+        known = {name.past for name in self._dialect_names}
+        unnamed = {
+            slot.past: slot.present
+            for slot in found
+            if slot.past not in names and slot.past not in known and slot.present is not None
+        }
         presents = {name for name in unnamed.values() if name is not None}
-        for past, numbered in pair_by_affix(list(unnamed), presents, by_number=True).items():
+        for past, numbered in pair_by_name(list(unnamed), presents, by_number=True).items():
             if numbered != unnamed[past]:
                 reason = f"its number is that of {numbered!r}, but the graph returns its content as {unnamed[past]!r}"
                 self._contradictions.append(MissingPart(past, reason))
-        promised = pair_by_affix(list(unnamed), presents)
-        return [replace(slot, present=promised.get(slot.past, slot.present)) for slot in found]
+        promised = pair_by_name(list(unnamed), presents)
+        found = [replace(slot, present=promised.get(slot.past, slot.present)) for slot in found]
+        return self._add_computed_presents(found, names)
+
+    def _add_computed_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
+        """Add the presents that the graph computes of a past otherwise than by joining entries: by their names."""
+        inputs, outputs = self.decode.graph.inputs, self.decode.graph.outputs
+        types = {name: (port.dtype, len(port.shape or ())) for name, port in {**inputs, **outputs}.items()}
+        attended = [slot.past for slot in found if slot.kind == "self-attention" and slot.past not in names]
+        promised = pair_by_name(attended, {name for name in outputs if types[name] in map(types.get, attended)})
+        flow = self.decode.dataflow
+        made = {name: skip_copies(flow.flow, value) for name, value in flow.flow.results.items()} if flow else {}
+        taken = {made.get(slot.present) for slot in found if slot.present is not None}
+        lost = {slot.past for slot in found if slot.present is None and slot.carry == "feed-back"}
+        free = {past: name for past, name in promised.items() if past in lost and made.get(name) not in taken}
+        return [replace(slot, present=free.get(slot.past, slot.present)) for slot in found]
 
     def _add_attentions(self, found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
         """Add which attention uses each slot, and what the graph that first fills it uses the value for."""
         used = {s.past: state.use for s in found if (state := states.get(s.past)) and state.use and s.used_as}
         made = dict(self._uses_when_filled(found))
-        used_at, made_at = _rank_attentions(found, used), _rank_attentions(found, made)
+        flow = self.decode.dataflow
+        in_loop = flow is not None and bool(flow.flow.iterations)
+        used_at, made_at = _rank_attentions(found, used, in_loop), _rank_attentions(found, made, in_loop)
         return [
             replace(
                 slot,
@@ -134,9 +175,10 @@ class SlotReader:
     def _uses_when_filled(self, found: list[Slot]) -> Iterator[tuple[str, StateUse]]:
         """By past, the proven use of the value that the first step, another graph or branch, fills it with."""
         flow = self.first.first_dataflow
-        if flow is None or (self.first is self.decode and self.decode.graph.branches is None):
-            return
+        whole = self.first is self.decode and self.decode.graph.branches is None
         for slot in found:
+            if flow is None or (whole and slot.growth != "constant"):
+                continue  # one computation makes it in every step
             if slot.used_as and slot.filled_by and slot.filled_in == "prefill":
                 use = flow.uses.use_of_output(slot.filled_by)
                 if use is not None and use.proven:
@@ -169,7 +211,7 @@ class SlotReader:
         """Whether an unnamed input is a past: used by an attention, or joined by new entries and returned."""
         flow, rank = self.decode.dataflow, len(port.shape or ())
         attended = proven_part(state.use) is not None
-        if flow is None or (state.trimmed and not attended and _has_one_entry(port, state)):
+        if flow is None or (state.joined and not attended and self._is_replaced(port, state)):
             return False
         if not state.joined and state.output is None:
             # An input that is combined with new tokens is a table or a mask. One that gives keys and values at once
@@ -179,9 +221,23 @@ class SlotReader:
         returned = state.joined and (state.output is not None or state.delta is not None)
         return attended or (returned and state.use is not None)
 
+    def _is_replaced(self, port: Declared, state: StateFlow) -> bool:
+        """Whether entries that no attention reads are a state of fixed size: the last input of a layer, or several.
+
+        Hidden states from which keys and values are computed are multiplied by a weight, one by one.
+        """
+        shape, flow = port.shape or (), self.decode.dataflow
+        size = shape[state.axis] if state.axis is not None else 0
+        if not isinstance(size, int) or sum(not isinstance(d, int) for d in shape) > 1 or flow is None:
+            return False
+        memory = state.use is not None and state.use.part == "memory"
+        return size == 1 or not memory or is_convolved(flow, port.name, len(shape))
+
     def _with_update(self, port: Declared, state: StateFlow) -> StateFlow:
-        """Find the present of a buffer that arithmetic writes (masked, plus new entries): same type and shape."""
+        """Find the present of a buffer that arithmetic writes, of its type and shape, or the axis of its mask."""
         flow = self.decode.dataflow
+        if flow is not None and (state.how, state.axis) == ("write", None):
+            return replace(state, axis=find_masked_axis(flow, port.name, len(port.shape or ())))
         if flow is None or proven_part(state.use) is None or state.joined or state.output is not None:
             return state
         outputs = self.decode.graph.outputs.items()
@@ -189,7 +245,8 @@ class SlotReader:
         output = flow.descent.find_update(port.name, fitting) if fitting else None
         if output is None or flow.flow.results.get(output) not in self._reached:
             return state
-        return replace(state, output=output, how="update", growth="static", joined=True)
+        axis = find_masked_axis(flow, port.name, len(port.shape or ()))
+        return replace(state, output=output, how="update", growth="static", axis=axis, joined=True)
 
     def _read_slot(self, port: Declared, names: dict[str, SlotName], state: StateFlow | None) -> Slot | None:
         name = names.get(port.name)
@@ -197,7 +254,7 @@ class SlotReader:
             reason = "has no declared shape" if port.dtype else "is not a tensor, or declares no element type"
             self._missing.append(MissingPart(port.name, f"this input {reason}"))
             return None
-        kind = self._kind_of(name, state)
+        kind = self._kind_of(name, state, port.shape)
         growth = growth_of(kind, name, state, port.shape)
         if name is None and growth == "delta" and not self._new_entries.are_alone(state):
             growth = "grow"
@@ -236,15 +293,20 @@ class SlotReader:
     def _axes_of(
         self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
     ) -> tuple[Axis, ...]:
-        """The axes, with the batch where the shape has the name that the tokens give it: others may come first."""
-        axes = list(slot_axes(shape, kind, growth, name, state))
+        """The axes of a past."""
+        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state))
+
+    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The axes with the batch where the shape has the name that the tokens give it: others may come first."""
         named = [at for at, size in enumerate(shape) if size in self._batch_names]
-        movable = [at for at, axis in enumerate(axes) if axis in ("batch", "kv_heads", "head_dim")]
-        if "batch" in axes and len(named) == 1 and named[0] in movable:
-            widths = (axes[at] for at in movable if axes[at] != "batch")
-            moved: dict[int, Axis] = {at: "batch" if at == named[0] else next(widths) for at in movable}
-            axes = [moved.get(at, axis) for at, axis in enumerate(axes)]
-        return tuple(axes)
+        if "batch" in axes and len(named) == 1 and axes[named[0]] == "capacity":
+            axes = tuple("capacity" if a == "batch" else "batch" if a == "capacity" else a for a in axes)
+        movable = [at for at, axis in enumerate(axes) if axis not in ("past", "capacity", "encoder", "batch_heads")]
+        if "batch" not in axes or len(named) != 1 or named[0] not in movable:
+            return axes
+        others = (axes[at] for at in movable if axes[at] != "batch")
+        moved: dict[int, Axis] = {at: "batch" if at == named[0] else next(others) for at in movable}
+        return tuple(moved.get(at, axis) for at, axis in enumerate(axes))
 
     @cached_property
     def _stored(self) -> dict[str, str]:
@@ -274,13 +336,16 @@ class SlotReader:
         """All values of a decode step that depend on the new tokens."""
         return self.decode.dataflow.descent.reached_from(self.tokens) if self.decode.dataflow is not None else set()
 
-    def _kind_of(self, name: SlotName | None, state: StateFlow | None) -> SlotKind:
+    def _kind_of(self, name: SlotName | None, state: StateFlow | None, shape: tuple[Dim, ...]) -> SlotKind:
         """Self- or cross-attention by whether it grows; another kind of state by its name or its use."""
         ruled = name.rule.kind if name is not None else None
         use = state.use.part if state is not None and state.use is not None else None
         if ruled is None and state is not None and (state.how, state.growth) == ("operator", "replace"):
             return "conv-state" if use == "conv" else "recurrent-state"
-        grows = state is not None and state.how == "append" and not state.trimmed and use in ATTENTION_PARTS
+        grows = False
+        if state is not None and state.how == "append" and use in ATTENTION_PARTS:
+            length = shape[likely_length(shape) if state.axis is None else state.axis]
+            grows = not state.trimmed or not isinstance(length, int)
         if ruled is not None and ruled not in ("self-attention", "cross-attention"):
             attended = ruled == "hidden-memory" and state is not None and proven_part(state.use) is not None
             return "self-attention" if attended or (grows and ruled in REPLACED) else ruled
@@ -315,15 +380,15 @@ class SlotReader:
             return []
         taken = {slot.past for slot in found} | self.claimed | self.tokens
         returned = {slot.present for slot in found}
-        return list(
-            ReplacedStates(
-                flow,
-                inputs=[port for past, port in view.inputs.items() if past not in taken],
-                outputs=[port for name, port in view.outputs.items() if name not in returned],
-                tokens=self.tokens,
-                has_other_slots=bool(found),
-            ).read()
+        states = ReplacedStates(
+            InputFlow(flow, view.inputs),
+            inputs=[port for past, port in view.inputs.items() if past not in taken],
+            outputs=[port for name, port in view.outputs.items() if name not in returned],
+            tokens=self.tokens,
+            has_other_slots=bool(found),
         )
+        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes)) for slot in states.read()]
+        return sorted(found, key=lambda slot: flow.descent.computed_at(slot.present or ""))
 
     def _sizes_of(self, port: Declared, axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Dim, ...]:
         """The declared sizes; open ones as the attention shows them, or else as a config gives them."""
@@ -335,16 +400,11 @@ class SlotReader:
         if flow is not None and any(
             not isinstance(d, int) for d, axis in zip(shape, axes, strict=True) if axis in WIDTHS
         ):
-            made = zip(axes, find_entry_sizes(flow, port.name, shape), strict=True)
+            made = zip(axes, flow.find_entry_sizes(port.name, len(shape)), strict=True)
             known |= {axis: size for axis, size in made if axis in WIDTHS and size is not None}
         return tuple(
             dim if isinstance(dim, int) else known.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
         )
-
-
-def _has_one_entry(port: Declared, state: StateFlow) -> bool:
-    """Whether a state has one entry: the last input of a layer, which each step replaces."""
-    return state.axis is not None and port.shape is not None and port.shape[state.axis] == 1
 
 
 def _has_constant_length(
@@ -375,31 +435,39 @@ def _mark_prefixes(found: list[Slot], states: dict[str, StateFlow | None]) -> li
 
 
 def _number_layers(found: list[Slot], states: dict[str, StateFlow | None]) -> list[Slot]:
-    """Give unnamed slots their layer: the rank of their attention among those of the same kind and part."""
-    groups: dict[tuple[str, str], list[Slot]] = {}
+    """Give unnamed slots their layer: their rank among those of the same kind and part, and of states the same size."""
+
+    def kind_of(slot: Slot) -> tuple[object, ...]:
+        return slot.kind, slot.part, slot.shape if slot.growth == "replace" else None
+
+    groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in found:
         if slot.layer == NO_LAYER:
-            groups.setdefault((slot.kind, slot.part), []).append(slot)
+            groups.setdefault(kind_of(slot), []).append(slot)
     layers: dict[str, int] = {}
-    for (kind, part), group in groups.items():
+    for kind, group in groups.items():
         ordered = sorted(group, key=lambda slot: _site_of(states.get(slot.past))) if group[0].past in states else group
-        taken = {slot.layer for slot in found if (slot.kind, slot.part) == (kind, part)}
+        taken = {slot.layer for slot in found if kind_of(slot) == kind}
         free = (number for number in count() if number not in taken)
         layers |= {slot.past: next(free) for slot in ordered}
     return [replace(slot, layer=layers[slot.past]) if slot.past in layers else slot for slot in found]
 
 
-def _rank_attentions(slots: list[Slot], uses: dict[str, StateUse]) -> dict[str, int]:
-    """Number the attentions of each kind and part in the order of the graph."""
+def _rank_attentions(slots: list[Slot], uses: dict[str, StateUse], in_loop: bool) -> dict[str, int]:
+    """Number the attentions of each kind and part in the order of the graph; slots of one attention share a number.
+
+    An attention `in_loop` is one of each layer in turn.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for slot in slots:
         if slot.past in uses:
             groups.setdefault((slot.kind, uses[slot.past].part), []).append(slot.past)
-    return {
-        past: rank
-        for group in groups.values()
-        for rank, past in enumerate(sorted(group, key=lambda past: uses[past].site))
-    }
+    ranks: dict[str, int] = {}
+    for group in groups.values():
+        ordered = sorted(group, key=lambda past: uses[past].site)
+        sites = [uses[past].site for past in ordered]
+        ranks |= {past: at if in_loop else sites.index(sites[at]) for at, past in enumerate(ordered)}
+    return ranks
 
 
 def _site_of(state: StateFlow | None) -> int:
@@ -407,5 +475,6 @@ def _site_of(state: StateFlow | None) -> int:
 
 
 def _sort_key(slot: Slot) -> tuple[int, bool, str, str]:
+    """States that are replaced stay in the order in which a layer computes them."""
     layer = -1 if slot.layer is None else slot.layer
-    return layer, slot.kind != "self-attention", slot.part, slot.past
+    return layer, slot.kind != "self-attention", slot.part, slot.past if slot.growth != "replace" else ""

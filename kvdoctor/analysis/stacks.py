@@ -18,14 +18,14 @@ from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import ENCODER_LIKE, Dialect, RoleRule, find_dialect
 from kvdoctor.contract import Stage
 from kvdoctor.errors import UnreadableError
-from kvdoctor.model.cache_operators import CONTRIB, DECODING_OPERATORS
 from kvdoctor.model.external_data import ExternalFile, ExternalProblem
 from kvdoctor.model.files import STEM
 from kvdoctor.model.flatten import TooLarge
 from kvdoctor.model.flow import flow_of
+from kvdoctor.model.join import NotClosed, cut_out
+from kvdoctor.model.operators import CONTRIB, has
 from kvdoctor.model.proto import GraphProto, ModelProto
 from kvdoctor.model.skeleton import Skeleton
-from kvdoctor.model.subgraph import NotClosed, cut_out
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
@@ -74,7 +74,7 @@ class OnnxFile:
 
     @property
     def suffix(self) -> str:
-        """The name without the words for the file's role: `_q4` of `decoder_model_q4.onnx`."""
+        """The name without the terms for the file's role: `_q4` of `decoder_model_q4.onnx`."""
         match = STEM.fullmatch(self.path.stem)
         if match:
             return match["suffix"] or ""
@@ -199,7 +199,7 @@ class StackParts:
 
 
 def role_of(path: Path, view: GraphView) -> FileRole:
-    """The role of a file, by its graph; its name decides only between graphs that look alike."""
+    """The role of a file, by its graph; its name decides only between graphs that look the same."""
     if decoding_operator(view) is not None:
         return "generator"
     match = STEM.fullmatch(path.stem)
@@ -231,7 +231,7 @@ def has_named_logits(view: GraphView) -> bool:
 
 def decoding_operator(view: GraphView) -> str | None:
     """The operator of the main graph that runs the whole decode loop (`BeamSearch`, ...), if there is one."""
-    found = (n.op_type for n in view.model.graph.node if n.domain == CONTRIB and n.op_type in DECODING_OPERATORS)
+    found = (n.op_type for n in view.model.graph.node if n.domain == CONTRIB and has(n.op_type, "search"))
     return next(found, None)
 
 
@@ -276,7 +276,7 @@ def _group_variant(mine: list[OnnxFile], shared: dict[FileRole, OnnxFile], tail:
             name = "decoder" if named or not PART_WORDS.sub("", file.path.stem).strip("-_. ") else file.path.stem
             yield StackFiles(name + tail if named else name, "decoder-only", {"decoder": file, **shared})
         elif not (named and (merged or pair)):
-            # The no-past graph alone. Beside a merged decoder it is a copy of one of its branches.
+            # The no-past graph alone. Next to a merged decoder it is a copy of one of its branches.
             yield StackFiles("first-step" + tail, "unpaired", {"decoder": file, **shared})
 
 
@@ -346,7 +346,7 @@ def _open_operator(file: OnnxFile, tail: str) -> StackFiles:
 
 def operator_bodies(model: ModelProto) -> dict[FileRole, GraphProto]:
     """The subgraphs of the operator that runs the whole loop, by their roles; a second first step is left out."""
-    node = next(n for n in model.graph.node if n.domain == CONTRIB and n.op_type in DECODING_OPERATORS)
+    node = next(n for n in model.graph.node if n.domain == CONTRIB and has(n.op_type, "search"))
     bodies = {attribute.name: attribute.g for attribute in node.attribute if attribute.HasField("g")}
     found: dict[FileRole, GraphProto] = {}
     if "encoder" in bodies and has_named_logits(GraphView(ModelProto(graph=bodies["encoder"]))):
@@ -363,7 +363,8 @@ def follow_graph(view: GraphView, cached: bool = True) -> Dataflow | None:
     known = _DATAFLOWS.setdefault(view, {})
     if cached not in known:
         try:
-            known[cached] = Dataflow(flow_of(view, cached))
+            shapes = {name: port.fixed[1] for name, port in view.inputs.items() if port.fixed is not None}
+            known[cached] = Dataflow(flow_of(view, cached), shapes)
         except TooLarge:
             known[cached] = None
     return known[cached]
@@ -386,19 +387,30 @@ def _carries_states(view: GraphView) -> bool:
 
 
 def _replaces_states(view: GraphView) -> bool:
-    """Whether a graph that takes token ids has states of fixed size: floats returned in their type and shape."""
-    if not any(port.dtype in ("int64", "int32") for port in view.inputs.values()):
-        return False
-    for name, port in view.inputs.items():
-        if port.dtype not in FLOATS or not port.shape or len(port.shape) < 3:
+    """Whether a graph that takes token ids has states of fixed size, returned in their type and shape.
+
+    Vectors and integers are states where the graph returns logits as well.
+    """
+    ids = [name for name, port in view.inputs.items() if port.dtype in ("int64", "int32")]
+    for name, port in view.inputs.items() if ids else ():
+        fitting = {out for out, other in view.outputs.items() if other.fixed == port.fixed}
+        if not fitting or not port.shape or sum(not isinstance(size, int) for size in port.shape) > 1:
             continue
-        fitting = {out for out, other in view.outputs.items() if (other.dtype, other.shape) == (port.dtype, port.shape)}
-        if not fitting or sum(not isinstance(size, int) for size in port.shape) > 1:
+        dataflow, rank = follow_graph(view), len(port.shape)
+        if dataflow is None or rank < 2 or (rank < 3 and not _returns_logits(view, dataflow, ids)):
             continue
-        dataflow = follow_graph(view)
-        if dataflow is not None and dataflow.descent.find_update(name, fitting) is not None:
+        if port.dtype in FLOATS and dataflow.descent.find_update(name, fitting) is not None:
+            return True
+        kept = (output for one in ids for output, _ in dataflow.outputs_reached(one, rank))
+        if port.dtype not in FLOATS and not fitting.isdisjoint(kept):
             return True
     return False
+
+
+def _returns_logits(view: GraphView, dataflow: Dataflow, ids: list[str]) -> bool:
+    """Whether a float output is as wide as a table of embeddings that integers index has rows."""
+    rows = {dataflow.uses.table_rows(name) for name in ids} - {None}
+    return any(port.dtype in FLOATS and port.shape and port.shape[-1] in rows for port in view.outputs.values())
 
 
 def _returns_cache(view: GraphView) -> bool:

@@ -1,51 +1,123 @@
 """Length thresholds: the numbers of a graph at which what it computes may change with the length of the sequence.
 
 A length is the size of an axis, a position, or a sum over a mask. A threshold is a number that a length is compared
-with, clipped to, taken modulo of or sliced at, or by which it differs from another length that it is compared with, or
-the extent of a constant table that it looks up or cuts; the number is a constant, or computed of constants. The lengths
-just before, at and behind each threshold are worth a decode step (`decode/experiments/each_length.py`). A number that
+with, clipped to, taken modulo of or sliced at, or by which it differs from another length that it is compared with, the
+extent of a constant table that it looks up or cuts, or where an element type that it is cast to ends or begins to
+round; the number is a constant, or computed of constants. The lengths
+just before, at and after each threshold are worth a decode step (`decode/experiments/each_length.py`). A number that
 is no threshold of a length may be among them: it costs a few steps, and decides nothing.
+
+An exporter writes the end of a table as `Shape(table)[0] - 1` where another writes 99. The rules of an abstract run
+compute it (abstract_run/graph_run.py); no weights are read for it.
 """
 
+import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
-from kvdoctor.analysis.fixed_numbers import FixedNumbers
 from kvdoctor.contract import Graph
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import operator_of, operators_with, ports_of
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.view import integers
 from kvdoctor.records import record
+
+if TYPE_CHECKING:
+    from kvdoctor.analysis.abstract_run.values import Abstract
+
+
+MOST_NODES = 2_000
+"""Nodes that are computed for one graph, at most: the numbers after them are unknown."""
+MOST_DEEP = 32
+"""Consecutive nodes between a number and the constants that it is computed of, at most."""
+MOST_LISTED = 64
+"""Elements of a value that is read as numbers; a larger one is data."""
+
+
+class FixedNumbers:
+    """The numbers of the values of one flow that no input has a part in; each is computed once."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self._known: dict[str, Abstract | None] = {}
+
+    def of(self, name: str) -> Sequence[int]:
+        """The one number of a value, a float rounded down; none where it is not known, or has several.
+
+        Rows of positions are computed as well: where one ends is the capacity of a buffer.
+        """
+        if name in self.flow.constants or name not in self.flow.fixed:
+            return ()
+        value = self._compute(name, MOST_DEEP)
+        found = value.numbers if value is not None else None
+        if found is None or found.size != 1:
+            return ()
+        return tuple(math.floor(number) for number in found.ravel().tolist() if math.isfinite(number))
+
+    def _compute(self, name: str, left: int) -> "Abstract | None":
+        """A value; None where it is not known. `left` is the number of nodes that may still come before it."""
+        if name not in self._known:
+            self._known[name] = None  # of a value that depends on itself
+            tensor, node = self.flow.constants.get(name), self.flow.producers.get(name)
+            if tensor is not None:
+                self._known[name] = _read(tensor)
+            elif node is not None and name in self.flow.fixed and left and len(self._known) < MOST_NODES:
+                given = [self._compute(one, left - 1) if one else None for one in node.inputs]
+                self._known[name] = _apply(node, given, name)
+        return self._known[name]
+
+
+# What computes is loaded here, with numpy: most graphs compare lengths with constants, or with other lengths.
+def _read(tensor: TensorProto) -> "Abstract":
+    """A constant: its numbers where it is small, the shape of any other."""
+    from kvdoctor.analysis.abstract_run.values import Abstract, read_tensor
+
+    small = math.prod(tensor.dims) <= MOST_LISTED
+    return read_tensor(tensor, "") if small else Abstract(tuple(tensor.dims))
+
+
+def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abstract | None":
+    """One output of a node."""
+    import numpy as np
+
+    from kvdoctor.analysis.abstract_run.graph_run import ANY_NUMPY, RULES
+    from kvdoctor.analysis.abstract_run.reading import Reading
+    from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun
+
+    rule = RULES.get(node.op)
+    if rule is None:
+        return None
+    inputs = [value or UNKNOWN if name else None for name, value in zip(node.inputs, given, strict=True)]
+    try:
+        with np.errstate(all="ignore"):
+            made = rule(Reading(node.proto, inputs, np.random.default_rng(0)))
+    except (CannotRun, *ANY_NUMPY):
+        return None
+    return dict(zip(node.outputs, [made] if isinstance(made, Abstract) else made, strict=False)).get(output)
+
 
 COUNTS = ("position_ids", "cache_position", "write_index", "past_length", "total_length", "last_index", "new_length")
 """Roles of inputs that hold positions or lengths."""
 MASKS = ("attention_mask", "additive_mask")
 
-KEEPS_COUNTS = {
-    *(
-        "Identity",
-        "Cast",
-        "Squeeze",
-        "Unsqueeze",
-        "Reshape",
-        "Expand",
-        "Transpose",
-        "Concat",
-        "Gather",
-        "GatherElements",
-    ),
-    *("Slice", "Add", "Sub", "Mul", "Neg", "Abs", "Max", "Min", "Clip", "Div", "Mod", "Where", "Range", "CumSum"),
-    *("ReduceSum", "ReduceMax", "ReduceMin", "Tile", "Flatten", "Log", "Floor", "Ceil", "Split", "Shape", "Size"),
-}
+COMPUTES = operators_with("arithmetic", "exponential", "select", "range", "accumulate", "reduce", "measure")
+KEEPS_COUNTS = COMPUTES | operators_with("copy", "cast", "view", "permute", "repeat", "pick", "join")
 """Operators whose result is a length or position where one of their inputs is."""
-VIEWS = {"Reshape", "Expand", "Unsqueeze", "Squeeze", "Tile", "Slice", "Split"}
-"""Of these only the first input is data; the others say how it is viewed, often by a length."""
-COMPARES = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "Min", "Max", "Clip", "Mod"}
-LOOKS_UP = {"Gather": 1, "GatherND": 1, "GatherElements": 1}
-"""Operators that look up their first input, with the index of the input that says where."""
+COMPARES = operators_with("compare", "clamp", "modulo")
+
+NARROW: dict[int, tuple[int, ...]] = {
+    TensorProto.UINT8: (256,),
+    TensorProto.INT8: (128, 256),
+    TensorProto.INT16: (1 << 15, 1 << 16),
+    TensorProto.UINT16: (1 << 16,),
+}
+"""Where the numbers of a type end, and where they are those from 0 again."""
+ROUNDS: dict[int, tuple[int, ...]] = {TensorProto.FLOAT16: (1 << 11,), TensorProto.BFLOAT16: (1 << 8,)}
+"""The whole number above which a type has no longer all of them: two positions become one."""
 
 LEAST, MOST = 2, 1 << 17
 """Bounds of a number that is taken for a length in tokens; larger ones mean "to the end" in most graphs."""
@@ -75,11 +147,16 @@ def find_thresholds(flow: Flow, graph: Graph) -> tuple[Threshold, ...]:
     return tuple(Threshold(length, found[length]) for length in sorted(found)[:MOST_FOUND])
 
 
-def writes_around(flow: Flow, size: int) -> bool:
-    """Whether everything that a graph writes into a tensor goes to a place that is counted modulo `size`."""
-    writes = [node for node in flow.nodes if node.op in ("ScatterND", "ScatterElements", "TensorScatter")]
-    places = [node.inputs[2 if node.op == "TensorScatter" else 1 :][:1] for node in writes]
-    return bool(writes) and all(place and _is_modulo(flow, place[0], size) for place in places)
+def may_go_on(flow: Flow, size: int) -> bool:
+    """Whether a graph can be run with more tokens than its buffers hold: no operator writes after their end.
+
+    Either none writes at a place, or the place is counted modulo `size`; an attention that keeps a buffer is trusted in
+    nothing.
+    """
+    writes = [node for node in flow.nodes if node.has("write")]
+    places = [node.input(at) for node in writes for at in operator_of(node.op).places]
+    kept = any(ports_of(node.domain, node.op) is not None for node in flow.nodes)
+    return not kept and all(place and _is_modulo(flow, place, size) for place in places)
 
 
 def _is_modulo(flow: Flow, value: str, size: int) -> bool:
@@ -89,7 +166,7 @@ def _is_modulo(flow: Flow, value: str, size: int) -> bool:
         node = flow.producers.get(waiting.popleft())
         if node is None:
             continue
-        if node.op == "Mod" and list(_numbers(flow.constant(node.input(1)))) == [size]:
+        if node.has("modulo") and list(whole_numbers(flow.constant(node.input(1)))) == [size]:
             return True
         for name in node.inputs:
             if name and name not in seen:
@@ -105,6 +182,7 @@ class _Counts:
         self.flow = flow
         self.fixed = FixedNumbers(flow)
         self.counts = {port.name for port in graph.inputs if port.role in COUNTS}
+        self.positions = {port.name for port in graph.inputs if port.role in ("position_ids", "cache_position")}
         self.masks = {port.name for port in graph.inputs if port.role in MASKS}
         self.axes = {
             port.name: {at for at, axis in enumerate(port.axes) if axis in ("past", "total", "capacity", "new")}
@@ -113,27 +191,31 @@ class _Counts:
 
     def follow(self, node: FlatNode) -> None:
         """Mark the outputs of a node that are lengths or positions, and the axes that its outputs have of them."""
-        counted = node.op in ("CumSum", "ReduceSum") and node.input(0) in self.masks
-        if node.op in ("Shape", "Size") or counted or (node.op in KEEPS_COUNTS and self._is_count(node)):
+        counted = node.has("sum") and node.input(0) in self.masks
+        if node.has("measure") or counted or (node.op in KEEPS_COUNTS and self._is_count(node)):
             self.counts.update(node.outputs)
-        if node.op in ("Cast", "Identity", "Unsqueeze", "Squeeze", "Slice", "Reshape") and node.input(0) in self.masks:
+        numbers = node.has("range", "accumulate") and not self.counts.isdisjoint(node.outputs)
+        if numbers or (node.op in KEEPS_COUNTS and not self.positions.isdisjoint(node.inputs)):
+            self.positions.update(node.outputs)
+        if node.has("copy", "cast", "view", "pick") and node.input(0) in self.masks:
             self.masks.update(node.outputs)
         if axes := self._axes_after(node):
             self.axes[node.output()] = axes
 
     def _is_count(self, node: FlatNode) -> bool:
-        data = node.inputs[:1] if node.op in LOOKS_UP or node.op in VIEWS else node.inputs
-        return any(name in self.counts for name in data)
+        takes = operator_of(node.op).takes_content
+        return any(name in self.counts for at, name in enumerate(node.inputs) if takes(at))
 
     def _axes_after(self, node: FlatNode) -> set[int]:
         """The axes of the first output that are a length: through views, and through what keeps the shape."""
         axes = next((self.axes[name] for name in node.inputs if self.axes.get(name)), set())
         if not axes:
             return set()
-        if node.op == "Transpose":
+        if node.has("permute"):
             order = node.numbers("perm")
             return {order.index(at) for at in axes if at in order} if order else set()
-        return axes if node.op in ("Identity", "Cast", "Concat", "Slice", "Add", "Mul", "ScatterElements") else set()
+        keeps = node.has("copy", "cast", "join", "arithmetic", "write") or node.op == "Slice"
+        return axes if keeps else set()
 
     def thresholds_of(self, node: FlatNode) -> Iterator[int]:
         """The constants that a length meets at a node."""
@@ -144,21 +226,24 @@ class _Counts:
                 yield from (number for name in node.inputs for number in self._shifts(name))
         elif node.op == "Slice":
             yield from self._slice_bounds(node)
+        elif node.op == "Cast" and node.input(0) in self.counts | self.positions:
+            ends = NARROW | (ROUNDS if node.input(0) in self.positions else {})
+            yield from ends.get(node.number("to", 0), ())
 
     def _shifts(self, length: str) -> Iterator[int]:
         """The constant by which a length was shifted: `key > query - W` compares a distance with W."""
         node = self.flow.producers.get(length)
-        if node is not None and node.op in ("Add", "Sub") and self._is_count(node):
+        if node is not None and node.has("add", "subtract") and self._is_count(node):
             yield from (abs(number) for name in node.inputs for number in self._numbers(name))
 
     def _numbers(self, name: str) -> Sequence[int]:
         """The whole numbers of a constant, or of what is computed of constants alone."""
-        return _numbers(self.flow.constant(name)) or self.fixed.of(name)
+        return whole_numbers(self.flow.constant(name)) or self.fixed.of(name)
 
     def _slice_bounds(self, node: FlatNode) -> Iterator[int]:
         """The constant begin and end of a Slice along an axis that is a length."""
         axes = self.axes.get(node.input(0), set())
-        cut = _numbers(self.flow.constant(node.input(3))) if node.input(3) else range(8)
+        cut = whole_numbers(self.flow.constant(node.input(3))) if node.input(3) else range(8)
         for name in (node.input(1), node.input(2)) if axes else ():
             numbers = self._numbers(name) if name else ()
             yield from (abs(number) for number, at in zip(numbers, cut, strict=False) if at in axes)
@@ -168,16 +253,16 @@ class _Counts:
         table = self.flow.constants.get(node.input(0)) if node.inputs else None
         if table is None:
             return
-        if node.op in LOOKS_UP and node.input(LOOKS_UP[node.op]) in self.counts:
-            axis = node.number("axis", 0) if node.op != "GatherND" else 0
+        if node.has("pick") and any(node.input(at) in self.counts for at in operator_of(node.op).places):
+            axis = node.number("axis", 0)
             if -len(table.dims) <= axis < len(table.dims):
                 yield int(table.dims[axis])
         elif node.op == "Slice" and any(name in self.counts for name in node.inputs[1:3]):
-            axes = _numbers(self.flow.constant(node.input(3))) if node.input(3) else range(len(table.dims))
+            axes = whole_numbers(self.flow.constant(node.input(3))) if node.input(3) else range(len(table.dims))
             yield from (int(table.dims[axis]) for axis in axes if -len(table.dims) <= axis < len(table.dims))
 
 
-def _numbers(tensor: TensorProto | None) -> Sequence[int]:
+def whole_numbers(tensor: TensorProto | None) -> Sequence[int]:
     """The whole numbers of a short tensor of integers or of one float; none of any other."""
     if tensor is None:
         return ()

@@ -1,4 +1,4 @@
-"""`kvdoctor inspect`, `step-test` and `contract`: they read one model, or run it."""
+"""`kvdoctor inspect`, `step-test`, `contract`, `speed`, `re-export`: they read one model, run it or repair a copy."""
 
 import os
 import sys
@@ -7,7 +7,17 @@ from typing import Any, NoReturn
 import click
 
 from kvdoctor.cli.options import chosen_policy, command, examples, given_options, policy_options, table_options
-from kvdoctor.cli.output import complain, end, finish, output_options, progress_line, read_output, write
+from kvdoctor.cli.output import (
+    complain,
+    copy_options,
+    end,
+    finish,
+    finish_copy,
+    finish_with,
+    output_options,
+    read_output,
+    write,
+)
 
 CONTRACT_FORMATS = ("text", "json")
 
@@ -63,10 +73,7 @@ def step_test(path: str, **given: Any) -> NoReturn:
     """
     from kvdoctor import api
 
-    output = read_output(given)
-    with progress_line(quiet=given["quiet"]) as progress:
-        report = api.step_test(path, policy=chosen_policy(given), progress=progress, **given_options())
-    finish(report, output)
+    finish_with(api.step_test, given, path)
 
 
 @command(
@@ -83,7 +90,7 @@ def contract(path: str, **given: Any) -> NoReturn:
     """Print the cache contract of each stack: what a loop must feed, feed back and keep."""
     from kvdoctor import api
     from kvdoctor.report import json_format, text
-    from kvdoctor.report.safe import printable, shortened
+    from kvdoctor.report.escaping import printable, shortened
 
     output = read_output(given, CONTRACT_FORMATS)
     report = api.read_contracts(path)
@@ -92,8 +99,54 @@ def contract(path: str, **given: Any) -> NoReturn:
         sys.stdout.write(json_format.render_contracts(report))
     else:
         text.print_contracts(report, text.open_console(output.color), output.verbosity)
-    write([(file, renders[name](report)) for name, file in output.files])
+    write(output, lambda name: renders[name](report))
     if not report.stacks:
         reasons = [finding.observed for finding in report.findings] + [entry.reason for entry in report.not_checked]
         complain(f"no cache contract: {printable(shortened('; '.join(reasons), 1200))}")
     end(0 if report.stacks else 3)
+
+
+@command(
+    "Repair a copy of the graph and prove the repair.",
+    name="re-export",
+    epilog=examples(
+        ("kvdoctor re-export exports/marian -o fixed", "a repaired and proved copy"),
+        ("kvdoctor re-export exports/marian --diff", "the changes, node by node"),
+        ("kvdoctor re-export exports/marian -o fixed --target onnxruntime==1.16.3", "for an older runtime"),
+        ("kvdoctor re-export exports/marian --from checkpoints/marian -o fresh", "exported again from the checkpoint"),
+    ),
+)
+@click.argument("path", required=False, type=click.Path())
+@copy_options("the repaired copy")
+@table_options("re-export")
+@output_options()
+def re_export(path: str | None, **given: Any) -> NoReturn:
+    """Repair the graph into OUT, diagnose the result again, and write a fix report next to it.
+
+    With --from CHECKPOINT, export the model again, repair it and compare it with PyTorch; the copy then
+    has the inputs and outputs of PATH, which may be left out.
+    """
+    from kvdoctor import api
+
+    finish_copy(api.re_export, given, path, "the repaired copy")
+
+
+@command(
+    "Measure decoding speed on this machine.",
+    epilog=examples(
+        ("kvdoctor speed exports/llama --output speed.json", "first token, steps, memory"),
+        ("kvdoctor speed exports/llama --against speed.json", "what got slower since"),
+    ),
+)
+@click.argument("path", type=click.Path())
+@table_options("speed")
+@output_options()
+def speed(path: str, **given: Any) -> NoReturn:
+    """Measure the time to the first token and of a step, and memory, at several lengths of the past (docs/speed.md).
+
+    Exit code 0: measured, and with --against not worse. 1: something is worse. 2: wrong usage. 3: it could not be
+    measured or compared.
+    """
+    from kvdoctor import api
+
+    finish_with(api.speed, given, path)

@@ -11,9 +11,8 @@ from kvdoctor.cli.output import format_option
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvdoctor.findings import Check, Issue
-    from kvdoctor.report.info_document import Explanation
-    from kvdoctor.report.known_messages import KnownMessage
+    from kvdoctor.findings import Issue
+    from kvdoctor.report.info_document import ExplainedCheck, ExplainedMessage, Explanation
 
 SCHEMAS = ("report", "gate", "contract", "diff", "baseline", "explain", "env")
 
@@ -26,12 +25,14 @@ def _complete_checks(_context: click.Context, _parameter: click.Parameter, start
 
 
 @command(
-    "Explain a finding, or look up an error message.",
+    "Explain a finding or a term, or look up an error message.",
     epilog=examples(
         ("kvdoctor explain KV203", "by code"),
         ("kvdoctor explain mask-not-offset", "by name"),
         ("kvdoctor explain KV3", "all checks of a kind"),
         ("kvdoctor explain 'MatMul dimension mismatch'", "a message of the runtime"),
+        ("kvdoctor explain 'wrong from the second token on'", "a symptom"),
+        ("kvdoctor explain 'shared buffer'", "a term, an experiment or a command"),
         ("kvdoctor explain", "all of them"),
         ("kvdoctor explain KV203 --format json", "for programs"),
     ),
@@ -39,104 +40,80 @@ def _complete_checks(_context: click.Context, _parameter: click.Parameter, start
 @click.argument("text", required=False, shell_complete=_complete_checks)
 @format_option(("text", "json"))
 def explain(text: str | None, format_: str) -> None:
-    """Explain a finding by its code or name, or look up an error message. Without TEXT: list all checks."""
+    """Explain a finding by its code or name, a term or an experiment, or look up an error message or a symptom.
+
+    Without TEXT: list all checks.
+    """
     from kvdoctor import api
 
-    checks, messages = _find(text)
-    issues = () if checks or text is None else api.find_issues(text)
+    found = _explain_command(text) or api.explain(text)
     if format_ == "json":
         from kvdoctor.report import json_format
 
-        click.echo(json_format.dump(_document(checks, messages, issues).to_dict()), nl=False)
-    elif messages or issues:
-        _print_messages(messages)
-        _print_issues(issues)
-    elif text is not None and len(checks) == 1 and text.lower() in (checks[0].code.lower(), checks[0].name):
-        _print_check(checks[0])
-    else:
-        _list_checks(checks)
+        click.echo(json_format.dump(found.to_dict()), nl=False)
+        return
+    for name in found.names:
+        click.echo(_fill(name.text, f"{name.name} ({name.kind}): "))
+    if found.messages or found.issues:
+        _print_messages(found.messages)
+        _print_issues(found.issues)
+    elif len(found.checks) == 1 and not found.names:
+        _print_check(found.checks[0])
+    elif found.checks:
+        _list_checks(found.checks)
+    elif not found.names:
+        _print_closest(found.closest)
 
 
-def _find(text: str | None) -> "tuple[tuple[Check, ...], tuple[KnownMessage, ...]]":
-    """The checks that a text names, or the known messages that are like it.
+def _explain_command(text: str | None) -> "Explanation | None":
+    """The purpose of a command, by its name or by what people call it."""
+    from kvdoctor.cli.main import find_command, meant_command
+    from kvdoctor.report.info_document import ExplainedName, Explanation
 
-    Raises:
-        UsageError: there are none.
-    """
-    from kvdoctor import api
-    from kvdoctor.errors import UsageError
-
-    if text is None:
-        return api.list_checks(), ()
-    if not text.strip():
-        raise UsageError(
-            "the text is empty: give a code, a name or a message; `kvdoctor explain` alone lists all checks"
-        )
-    try:
-        return (api.explain(text),), ()
-    except UsageError:
-        if found := api.find_checks(text.strip()):
-            return found, ()
-        messages = api.find_messages(text)
-        if messages or api.find_issues(text):
-            return (), messages
-        if " " in text.strip():
-            known = (
-                "docs/faq.md lists the known ones, and `kvdoctor step-test MODEL` finds the cause by running the model"
-            )
-            raise UsageError(f"no known error message is like {text.strip()[:80]!r}; {known}") from None
-        raise
+    name = meant_command(text.strip().lower()) if text else None
+    command = None if name is None else find_command(name)
+    if name is None or command is None:
+        return None
+    purpose = f"{command.get_short_help_str(200)} `kvdoctor {name} -h` lists what it takes."
+    return Explanation(names=(ExplainedName("command", f"kvdoctor {name}", purpose),))
 
 
-def _document(
-    checks: "tuple[Check, ...]", messages: "tuple[KnownMessage, ...]", issues: "tuple[Issue, ...]"
-) -> "Explanation":
-    from kvdoctor import api
-    from kvdoctor.report.info_document import ExplainedCheck, ExplainedMessage, Explanation
-
-    return Explanation(
-        tuple(
-            ExplainedCheck(
-                each.code,
-                each.name,
-                each.summary,
-                each.documentation,
-                api.list_graph_repairs(each.name),
-                api.list_issues(each.name),
-            )
-            for each in checks
-        ),
-        tuple(ExplainedMessage(each.seen, each.question, each.answer) for each in messages),
-        issues,
-    )
-
-
-def _list_checks(checks: "Iterable[Check]") -> None:
+def _list_checks(checks: "Iterable[ExplainedCheck]") -> None:
     listed = list(checks)
     width = max((len(check.name) for check in listed), default=0)
     for check in listed:
         click.echo(_fill(check.summary, f"{check.code}  {check.name:<{width}} "))
 
 
-def _print_check(found: "Check") -> None:
-    from kvdoctor import api
-
-    text = found.documentation
-    if repairs := api.list_graph_repairs(found.name):
-        text += f"\n\nRepairs that `kvdoctor re-export` tries (docs/repairs.md): {', '.join(repairs)}."
-    issues = "".join(f"\n- {_format_issue(issue)}" for issue in api.list_issues(found.name))
+def _print_check(found: "ExplainedCheck") -> None:
+    text = found.text
+    if found.repairs:
+        text += f"\n\nRepairs that `kvdoctor re-export` tries (docs/repairs.md): {', '.join(found.repairs)}."
+    issues = "".join(f"\n- {_format_issue(issue)}" for issue in found.issues)
     text += f"\n\nKnown issues of other projects:{issues}" if issues else ""
     click.echo("\n\n".join([f"{found.code} {found.name}", *(_fill(part) for part in text.split("\n\n"))]))
 
 
-def _print_messages(messages: "tuple[KnownMessage, ...]") -> None:
+def _print_messages(messages: "tuple[ExplainedMessage, ...]") -> None:
     """The questions that decide, each with its answer."""
     if not messages:
         return
     click.echo("MODEL is your export. Steps are counted from 0, the prefill.")
+    seen = ""
     for message in messages:
-        click.echo(f"\n{_fill(message.seen)}\n{_fill(message.question, '  ')}\n{_fill(message.answer, '  -> ')}")
+        if message.seen != seen:
+            click.echo("\n" + _fill(message.seen))
+        seen = message.seen
+        click.echo(f"{_fill(message.question, '  ')}\n{_fill(message.answer, '    -> ')}")
     click.echo("\nMore messages: docs/faq.md. `kvdoctor step-test MODEL` decides by running the model.")
+
+
+def _print_closest(closest: tuple[str, ...]) -> None:
+    """What to do with a text that is not known."""
+    click.echo(_fill("no entry" + ("; closest:" if closest else "")))
+    for seen in closest:
+        click.echo(_fill(seen, "- "))
+    click.echo(_fill("`kvdoctor step-test MODEL` finds the cause by running the model; a loop of yours: `--trace`"))
 
 
 def _print_issues(issues: "tuple[Issue, ...]") -> None:

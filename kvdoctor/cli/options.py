@@ -83,7 +83,7 @@ def given_options() -> dict[str, Any]:
 
 
 def given_paths() -> tuple[str, ...]:
-    """Return the paths that the command at hand reads, as far as its command line names them."""
+    """Return the paths on the command line that the current command reads."""
     context = click.get_current_context()
     arguments = (each.name for each in context.command.params if isinstance(each, click.Argument))
     files = (option.keyword for option in options_of(str(context.command.name)) if type(option.kind) is File)
@@ -142,7 +142,7 @@ def _click_option(option: Option) -> Callable[[Command], Command]:
 
 
 def _completer(option: Option) -> Callable[[click.Context, click.Parameter, str], Any]:
-    """Complete a path, or the last of several words."""
+    """Complete a path, or the last item of a comma-separated list."""
 
     def complete(context: click.Context, parameter: click.Parameter, start: str) -> Any:
         if isinstance(option.kind, File):
@@ -154,7 +154,7 @@ def _completer(option: Option) -> Callable[[click.Context, click.Parameter, str]
 
 
 def _reader(option: Option) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Read a word by the option's own kind, so that every caller gets the same message."""
+    """Parse an argument by the option's own kind, so that every caller gets the same message."""
 
     def read(_context: click.Context, _option: click.Parameter, word: str | None) -> Any:
         try:

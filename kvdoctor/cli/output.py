@@ -1,4 +1,7 @@
-"""Where results go: standard output, and the files of `--output`; and progress, on standard error."""
+"""Where results go: standard output, and the files of `--output`; and progress, on standard error.
+
+Commands that end with a report share the call with the options given, and the options for a written copy.
+"""
 
 import errno
 import io
@@ -6,13 +9,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvdoctor.cli.options import GroupedOption, given_paths
+from kvdoctor.cli.options import Command, GroupedOption, chosen_policy, given_options, given_paths
 from kvdoctor.options import OUTPUT
 from kvdoctor.records import record
 from kvdoctor.report.formats import FORMATS, SUFFIXES
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
     from kvdoctor.gating.verdict import GateResult
     from kvdoctor.report.document import Report
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 NEVER_OVERWRITTEN = {".onnx", ".ort", ".data", ".safetensors", ".toml", ".npz"}
 HEAD_BYTES = 4096
@@ -32,13 +35,14 @@ CI_SECONDS = 30.0
 class Output:
     """What a command prints and writes: a format on standard output, and files as (format, file).
 
-    `verbosity` is -1 with `--quiet`, 1 with `--verbose`, else 0.
+    `verbosity` is -1 with `--quiet`, the number of `-v`, else 0. `page` is the HTML file to open in a browser.
     """
 
     format: str
     files: tuple[tuple[str, Path], ...]
     verbosity: int
     color: str
+    page: Path | None = None
 
 
 def output_options(formats: tuple[str, ...] = FORMATS) -> Callable[[Command], Command]:
@@ -47,13 +51,15 @@ def output_options(formats: tuple[str, ...] = FORMATS) -> Callable[[Command], Co
         format_option(formats),
         _option(
             "--output",
+            "--report",
             "outputs",
             multiple=True,
             metavar="[FORMAT=]FILE",
             help="Also write this file; without FORMAT its suffix names the format, as in report.html.",
         ),
+        _option("--open", "opens", is_flag=True, help="Open the written HTML page in a browser, unless CI is set."),
         quiet_option,
-        _option("-v", "--verbose", is_flag=True, help="Print all evidence: every run, step, input, output and note."),
+        _option("-v", "--verbose", count=True, help="Print the evidence; -vv prints every run, step and slot."),
         _option(
             "--color",
             type=click.Choice(["auto", "always", "never"]),
@@ -105,8 +111,11 @@ def read_output(given: dict[str, Any], formats: tuple[str, ...] = FORMATS, model
         if problem:
             raise click.UsageError(f"--output {name}: {problem}")
         files.append((name, path))
-    verbosity = -1 if given["quiet"] else 1 if given["verbose"] else 0
-    return Output(given["format_"], tuple(files), verbosity, given["color"])
+    page = next((path for name, path in files if name == "html"), None) if given["opens"] else None
+    if given["opens"] and page is None:
+        raise click.UsageError("--open opens a page that is written; give --output FILE.html as well")
+    verbosity = -1 if given["quiet"] else given["verbose"]
+    return Output(given["format_"], tuple(files), verbosity, given["color"], page)
 
 
 def _split_output(target: str, formats: tuple[str, ...]) -> tuple[str, str]:
@@ -126,12 +135,12 @@ def _split_output(target: str, formats: tuple[str, ...]) -> tuple[str, str]:
 
 
 def names_folder(word: str) -> bool:
-    """Whether a word has a separator of folders: Windows takes both."""
+    """Whether a name contains a path separator: Windows takes both."""
     return os.sep in word or (os.altsep is not None and os.altsep in word)
 
 
 def _refused(file: str, path: Path, others: list[Path]) -> str | None:
-    """Return why a file cannot be written, as far as that is known before the work."""
+    """Return why a file cannot be written, where that is known before the work."""
     if file == "-":
         return "standard output is what --format fills; give a FILE"
     if path.is_dir():
@@ -161,7 +170,7 @@ def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
         place = Path(os.path.realpath(one))
         folder = place if place.is_dir() else place.parent
         if here == place or (here.is_relative_to(folder) and not ours and _is_model(place)):
-            return f"{file!r} is there already, and is read or lies beside what is read; give another file"
+            return f"{file!r} is there already, and is an input or next to one; give another file"
     return None
 
 
@@ -177,7 +186,6 @@ def show(report: "Report", output: Output, **more: Any) -> None:
     """
     from kvdoctor.report import formats
 
-    texts = [(file, formats.render(report, name)) for name, file in output.files]
     with closed_pipe_allowed():
         if output.format == "text":
             from kvdoctor.report import text
@@ -185,7 +193,7 @@ def show(report: "Report", output: Output, **more: Any) -> None:
             text.print_report(report, text.open_console(output.color), output.verbosity, **more)
         else:
             print_document(formats.render(report, output.format))
-    write(texts)
+    write(output, lambda name: formats.render(report, name))
 
 
 def show_gate(done: "GateResult", output: Output) -> None:
@@ -198,10 +206,9 @@ def show_gate(done: "GateResult", output: Output) -> None:
         UsageError: a file or the summary cannot be written; standard output is complete all the same.
     """
     from kvdoctor.report import formats
-    from kvdoctor.report.safe import printable
+    from kvdoctor.report.escaping import printable
 
     reports, document, last = list(done.reports), done.to_dict, done.summary_lines()
-    texts = [(file, formats.render_gate(document, reports, last, name)) for name, file in output.files]
     in_workflow = os.environ.get("GITHUB_ACTIONS") == "true"
     with closed_pipe_allowed():
         if output.format == "text":
@@ -215,7 +222,7 @@ def show_gate(done: "GateResult", output: Output) -> None:
     if output.format != "text" and done.baseline is not None:
         for line in done.baseline.lines():
             click.echo(f"kvdoctor: baseline {printable(line)}", err=True)
-    write(texts)
+    write(output, lambda name: formats.render_gate(document, reports, last, name))
     if in_workflow:
         from kvdoctor.report import github
 
@@ -233,23 +240,33 @@ def print_document(text: str) -> None:
     sys.stdout.write(text)
 
 
-def write(texts: Sequence[tuple[Path, str]]) -> None:
-    """Write files, each whole or not at all.
+def write(output: Output, render: Callable[[str], str]) -> None:
+    """Write the files, each whole or not at all, say so, and open the page; `render` makes the text of a format.
 
     Raises:
         UsageError: one cannot be written.
     """
     from kvdoctor.model.output_folder import write_whole
+    from kvdoctor.report.escaping import printable
 
-    for file, content in texts:
-        write_whole(file, content)
+    for name, file in output.files:
+        write_whole(file, render(name))
+        if output.verbosity >= 0:
+            click.echo(printable(f"written: {file}"), err=True)
+    if output.page is not None and not os.environ.get("CI"):
+        import webbrowser
+
+        webbrowser.open(output.page.absolute().as_uri())
 
 
 class ProgressLine:
-    """One line of a terminal that names the work in progress; called at the start of each experiment."""
+    """One line of a terminal that names the work in progress; called at the start of each experiment.
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.say = show
+    `say` shows a text there, and `end` prints a line that stays.
+    """
+
+    def __init__(self, show: Callable[[str], None], end: Callable[[str], None] | None = None) -> None:
+        self.say, self.end = show, end or complain
 
     def __call__(self, name: str, number: int, of: int) -> None:
         """Show an experiment: its name, its number, counted from 1, and how many there are."""
@@ -258,19 +275,20 @@ class ProgressLine:
 
 @contextmanager
 def progress_line(*, quiet: bool) -> Iterator[ProgressLine | None]:
-    """Show progress on standard error. None with `--quiet`, and where that is no terminal and this is no CI job."""
-    if quiet or not (sys.stderr.isatty() or os.environ.get("CI")):
+    """Show progress on standard error; None with `--quiet`. Off a terminal only lines that stay are printed."""
+    if quiet:
         yield None
         return
     if not sys.stderr.isatty():
-        with _regular_lines() as line:
+        with _regular_lines() if os.environ.get("CI") else nullcontext(ProgressLine(lambda _: None)) as line:
             yield line
         return
     from rich.console import Console
     from rich.markup import escape
 
     with Console(stderr=True).status("starting") as line:
-        yield ProgressLine(lambda text: line.update(escape(text)))
+        end = partial(line.console.print, markup=False, highlight=False)
+        yield ProgressLine(lambda text: line.update(escape(text)), end)
 
 
 @contextmanager
@@ -333,3 +351,39 @@ def complain(text: str) -> None:
     """Print a line on standard error, if there is somewhere to print it."""
     with suppress(OSError):
         click.echo(f"kvdoctor: {text}", err=True)
+
+
+out_option = partial(click.option, cls=GroupedOption, group=OUTPUT)
+
+
+def finish_with(call: Callable[..., Any], given: dict[str, Any], *paths: str | None, **own: Any) -> NoReturn:
+    """Call a function of the API with its paths, the options given and the command's `own`; end with its report."""
+    output = read_output(given)
+    policy = {"policy": chosen_policy(given)} if "config" in given else {}
+    with progress_line(quiet=given["quiet"]) as progress:
+        report = call(*paths, progress=progress, **own, **policy, **given_options())
+    finish(report, output, show_diff=given.get("show_diff", False))
+
+
+def copy_options(what: str) -> Callable[[Command], Command]:
+    """Add the options for a copy in OUT: where it is written, and two ways to look first."""
+    meaning = f"Make {what}, prove it and write nothing; the exit code is that of the original."
+    options = (
+        out_option("--diff", "show_diff", is_flag=True, help="Show the changes node by node, write nothing."),
+        out_option("--dry-run", is_flag=True, help=meaning),
+        out_option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it."),
+        out_option("-o", "--out", metavar="OUT", help=f"Write {what} to this folder; it must not exist."),
+    )
+    return lambda command: reduce(lambda made, add: add(made), options, command)
+
+
+def finish_copy(call: Callable[..., Any], given: dict[str, Any], path: str | None, what: str) -> NoReturn:
+    """Call a function that writes a copy, and end with its report.
+
+    Raises:
+        UsageError: there is no OUT, and nobody asked to look.
+    """
+    looks = given["dry_run"] or given["show_diff"]
+    if given["out"] is None and not looks:
+        raise click.UsageError(f"give the folder for {what} with -o OUT, or ask with --dry-run")
+    finish_with(call, given, path, None if looks else given["out"], force=given["force"])

@@ -8,7 +8,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from kvdoctor.contract import PhaseName
+from kvdoctor.contract import Axis, PhaseName
+from kvdoctor.decode.search import SearchPlan
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 Array = np.ndarray[Any, Any]
@@ -33,20 +35,12 @@ CountRows = Callable[[], Mapping[PhaseName, int]]
 """The number of rows that each encoder of images or audio makes for one image or one audio clip."""
 
 
-class TooShort(Exception):
-    """An experiment needs more tokens than a sequence may have."""
+TOO_SHORT = "the context is too short for it"
+"""Why an experiment is not run that needs more tokens than a sequence may have."""
 
 
-class NothingToRun(Exception):
-    """An experiment does not apply to the model after all. The message says why, for the report."""
-
-
-class NoPower(Exception):
-    """What an experiment changes has no effect on the model: it would pass a faulty one. The message says what."""
-
-
-class Refused(Exception):
-    """The runtime does not open a file at any optimization level."""
+class ControlFailed(CannotCheck):
+    """What an experiment changes has no effect on the model: it would pass a faulty one. The reason says what."""
 
 
 class StepFailed(Exception):
@@ -97,15 +91,32 @@ class Scenario:
         return self.prompt + self.steps - 1
 
 
+@record(kw_only=True)
+class Conditions:
+    """What experiments are judged by and know besides the contract.
+
+    Attributes:
+        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+        thresholds: Lengths in tokens at which the graphs may change what they compute.
+        scratch: A private folder for files that an experiment leaves for another worker.
+        search: How the operator with the whole loop is called, in the phase `generate`; None without one.
+    """
+
+    tolerances: dict[str, float] = field(default_factory=dict)
+    thresholds: tuple[int, ...] = ()
+    scratch: Path | None = None
+    search: SearchPlan | None = None
+
+
 @record
 class Call:
     """What an experiment wants run: a phase and its feeds; past and new in tokens.
 
     `expected` float[batch, n, vocabulary] is compared with the logits of the last n positions; where it is `sampled`,
-    float[1, 1, 64], with a sample of all logits. A `control`
-    must differ from it, and names what was `spoilt`. The answer to a `reference` is kept for equal feeds. A `timing`
-    is repeated, and its median kept under `label`. A `noise` call measures what the graph's own arithmetic makes of
-    splitting a sequence, without a cache. A `probe` is answered without outputs where it fails, and is not on record.
+    float[1, 1, 64], with a sample of all logits. A `control` must differ from it; its `label` names what was corrupted.
+    The answer to a `reference` is reused for equal feeds. A `timing` is repeated; its median is reported as `label`. A
+    `noise` call measures by how much splitting a sequence changes logits without a cache. A `probe` that fails is
+    answered without outputs, and is not on record.
     `via` names another way to run the same file.
     `slots` are tensors of a cache by the name of the present that is compared with them. `in_place` has the past into
     whose memory a present is written, by the name of the present, where `via` is `one-buffer`.
@@ -117,7 +128,7 @@ class Call:
     new: int
     expected: Array | None = None
     sampled: bool = False
-    kind: Literal["step", "reference", "control", "timing", "noise", "probe"] = "step"
+    kind: Literal["step", "reference", "control", "timing", "noise", "probe", "trial"] = "step"
     label: str = ""
     via: Way = "run"
     slots: "Mapping[str, Value | Array]" = field(default_factory=dict)
@@ -132,6 +143,7 @@ class Answer:
     logits_name: str
     past: int = 0
     new: int = 0
+    logits_axes: tuple[Axis, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -140,16 +152,52 @@ class Answer:
 
     @property
     def logits(self) -> Array:
-        """float[batch, new, vocabulary], or in another shape if the graph returns one of no such meaning."""
-        return self.outputs[self.logits_name].array().reshape(self.logits_shape)
+        """float[batch, new, vocabulary], or in another shape if the graph returns one of no such meaning.
+
+        Token ids in place of logits become rows that are equal where the ids are.
+        """
+        array, order = self.outputs[self.logits_name].array(), _order_of(self.logits_axes)
+        if order is not None and array.ndim == len(order):
+            array = array.transpose(order)
+        array = array.reshape(self.logits_shape)
+        return as_rows(array[..., 0]) if array.dtype.kind in "iu" else array
 
     @property
     def logits_shape(self) -> tuple[int, ...]:
         """The shape of the logits; where a graph gives only the last token's it may leave their axis out."""
-        shape = self.outputs[self.logits_name].shape
+        shape, axes = self.outputs[self.logits_name].shape, self.logits_axes
+        if len(axes) == len(shape) and (_order_of(axes) is not None or "batch_new" in axes):
+            if "batch_new" in axes and shape[0] % max(self.new, 1) == 0:
+                return (shape[0] // max(self.new, 1), self.new, math.prod(shape[1:]))
+            groups = [[size for size, axis in zip(shape, axes, strict=True) if _group(axis) == at] for at in range(3)]
+            return tuple(math.prod(group) for group in groups)
         if len(shape) == 1:
             return (1, 1, *shape)
         return (shape[0], 1, math.prod(shape[1:])) if len(shape) in (2, 4) else shape
+
+
+def _group(axis: Axis) -> int:
+    """The place of an axis in float[batch, new, vocabulary]: rows of codebooks belong to the batch."""
+    return 0 if axis in ("batch", "batch_codebooks", "codebooks") else 1 if axis == "new" else 2
+
+
+def _order_of(axes: tuple[Axis, ...]) -> tuple[int, ...] | None:
+    """The axes of an output of logits in the order batch, new, vocabulary; None where they are not known."""
+    if "batch_new" in axes or not {"batch", "batch_codebooks"}.intersection(axes):
+        return None
+    return tuple(sorted(range(len(axes)), key=lambda at: _group(axes[at])))
+
+
+ID_ROW = 16
+"""Numbers in the row that stands for a token id where a graph returns ids in place of logits."""
+
+
+def as_rows(ids: Array) -> Array:
+    """Rows of noise for token ids int64[batch, new], each drawn from its id: float64[batch, new, 16]."""
+    found, places = np.unique(ids.reshape(-1), return_inverse=True)
+    rows = [np.random.default_rng([ID_ROW, int(token) % (1 << 64)]).standard_normal(ID_ROW) for token in found]
+    table: Array = np.array(rows).reshape(len(found), ID_ROW)
+    return table[places].reshape(*ids.shape, ID_ROW)
 
 
 @record

@@ -2,8 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.decode.calls import (
+    TOO_SHORT,
     Answer,
     Array,
     Call,
-    NoPower,
-    NothingToRun,
-    Refused,
+    Conditions,
+    ControlFailed,
     Scenario,
     StepFailed,
-    TooShort,
     Value,
     as_array,
     save_call,
@@ -29,14 +27,23 @@ from kvdoctor.decode.experiments import Experiment
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
 from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
-from kvdoctor.decode.runs import Cause, Control, ErrorGrowth, LogitsDifference, ObservedTensor, Outcome, Run, Step
-from kvdoctor.decode.search import SearchPlan
+from kvdoctor.decode.runs import (
+    LOOPS,
+    Cause,
+    Control,
+    ErrorGrowth,
+    LogitsDifference,
+    ObservedTensor,
+    Outcome,
+    Run,
+    Step,
+)
 from kvdoctor.decode.stack_driver import Rerun, StackDriver, UnusableLogits
 from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.errors import CannotCheck
 
 TIMING_REPEATS = 5
 TIMING_SECONDS = 0.1
-TOO_SHORT = "the context is too short for it"
 
 
 @dataclass
@@ -47,22 +54,13 @@ class ExperimentRunner:
         keep_logits: Keep the logits of each experiment in `logits`.
         keep_calls: A folder for the feeds of the first bad call of each judged experiment.
         timed: Repeat the calls whose time is measured.
-        tolerances: Largest differences that pass in place of the table's, by arithmetic.
-        thresholds: Lengths in tokens at which the graphs may change what they compute.
-        ring: Tokens after which the graph writes its buffers from their start again.
-        scratch: A private folder for files that an experiment leaves for another worker.
-        search: How the operator with the whole loop is called.
     """
 
     stack: StackDriver
+    conditions: Conditions = field(default_factory=Conditions)
     keep_logits: bool = False
     keep_calls: Path | None = None
     timed: bool = True
-    tolerances: Mapping[str, float] = field(default_factory=dict)
-    thresholds: tuple[int, ...] = ()
-    ring: int | None = None
-    scratch: Path | None = None
-    search: SearchPlan | None = None
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -73,7 +71,10 @@ class ExperimentRunner:
             return self.make_run(experiment, "skipped", reason=reason)
         run = _ExperimentRun(self, experiment, scenario).perform()
         if isinstance(run, UnusableLogits):
+            before = self.stack.contract
             self.stack.expect_last_logits_only(run.reason)
+            if self.stack.contract == before:
+                return self.make_run(experiment, "inconclusive", reason=run.reason)
             return self.run(experiment)
         self.outcomes[experiment.name] = run.outcome
         return run
@@ -107,12 +108,13 @@ class _ExperimentRun:
     def __init__(self, runner: ExperimentRunner, experiment: Experiment, scenario: Scenario) -> None:
         self.runner, self.stack, self.contract = runner, runner.stack, runner.stack.contract
         self.experiment, self.scenario = experiment, scenario
-        self.tolerance = find_tolerance(self.contract.exactness, runner.tolerances)
+        self.tolerance = find_tolerance(self.contract.exactness, runner.conditions.tolerances)
         self.steps: list[Step] = []
         self.controls: list[Control] = []
         self.logits: list[Array] = []
         self.noise = 0.0
         self.call_kept = self.undefined = False
+        self.broken: Call | None = None
         self.builder: FeedBuilder | None = None
 
     def perform(self) -> Run | UnusableLogits:
@@ -130,45 +132,28 @@ class _ExperimentRun:
     def _drive(self) -> Run | UnusableLogits:
         call = None
         try:
-            encoded = self.stack.encode(self.scenario)
-            self.builder = FeedBuilder(
-                self.contract,
-                self.scenario,
-                encoded,
-                samples=self.stack.samples,
-                tolerances=self.runner.tolerances,
-                thresholds=self.runner.thresholds,
-                ring=self.runner.ring,
-                embed=self.stack.embed if self.stack.can_embed else None,
-                scratch=self.runner.scratch,
-                search=self.runner.search,
-                count_rows=self.stack.count_rows if self.stack.can_embed else None,
-            )
+            conditions = {one.name: getattr(self.runner.conditions, one.name) for one in fields(Conditions)}
+            self.builder = self.stack.build(self.scenario, **conditions)
             calls = self.experiment.calls(self.builder)
             call = next(calls)
             while True:
                 answer = self._answer(call)
                 if isinstance(answer, UnusableLogits):
-                    return answer if answer.last_only else self._end_with_wrong_logits(answer.reason)
+                    if answer.last_only:
+                        return answer
+                    return self._make_run("differs", failed_step=max(len(self.steps) - 1, 0), reason=answer.reason)
                 call = calls.send(answer)
         except StopIteration as end:
             return self._finish(end.value)
-        except TooShort:
-            return self._make_run("skipped", reason=TOO_SHORT)
-        except NothingToRun as reason:
-            return self._make_run("skipped", reason=str(reason))
-        except NoPower as reason:
-            return self._make_run("inconclusive", reason=str(reason))
-        except Refused as error:
-            return self._make_run("skipped", reason=f"ONNX Runtime cannot load {error}")
+        except ControlFailed as reason:
+            return self._leave_open("inconclusive", str(reason))
+        except CannotCheck as reason:
+            return self._leave_open("skipped", str(reason))
         except StepFailed as error:
             return self._fail(call, str(error))
 
-    def _end_with_wrong_logits(self, reason: str) -> Run:
-        return self._make_run("differs", failed_step=max(len(self.steps) - 1, 0), reason=reason)
-
     def _keep_logits(self) -> None:
-        """Leave in the scratch file what the experiment keeps, as far as it came."""
+        """Write what the experiment keeps to the scratch file, also where it ended early."""
         keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
         if self.runner.keep_logits and keeps is not None and self.builder is not None:
             kept |= {f"{name}:{key}": array for key, array in keeps(self.builder, self.logits).items()}
@@ -183,12 +168,12 @@ class _ExperimentRun:
             return self._run_control(call)
         if call.kind == "noise":
             return self._measure_noise(call)
-        if call.kind == "probe":
+        if call.kind in ("probe", "trial"):
             return self._probe(call)
         answer = self.stack.run_reference(call) if call.kind == "reference" else self.stack.run_session(call)
         if isinstance(answer, UnusableLogits):
             return answer
-        self._check_finite(answer)
+        self._check_finite(answer, call)
         unusable = self._record_step(call, answer) if call.kind == "step" else None
         return unusable or answer
 
@@ -241,7 +226,7 @@ class _ExperimentRun:
         return compare(logits[:, -count:], call.expected[:, -count:], self.tolerance)
 
     def _run_control(self, call: Call) -> Answer:
-        """A spoilt call must move the logits; a call that fails is visible as well."""
+        """A corrupted call must change the logits; a call that fails is visible as well."""
         try:
             answer = self.stack.run_session(call)
             difference = self._compare(call, answer)
@@ -264,18 +249,33 @@ class _ExperimentRun:
             self.noise = max(self.noise, difference.relative)
         return answer
 
-    def _probe(self, call: Call) -> Answer:
+    def _probe(self, call: Call) -> Answer | UnusableLogits:
+        """A call that may fail: a reference call (a trial), whose answer is reused, or any other."""
         try:
-            answer = self.stack.run_session(call)
+            answer = self.stack.run_reference(call) if call.kind == "trial" else self.stack.run_session(call)
         except StepFailed:
             return Answer({}, "")
-        self._check_finite(answer)
+        if not isinstance(answer, UnusableLogits):
+            self._check_finite(answer, call)
         return answer
 
-    def _check_finite(self, answer: Answer) -> None:
-        """Remember whether any logits cannot be compared: then no cause is decided."""
-        if answer.logits_name in answer.outputs:
-            self.undefined = self.undefined or not measurable(answer.logits)
+    def _check_finite(self, answer: Answer, call: Call) -> None:
+        """Remember whether any logits cannot be compared, and the first right call with such logits.
+
+        Where logits are expected, comparing them says more: those of padding count for nothing.
+        """
+        if answer.logits_name in answer.outputs and not measurable(answer.logits):
+            self.undefined = True
+            right = call.kind in ("step", "reference") and call.expected is None
+            if right and (self.experiment.use or self.experiment.name in LOOPS):
+                self.broken = self.broken or call
+
+    def _leave_open(self, outcome: Outcome, reason: str | None) -> Run:
+        """A run that shows no fault, unless a right call gave logits that are not finite."""
+        if self.broken is None:
+            return self._make_run(outcome, reason=reason)
+        seen = f"the logits of {self.broken.new} new tokens after {self.broken.past} are not finite"
+        return self._make_run("differs", reason=seen, cause=Cause("non-finite", seen))
 
     def _run_timed(self, call: Call) -> Answer:
         """Median seconds of up to five runs within a tenth of a second; the same call was run before."""
@@ -290,32 +290,33 @@ class _ExperimentRun:
         return answer
 
     def _finish(self, cause: Cause | None) -> Run:
-        if self.undefined and (cause is not None or not self.steps):
-            return self._make_run("inconclusive", reason="logits are not finite: no cause can be decided")
+        if self.undefined and (cause.name != "non-finite" if cause is not None else not self.steps):
+            return self._leave_open("inconclusive", "logits are not finite: no cause can be decided")
         if cause is not None:
             return self._make_run("differs", reason=cause.evidence, cause=cause)
         if self.experiment.explains:
             return self._make_run("inconclusive", reason="no hypothesis predicts what was observed")
         exactness, noise = self.contract.exactness, self._find_noise_floor()
         verdicts = [judge(step.difference, self.tolerance, noise) if step.difference else "pass" for step in self.steps]
-        if exactness.endswith("quantization") and 2 * verdicts.count("fail") <= len(verdicts):
+        cached = any(step.phase == "decode" for step in self.steps)
+        if exactness.endswith("quantization") and cached and 2 * verdicts.count("fail") <= len(verdicts):
             # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
             verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
-        # Calls of several lengths may have the same error.
-        unseen = list(dict.fromkeys(control.spoilt for control in self.controls if not control.visible))
+        seen = {control.spoilt for control in self.controls if control.visible}
+        unseen = list(dict.fromkeys(control.spoilt for control in self.controls if control.spoilt not in seen))
         if "fail" in verdicts:
             return self._make_run("differs", failed_step=verdicts.index("fail"))
         if unseen:
             verb = "does" if len(unseen) == 1 else "do"
             reason = f"control failed: {' and '.join(unseen)} {verb} not change the logits more than their noise"
-            return self._make_run("inconclusive", reason=reason)
-        return self._make_run("ambiguous" if "ambiguous" in verdicts else "passed")
+            return self._leave_open("inconclusive", reason)
+        return self._leave_open("ambiguous" if "ambiguous" in verdicts else "passed", None)
 
     def _find_noise_floor(self) -> float:
         """The largest difference without a fault, as a fraction of the logits' standard deviation.
 
         Dynamic quantization rounds the cached values differently at every split, and the error grows with the steps:
-        only a difference near the effect of a spoilt cache counts as a fault.
+        only a difference near the effect of a corrupted cache counts as a fault.
         """
         effects = [control.difference.relative for control in self.controls if control.difference]
         if self.contract.exactness != "dynamic-quantization" or not effects:

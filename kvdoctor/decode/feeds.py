@@ -4,10 +4,9 @@ Generic runners fill each input on its own and so fail on healthy decoders. Here
 contract and one `Scenario`. Sizes of the default scenario differ pairwise, since equal sizes hide mistakes.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,43 +14,44 @@ import numpy as np
 from kvdoctor.contract import Axis, CacheContract, PhaseName, Port, Slot
 from kvdoctor.decode.calls import (
     NUMPY_TYPES,
+    TOO_SHORT,
     Answer,
     Array,
     Call,
+    Conditions,
     CountRows,
     Embed,
     Encoded,
     Loop,
     Past,
     Scenario,
-    TooShort,
     Value,
+    Way,
     as_array,
 )
 from kvdoctor.decode.inputs import StepInputs, fill_input, random_tokens, resolve_shape, synthetic_ids_or_features
 from kvdoctor.decode.samples import Samples
-from kvdoctor.decode.search import SearchPlan
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 SPARE = 5
 """Tokens that a buffer whose capacity is not declared gets beyond those of the scenario."""
+NOISE = (1, 2, 4, 8)
+"""Sizes of the noise that replaces a cache in the controls of a model that returns token ids."""
 
 
 @record(slots=False)
-class FeedBuilder:
+class FeedBuilder(Conditions):
     """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
 
     `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are
     padding on the left, to be masked and not counted; `encoder_padding` how many encoder states are padding
     on the right. `samples` are the user's, in place of synthetic tokens and encoder inputs. `drawn` are the rows of an
-    earlier builder that this one has, unless it has all of them in order. `tolerances` are the requested
-    ones (decode/tolerances.py), `thresholds` the lengths at which the graphs may change what they compute, `ring` the
-    tokens after which the graph writes its buffers from their start again. `embed` makes embeddings of tokens by the
+    earlier builder that this one has, unless it has all of them in order. `embed` makes embeddings of tokens by the
     contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
-    `scratch` is a private folder for files that outlive the worker. `search` says how an operator with the whole loop
-    is called. `count_rows` tells how many rows for images and
-    audio there are: a token of the id -1 - n stands for row n of these, those of the first encoder first.
+    `count_rows` counts the rows for images and audio: a token of the id -1 - n stands for row n of these, those of the
+    first encoder first. `loop` is the one that `begin` and `go_on` run, and `via` how all calls but references are run.
     """
 
     contract: CacheContract
@@ -62,14 +62,11 @@ class FeedBuilder:
     encoder_padding: tuple[int, ...] = ()
     samples: Samples = field(default_factory=Samples)
     drawn: tuple[int, ...] = ()
-    tolerances: Mapping[str, float] = field(default_factory=dict)
-    thresholds: tuple[int, ...] = ()
-    ring: int | None = None
     embed: Embed | None = None
     adapted: bool = False
-    scratch: Path | None = None
-    search: SearchPlan | None = None
     count_rows: CountRows | None = None
+    loop: Loop = "held"
+    via: Way = "run"
 
     def __post_init__(self) -> None:
         if not self.tokens.size:
@@ -107,28 +104,33 @@ class FeedBuilder:
         states = None if self.encoded.states is None else self.encoded.states[list(order)]
         filled = {slot.filled_by: slot for slot in self.contract.slots}
         outputs = {
-            name: self._take_rows(filled[name], array, order) if name in filled else array
+            name: self.take_rows(filled[name], array, order) if name in filled else array
             for name, array in self.encoded.outputs.items()
         }
-        scenario = replace(self.scenario, batch=len(order))
-        drawn = tuple(self.drawn[row] if self.drawn else row for row in order)
-        tokens, encoded = self.tokens[self.token_rows(order)], Encoded(states, outputs)
-        return FeedBuilder(
-            self.contract,
-            scenario,
-            encoded,
-            tokens,
-            samples=self.samples,
-            drawn=drawn,
-            tolerances=self.tolerances,
-            embed=self.embed,
-            adapted=self.adapted,
-            count_rows=self.count_rows,
+        return replace(
+            self,
+            scenario=replace(self.scenario, batch=len(order)),
+            encoded=Encoded(states, outputs),
+            tokens=self.tokens[self.token_rows(order)],
+            drawn=tuple(self.drawn[row] if self.drawn else row for row in order),
+            padding=(),
+            encoder_padding=(),
         )
 
     def token_rows(self, order: Sequence[int]) -> list[int]:
-        """Where the tokens and the logits of some rows of the batch stand: each has as many rows as codebooks."""
-        books = self.contract.codebooks
+        """Where the tokens of some rows of the batch stand: each has as many rows as codebooks."""
+        return self._rows_of(order, self.contract.codebooks)
+
+    def logits_rows(self, order: Sequence[int]) -> list[int]:
+        """Where the logits of some rows of the batch stand: one for each codebook, or one for all."""
+        graph = self.contract.graph("prefill")
+        logits, tokens = graph.port("logits"), graph.port("token_ids")
+        by_book = logits is not None and "codebooks" in logits.axes
+        by_book = by_book or (tokens is not None and "batch_codebooks" in tokens.axes)
+        return self._rows_of(order, self.contract.codebooks if by_book else 1)
+
+    @staticmethod
+    def _rows_of(order: Sequence[int], books: int) -> list[int]:
         return [row * books + book for row in order for book in range(books)]
 
     def without_first(self, start: int) -> "FeedBuilder":
@@ -147,10 +149,10 @@ class FeedBuilder:
         """The past of some rows of the batch, in that order: what a beam search feeds."""
         moved: dict[str, Any] = dict(past)
         for slot in self.contract.slots:
-            moved[slot.past] = self._take_rows(slot, as_array(past[slot.past]), order)
+            moved[slot.past] = self.take_rows(slot, as_array(past[slot.past]), order)
         return Past(moved, past.length)
 
-    def _take_rows(self, slot: Slot, array: Array, order: Sequence[int]) -> Array:
+    def take_rows(self, slot: Slot, array: Array, order: Sequence[int]) -> Array:
         """The entries of some rows of the batch in a slot's tensor; all where it has no axis of rows."""
         if "batch" in slot.axes:
             return np.take(array, order, axis=slot.axes.index("batch"))
@@ -194,6 +196,27 @@ class FeedBuilder:
         """Tokens start to stop on top of a cache, which is as long as `past` says."""
         return self._call("decode", start, stop, past, self.past_length(past), expected=expected, **more)
 
+    def begin(self, expected: Array | None = None, stop: int | None = None) -> "Generator[Call, Answer, Past]":
+        """Prefill the prompt, or `stop` tokens, compared with the logits `expected`; gives the past of the loop."""
+        stop = stop or self.scenario.prompt
+        answer = yield self.prefill(stop, None if expected is None else expected[:, :stop])
+        return self.carry(None, answer, self.loop)
+
+    def go_on(
+        self, past: Past, start: int, stop: int, expected: Array | None = None, size: int = 1
+    ) -> "Generator[Call, Answer, tuple[Past, Past]]":
+        """The loop from token `start` to `stop`, `size` tokens a call, compared with the logits `expected` of all.
+
+        Returns:
+            The past of the last call, and the one after it.
+        """
+        before = past
+        for position in range(start, stop, size):
+            end, before = min(position + size, stop), past
+            answer = yield self.decode(position, end, past, None if expected is None else expected[:, position:end])
+            past = self.carry(past, answer, self.loop)
+        return before, past
+
     def carry(self, past: Past | None, answer: Answer, loop: Loop, first: Past | None = None) -> Past:
         """What the given loop feeds next. `past` is None after the prefill, which was fed `first`, or the usual.
 
@@ -216,21 +239,29 @@ class FeedBuilder:
             return past[slot.past].shape[slot.axes.index("past")]
         return past.length
 
-    def spoil(self, past: Past) -> "list[tuple[str, Past]]":
-        """The same past with one kind of cache filled with zeros, each with its name: the positive controls."""
-        spoilt = []
+    def corrupt(self, past: Past) -> "list[tuple[str, Past]]":
+        """The same past with one kind of cache filled with zeros, each with its name: the positive controls.
+
+        Where token ids are returned, the likeliest token may well stay the same: then noise of several sizes follows.
+        """
+        found, logits = [], self.contract.graph("decode").port("logits")
+        ids = logits is not None and "int" in logits.dtype
         for kind in dict.fromkeys(slot.kind for slot in self.contract.slots):
             if kind in ("counter", "encoder-states"):
                 continue
-            zeros = {slot.past: np.zeros_like(as_array(past[slot.past])) for slot in self.contract.of_kind(kind)}
             noun = "cache" if kind.endswith("attention") else "slots"
-            spoilt.append((f"{kind} {noun} zeroed", Past({**past, **zeros}, past.length)))
-        return spoilt
+            for size in (0, *NOISE) if ids else (0,):
+                held = {slot.past: as_array(past[slot.past]) for slot in self.contract.of_kind(kind)}
+                noise = np.random.default_rng(size).standard_normal
+                wrong = {name: np.asarray(size * noise(one.shape), one.dtype) for name, one in held.items()}
+                label = f"{kind} {noun} {'replaced' if ids else 'zeroed'}"
+                found.append((label, Past({**past, **wrong}, past.length)))
+        return found
 
     def controls(self, start: int, stop: int, past: Past, expected: Array) -> "Iterator[Call]":
-        """The same decode call over each spoilt past."""
-        for spoilt, spoilt_past in self.spoil(past):
-            yield self.decode(start, stop, spoilt_past, expected[:, start:stop], kind="control", label=spoilt)
+        """The same decode call over each corrupted past."""
+        for label, corrupted in self.corrupt(past):
+            yield self.decode(start, stop, corrupted, expected[:, start:stop], kind="control", label=label)
 
     def placeholder(self, slot: Slot, length: int) -> Array:
         """Zeros in the shape of a slot, `length` long on its sequence axis if it grows."""
@@ -276,7 +307,7 @@ class FeedBuilder:
 
     def _call(self, phase: PhaseName, start: int, stop: int, past: Past, past_length: int, **more: Any) -> Call:
         if stop > self.scenario.total:
-            raise TooShort
+            raise CannotCheck(TOO_SHORT)
         total = past_length + stop - start
         sizes: dict[Axis, int] = {
             "batch": self.scenario.batch,
@@ -303,15 +334,16 @@ class FeedBuilder:
             adapted=self.adapted,
         )
         feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
-        return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, **more)
+        via = "run" if more.get("kind") == "reference" else self.via
+        return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, via=via, **more)
 
     def _feed(self, port: Port, past: Past, step: StepInputs) -> "Value | Array":
         if port.role == "past":
             return self._past(port, past, step.sizes["new"])
-        return self._encoder_input(port, step) if port.role == "encoder_input" else fill_input(port, step)
+        return self._drawn_input(port, step) if port.role in ("encoder_input", "condition") else fill_input(port, step)
 
-    def _encoder_input(self, port: Port, step: StepInputs) -> Array:
-        """What an encoder within the graph reads.
+    def _drawn_input(self, port: Port, step: StepInputs) -> Array:
+        """What an encoder within the graph reads, or what the caller has for each sequence, the same in all calls.
 
         Noise is drawn row after row: the first rows are the same, however many follow.
         """

@@ -119,7 +119,7 @@ def find_difference(
 
 
 def _find_other_logits(mine: GoldenWalk, golden: GoldenWalk, passes: float) -> GoldenDifference | None:
-    """The first call whose logits are off; of calls that are cut otherwise, those that end alike are compared."""
+    """The first call whose logits are off; calls that end with the same token are compared."""
     for stop, here, there in _pair_calls(mine, golden):
         off = _measure(mine.logits[here], golden.logits[there], float(golden.deviations[there]))
         if not off <= passes:
@@ -171,7 +171,7 @@ def correlate(mine: GoldenWalk, golden: GoldenWalk) -> float:
 
 
 def _pair_calls(mine: GoldenWalk, golden: GoldenWalk) -> Iterator[tuple[int, int, int]]:
-    """The calls of both that end with the same token: the token behind it, and the number of the call in each."""
+    """The calls of both that end with the same token: the end of the call, and its number in each."""
     ends = {stop: number for number, (_, stop) in enumerate(mine.walk.calls())}
     for number, (_, stop) in enumerate(golden.walk.calls()):
         if stop in ends:

@@ -6,7 +6,7 @@ One function for each role. Standard library and numpy only.
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class StepInputs:
     `tokens` int64[batch * codebooks, new] are the new ones, `begin` tokens stand in the cache before them. `sizes` are
     the lengths of all axes, and `columns` those of a mask with a row for each query. `padding` and `encoder_padding`
     say for each row what is to be masked; `states` float[batch, encoder, hidden] are those of the encoder, `embedded`
-    the embeddings of the tokens by the name of their input, as far as a graph made them. Where the step is `adapted`,
+    the embeddings of the tokens that a graph made, by the name of their input. Where the step is `adapted`,
     an adapter of noise is active, else none.
     """
 
@@ -102,8 +102,24 @@ def fill_input(port: Port, step: StepInputs) -> Array:
     """
     if port.role not in FILLS:
         raise ValueError(f"input {port.name!r} has role {port.role}, for which there is no synthetic input")
-    made = FILLS[port.role](InputRequest(port, resolve_shape(port, step.sizes), step))
-    return np.array(made, dtype=NUMPY_TYPES[port.dtype], order="C")
+    order = _usual_order(port)
+    shape = port.shape or ()
+    usual = replace(port, axes=tuple(port.axes[at] for at in order), shape=tuple(shape[at] for at in order))
+    made = FILLS[port.role](InputRequest(usual, resolve_shape(usual, step.sizes), step))
+    return np.array(np.transpose(made, np.argsort(order)), dtype=NUMPY_TYPES[port.dtype], order="C")
+
+
+RANKS: dict[Axis, int] = {"batch": 0, "batch_codebooks": 0, "codebooks": 1, "new": 3, "total": 4, "hidden": 5}
+"""The usual order of the axes of an input; those that are not here stand third."""
+
+
+def _usual_order(port: Port) -> list[int]:
+    """The axes of an input with the batch before tokens and entries, and codebooks next to it."""
+    axes = port.axes
+    late = "batch" in axes and any(axis in ("new", "total") for axis in axes[: axes.index("batch")])
+    if not late and "codebooks" not in axes:
+        return list(range(len(axes)))
+    return sorted(range(len(axes)), key=lambda at: RANKS.get(axes[at], 2))
 
 
 def resolve_shape(port: Port, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
@@ -112,10 +128,6 @@ def resolve_shape(port: Port, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
         dim if isinstance(dim, int) else sizes.get(axis, 1)
         for dim, axis in zip(port.shape or (), port.axes, strict=True)
     )
-
-
-def _token_ids(want: InputRequest) -> Array:
-    return want.step.tokens if len(want.shape) == 2 else want.step.tokens.reshape(-1)
 
 
 def _token_and_position(want: InputRequest) -> Array:
@@ -128,7 +140,20 @@ def _embeddings(want: InputRequest) -> Array:
     return synthetic_embeddings(want.step.tokens, want.shape) if made is None else made
 
 
-def _attention_mask(want: InputRequest) -> Array:
+def _mask(want: InputRequest) -> Array:
+    """Which entries of the cache may be seen: 1 or 0, its opposite where 1 hides, or what is added to the scores."""
+    by_query = "new" in want.port.axes or want.port.axes.count("total") > 1
+    seen = _visible_entries(want) if by_query else _filled_entries(want)
+    if want.port.role != "additive_mask" or want.port.dtype == "bool":
+        return ~seen if want.port.role == "padding_mask" else seen
+    # Square masks of integers are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
+    square = want.port.axes.count("total") > 1
+    shown, hidden = (0.0, HIDDEN) if "float" in want.port.dtype else (-1, 0) if square else (1, 0)
+    return np.asarray(np.where(seen, shown, hidden))
+
+
+def _filled_entries(want: InputRequest) -> Array:
+    """Which entries of the cache hold tokens after the step, bool in the shape of a mask with one row a sequence."""
     columns = np.arange(want.shape[-1])
     if fills_from_right(want.port, want.step.contract):
         columns = columns - (want.shape[-1] - want.step.end)
@@ -137,7 +162,7 @@ def _attention_mask(want: InputRequest) -> Array:
 
 
 def fills_from_right(port: Port, contract: CacheContract) -> bool:
-    """Whether a mask of fixed length covers a window that entries are shifted into from the right, behind padding."""
+    """Whether a mask of fixed length covers a window that entries are shifted into from the right, after padding."""
     columns = port.shape[-1] if port.shape else None
     windows = [slot for slot in contract.slots if slot.growth == "ring" and slot.carry == "feed-back"]
     sizes = [size for slot in windows if (size := slot.size("capacity")) is not None]
@@ -147,16 +172,6 @@ def fills_from_right(port: Port, contract: CacheContract) -> bool:
 def _encoder_mask(want: InputRequest) -> Array:
     length = want.shape[-1]
     return np.broadcast_to(np.arange(length) < length - _by_row(want.step.encoder_padding, want.shape), want.shape)
-
-
-def _additive_mask(want: InputRequest) -> Array:
-    seen = _visible_entries(want.port, want.step)
-    if want.port.dtype == "bool":
-        return seen
-    # Square masks of integers are those of Llama-2-Onnx: -1 where a query may look, 0 elsewhere.
-    square = want.port.axes[-2] == "total"
-    shown, hidden = (0.0, HIDDEN) if "float" in want.port.dtype else (-1, 0) if square else (1, 0)
-    return np.asarray(np.where(seen, shown, hidden))
 
 
 def _positions(want: InputRequest) -> Array:
@@ -177,10 +192,6 @@ def _encoder_states(want: InputRequest) -> Array:
     return want.step.states
 
 
-def _branch_switch(want: InputRequest) -> Array:
-    return np.full(want.shape, want.step.contract.phases[want.step.phase].switch)
-
-
 def _setting(want: InputRequest) -> Array:
     if want.port.value is None:
         raise ValueError(f"input {want.port.name!r} is a setting, and its value is unknown")
@@ -196,18 +207,19 @@ def _adapter(want: InputRequest) -> Array:
 
 
 FILLS: dict[str, Callable[[InputRequest], Array]] = {
-    "token_ids": _token_ids,
+    "token_ids": lambda want: want.step.tokens.reshape(want.shape if len(want.shape) > 1 else -1),
     "token_and_position": _token_and_position,
     "embeddings": _embeddings,
-    "attention_mask": _attention_mask,
+    "attention_mask": _mask,
+    "padding_mask": _mask,
     "encoder_mask": _encoder_mask,
-    "additive_mask": _additive_mask,
+    "additive_mask": _mask,
     "position_ids": _positions,
     "cache_position": _positions,
     "rotary_cos": lambda want: np.cos(_angles(want)),
     "rotary_sin": lambda want: np.sin(_angles(want)),
     "encoder_states": _encoder_states,
-    "branch_switch": _branch_switch,
+    "branch_switch": lambda want: np.full(want.shape, want.step.contract.phases[want.step.phase].switch),
     "logits_to_keep": lambda want: np.zeros(want.shape),
     "block_table": lambda want: np.zeros(want.shape),
     # One beam where their number is asked for, and no row of another beam where their origins are.
@@ -221,6 +233,12 @@ FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "total_length": lambda want: np.full(want.shape, want.step.end),
     "last_index": lambda want: np.full(want.shape, want.step.end - 1),
     "new_length": lambda want: np.full(want.shape, want.step.sizes["new"]),
+    "last_new_index": lambda want: np.full(want.shape, want.step.sizes["new"] - 1),
+    "batch_size": lambda want: np.full(want.shape, want.step.sizes["batch"]),
+    "row_index": lambda want: np.broadcast_to(np.arange(want.step.sizes["batch"]), want.shape),
+    "has_past": lambda want: np.full(want.shape, want.step.begin > 0),
+    "first_call": lambda want: np.full(want.shape, want.step.begin == 0),
+    "token_states": lambda want: synthetic_embeddings(want.step.tokens, want.shape),
 }
 """By role. The feed builder makes the past and the inputs of an encoder inside the graph."""
 
@@ -230,12 +248,13 @@ def _by_row(padding: tuple[int, ...], shape: tuple[int, ...]) -> Array:
     return np.array(padding).reshape(-1, 1) if padding and len(shape) > 1 else np.zeros(1, np.int64)
 
 
-def _visible_entries(port: Port, step: StepInputs) -> Array:
+def _visible_entries(want: InputRequest) -> Array:
     """Which entries a query may look at, bool in the shape of a mask with a row for each query.
 
     Columns count from the start of the cache; from its end where the loop shifts entries in from the right. Rows are
     the new tokens, or, in a square mask, all positions.
     """
+    port, step = want.port, want.step
     slots, shape = step.contract.slots, resolve_shape(port, {**step.sizes, "total": step.columns})
     rows = np.arange(shape[-2]) if port.axes[-2] == "total" else np.arange(step.begin, step.end)
     columns = np.arange(shape[-1])
@@ -243,6 +262,10 @@ def _visible_entries(port: Port, step: StepInputs) -> Array:
     if moving and not any(slot.carry == "drop-oldest" for slot in slots):
         columns = columns - (shape[-1] - step.end)
     seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= 0)
+    if step.padding and port.axes[0] == "batch":
+        # A token of padding sees itself: no row of scores is hidden whole.
+        padded = columns < np.array(step.padding).reshape(-1, *[1] * (len(shape) - 1))
+        seen = seen & (~padded | (columns[None, :] == rows[:, None]))
     return np.broadcast_to(seen, shape)
 
 

@@ -34,14 +34,14 @@ class Walk:
         return self.prompt + sum(self.pieces)
 
     def calls(self) -> Iterator[tuple[int, int]]:
-        """The first token of each call, and the one behind its last."""
+        """The first token of each call, and the one after its last."""
         start = 0
         for count in (self.prompt, *self.pieces):
             yield start, start + count
             start += count
 
     def describe(self, start: int, stop: int) -> str:
-        """One call in words."""
+        """One call, for a message."""
         batch = f"batch {self.batch}, "
         if start == 0:
             return f"{batch}prompt of {stop} token{'s' * (stop > 1)}"
@@ -59,35 +59,33 @@ def plan_walks(
     is short.
     """
     contracts = (original, converted)
-    rows = next((size for one in contracts if (size := one.fixed_batch) is not None), None)
-    sizes = _fixed_sizes(contracts)
-    lengths = [one.usable_length for one in contracts if one.usable_length is not None]
-    most = min([LONG, *lengths, *([] if most_tokens is None else [most_tokens])])
+    most = _limit(LONG if most_tokens is None else min(LONG, most_tokens), contracts)
     planned = [
         *(Walk(1, prompt, (1, 1)) for prompt in PROMPTS),
         *(Walk(1, prompt, pieces) for prompt, pieces in ((3, (2, 1, 3, 1)), (1, (5, 2, 1)))),
         Walk(1, 1, (1,) * (LONG - 1)),
         *(Walk(batch, prompt, (1, 2, 1)) for batch in (2, 3) for prompt in (1, 3)),
     ]
-    fits = [_fit(walk, rows, sizes, most) for walk in planned]
+    fits = [_fit(walk, contracts, most) for walk in planned]
     if capacity is not None:
-        fits += [_fit(walk, rows, sizes, capacity) for walk in _fill(capacity)]
+        fits += [_fit(walk, contracts, capacity) for walk in _fill(capacity)]
     fitted = list(dict.fromkeys(filter(None, fits)))
     return tuple(walk for walk in fitted if not any(_begins(walk, other) for other in fitted))
 
 
 def plan_decoding(one: CacheContract, other: CacheContract, prompt: int, steps: int) -> Walk | None:
     """A prompt and single steps in sizes that both contracts take; None where not even a prompt fits."""
-    both = (one, other)
-    rows = next((size for each in both if (size := each.fixed_batch) is not None), None)
-    lengths = [each.usable_length for each in both if each.usable_length is not None]
-    return _fit(Walk(1, prompt, (1,) * steps), rows, _fixed_sizes(both), min([prompt + steps, *lengths]))
+    return _fit(Walk(1, prompt, (1,) * steps), (one, other), _limit(prompt + steps, (one, other)))
 
 
 def fit_walk(walk: Walk, contract: CacheContract) -> Walk | None:
     """A walk in the sizes of one contract; None where not even its prompt fits."""
-    limit = min([walk.total, *([contract.usable_length] if contract.usable_length is not None else [])])
-    return _fit(walk, contract.fixed_batch, _fixed_sizes((contract,)), limit)
+    return _fit(walk, (contract,), _limit(walk.total, (contract,)))
+
+
+def _limit(most: int, contracts: tuple[CacheContract, ...]) -> int:
+    """The tokens that a sequence may have, `most` and no more than any contract says."""
+    return min([most, *(one.usable_length for one in contracts if one.usable_length is not None)])
 
 
 def _fill(capacity: int) -> Iterator[Walk]:
@@ -104,22 +102,16 @@ def _begins(walk: Walk, other: Walk) -> bool:
     return same and other.pieces[: len(walk.pieces)] == walk.pieces
 
 
-def _fixed_sizes(contracts: tuple[CacheContract, ...]) -> tuple[int | None, int | None]:
-    """New tokens of the first call and of each later one, where a contract fixes them."""
-    first = next((size for one in contracts if (size := one.new_tokens) is not None), None)
+def _fit(walk: Walk, contracts: tuple[CacheContract, ...], most: int) -> Walk | None:
+    """The walk in the sizes that contracts fix, up to `most` tokens; None where not even its prompt fits."""
+    rows = next((size for one in contracts if (size := one.fixed_batch) is not None), walk.batch)
+    prompt = next((size for one in contracts if (size := one.new_tokens) is not None), walk.prompt)
     later = next((size for one in contracts if (size := one.step_tokens) is not None), None)
-    return first, later
-
-
-def _fit(walk: Walk, rows: int | None, sizes: tuple[int | None, int | None], most: int) -> Walk | None:
-    """The walk in fixed sizes, as far as it goes; None where not even its prompt fits."""
-    first, later = sizes
-    prompt = first or walk.prompt
     pieces = (later,) * ((walk.total - prompt) // later) if later is not None else walk.pieces
-    kept, total = [], prompt
+    taken, total = [], prompt
     for piece in pieces:
         total += piece
         if total > most:
             break
-        kept.append(piece)
-    return Walk(rows or walk.batch, prompt, tuple(kept)) if prompt <= most else None
+        taken.append(piece)
+    return Walk(rows or walk.batch, prompt, tuple(taken)) if prompt <= most else None

@@ -9,6 +9,7 @@ import numpy as np
 from kvdoctor.decode.runs import ErrorGrowth, LogitsDifference
 from kvdoctor.decode.tolerances import TOLERANCES, Tolerance
 
+Array = np.ndarray[Any, Any]
 Verdict = Literal["pass", "ambiguous", "fail"]
 
 TOP = 5
@@ -38,9 +39,7 @@ UNMEASURABLE = LogitsDifference(
 """The difference of logits that are not finite, or have no finite distance."""
 
 
-def compare(
-    actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]", limit: Tolerance = TOLERANCES["float"]
-) -> LogitsDifference:
+def compare(actual: Array, expected: Array, limit: Tolerance = TOLERANCES["float"]) -> LogitsDifference:
     """Compare logits, both float[batch, new, vocabulary], of an arithmetic with that tolerance.
 
     Raises:
@@ -78,9 +77,7 @@ def compare(
     )
 
 
-def _compare_not_finite(
-    got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", limit: Tolerance
-) -> LogitsDifference:
+def _compare_not_finite(got: Array, want: Array, limit: Tolerance) -> LogitsDifference:
     """Infinite or undefined logits have no distance; masked vocabulary entries (-inf on both sides) do."""
     masked = np.isneginf(got) & np.isneginf(want)
     if np.isfinite(got[~masked]).all() and np.isfinite(want[~masked]).all() and not masked.all(-1).any():
@@ -88,15 +85,13 @@ def _compare_not_finite(
     return UNMEASURABLE
 
 
-def _compare_unmasked(
-    masked: "np.ndarray[Any, Any]", got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", limit: Tolerance
-) -> LogitsDifference:
+def _compare_unmasked(masked: Array, got: Array, want: Array, limit: Tolerance) -> LogitsDifference:
     """The difference of all tokens but those that are masked on both sides: they get the least of the other logits."""
     floor = float(want[~masked].min(initial=0.0))
     return compare(np.where(masked, floor, got), np.where(masked, floor, want), limit)
 
 
-def _find_masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _find_masked(logits: Array) -> Array:
     """Which tokens are masked with a finite number, as -1e4, -1e9 or the least of the type; bool[positions, tokens].
 
     Whether it replaced the logits or was added, and in up to two depths: masked tokens would widen the standard
@@ -119,7 +114,7 @@ def _find_masked(logits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     return masked
 
 
-def measurable(logits: "np.ndarray[Any, Any]") -> bool:
+def measurable(logits: Array) -> bool:
     """Whether logits, float[..., vocabulary], can be compared: no NaN, no inf, and not all tokens are -inf."""
     if not logits.shape[-1]:
         return 0 in logits.shape[:-1]
@@ -128,7 +123,7 @@ def measurable(logits: "np.ndarray[Any, Any]") -> bool:
         return bool(np.isfinite(logits.max(-1)).all())
 
 
-def divergences(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any] | None":
+def divergences(got: Array, expected: Array) -> Array | None:
     """The Kullback-Leibler divergence of each position, float64[positions] in nats, of logits [positions, vocabulary].
 
     Tokens that both mask do not count. None where logits are not finite.
@@ -140,11 +135,11 @@ def divergences(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -
         # Two tokens of weight 0 add nothing, whatever their logits are.
         floor = float(expected[~masked].min()) - LEAST_DEPTH
         got, expected = np.where(masked, floor, got), np.where(masked, floor, expected)
-    found: np.ndarray[Any, Any] = np.maximum(_measure_positions(got, expected)[3], 0)
+    found: Array = np.maximum(_measure_positions(got, expected)[3], 0)
     return found
 
 
-def _measure_positions(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _measure_positions(got: Array, expected: Array) -> Array:
     """By position: largest difference, standard deviation, cosine, divergence; float64[4, positions].
 
     Vocabularies are wide, so everything is got in few passes. Where the difference is not finite, nothing is.
@@ -164,29 +159,25 @@ def _measure_positions(got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, A
     common = products / count - mean * shift
     moved = np.maximum(variance + 2 * common + gap_squares / count - shift * shift, 0)
     lengths = np.sqrt(variance * moved)
-    # Logits that are all alike have no direction.
+    # Equal logits have no direction.
     cosine = np.divide(variance + common, lengths, out=np.ones_like(lengths), where=lengths > 0)
     divergence = np.log(likely / weights) + (most - weighted / weights)
     return np.stack([worst, np.sqrt(variance), cosine, divergence])
 
 
-def _pieces(
-    got: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]"
-) -> "Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]":
+def _pieces(got: Array, expected: Array) -> Iterator[tuple[Array, Array]]:
     """The expected logits and the differences to them, as many tokens at a time as the caches of a core hold."""
     for begin in range(0, expected.shape[-1], BLOCK):
         want = expected[:, begin : begin + BLOCK].astype(np.float64)
         yield want, got[:, begin : begin + BLOCK] - want
 
 
-def _measure_piece(want: "np.ndarray[Any, Any]", gap: "np.ndarray[Any, Any]") -> "list[np.ndarray[Any, Any]]":
+def _measure_piece(want: Array, gap: Array) -> list[Array]:
     """By position: the largest logit, the largest difference either way, the sums of the logits and their squares."""
     return [want.max(-1), gap.max(-1), -gap.min(-1), want.sum(-1), _dot(want, want)]
 
 
-def _sum_piece(
-    want: "np.ndarray[Any, Any]", gap: "np.ndarray[Any, Any]", top: "np.ndarray[Any, Any]", most: "np.ndarray[Any, Any]"
-) -> "list[np.ndarray[Any, Any]]":
+def _sum_piece(want: Array, gap: Array, top: Array, most: Array) -> list[Array]:
     """What is summed over the tokens once the largest logit and the largest difference are known; overwrites both."""
     sums = [gap.sum(-1), _dot(want, gap), _dot(gap, gap)]
     np.exp(np.subtract(want, top[:, None], out=want), out=want)
@@ -195,9 +186,9 @@ def _sum_piece(
     return [*sums, _dot(want, gap)]
 
 
-def _dot(one: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _dot(one: Array, other: Array) -> Array:
     """The product of rows with rows, without what a product of matrices makes of two cores."""
-    rows: np.ndarray[Any, Any] = np.einsum("nv,nv->n", one, other)
+    rows: Array = np.einsum("nv,nv->n", one, other)
     return rows
 
 
@@ -206,7 +197,7 @@ def _drop_rounding(value: Any) -> float:
     return float(value) if value >= SMALLEST else 0.0
 
 
-def _share_same_top1(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", noise: float) -> tuple[float, float]:
+def _share_same_top1(got: Array, want: Array, noise: float) -> tuple[float, float]:
     """Share of the positions with the same likeliest token, and of those where another is as likely but for noise."""
     top_got, top_want, rows = got.argmax(-1), want.argmax(-1), np.arange(len(want))
     differ = top_got != top_want
@@ -214,7 +205,7 @@ def _share_same_top1(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", 
     return float(1 - differ.mean()), float(near.mean())
 
 
-def _share_same_top5(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", noise: float) -> float:
+def _share_same_top5(got: Array, want: Array, noise: float) -> float:
     """Share of the likeliest tokens that are expected among them."""
     count = min(TOP, want.shape[-1])
     chosen = np.argpartition(got, -count, axis=-1)[..., -count:]
@@ -222,7 +213,7 @@ def _share_same_top5(got: "np.ndarray[Any, Any]", want: "np.ndarray[Any, Any]", 
     return float((np.take_along_axis(want, chosen, -1) >= least - noise).mean())
 
 
-def slot_difference(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> float | None:
+def slot_difference(actual: Array, expected: Array) -> float | None:
     """The largest difference of two tensors of a cache, as a fraction of the standard deviation of the expected one.
 
     None where their shapes differ, or where one is not finite: that says nothing of how close they are.
@@ -235,7 +226,7 @@ def slot_difference(actual: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, A
 
 
 def describe_gap(difference: LogitsDifference) -> str:
-    """How far logits are apart, in words."""
+    """How far logits are apart, for a message."""
     return f"off by {difference.relative:.1e} standard deviations" if difference.finite else "not finite"
 
 

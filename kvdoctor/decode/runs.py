@@ -140,8 +140,8 @@ class FaultLocation:
 
     `scope` is the path of branches and functions that the node stands in, `layer` counts from 0. `shapes` are the
     tensors that came in, by the names of the graph; `provenance` says of each axis or value concerned where it came
-    from, in words; `frozen_by` is the constant that holds it where one does. `source` is the component at fault,
-    and `words` give the reason.
+    from; `frozen_by` is the constant that holds it where one does. `source` is the component at fault,
+    and `words` give the reason. `cause` is the check whose fault the place shows, empty where it shows none.
     """
 
     node: Node | None
@@ -152,6 +152,7 @@ class FaultLocation:
     frozen_by: str | None
     source: FaultSource
     words: str
+    cause: str = ""
 
 
 @record
@@ -173,13 +174,17 @@ class Cause:
     """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts.
 
     `slot` is the past input of the slot concerned, empty where it is none alone; `dropped` counts the oldest entries of
-    its past that a step left out.
+    its past that a step left out; `from_length` is the number of tokens from which on steps are wrong. `read_right`
+    says that the logits of the step itself are right. `unseen` are entries of the past that a step does not attend to.
     """
 
     name: str
     evidence: str
     slot: str = ""
     dropped: int = 0
+    from_length: int = 0
+    read_right: bool = False
+    unseen: tuple[int, ...] = ()
 
 
 ONLY_THOROUGH = "only with --thorough"
@@ -190,6 +195,9 @@ NOTHING_CHANGES = "no token changes"
 
 REFERENCE_CHANGES = "without a cache, the logits of the first tokens change with the number of tokens"
 """Why a run was skipped that has no reference run to be judged by."""
+
+KEYS_CHANGE = "keys-change-with-length"
+"""The name of a cause: from `Cause.from_length` on, the keys in the cache are not those of a call without a cache."""
 
 GENERAL_CAUSES = ("cache-misread", "new-entries-wrong")
 """Names of causes that say which half of a step is wrong, and not why: other experiments may show more."""
@@ -228,7 +236,7 @@ class Run:
     `passes_with` says what makes the failed call pass: the runtime's optimizations off, or its reuse of buffers.
     `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
     model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
-    rounding, however small it is beside it, and the outcome says so.
+    rounding, however small it is, and the outcome says so.
     `location` is looked for where the run is what a finding rests on; `no_location` is the reason why none was found.
     `parts` are those of a run that differs from a checkpoint, in the order in which they are computed.
     """
@@ -264,7 +272,7 @@ class Run:
 
     @property
     def yardstick(self) -> str:
-        """What its logits were compared with, in words."""
+        """What its logits were compared with, for a message."""
         if self.experiment in (OWN_SESSION, HISTORY):
             return "the loop in the first session" if self.experiment == OWN_SESSION else "other histories"
         own = "its own first pass" if self.experiment == PLAIN_LOOP else "each row alone"
@@ -277,6 +285,11 @@ class Run:
         return located or self.node
 
     @property
+    def not_finite(self) -> tuple[int, ...]:
+        """The steps whose logits have no difference, since they are NaN or infinite."""
+        return tuple(step.step for step in self.steps if step.difference and not step.difference.finite)
+
+    @property
     def by_rounding(self) -> bool:
         """Whether the logits differ, or are ambiguous, by nothing but the model's rounding, and can be used."""
         float32, unclear = self.unrounded, self.outcome in ("differs", *UNDECIDED)
@@ -285,8 +298,7 @@ class Run:
     @property
     def too_coarse(self) -> bool:
         """Whether the logits are wrong by nothing but what the model rounds, and are numbers."""
-        finite = all(step.difference.finite for step in self.steps if step.difference is not None)
-        return self.unrounded is not None and self.unrounded.too_coarse and finite
+        return self.unrounded is not None and self.unrounded.too_coarse and not self.not_finite
 
     @property
     def hidden(self) -> bool:

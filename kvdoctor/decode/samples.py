@@ -1,6 +1,6 @@
 """`--prompt-ids` and `--inputs`: a prompt and encoder inputs of the user, in place of synthetic feeds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,6 @@ Array = np.ndarray[Any, Any]
 
 FORMATS = (b"PK", b"\x93NUMPY")
 """How the files of numpy begin: several arrays, and one."""
-
-
-class BadSamples(Exception):
-    """The file of inputs cannot be read; its text says why."""
 
 
 @record
@@ -56,21 +52,21 @@ def read_arrays(file: Path) -> dict[str, Array]:
     """The arrays of an .npz file; nothing in it is executed.
 
     Raises:
-        BadSamples: it is no such file, or holds something else than arrays of numbers.
+        UsageError: it is no such file, or holds something else than arrays of numbers.
     """
     try:
         with file.open("rb") as opened:
             if not opened.read(6).startswith(FORMATS):
-                raise BadSamples("it is not a file that numpy.savez wrote")
+                raise UsageError("it is not a file that numpy.savez wrote")
         with np.load(file, allow_pickle=False) as held:
             if not hasattr(held, "files"):
-                raise BadSamples("it holds a single array; save it with numpy.savez(FILE, name=array)")
+                raise UsageError("it holds a single array; save it with numpy.savez(FILE, name=array)")
             arrays = {name: held[name] for name in held.files}
     except (OSError, ValueError, EOFError, BadZipFile, MemoryError, KeyError) as error:
-        raise BadSamples(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+        raise UsageError(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
     for name, array in arrays.items():
         if array.dtype.kind not in "fiub" or array.ndim == 0 or not array.size:
-            raise BadSamples(
+            raise UsageError(
                 f"{name!r} is not an array of numbers with a batch axis ({array.dtype}{list(array.shape)})"
             )
     return arrays
@@ -90,9 +86,10 @@ def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[
     if file is not None:
         try:
             arrays = read_arrays(Path(file))
-        except BadSamples as error:
+        except UsageError as error:
             raise UsageError(f"--inputs {file}: {error}; it takes an .npz file of arrays by input name") from None
-    ports = {port.name: port for contract in contracts for port in _takers(contract)}
+    graphs = (graph for contract in contracts for graph in contract.graphs.values())
+    ports = {port.name: port for graph in graphs for port in graph.inputs if port.role in TAKEN}
     for name, array in arrays.items():
         _require_fit(name, array, ports, file or "")
     for name, port in ports.items():
@@ -108,11 +105,6 @@ def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[
     if limit is not None and len(prompt) > limit - 2:
         raise UsageError(f"the prompt has {len(prompt)} tokens, and the context {limit}: leave room for two steps")
     return Samples(prompt, arrays)
-
-
-def _takers(contract: CacheContract) -> Iterator[Port]:
-    for graph in contract.graphs.values():
-        yield from (port for port in graph.inputs if port.role in TAKEN)
 
 
 def _require_fit(name: str, array: Array, ports: dict[str, Port], file: str) -> None:

@@ -1,4 +1,4 @@
-"""A search operator (BeamSearch, GreedySearch, ...): how it is called, and the same search in our own words.
+"""A search operator (BeamSearch, GreedySearch, ...): how it is called, and the same search written anew.
 
 The rules are those of ONNX Runtime on the CPU. Sources: docs/ContribOperators.md and
 onnxruntime/contrib_ops/cpu/transformers (beam_search_scorer.cc, logits_processor.cc, greedy_search_impl_base.h).
@@ -8,11 +8,13 @@ Standard library and numpy only.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from kvdoctor.decode.calls import Array
 from kvdoctor.records import record
+
+Array = np.ndarray[Any, Any]
 
 LOWEST = float(np.finfo(np.float32).min)
 """The score of a token that a rule forbids."""
@@ -54,6 +56,11 @@ class SearchPlan:
     unknown: str = ""
     vocabulary: int = -1
 
+    @property
+    def is_of_one_sequence(self) -> bool:
+        """Whether it is a GreedySearch, which has no beams."""
+        return self.operator == "GreedySearch"
+
 
 @record
 class SearchRules:
@@ -69,8 +76,8 @@ class SearchRules:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken. A beam search with one beam goes on beside an ended sequence."""
-        return self.plan.operator == "GreedySearch" or (self.beams == 1 and self.min_length >= self.max_length)
+        """Whether the likeliest token is always taken. A beam search with one beam goes on after a sequence ended."""
+        return self.plan.is_of_one_sequence or (self.beams == 1 and self.min_length >= self.max_length)
 
     def score(self, log_shares: float, length: int) -> float:
         """The score of a sequence of that length, the ending token left out, by the sum of its log probabilities."""

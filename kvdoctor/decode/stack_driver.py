@@ -13,37 +13,22 @@ from typing import Any, Literal
 import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, with_last_logits_only
-from kvdoctor.decode.calls import (
-    Answer,
-    Array,
-    Call,
-    Encoded,
-    NothingToRun,
-    Refused,
-    Scenario,
-    StepFailed,
-    Value,
-    as_array,
-)
-from kvdoctor.decode.embeddings import embedded_inputs
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario, StepFailed, Value, as_array
+from kvdoctor.decode.embeddings import FeatureRows, embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
 from kvdoctor.decode.experiments.fixed_chunks import count_tokens, drives
-from kvdoctor.decode.feature_rows import FeatureRows
-from kvdoctor.decode.inputs import (
-    encoder_feeds,
-    plain_token_ids,
-    synthetic_cross_caches,
-    synthetic_encoder_states,
-)
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.inputs import encoder_feeds, plain_token_ids, synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.decode.messages import Event, Note
 from kvdoctor.decode.samples import Samples
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
 MOST_KEPT = 1 << 24
-"""Numbers in the answers to reference calls that are kept for equal calls. Sixty tokens have as many logits with a
+"""Numbers in the answers to reference calls that are held for equal calls. Sixty tokens have as many logits with a
 vocabulary of 262,144: the answers of all experiments together would take more memory than many a model."""
 
 
@@ -98,7 +83,7 @@ class StackDriver:
 
         Raises:
             StepFailed: the runtime failed.
-            Refused: the file does not open.
+            CannotCheck: the file does not open.
         """
         key = _digest(call.feeds)
         if key in self.references:
@@ -118,7 +103,7 @@ class StackDriver:
         return self.references[key]
 
     def _forget_references(self) -> None:
-        """Drop the answers that were not used for longest, down to the size that may be kept; never the last one."""
+        """Drop the answers that were not used for longest, down to that size; never the last one."""
         answers = self.references.values()
         sizes = [sum(math.prod(value.shape) for value in answer.outputs.values()) for answer in answers]
         excess = sum(sizes) - MOST_KEPT
@@ -127,6 +112,11 @@ class StackDriver:
                 return
             del self.references[key]
             excess -= size
+
+    def forget(self) -> None:
+        """Drop what was computed by another contract."""
+        self.references.clear()
+        self.encoded.clear()
 
     def expect_last_logits_only(self, reason: str) -> None:
         """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""
@@ -143,7 +133,7 @@ class StackDriver:
 
         Raises:
             StepFailed: it failed.
-            Refused: the file does not open.
+            CannotCheck: the file does not open.
         """
         raise NotImplementedError
 
@@ -156,12 +146,24 @@ class StackDriver:
         port = self.contract.graph(phase).port("logits")  # type: ignore[arg-type]
         return port.name if port else ""
 
+    def make_answer(self, call: Call, outputs: Mapping[str, Value]) -> Answer:
+        """The answer to a call with these outputs by name."""
+        port = self.contract.graph(call.phase).port("logits")
+        axes = port.axes if port is not None else ()
+        return Answer(outputs, self.logits_name(call.phase), call.past, call.new, axes)
+
     def encode(self, scenario: Scenario) -> Encoded:
         """The encoder's outputs for a scenario: of the encoder file, else synthetic."""
         key = Scenario(batch=scenario.batch, encoder=scenario.encoder, seed=scenario.seed)
         if key not in self.encoded:
             self.encoded[key] = self._encode(key)
         return self.encoded[key]
+
+    def build(self, scenario: Scenario, **more: Any) -> FeedBuilder:
+        """The builder of a scenario, with the outputs of the encoder and what makes embeddings."""
+        embed, count_rows = (self.embed, self.count_rows) if self.can_embed else (None, None)
+        given = {"samples": self.samples, "embed": embed, "count_rows": count_rows, **more}
+        return FeedBuilder(self.contract, scenario, self.encode(scenario), **given)
 
     def _encode(self, scenario: Scenario) -> Encoded:
         synthetic = Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
@@ -175,7 +177,7 @@ class StackDriver:
             try:
                 answer = self.run_session(Call("encode", fed, 0, longer.encoder))
                 break
-            except (StepFailed, Refused) as refusal:
+            except (StepFailed, CannotCheck) as refusal:
                 error = error or str(refusal)
         if answer is None:
             self.announce(Note(f"the encoder file could not be run ({error}); synthetic encoder outputs are used"))
@@ -205,7 +207,7 @@ class StackDriver:
         rows, new = self.contract.fixed_batch or 1, self.contract.new_tokens or 2
         try:
             self.embed("prefill", np.full((rows, new), plain_token_ids(self.contract)[0]))
-        except NothingToRun as error:
+        except CannotCheck as error:
             self.announce(Note(f"{error}; synthetic embeddings are used"))
             return False
         return True
@@ -217,11 +219,11 @@ class StackDriver:
         so: text alone is run then.
 
         Raises:
-            NothingToRun: it fails, or returns something else.
+            CannotCheck: it fails, or returns something else.
         """
         try:
             return self._embed(phase, tokens)
-        except NothingToRun as error:
+        except CannotCheck as error:
             if (tokens < 0).any():
                 self.announce(Note(f"{error}; images and audio in the prompt were not run"))
             raise
@@ -230,13 +232,13 @@ class StackDriver:
         """See `embed`."""
         try:
             answer = self.run_session(self.feature_rows.embedding_call(tokens))
-        except (StepFailed, Refused) as error:
-            raise NothingToRun(f"the embedding file could not be run ({error})") from error
+        except StepFailed as error:
+            raise CannotCheck(f"the embedding file could not be run ({error})") from error
         made = {name: answer.outputs[output] for name, output in embedded_inputs(self.contract, phase).items()}
         for name, value in made.items():
             if value.shape[:2] != tokens.shape:
                 shapes = f"{list(value.shape)} for tokens {list(tokens.shape)}"
-                raise NothingToRun(f"the embedding file returns {shapes} as {name}")
+                raise CannotCheck(f"the embedding file returns {shapes} as {name}")
         return {name: self.feature_rows.replace_rows(value.array(), tokens) for name, value in made.items()}
 
     @cached_property
@@ -248,11 +250,11 @@ class StackDriver:
         """The number of rows that each encoder of images or audio makes; where one cannot be run, a note says so.
 
         Raises:
-            NothingToRun: an encoder cannot be run on synthetic input.
+            CannotCheck: an encoder cannot be run on synthetic input.
         """
         try:
             return self.feature_rows.count()
-        except NothingToRun as error:
+        except CannotCheck as error:
             self.announce(Note(f"{error}; images and audio in the prompt were not run"))
             raise
 

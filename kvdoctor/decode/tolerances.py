@@ -66,8 +66,8 @@ MOST_FAILS = 1.0
 MOST_BY_ROUNDING = max(tolerance.fails for tolerance in TOLERANCES.values())
 """The loosest limit of the table, in standard deviations: beyond it a difference is a fault in every arithmetic."""
 MOST_OF_CONTROL = 0.5
-"""The share of the effect of a corrupted cache that a rounded one may have. Above it the two cannot be told apart: for
-dynamic quantization, too, a difference of half that effect is a fault."""
+"""The share of the effect of a corrupted cache that a rounded one may have. Above it the two cannot be distinguished:
+for dynamic quantization, too, a difference of half that effect is a fault."""
 
 
 def bounds(exactness: str) -> tuple[float, float]:

@@ -26,15 +26,18 @@ from kvdoctor.analysis.abstract_run.values import (
     find_parts,
 )
 from kvdoctor.contract import Axis, CacheContract, Port, Role
-from kvdoctor.decode.calls import Answer, Array, Call, Encoded, NothingToRun, Scenario, StepFailed, Value
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario, StepFailed, Value
 from kvdoctor.decode.experiment_run import ExperimentRunner
 from kvdoctor.decode.experiments import Experiment, by_name
 from kvdoctor.decode.experiments.determinism import gives_all_logits
 from kvdoctor.decode.inputs import synthetic_cross_caches
 from kvdoctor.decode.messages import Event, StepDone
 from kvdoctor.decode.runs import GENERAL_CAUSES, Node, ObservedTensor, Run, Step
+from kvdoctor.decode.settle import settle
 from kvdoctor.decode.stack_driver import Environment, StackDriver
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.errors import CannotCheck
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import nodes_in, subgraphs
 from kvdoctor.model.view import GraphView
@@ -63,18 +66,28 @@ FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "c
 STACKED: tuple[Axis, ...] = ("layers", "parts")
 """Axes of which each element has a number; where the graph makes one for all, it takes them for an axis of features."""
 
-DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features", "encoder_input")
+DATA: tuple[Role, ...] = (
+    "past",
+    "embeddings",
+    "encoder_states",
+    "features",
+    "encoder_input",
+    "condition",
+    "token_states",
+)
 """Inputs with data; all others are lengths, positions, masks and settings."""
 
-ROTARY = ("Cos", "Sin", "RotaryEmbedding", "GroupQueryAttention")
+ROTARY = operators_with("rotary")
 
 LONGEST = 128
 """Tokens of a context that is tried at its end, at most."""
 
-MOST_KEPT = 64
-"""Calls whose outputs are kept for equal ones, at most."""
+OPEN = "the file allows several readings of its inputs, which a run has to settle"
 
-WORDS = 48
+MOST_KEPT = 64
+"""The most calls whose outputs are stored for equal ones."""
+
+MOST_LOGITS = 48
 """Logits that are made of the number that stands for a row of them."""
 
 LOOPS = (
@@ -94,27 +107,22 @@ USES = (
 
 
 class Undecided(Exception):
-    """Something that an experiment needs is unknown."""
+    """Something that an experiment needs is unknown.
 
-
-class NotFollowed(Exception):
-    """No experiment could be carried out on a stack without a run; the text says why."""
+    It must pass through the experiment, which would report a `CannotCheck` as a run that was skipped.
+    """
 
 
 @dataclass(eq=False)
 class AbstractTensor:
-    """A value of an abstract run, as the feed builder and the experiments see it."""
+    """A value of an abstract run, as the feed builder and the experiments see it; unknown parts raise `Undecided`."""
 
     value: Abstract
     dtype: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The true sizes.
-
-        Raises:
-            Undecided: they are unknown.
-        """
+        """The true sizes."""
         if self.value.shape is None:
             raise Undecided
         return self.value.shape
@@ -125,11 +133,7 @@ class AbstractTensor:
         return ObservedTensor(self.dtype, self.shape)
 
     def array(self) -> Array:
-        """Its numbers.
-
-        Raises:
-            Undecided: they are unknown.
-        """
+        """Its numbers."""
         try:
             return self.value.array()
         except ValueError:
@@ -137,13 +141,13 @@ class AbstractTensor:
 
 
 def spread_logits(value: Abstract) -> Array | None:
-    """Logits float[batch, new, words] that are made of the numbers that stand for them; those beyond `WORDS` are cut.
+    """Logits float[batch, new, vocabulary], made of the numbers that stand for them; those after `MOST_LOGITS` are cut.
 
     A number that is not finite stays as it is.
     """
     if value.data is None or value.shape is None or not value.shape:
         return None
-    count = min(max(value.shape[-1], 2), WORDS)
+    count = min(max(value.shape[-1], 2), MOST_LOGITS)
     data = np.asarray(value.data[..., :count], np.float64)
     data = np.broadcast_to(data, (*value.shape[:-1], count))
     at = np.arange(count)
@@ -158,12 +162,12 @@ class AbstractDriver(StackDriver):
     """Runs calls of one stack on abstract graphs, by file in `sessions`.
 
     `parts` are those that the pasts were joined of, by input: each is uniform, also where an experiment feeds changed
-    numbers. `alike` are the axes of layers and parts along which one number is broadcast.
+    numbers. `uniform` has the axes of layers and parts along which one number is broadcast.
     """
 
     failed: Node | None = None
     parts: dict[str, Parts] = field(default_factory=dict)
-    alike: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    uniform: dict[str, tuple[int, ...]] = field(default_factory=dict)
     found: dict[bytes, dict[str, Abstract]] = field(default_factory=dict)
 
     @property
@@ -195,14 +199,14 @@ class AbstractDriver(StackDriver):
                     raise Undecided
                 value = Abstract(spread.shape, spread)
             outputs[port.name] = AbstractTensor(value, port.dtype)
-        return Answer(outputs, logits, call.past, call.new)
+        return self.make_answer(call, outputs)
 
     def _to_abstract(self, value: Value | Array, port: Port) -> Abstract:
         if isinstance(value, AbstractTensor):
             if port.role == "past" and value.value.data is not None and len(port.axes) == value.value.data.ndim:
                 counting = [at for at, axis in enumerate(port.axes) if axis in FEATURES]
                 self.parts[port.name] = find_parts(value.value.data, counting) or self.parts.get(port.name, {})
-                self.alike[port.name] = find_alike(
+                self.uniform[port.name] = find_alike(
                     value.value, [at for at, axis in enumerate(port.axes) if axis in STACKED]
                 )
             return value.value
@@ -212,8 +216,8 @@ class AbstractDriver(StackDriver):
         if port.role not in DATA:
             return exactly(array)
         if len(port.axes) == array.ndim:
-            alike = self.alike.get(port.name, ())
-            kept = [axis not in FEATURES and at not in alike for at, axis in enumerate(port.axes)]
+            uniform = self.uniform.get(port.name, ())
+            kept = [axis not in FEATURES and at not in uniform for at, axis in enumerate(port.axes)]
             return collapse(array, kept, self.parts.get(port.name))
         return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
 
@@ -222,10 +226,6 @@ class AbstractDriver(StackDriver):
 
         A third of the calls of a step-test are repeated: experiments begin with the same prefill and end with the same
         reference run, and a call is timed by calling it again.
-
-        Raises:
-            StepFailed: two sizes cannot agree.
-            TooMuchWork: the budget is used up.
         """
         key = _digest_call(graph, feeds) if not graph.random_used else b""
         if key in self.found:
@@ -263,13 +263,40 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
 
 
 def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
-    """The experiments that could be carried out on a stack, as far as the budget of nodes goes.
+    """The experiments that could be carried out on a stack, until the budget of nodes is used up.
 
     Raises:
-        NotFollowed: there are none.
+        CannotCheck: there are none.
     """
     contract = replace(context.contract, exactness="float")
     size, budget, graphs = _open_stack(context, contract)
+    runs = _run_by(contract, context, size, budget, graphs)
+    doubtful = any(not one.settled for one in contract.ambiguities)
+    if not doubtful or not any(run.outcome in ("failed", "differs") for run in runs):
+        return runs
+    try:
+        budget.left = max(budget.left, SEARCH_CALLS * size)
+        settled = settle(AbstractDriver(context.stack.name, contract, graphs, 0, lambda _: None))
+    except TooMuchWork:
+        return runs
+    except (Undecided, CannotCheck, MemoryError):
+        raise CannotCheck(OPEN) from None
+    if settled.holds:
+        budget.left = max(budget.left, NODES)
+        return _run_by(settled.contract, context, size, budget, graphs)
+    if not settled.tried or any(one.unknown for one in settled.contract.ambiguities):
+        raise CannotCheck(OPEN)
+    return runs  # what differs differs under every reading
+
+
+def _run_by(
+    contract: CacheContract, context: ContractContext, size: int, budget: Budget, graphs: dict[str, AbstractGraph]
+) -> tuple[Run, ...]:
+    """The experiments by one contract.
+
+    Raises:
+        CannotCheck: not even a plain loop can be computed.
+    """
     steps: list[Step] = []
 
     def keep(event: Event) -> None:
@@ -291,31 +318,27 @@ def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
                 budget.left = max(budget.left, SEARCH_CALLS * size)
         except TooMuchWork:
             break
-        except (Undecided, NothingToRun, ValueError, KeyError, IndexError, MemoryError):
+        except (Undecided, CannotCheck, ValueError, KeyError, IndexError, MemoryError):
             if experiment.name == "plain-loop":
                 break
             continue
     if not found:
-        raise NotFollowed("the logits or the cache of a plain loop cannot be computed without a run")
+        raise CannotCheck("the logits or the cache of a plain loop cannot be computed without a run")
     return tuple(_drop_unsure(found, contract, graphs.values()))
 
 
 def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int, Budget, dict[str, AbstractGraph]]:
-    """The number of nodes of a stack, the budget for them, and its graphs by file.
-
-    Raises:
-        NotFollowed: it is too large, or one of its graphs cannot be run.
-    """
+    """The number of nodes of a stack, the budget for them, and its graphs by file."""
     files = {file.name: file for file in context.stack.files.values()}
     wanted = dict.fromkeys(contract.graph(phase).file for phase in ("prefill", "decode"))
     views = {name: (files[name].view, files[name].path) for name in wanted if name in files}
     size = sum(sum(view.operators.values()) for view, _ in views.values() if view is not None)
     if len(views) < len(wanted):
-        raise NotFollowed("a graph of the stack was not read")
+        raise CannotCheck("a graph of the stack was not read")
     if size > LARGEST:
-        raise NotFollowed(f"{size:,} nodes are more than the {LARGEST:,} that are followed without a run")
+        raise CannotCheck(f"{size:,} nodes are more than the {LARGEST:,} that are followed without a run")
     if (fed := _count_fed(contract)) > MOST_FED:
-        raise NotFollowed(f"inputs of {fed:,} elements are more than the {MOST_FED:,} that are followed without a run")
+        raise CannotCheck(f"inputs of {fed:,} elements are more than the {MOST_FED:,} that are followed without a run")
     budget = Budget(max(NODES, LOOP_CALLS * size))
     return size, budget, _open_graphs(contract, views, budget)
 
@@ -323,7 +346,7 @@ def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int,
 def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[AbstractGraph]) -> list[Run]:
     """The runs, but only those that fail where loops may differ because the numbers of a mask are unknown.
 
-    Where tokens see later ones, steps differ from one call, and entries change with the number of tokens behind them.
+    Where tokens see later ones, steps differ from one call, and entries change with the number of later tokens.
     """
     wrong = [run for run in runs if run.experiment in LOOPS and run.outcome == "differs"]
     causes = {run.cause.name for run in wrong if run.cause is not None}
@@ -351,16 +374,12 @@ def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
 def _open_graphs(
     contract: CacheContract, views: Mapping[str, tuple[GraphView | None, Path]], budget: Budget
 ) -> dict[str, AbstractGraph]:
-    """The graphs of a stack by file, with their views and paths.
-
-    Raises:
-        NotFollowed: one of them cannot be run.
-    """
+    """The graphs of a stack by file, with their views and paths."""
     read = {name: (view, path) for name, (view, path) in views.items() if view is not None}
     if len(read) < len(views):
-        raise NotFollowed("a graph of the stack was not read")
+        raise CannotCheck("a graph of the stack was not read")
     if called := next((name for name, (view, _) in read.items() if view.model.functions), None):
-        raise NotFollowed(f"{called} defines functions, which are not followed without a run")
+        raise CannotCheck(f"{called} defines functions, which are not followed without a run")
     shared = _find_shared_weights({name: view.model for name, (view, _) in read.items()})
     presents = {slot.present for slot in contract.slots} | {slot.filled_by for slot in contract.slots}
     returned = tuple(sorted(filter(None, presents)))
@@ -371,7 +390,7 @@ def _open_graphs(
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
-    """The names by which weights can be told apart in every body of a stack.
+    """The names that identify weights in every body of a stack.
 
     The files of a pair name most weights anew, and each folds and joins its own: of these only embedding tables count.
     In a merged decoder a weight counts that both branches read.
@@ -381,7 +400,7 @@ def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
     graph = next(iter(models.values())).graph
     names = frozenset(tensor.name for tensor in graph.initializer)
     for node in graph.node:
-        if node.op_type != "If":
+        if not has(node.op_type, "branch"):
             continue
         bodies = list(subgraphs(node))
         read = [{name for inner in nodes_in(body.node) for name in inner.input} for body in bodies]
@@ -393,14 +412,14 @@ def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
 def _find_tables(model: ModelProto) -> frozenset[str]:
     """The weights that only Gather reads."""
     names = {tensor.name for tensor in model.graph.initializer}
-    others = {name for node in nodes_in(model.graph.node) for name in node.input if node.op_type != "Gather"}
+    others = {name for node in nodes_in(model.graph.node) for name in node.input if not has(node.op_type, "embed")}
     return frozenset(names - others)
 
 
 def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
     """Whether positions may be those of a rotary embedding, which only tells distances apart.
 
-    One number in place of a vector cannot show that: padding that moves all positions alike would look wrong.
+    One number in place of a vector cannot show that: padding that moves all positions equally would look wrong.
     """
     return any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
 

@@ -1,12 +1,14 @@
 """Compares the logits of a stack with those of the PyTorch checkpoint from which it was exported.
 
 The worker leaves its feeds and logits in a private file, a process with PyTorch computes the same feeds and leaves its
-logits in another, and the two are compared here.
+logits in another, and the two are compared here. Where they differ, the feeds of a call and what the modules of the
+checkpoint gave are brought together for `locate.modules`, which finds the first module that differs.
 """
 
 import json
 import re
 import tempfile
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,11 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.decode.runs import Outcome, Run, Step
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.errors import UsageError
+from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner
+from kvdoctor.diagnose.locate.modules import Module, ModuleCall, ModuleComparison, ModuleSearch, measure
+from kvdoctor.diagnose.locate.search import LocateContext, branches_taken, file_of, guard_search
+from kvdoctor.diagnose.run_checks import CheckResults
+from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.findings import NotChecked
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.records import record
@@ -25,18 +31,13 @@ from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, 
 if TYPE_CHECKING:
     from kvdoctor.decode.parity import Verdict
 
+
 SCRIPT = Path(__file__).parent.parent / "repair" / "export" / "scripts" / "checkpoint_logits.py"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 NAME = "against-checkpoint"
 """The experiment whose runs these are."""
 GREEDY = "greedy-against-checkpoint"
 """The experiment whose greedy tokens are compared."""
-
-
-class CannotCompare(Exception):
-    """A stack cannot be compared with the checkpoint; the message says why and what to do."""
-
-
 ROUNDED_WEIGHTS = "rounded"
 
 
@@ -50,18 +51,18 @@ class Arithmetic:
 
 @record
 class StepVerdicts:
-    """The verdict on each step, and by what in words."""
+    """The verdict on each step, and its reason as text."""
 
     verdicts: dict[int, "Verdict"]
-    words: str
+    text: str
 
 
 @dataclass
 class Checkpoint:
     """A checkpoint of PyTorch, as the user named it: a folder, or a model of the hub.
 
-    `scratch` is a private folder. The process that runs it is
-    started when it is first needed and kept; it ends with `close`, or when nothing refers to the checkpoint any more.
+    `scratch` is a private folder. The process that runs it starts when it is first needed, and ends with `close`, or
+    when nothing refers to the checkpoint any more. Where it cannot be run, `logits` and `modules` raise `CannotCheck`.
 
     Raises:
         UsageError: what was named is no checkpoint.
@@ -77,6 +78,8 @@ class Checkpoint:
         self.is_folder = bool(self.name) and Path(self.name).is_dir()
         if self.is_folder and not (Path(self.name) / "config.json").is_file():
             raise UsageError(f"no config.json in {self.name}; a checkpoint is the folder that save_pretrained wrote")
+        if self.name == "CHECKPOINT" and not self.is_folder:
+            raise UsageError("CHECKPOINT is a placeholder: give the folder of a checkpoint, or a name on the hub")
         if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
             raise UsageError(f"{self.name!r} is neither the folder of a checkpoint nor the name of a model on the hub")
         self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")
@@ -93,24 +96,16 @@ class Checkpoint:
         self._folder.cleanup()
 
     def logits(self, feeds: Path, out: Path, experiment: str = NAME) -> dict[str, Any]:
-        """Let PyTorch compute the feeds of an experiment into another file; gives the model's class and the versions.
-
-        Raises:
-            CannotCompare: there is no environment for it, or the checkpoint cannot be run.
-        """
+        """Let PyTorch compute the feeds of an experiment into another file; gives its class and the versions."""
         return self._ask({"feeds": str(feeds), "out": str(out), "prefix": f"{experiment}:"})
 
     def modules(self, feeds: Path, out: Path, count: int) -> dict[str, Any]:
-        """Let PyTorch leave what each module does with the first `count` tokens; gives the embedding and the head.
-
-        Raises:
-            CannotCompare: there is no environment for it, or the checkpoint cannot be run.
-        """
+        """Let PyTorch leave what each module does with the first `count` tokens; gives the embedding and the head."""
         return self._ask({"feeds": str(feeds), "out": str(out), "prefix": f"{NAME}:", "modules": count})
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._obstacle is not None:
-            raise CannotCompare(self._obstacle)
+            raise CannotCheck(self._obstacle)
         try:
             if self._script is None:
                 given = {"checkpoint": self._path, "local": self.is_folder or self.offline}
@@ -119,11 +114,11 @@ class Checkpoint:
             answer = self._script.ask(question)
         except EnvironmentUnavailable as error:
             self._obstacle = str(error)
-            raise CannotCompare(self._obstacle) from None
+            raise CannotCheck(self._obstacle) from None
         except ScriptFailed as error:
             shown = str(error).replace(self._path, self.name)
             hint = "; without --offline it may be downloaded" if self.offline and not self.is_folder else ""
-            raise CannotCompare(f"{self.name} cannot be run: {shown}{hint}") from None
+            raise CannotCheck(f"{self.name} cannot be run: {shown}{hint}") from None
         self.versions = {name: str(answer[name]) for name in ("torch", "transformers")}
         return answer
 
@@ -142,27 +137,22 @@ class Checkpoint:
         return read if isinstance(read, dict) else {}
 
 
-@record
-class CheckpointComparison:
-    """The runs of a stack, those compared with the checkpoint with their result; what is left open; what agreed."""
+def compare_with_checkpoint(
+    context: ContractContext, checkpoint: Checkpoint, logits: Path
+) -> tuple[tuple[Run, ...], CheckResults]:
+    """Compare the logits of a stack, stored in the file `logits`, with those of a checkpoint.
 
-    runs: tuple[Run, ...]
-    not_checked: tuple[NotChecked, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def compare_with_checkpoint(context: ContractContext, checkpoint: Checkpoint, logits: Path) -> CheckpointComparison:
-    """Compare the logits of a stack, kept in the file `logits`, with those of a checkpoint.
-
-    The user asked for it, so that a comparison that cannot be made is essential.
+    Returns the runs of the stack, two of them with the result, and what is left open or agrees. The user asked for it,
+    so that a comparison that cannot be made is essential.
     """
     stack, notes = context.stack.name, tuple[str, ...]()
     try:
         run = compare_steps(context, logits, checkpoint)
         notes = (f"{stack}: {run.reason}",) if run.outcome == "passed" else ()
         greedy = compare_greedy_tokens(context, logits, checkpoint)
-    except CannotCompare as reason:
-        return CheckpointComparison(context.runs, (NotChecked(stack, "KV320", str(reason), essential=True),), notes)
+    except CannotCheck as reason:
+        open_check = NotChecked(stack, "KV320", str(reason), essential=True)
+        return context.runs, CheckResults(not_checked=(open_check,), notes=notes)
     compared = {each.experiment: each for each in (run, greedy) if each is not None}
     runs = tuple(compared.get(each.experiment, each) for each in context.runs)
     unclear = {
@@ -170,8 +160,9 @@ def compare_with_checkpoint(context: ContractContext, checkpoint: Checkpoint, lo
         "failed": f"step {run.failed_step} fails, and only the steps before it were compared with the checkpoint",
     }.get(run.outcome, f"the run is {run.outcome}")
     if run.outcome in ("passed", "differs"):
-        return CheckpointComparison(runs, (), notes)
-    return CheckpointComparison(runs, (NotChecked(stack, "KV320", f"{unclear}: {run.reason}", essential=True),), notes)
+        return runs, CheckResults(notes=notes)
+    open_check = NotChecked(stack, "KV320", f"{unclear}: {run.reason}", essential=True)
+    return runs, CheckResults(not_checked=(open_check,), notes=notes)
 
 
 def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run:
@@ -180,27 +171,27 @@ def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) 
     The run comes back with its differences to the checkpoint, and its reason says what was compared.
 
     Raises:
-        CannotCompare: there is nothing to compare, or nothing to compare it with.
+        CannotCheck: there is nothing to compare, or nothing to compare it with.
     """
     import numpy as np  # not for inspections
 
     run = context.find_run(NAME)
     if run is None or run.outcome in ("skipped", "died") or not mine.is_file():
         reason = run.reason if run is not None else "no decode step was run"
-        raise CannotCompare(f"not compared with {checkpoint.name}: {reason}")
+        raise CannotCheck(f"not compared with {checkpoint.name}: {reason}")
     with np.load(mine) as file:
-        kept = {name.removeprefix(f"{NAME}:"): file[name] for name in file.files if name.startswith(f"{NAME}:")}
-    if "encoder" in kept and not {"encoder_input", "encoder_states"} & kept.keys():
-        raise CannotCompare(
+        stored = {name.removeprefix(f"{NAME}:"): file[name] for name in file.files if name.startswith(f"{NAME}:")}
+    if "encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys():
+        raise CannotCheck(
             f"not compared with {checkpoint.name}: its encoder states are synthetic; add the file of the encoder"
         )
     theirs = mine.with_suffix(".checkpoint.npz")
     facts = checkpoint.logits(mine, theirs)
     with np.load(theirs) as file:
         found = {name: file[name] for name in file.files}
-    if "step.0" not in kept:
-        raise CannotCompare(f"not compared with {checkpoint.name}: the first call fails, so there are no logits")
-    return _judge_steps(run, kept, found, _name_model(facts, checkpoint), find_arithmetic(context))
+    if "step.0" not in stored:
+        raise CannotCheck(f"not compared with {checkpoint.name}: the first call fails, so there are no logits")
+    return _judge_steps(run, stored, found, _name_model(facts, checkpoint), find_arithmetic(context))
 
 
 def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
@@ -209,7 +200,7 @@ def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Chec
     If each token is the likeliest of the checkpoint after the tokens before it, the checkpoint decodes the same ones.
 
     Raises:
-        CannotCompare: the checkpoint cannot be run.
+        CannotCheck: the checkpoint cannot be run.
     """
     import numpy as np
 
@@ -217,15 +208,15 @@ def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Chec
     if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
         return run
     with np.load(mine) as file:
-        kept = {name.removeprefix(f"{GREEDY}:"): file[name] for name in file.files if name.startswith(f"{GREEDY}:")}
-    if "step.0" not in kept or ("encoder" in kept and not {"encoder_input", "encoder_states"} & kept.keys()):
+        stored = {name.removeprefix(f"{GREEDY}:"): file[name] for name in file.files if name.startswith(f"{GREEDY}:")}
+    if "step.0" not in stored or ("encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys()):
         return run
     theirs = mine.with_suffix(".greedy.npz")
     facts = checkpoint.logits(mine, theirs, GREEDY)
     with np.load(theirs) as file:
         found = file["loop"] if "loop" in file.files else file["whole"]
-    prompt, steps = int(kept["prompt"]), sum(name.startswith("step.") for name in kept)
-    logits = np.stack([kept[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
+    prompt, steps = int(stored["prompt"]), sum(name.startswith("step.") for name in stored)
+    logits = np.stack([stored[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
     expected = found[:, prompt - 1 : prompt - 1 + steps]
     tokens, model = logits.argmax(-1), _name_model(facts, checkpoint)
     if logits.shape != expected.shape:
@@ -248,41 +239,37 @@ def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     return f"{facts['model']} of {checkpoint.name} ({versions}, float32)"
 
 
-def _judge_steps(run: Run, kept: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:
+def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:
     """Each step with its difference to the checkpoint, and the verdict on all of them."""
     from kvdoctor.decode.parity import compare
 
-    wholes, held, alike = int(kept["wholes"]), [], {}
+    wholes, held, correlations = int(stored["wholes"]), [], {}
     for step in run.steps:
-        mine, expected = kept.get(f"step.{step.step}"), _select_positions(step, found, step.step >= wholes)
+        mine = stored.get(f"step.{step.step}")
         if mine is None:
             held.append(step)  # it failed, or was not reached
             continue
-        expected = expected[:, -mine.shape[1] :]
+        # Where the checkpoint's loop could not be run, the logits are those of the whole sequence.
+        source = found["loop"] if step.step >= wholes and "loop" in found else found["whole"]
+        expected = source[:, step.past_length : step.past_length + step.new_tokens][:, -mine.shape[1] :]
         if mine.shape != expected.shape:
-            words = f"step {step.step}: logits of {list(mine.shape)}, where {model} has {list(expected.shape)}"
-            return replace(run, outcome="differs", failed_step=step.step, reason=words, steps=tuple(held))
-        alike[step.step] = _correlate(mine, expected)
+            text = f"step {step.step}: logits of {list(mine.shape)}, where {model} has {list(expected.shape)}"
+            return replace(run, outcome="differs", failed_step=step.step, reason=text, steps=tuple(held))
+        correlations[step.step] = _correlate(mine, expected)
         held.append(replace(step, difference=compare(mine, expected, arithmetic.tolerance)))
-    if not alike:
-        raise CannotCompare(f"not compared with {model}: no step of the run has logits")
+    if not correlations:
+        raise CannotCheck(f"not compared with {model}: no step of the run has logits")
     rounded = arithmetic.name == ROUNDED_WEIGHTS
-    judged = _judge_by_correlation(held, alike) if rounded else _judge_by_tolerance(held, arithmetic)
+    judged = _judge_by_correlation(held, correlations) if rounded else _judge_by_tolerance(held, arithmetic)
     at = next((number for number, verdict in judged.verdicts.items() if verdict == "fail"), None)
     outcome: Outcome = "differs" if at is not None else run.outcome
     if outcome == "passed" and "ambiguous" in judged.verdicts.values():
         outcome = "ambiguous"
-    words = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {judged.words}"
-    words += _describe_encoder(kept, found)
+    text = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {judged.text}"
+    text += _describe_encoder(stored, found)
     return replace(
-        run, outcome=outcome, failed_step=run.failed_step if at is None else at, reason=words, steps=tuple(held)
+        run, outcome=outcome, failed_step=run.failed_step if at is None else at, reason=text, steps=tuple(held)
     )
-
-
-def _select_positions(step: Step, found: dict[str, Any], in_loop: bool) -> Any:
-    """The checkpoint's logits of the same positions; where its loop could not be run, those of the whole sequence."""
-    source = found["loop"] if in_loop and "loop" in found else found["whole"]
-    return source[:, step.past_length : step.past_length + step.new_tokens]
 
 
 def find_arithmetic(context: ContractContext) -> Arithmetic:
@@ -304,13 +291,13 @@ def _judge_by_tolerance(steps: list[Step], arithmetic: Arithmetic) -> StepVerdic
     return StepVerdicts(verdicts, f"{arithmetic.name} allows {arithmetic.tolerance.passes:g}")
 
 
-def _judge_by_correlation(steps: list[Step], alike: dict[int, float]) -> StepVerdicts:
+def _judge_by_correlation(steps: list[Step], correlations: dict[int, float]) -> StepVerdicts:
     """For rounded weights: one verdict for all positions together."""
-    mean = sum(alike.values()) / max(len(alike), 1)
+    mean = sum(correlations.values()) / max(len(correlations), 1)
     finite = all(step.difference.finite for step in steps if step.difference is not None)
     verdict: Verdict = "fail" if mean < UNLIKE or not finite else "pass" if mean >= ALIKE else "ambiguous"
-    words = f"their correlation is {mean:.3f}, and rounded weights allow {ALIKE:g} or more"
-    return StepVerdicts(dict.fromkeys(alike, verdict), words)
+    text = f"their correlation is {mean:.3f}, and rounded weights allow {ALIKE:g} or more"
+    return StepVerdicts(dict.fromkeys(correlations, verdict), text)
 
 
 def _correlate(mine: Any, theirs: Any) -> float:
@@ -334,7 +321,7 @@ def _describe_difference(steps: list[Step], failed: int | None) -> str:
 
 
 def _list_compared(steps: list[Step], wholes: int) -> str:
-    """What was compared, in words: `the whole sequence of 11 tokens, a prefill of 3 and 8 steps of the held loop`."""
+    """What was compared, as text: `the whole sequence of 11 tokens, a prefill of 3 and 8 steps of the held loop`."""
     done = [step for step in steps if step.difference is not None]
     whole, loop = [s for s in done if s.step < wholes], [s for s in done if s.step >= wholes]
     parts = [f"the whole sequence of {whole[-1].new_tokens} tokens"] if whole else []
@@ -343,13 +330,91 @@ def _list_compared(steps: list[Step], wholes: int) -> str:
     return ", ".join(parts) or "no step"
 
 
-def _describe_encoder(kept: dict[str, Any], found: dict[str, Any]) -> str:
+def _describe_encoder(stored: dict[str, Any], found: dict[str, Any]) -> str:
     """The difference of the states of the two encoders, if both are known."""
     import numpy as np
 
-    mine, theirs = kept.get("states"), found.get("states")
+    mine, theirs = stored.get("states"), found.get("states")
     if mine is None or theirs is None or mine.shape != theirs.shape:
         return ""
     width = max(float(np.std(theirs.astype(np.float64))), 1e-12)
     apart = float(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)) / width
     return f"; encoder states within {apart:.1e} standard deviations"
+
+
+def locate_in_modules(
+    run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
+) -> Run:
+    """The run that differs from a checkpoint with its parts and the location, or the reason why there is none.
+
+    `saved` names the file with the feeds that the worker left.
+    """
+    return guard_search(run, lambda: _locate(run, context, checkpoint, saved, arithmetic))
+
+
+def _locate(run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic) -> Run:
+    found = _compare(run, context, checkpoint, saved, arithmetic)
+    missing = found.reason
+    if missing is not None and (apart := _compare_states(saved)) is not None and apart > arithmetic.tolerance.passes:
+        missing = f"the encoder differs: its states are off by {apart:.2g} standard deviations; on the same states the "
+        missing += "modules of the decoder agree"
+    return replace(run, parts=found.parts, location=found.location, no_location=missing)
+
+
+def _compare(
+    run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
+) -> ModuleComparison:
+    failed = next((step for step in run.steps if step.step == run.failed_step), None)
+    if failed is None:
+        raise CannotCheck("the logits have a different shape, so intermediate values cannot be compared")
+    if failed.past_length:
+        raise CannotCheck("the logits differ with the cache only, and modules are compared in a call without one")
+    if arithmetic.name == ROUNDED_WEIGHTS or "quantization" in arithmetic.name:
+        raise CannotCheck("weights or activations are rounded to 8 bits or fewer, so every module differs")
+    if context.stack.stages:
+        raise CannotCheck("the decoder is a pipeline of several files, in which no node is searched for")
+    runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
+    source = file_of(context, "prefill")
+    flat = runner.flatten(source, branches_taken(context, "prefill"))
+    call = _read_call(checkpoint, saved, runner)
+    return ModuleSearch(runner, source, flat, call, arithmetic.tolerance.passes).compare()
+
+
+def _compare_states(saved: Path) -> float | None:
+    """How far the states of the two encoders are apart; None where they are not both known."""
+    import numpy as np
+
+    with np.load(saved) as mine, np.load(saved.with_suffix(".checkpoint.npz")) as theirs:
+        if f"{NAME}:states" not in mine.files or "states" not in theirs.files:
+            return None
+        states, expected = mine[f"{NAME}:states"], theirs["states"]
+    if states.shape != expected.shape:
+        return None
+    apart = measure(states, expected)
+    return apart if apart >= 0 else float("inf")
+
+
+def _read_call(checkpoint: Checkpoint, saved: Path, runner: GraphRunner) -> ModuleCall:
+    """What the modules of the checkpoint do with the feeds of the longest call without a cache."""
+    import numpy as np
+
+    prefix = f"{NAME}:call."
+    with np.load(saved) as file:
+        if f"{NAME}:called" not in file.files:
+            raise CannotCheck("the feeds of the call were not saved")
+        count = int(file[f"{NAME}:called"])
+        feeds = {name.removeprefix(prefix): file[name] for name in file.files if name.startswith(prefix)}
+    theirs = saved.with_suffix(".modules.npz")
+    facts = checkpoint.modules(saved, theirs, count)
+    with np.load(theirs) as found:
+        modules = tuple(
+            _read_module(found, index, str(names), str(kind))
+            for index, (names, kind) in enumerate(zip(found["names"], found["classes"], strict=True))
+        )
+    theirs.unlink()
+    return ModuleCall(modules, str(facts.get("embedding", "")), str(facts.get("head", "")), runner.feeds(feeds))
+
+
+def _read_module(found: Any, index: int, names: str, kind: str) -> Module:
+    given, gave = (found[key] if (key := f"{side}.{index}") in found.files else None for side in ("in", "out"))
+    return Module(tuple("" if name == "." else name for name in names.split()), kind, given, gave)

@@ -17,14 +17,11 @@ from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
-    from kvdoctor.decode.caller_trace.check import TraceCheck
-    from kvdoctor.decode.caller_trace.probe import ProbeRun
     from kvdoctor.decode.golden import GoldenDifference
-    from kvdoctor.decode.messages import PairedSide
+    from kvdoctor.decode.messages import AddedExperiment, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
     from kvdoctor.report.facts import SpeedFacts
-    from kvdoctor.runtime.targets import Target
-    from kvdoctor.runtime.targets.result import Refused, TargetResult
+    from kvdoctor.runtime.targets import Refused, Target, TargetResult
 
 
 @record(slots=False, kw_only=True)
@@ -65,6 +62,7 @@ class ContractContext:
     `consumer` is the loop that will use the model, `required` are the uses that must work, `targets` the runtimes in
     which it must run. `tolerances` are shares of the logits' standard deviation that pass in place of the table's.
     `runs` are the experiments, none where nothing was run. `draft` is the model that proposes tokens, if one is given.
+    `added` are experiments of add-ons.
     """
 
     folder: ModelFolder
@@ -76,6 +74,7 @@ class ContractContext:
     tolerances: Mapping[str, float] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
     draft: DraftModel | None = None
+    added: "tuple[AddedExperiment, ...]" = ()
 
     def find_run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""
@@ -161,9 +160,10 @@ class ContractContext:
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
+        advice = _advise_graph_repair(self.folder, self.targets, text)
         if self.stack.stages or self.stack.operator:  # a repair knows graphs that are one file
-            return Advice("re-export", text.removeprefix("or "))
-        return _advise_graph_repair(self.folder, self.targets, text)
+            return Advice("re-export", advice.instead)
+        return advice
 
 
 @record(slots=False, kw_only=True)
@@ -184,18 +184,20 @@ class RunContext(TargetContext):
     """Round `runs`: adds the result of round `contract`.
 
     `declared_faults` are the names of its errors. `timings` are seconds by label; `thorough` asks for every check.
+    `predicted` says that the runs are abstract ones.
     """
 
     declared_faults: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     thorough: bool = False
+    predicted: bool = False
 
 
 @record
 class GoldenComparison:
     """How what a stack returns compares with golden numbers.
 
-    `difference` is the first place where it differs, None where it agrees; `words` say what was compared and how
+    `difference` is the first place where it differs, None where it agrees; `words` says what was compared and how
     closely. `correlation` decides where the weights are rounded otherwise, None where the tolerance does.
     """
 
@@ -224,17 +226,6 @@ class SpeedContext(ContractContext):
 
     speed: "SpeedFacts"
     differences: "tuple[SpeedDifference, ...]" = ()
-
-
-@record(slots=False, kw_only=True)
-class CallerContext(RunContext):
-    """Round `caller`: adds the comparison of the caller's own steps with the contract.
-
-    `probe` is the run of a probe that the steps belong to, None for any other trace.
-    """
-
-    trace_check: "TraceCheck"
-    probe: "ProbeRun | None" = None
 
 
 def _advise_graph_repair(folder: ModelFolder, targets: "tuple[Target, ...]", text: str) -> Advice:

@@ -1,27 +1,52 @@
-"""Runs one stack: the experiments in the worker, again in float32 where the model rounds, and the search for a node."""
+"""Runs one stack: the experiments in the worker, again in float32 where the model rounds, and the search for a node.
 
-from collections.abc import Iterator, Mapping
+The graphs inside an operator that runs the whole loop become models of a private folder, which a loop can call. Their
+weights are copied from file to file; the user's files are only read. Length thresholds of the graphs that
+no run visited are listed after the runs.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdoctor.analysis.contract_reader import add_observed_sizes
-from kvdoctor.contract import CacheContract
+from kvdoctor.analysis.search_operators import read_search, read_search_graph
+from kvdoctor.analysis.stacks import FileRole, OnnxFile, StackFiles, operator_bodies
+from kvdoctor.analysis.thresholds import Threshold, find_thresholds
+from kvdoctor.contract import CacheContract, Phase, PhaseName
+from kvdoctor.decode.experiments.each_length import FAR_LENGTH
 from kvdoctor.decode.messages import ExperimentJob
-from kvdoctor.decode.runs import ONLY_THOROUGH, PAGED_LOOP, REPLAY, Node, Run
+from kvdoctor.decode.runs import ONLY_THOROUGH, REFERENCE_CHANGES, Node, Run
+from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.diagnose.float32_rerun import rerun_in_float32
-from kvdoctor.diagnose.lengths import find_ring, list_thresholds, list_unvisited
-from kvdoctor.diagnose.not_checked import find_unmet_preconditions
-from kvdoctor.diagnose.operator_parts import CannotOpen, open_operator
+from kvdoctor.diagnose.float32 import rerun_in_float32
+from kvdoctor.diagnose.not_checked import (
+    REPORTED_REQUESTS,
+    find_interrupted,
+    find_unmet_preconditions,
+    why_unasked,
+    why_unfit,
+)
+from kvdoctor.diagnose.settle import settle_after, settle_unknown
+from kvdoctor.errors import CannotCheck, UnreadableError, UsageError
 from kvdoctor.findings import NotChecked
+from kvdoctor.model.join import NotClosed, cut_out
+from kvdoctor.model.operators import has
+from kvdoctor.model.output_folder import copy_whole
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.view import GraphView
+from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime, StackResults
-from kvdoctor.runtime.targets.result import Refused
+from kvdoctor.runtime.targets import Refused
 
-if TYPE_CHECKING:
-    from kvdoctor.decode.experiments import Experiment
+GENERATOR = "generator"
+"""The name of the whole model among the graphs of a contract."""
+MOST_LISTED = 4
 
 
 @record
@@ -56,28 +81,38 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
     Raises:
         UsageError: the runtime does not have the execution provider.
     """
-    from kvdoctor.decode.experiments import load
-
     name, contract = context.stack.name, context.contract
     if unmet := next(find_unmet_preconditions(context.stack, contract, opened=True), None):
         reason = NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True)
         return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
 
     runtime.require_provider(options.provider)
+    reading = settle_unknown(context, options, runtime)
+    context = replace(context, contract=reading.contract)
+    if reading.open_parts:
+        nothing = _list_measurements(StackResults())
+        return StackObservation(context.contract, measured=nothing, not_checked=reading.open_parts)
+    seen = _run(context, options, runtime, files)
+    crashed = any(entry.essential for entry in seen.not_checked)
+    again = settle_after(context, seen.runs, crashed, options, runtime)
+    return seen if again is None else _run(replace(context, contract=again), options, runtime, files)
+
+
+def _run(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
+    """Run all experiments on one stack by its contract."""
+    name, contract = context.stack.name, context.contract
     ran, opened = context, None
     if context.stack.operator is not None:
         try:
             opened = open_operator(context, files.calls)
-        except CannotOpen as error:
+        except CannotCheck as error:
             reason = NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True)
             return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
         ran = opened.context
     job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
     job = job if opened is None else replace(job, search=opened.search)
     results = runtime.examine(job, options.progress)
-    others = (e for e in load() if e.on_request in ("", "reference") and not _is_wanted(e, options))
-    skipped = tuple(_skip(name, e, options, runtime) for e in others)
-    runs = (*(resolve_node_names(run, ran) for run in results.runs), *skipped)
+    runs = (*(resolve_node_names(run, ran) for run in results.runs), *_list_skipped(name, options, runtime))
     shown = opened.shown if opened is not None else {}
     refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
@@ -91,26 +126,12 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
         timings=results.timings,
         measured=_list_measurements(results),
         not_checked=(
-            *_list_not_run(name, contract, results),
+            *find_interrupted(name, contract, results),
             *rerun.not_checked,
             *list_unvisited(observed),
         ),
         ran=ran if opened is not None else None,
     )
-
-
-def _list_not_run(stack: str, contract: CacheContract, results: StackResults) -> Iterator[NotChecked]:
-    """Experiments that could not be carried out, or not wholly."""
-    if _is_frozen(contract):
-        reason = f"run only up to a past of the fixed length {contract.frozen_past}"
-        yield NotChecked(stack, "KV2-KV3", reason, essential=True)
-    for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in results.crashes):
-        reason = f"an experiment crashed ({crash}); please report it"
-        yield NotChecked(stack, "KV2-KV3", reason, essential=True)
-    for note in dict.fromkeys(results.notes):
-        yield NotChecked(stack, "KV2-KV3", note)
-    for text in results.reasons_not_run:
-        yield NotChecked(stack, "KV2-KV3", text, essential=True)
 
 
 def _list_measurements(results: StackResults) -> dict[str, Any]:
@@ -125,51 +146,33 @@ def _list_measurements(results: StackResults) -> dict[str, Any]:
 def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     """All experiments that the options ask for, on one stack."""
     from kvdoctor.decode.experiments import load
-    from kvdoctor.decode.experiments.lengths import FROZEN_PAST
-    from kvdoctor.decode.experiments.paged_loop import is_paged
 
-    frozen, features = _is_frozen(context.contract), bool(context.contract.features)
-    fitting = (e for e in load() if (e.name == FROZEN_PAST) == frozen and (features or not e.with_features))
-    fitting = (e for e in fitting if context.contract.new_tokens == 1 or not e.one_token)
-    chosen = [e.name for e in fitting if _is_wanted(e, options)]
-    paged = is_paged(context.contract) is None
-    chosen = [name for name in chosen if (name == PAGED_LOOP) == paged]
+    wanted = (one for one in load() if why_unasked(one, options) is None)
+    chosen = [one.name for one in wanted if why_unfit(one, context.contract) is None]
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),
         contract=context.contract,
-        experiments=(*chosen, *((REPLAY,) if options.trace is not None else ())),
+        experiments=(*chosen, *(one.name for one in context.added)),
         seed=options.seed,
         provider=options.provider,
         tolerances=dict(options.tolerances),
         thresholds=tuple(one.length for one in list_thresholds(context.stack, context.contract)),
-        ring=find_ring(context.stack, context.contract),
         prompt=options.prompt_ids,
         inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
-        trace=Path(options.trace).absolute() if options.trace is not None else None,
+        added=context.added,
     )
 
 
-def _is_frozen(contract: CacheContract) -> bool:
-    """Whether the past has one length only, and can be driven up to it."""
-    from kvdoctor.decode.experiments.lengths import can_be_filled
+def _list_skipped(stack: str, options: Options, runtime: Runtime) -> Iterator[Run]:
+    """The entries of experiments that nobody asked for in the list of runs."""
+    from kvdoctor.decode.experiments import load
 
-    return contract.frozen_past is not None and can_be_filled(contract) is None
-
-
-def _is_wanted(experiment: "Experiment", options: Options) -> bool:
-    """Whether an experiment runs. A thorough one does on request, or where a required use depends on it."""
-    if experiment.on_request:
-        return experiment.on_request == "reference" and options.reference is not None
-    use = experiment.use
-    return not experiment.thorough or options.thorough or (use is not None and use.required in options.require)
-
-
-def _skip(stack: str, experiment: "Experiment", options: Options, runtime: Runtime) -> Run:
-    """The entry of an experiment that nobody asked for in the list of runs."""
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
-    reason = "only with --reference" if experiment.on_request else ONLY_THOROUGH
-    return Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
+    for experiment in load():
+        reason = why_unasked(experiment, options)
+        if reason is not None and experiment.on_request in REPORTED_REQUESTS:
+            yield Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 
 
 def resolve_node_names(run: Run, context: ContractContext) -> Run:
@@ -181,7 +184,7 @@ def resolve_node_names(run: Run, context: ContractContext) -> Run:
         view = next((f.view for f in context.stack.files.values() if f.name == file and f.view), view)
     for name in reversed(run.node_names):
         node = view.node(name)
-        if node is not None and node.op_type not in ("If", "Loop", "Scan"):
+        if node is not None and not has(node.op_type, "branch", "loop"):
             return replace(run, node=Node(name, node.op_type), node_names=())
     return replace(run, node_names=())
 
@@ -211,3 +214,126 @@ def locate_faults(
             options.show_line(f"locating the fault of {run.experiment} in the graph")
         located.append(locate_fault(run, search) if run in wanted else run)
     return tuple(located)
+
+
+@record(slots=False)
+class OpenedOperator:
+    """A stack with its graphs as files of a private folder, and how the operator is called.
+
+    `shown` is the name of a file in reports by its name in the contract.
+    """
+
+    context: ContractContext
+    search: SearchPlan
+    shown: Mapping[str, str]
+
+
+def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
+    """Write the graphs inside the operator of a stack into a folder.
+
+    Raises:
+        CannotCheck: they cannot be written, or the operator feeds them otherwise than a loop does. Source:
+            ONNX Runtime, subgraph_t5_decoder.cc (`use_sequence_as_input_ids_`).
+    """
+    stack = context.stack
+    model = next(file for file in context.folder.files if file.path == stack.main.path)
+    search, ids = read_search(model), context.contract.graph("decode").port("token_ids")
+    if search.prompts and stack.operator == "BeamSearch" and ids is not None and (ids.shape or ())[-1:] != (1,):
+        raise CannotCheck(f"BeamSearch feeds {ids.name!r} all tokens so far, since its axis is not fixed at 1")
+    parts: dict[FileRole, OnnxFile] = {}
+    try:
+        _demand_room(model, len(stack.files), folder)
+        located = read_skeleton(model.path, located=True).model
+        for external in model.external:
+            if not (target := folder / external.location).exists():
+                copy_whole(external.path, target)
+        for role, body in operator_bodies(located).items():
+            own, name = stack.files[role], f"{role}-of-{model.path.name}"
+            write_model(cut_out(located, body), model.path, folder / name)
+            part = read_skeleton(folder / name)
+            parts[role] = replace(own, path=folder / name, name=name, skeleton=part, view=GraphView(part.model))
+    except OSError as error:
+        raise CannotCheck(
+            f"the graphs inside {stack.operator} cannot be written out: {error.strerror or error}"
+        ) from None
+    except (NotClosed, UnreadableError, UsageError) as error:
+        raise CannotCheck(f"the graphs inside {stack.operator} cannot be written out: {error}") from None
+    opened = replace(
+        context,
+        folder=replace(context.folder, root=folder, files=tuple(parts.values())),
+        stack=replace(stack, files=parts),
+        contract=_rename(context.contract, parts, model),
+    )
+    shown = {part.name: stack.files[role].name for role, part in parts.items()}
+    return OpenedOperator(opened, search, {**shown, str(model.path.absolute()): model.name})
+
+
+def _demand_room(model: OnnxFile, parts: int, folder: Path) -> None:
+    size = model.path.stat().st_size * parts + sum(external.bytes or 0 for external in model.external)
+    if size * 1.1 > shutil.disk_usage(folder).free:
+        raise CannotCheck(f"{folder.parent} has no room for a copy of {size >> 20} MiB")
+
+
+def _rename(contract: CacheContract, parts: Mapping[FileRole, OnnxFile], model: OnnxFile) -> CacheContract:
+    """The contract with the files of the private folder, and the whole model as a graph of its own."""
+    roles: dict[str, FileRole] = {"encoder": "encoder", "decoder": "decoder", "first-step": "decoder"}
+    if "decoder-with-past" in parts:
+        roles["decoder"] = "decoder-with-past"
+    graphs = {name: replace(graph, file=parts[roles[name]].name) for name, graph in contract.graphs.items()}
+    graphs[GENERATOR] = read_search_graph(model, str(model.path.absolute()))
+    return replace(contract, graphs=graphs, phases={**contract.phases, "generate": Phase(GENERATOR)})
+
+
+def list_thresholds(stack: StackFiles, contract: CacheContract) -> tuple[Threshold, ...]:
+    """Return the length thresholds of the graphs that decode, one for each length."""
+    found: dict[int, Threshold] = {}
+    phases: tuple[PhaseName, ...] = ("decode", "prefill")
+    for phase in phases:
+        graph = contract.graph(phase)
+        file = next((file for file in stack.files.values() if file.name == graph.file), None)
+        if file is None or file.view is None:
+            continue
+        dataflow = file.dataflow if phase == "decode" else file.first_dataflow
+        for threshold in find_thresholds(dataflow.flow, graph) if dataflow is not None else ():
+            found.setdefault(threshold.length, threshold)
+    return tuple(found[length] for length in sorted(found))
+
+
+def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
+    """Yield one entry for what the walk over the lengths did not judge: all of it, or thresholds after its end.
+
+    None where the loop, or a length that was visited, already differs or fails.
+    """
+    run, loop = context.find_run("each-length"), context.checked_loop
+    steps_agree = loop is not None and loop.shows == "passed"
+    if steps_agree and run is not None and run.outcome == "skipped" and run.reason == REFERENCE_CHANGES:
+        yield NotChecked(context.stack.name, "KV308", f"{run.reason}: lengths were not visited one by one")
+    if run is None or run.shows != "passed":
+        return
+    walked, longest = _longest_past((run,)), _longest_past(context.runs)
+    usable = min(context.contract.usable_length or sys.maxsize, _fed_at_most(context.contract))
+    found = list_thresholds(context.stack, context.contract)
+    longest = max([longest, *(one.cause.from_length for one in context.runs if one.cause is not None)])
+    left = [one for one in found if longest + 1 < one.length < usable]  # a table of n rows ends at a past of n - 1
+    if not left:
+        return
+    listed = ", ".join(f"{one.length} ({one.node})" for one in left[:MOST_LISTED])
+    more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
+    reason = f"every past up to {walked} tokens was run, and none beyond {longest}; thresholds of the graph beyond: "
+    far = context.find_run("far-thresholds")
+    tried = far is not None and (far.outcome != "skipped" or far.reason != ONLY_THOROUGH)
+    longer = "" if tried else f"; --thorough visits those up to {FAR_LENGTH}"
+    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{more}{longer}")
+
+
+def _fed_at_most(contract: CacheContract) -> int:
+    """The smallest number that an input declares for the axis of all tokens, such as a mask of fixed size."""
+    ports = (port for graph in contract.graphs.values() for port in graph.inputs if port.shape is not None)
+    sizes = (size for port in ports for axis, size in zip(port.axes, port.shape or (), strict=True) if axis == "total")
+    return min((size for size in sizes if isinstance(size, int)), default=sys.maxsize)
+
+
+def _longest_past(runs: Sequence[Run]) -> int:
+    """The longest past of a step whose logits were compared, in tokens; 0 where there is none."""
+    steps = (step for run in runs for step in run.steps if step.phase == "decode" and step.difference is not None)
+    return max((step.past_length for step in steps), default=0)

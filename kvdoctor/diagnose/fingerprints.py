@@ -1,4 +1,4 @@
-"""Fingerprints: by what a finding is recognized again.
+"""Fingerprints: what identifies a finding across runs.
 
 The fingerprint lets a baseline, and code scanning, recognize a fault. It is made of what the fault is, and of nothing
 that may change while the fault stays:
@@ -43,7 +43,7 @@ NAMED_ALONE = ("encoder", "embedding", "other")
 
 @record
 class FindingOrigin:
-    """Where a finding comes from: its file and its stack, as far as it has them, and all files of the model."""
+    """Where a finding comes from: its file and its stack, None where it has none, and all files of the model."""
 
     file: OnnxFile | None = None
     stack: StackFiles | None = None
@@ -55,6 +55,10 @@ def make_finding(one: Check, fault: Fault, origin: FindingOrigin) -> Finding:
     shared = {field.name for field in fields(Fault)} & {field.name for field in fields(Finding)}
     facts: dict[str, Any] = {name: getattr(fault, name) for name in shared}
     identity = compute_fingerprint(one.name, fault.subject, fault.apart, origin)
+    if (run := fault.run) is not None:
+        step = next((step for step in run.steps if step.step == run.failed_step), None)
+        facts |= {"experiment": run.experiment, "step": run.failed_step}
+        facts |= {"past_length": step.past_length, "new_tokens": step.new_tokens} if step is not None else {}
     stack = origin.stack.name if origin.stack else None
     return Finding(code=one.code, name=one.name, stack=stack, fingerprint=identity, **facts)
 

@@ -1,7 +1,8 @@
-"""Golden numbers: what a healthy model returned, kept in a small file, and what it returns now, compared with it.
+"""Golden numbers: what a healthy model returned, stored in a small file, is compared with what it returns now.
 
 `record_golden` writes the file, `step-test --against` and `gate` compare with it. The tokens and the seed are those of
-the file, so that the model may have another layout, other names, another arithmetic or another runtime since.
+the file, so that the model may have another layout, other names, another arithmetic or another runtime since. A
+`ModelSize` is what shows that an earlier file is of the same model.
 """
 
 import tempfile
@@ -31,10 +32,8 @@ from kvdoctor.decode.golden import (
 from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
 from kvdoctor.decode.tolerances import TOLERANCES, UNLIKE, find_tolerance
 from kvdoctor.diagnose.context import ContractContext, GoldenComparison
-from kvdoctor.diagnose.model_size import ModelSize, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
-from kvdoctor.errors import UsageError
-from kvdoctor.findings import NotChecked
+from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -46,8 +45,26 @@ HEAD = "golden"
 CODE = "KV321"
 
 
-class CannotDigest(Exception):
-    """A stack cannot be decoded with the golden tokens; the message says why."""
+@record
+class ModelSize:
+    """What no export of a model changes: the tokens of its vocabulary, its layers, and the kinds of its caches."""
+
+    vocabulary: int | None
+    layers: int
+    kinds: str
+
+    def describe(self) -> str:
+        """`96 tokens, 2 layers, self-attention`."""
+        layers = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
+        return f"{self.vocabulary or 'an open number of'} tokens, {layers}, {self.kinds}"
+
+
+def measure_size(contract: CacheContract) -> ModelSize:
+    """Return the size of the model of a contract."""
+    kinds = ", ".join(sorted({slot.kind for slot in contract.slots}))
+    stacked = [slot.size("layers") or 1 for slot in contract.slots if "layers" in slot.axes]
+    single = {slot.layer for slot in contract.slots if "layers" not in slot.axes}
+    return ModelSize(contract.vocabulary, max(stacked, default=0) + len(single), kinds)
 
 
 @record
@@ -82,7 +99,7 @@ class Golden:
 
     @property
     def words(self) -> str:
-        """What it is, in words: `golden.npz (marian, onnxruntime 1.31.1)`."""
+        """What it is, as text: `golden.npz (marian, onnxruntime 1.31.1)`."""
         return f"{self.file} ({self.model}, onnxruntime {self.onnxruntime})"
 
 
@@ -148,11 +165,11 @@ def digest_stack(
     """Decode with a stack, and keep the digests.
 
     Raises:
-        CannotDigest: the runtime fails, or no decoding fits the sizes of the model.
+        CannotCheck: the runtime fails, or no decoding fits the sizes of the model.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     if unmet := next(find_unmet_preconditions(stack, contract), None):
-        raise CannotDigest(unmet)
+        raise CannotCheck(unmet)
     side = PairedSide(stack.name, folder, contract)
     job = DigestJob(side, Path(), seed=options.seed, provider=options.provider)
     done, walks = _run(job, runtime)
@@ -172,39 +189,32 @@ def digest_stack(
 
 def compare_with_golden(
     context: ContractContext, golden: Golden, options: Options, runtime: Runtime
-) -> GoldenComparison | NotChecked:
+) -> GoldenComparison:
     """Decode with a stack along the golden tokens, and compare.
 
-    The user asked for it, so that a comparison that cannot be made is essential.
-
     Raises:
+        CannotCheck: no stack of the golden numbers fits, or the decoding fails.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     contract, stack = context.contract, context.stack
-    kept = _find_stack(golden, stack.name, contract)
-    reason = _find_obstacle(context, golden) if kept is None else _find_misfit(kept, golden, contract)
-    if kept is None or reason is not None:
-        return NotChecked(stack.name, CODE, f"not compared with {golden.words}: {reason}", essential=True)
+    stored = _select_stack(context, golden)
     side = PairedSide(stack.name, context.folder.root.absolute(), contract)
-    job = DigestJob(side, Path(), states=kept.states, seed=golden.seed, provider=options.provider)
-    try:
-        done, mine = _run(job, runtime, kept.walks)
-    except CannotDigest as error:
-        return NotChecked(stack.name, CODE, f"not compared with {golden.words}: {error}", essential=True)
+    job = DigestJob(side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)
+    done, mine = _run(job, runtime, stored.walks)
     limit = max(
-        (find_tolerance(name, options.tolerances) for name in (contract.exactness, kept.exactness)),
+        (find_tolerance(name, options.tolerances) for name in (contract.exactness, stored.exactness)),
         key=lambda one: one.passes,
     )
-    pairs = [(one, kept.walks[number]) for one, number in zip(mine, done.walks, strict=True)]
+    pairs = [(one, stored.walks[number]) for one, number in zip(mine, done.walks, strict=True)]
     difference = find_difference(pairs, (limit.passes, limit.fails))
     calls = sum(count_calls(one, other) for one, other in pairs)
     words = f"{calls} calls of {len(pairs)} decodings against {golden.words}"
-    if len(pairs) < len(kept.walks):
-        words += f", of the {len(kept.walks)} in it"
-    if difference is not None and describe_rounding(stack) != kept.weights:
-        alike = round(sum(correlate(one, other) for one, other in pairs) / len(pairs), 4)
-        words += f": the weights are quantized differently, the correlation of the logits is {alike:.3f}"
-        return GoldenComparison(golden.words, limit, words, difference if alike < UNLIKE else None, alike)
+    if len(pairs) < len(stored.walks):
+        words += f", of the {len(stored.walks)} in it"
+    if difference is not None and describe_rounding(stack) != stored.weights:
+        correlation = round(sum(correlate(one, other) for one, other in pairs) / len(pairs), 4)
+        words += f": the weights are quantized differently, the correlation of the logits is {correlation:.3f}"
+        return GoldenComparison(golden.words, limit, words, difference if correlation < UNLIKE else None, correlation)
     worst = max(measure_worst(one, other) for one, other in pairs)
     words += f": logits within {worst:.1e} standard deviations; {limit.passes:g} are allowed"
     return GoldenComparison(golden.words, limit, words, difference)
@@ -222,41 +232,37 @@ def describe_rounding(stack: StackFiles) -> str:
     return ", ".join(sorted(found))
 
 
-def _find_stack(golden: Golden, name: str, contract: CacheContract) -> GoldenStack | None:
-    """The stack of that name, else the first with the same sizes: another layout of the same model."""
-    same = [one for one in golden.stacks if _size_of(one) == measure_size(contract)]
-    return next((one for one in same if one.name == name), next(iter(same), None))
+def _select_stack(context: ContractContext, golden: Golden) -> GoldenStack:
+    """The stack of the same name, else the first with the same sizes: another layout of the same model.
+
+    Raises:
+        CannotCheck: none has these sizes, or it cannot be decoded with the golden feeds.
+    """
+    contract, size = context.contract, measure_size(context.contract)
+    if not contract.slots:
+        raise CannotCheck("there is no cache contract")
+    same = [one for one in golden.stacks if _size_of(one) == size]
+    if not same:
+        others = "; ".join(_size_of(one).describe() for one in golden.stacks)
+        raise CannotCheck(f"it is of another model: {others}; this one has {size.describe()}")
+    stored = next((one for one in same if one.name == context.stack.name), same[0])
+    if checksum_draws(golden.seed) != stored.draws:
+        raise CannotCheck(
+            "the installed numpy generates other random numbers than the one that recorded it; record it again"
+        )
+    if contract.encoder_length not in (None, stored.states):
+        raise CannotCheck(f"it was fed {stored.states} encoder states, and this model takes {contract.encoder_length}")
+    return stored
 
 
-def _find_obstacle(context: ContractContext, golden: Golden) -> str:
-    """Why no stack of the file fits."""
-    if not context.contract.slots:
-        return "there is no cache contract"
-    kept = "; ".join(_size_of(one).describe() for one in golden.stacks)
-    return f"it is of another model: {kept}; this one has {measure_size(context.contract).describe()}"
-
-
-def _size_of(kept: GoldenStack) -> ModelSize:
-    return ModelSize(kept.vocabulary, kept.layers, kept.kinds)
-
-
-def _find_misfit(kept: GoldenStack, golden: Golden, contract: CacheContract) -> str | None:
-    """Why a stack of the right sizes cannot be decoded with the golden feeds."""
-    if checksum_draws(golden.seed) != kept.draws:
-        return "the installed numpy generates other random numbers than the one that recorded it; record it again"
-    if contract.encoder_length not in (None, kept.states):
-        return f"it was fed {kept.states} encoder states, and this model takes {contract.encoder_length}"
-    return None
+def _size_of(stored: GoldenStack) -> ModelSize:
+    return ModelSize(stored.vocabulary, stored.layers, stored.kinds)
 
 
 def _run(
     job: DigestJob, runtime: Runtime, golden: tuple[GoldenWalk, ...] = ()
 ) -> tuple[Digested, tuple[GoldenWalk, ...]]:
-    """Carry out a job in a private folder; with golden walks, along their tokens.
-
-    Raises:
-        CannotDigest: the runtime fails, or no decoding fits the sizes of the model.
-    """
+    """Carry out a job in a private folder; with golden walks, along their tokens."""
     with tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
         job = replace(job, out=Path(scratch, "out.npz"))
         if golden:
@@ -265,5 +271,5 @@ def _run(
         answers, failed = runtime.answer(job, Digested)
         failed = failed or (answers[0].failed if answers else "there was no answer")
         if failed:
-            raise CannotDigest(failed)
+            raise CannotCheck(failed)
         return answers[0], from_arrays(unpack(job.out))

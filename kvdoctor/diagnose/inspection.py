@@ -1,34 +1,46 @@
-"""`inspect`: the diagnosis of a model that reads its files and runs nothing.
+"""`inspect`: the diagnosis of a model that reads its files and runs nothing. `pipeline` runs the model.
 
-A module of its own, so that an inspection loads nothing of the runtime; `pipeline` runs the model.
+A module of its own, so that an inspection loads nothing of the runtime.
+
+Where the files show no error, the checks of round `runs` also read abstract runs. Such a finding is a prediction: it
+has the code of the check that a run would confirm it by, is suspected, and is at most a warning. `step-test` confirms
+it, replaces it, or withdraws it. What an abstract run cannot compute is not reported.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdoctor.analysis.constant_caches import returns_logits
-from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.contract_reader import add_observed_sizes, read_contract
 from kvdoctor.analysis.lm_head import NoHead, find_heads
+from kvdoctor.analysis.lost_caches import returns_logits
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import DECODING, CacheContract
-from kvdoctor.diagnose.context import ContractContext, FileContext, TargetContext, extend_context
-from kvdoctor.diagnose.devices import find_limits
-from kvdoctor.diagnose.facts import build_report, stack_facts
+from kvdoctor.decode.runs import GENERAL_CAUSES, Run
+from kvdoctor.diagnose.build_report import build_report, stack_facts
+from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
+from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
-from kvdoctor.errors import as_argument
-from kvdoctor.findings import Finding, NotChecked
+from kvdoctor.errors import as_argument, free_name
+from kvdoctor.findings import Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.files import MODEL_SUFFIXES
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
 
 if TYPE_CHECKING:
     from kvdoctor.runtime.client import Runtime
-    from kvdoctor.runtime.targets.result import TargetResult
+    from kvdoctor.runtime.targets import TargetResult
+
+NOT_RUN = NotChecked(None, "KV2-KV5", "only `kvdoctor step-test` runs decode steps", kind="not-run")
 
 AdviceCheck = Callable[[ContractContext, tuple[Finding, ...], Options, "Runtime | None"], tuple[Finding, ...]]
 """Corrects the advice of a stack's findings where a repair of the graph would decline; may be given no runtime."""
+
+
+NOT_PREDICTED = ("cache-not-faster", "empty-tensor-hazard", "session-refused", "worker-died", "cached-branch-first")
+"""Checks about time, memory or the runtime, which an abstract run does not have."""
 
 
 def inspect(
@@ -42,15 +54,16 @@ def inspect(
     options = options or Options()
     folder = open_folder(path)
     results, stacks = check_files(folder, options, unrun=True), []
+    read = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+    contracts = with_given(read, options.feed, options.logits_output)
     for stack in folder.stacks:
-        contract = read_contract(stack, folder.side_cars)
+        contract = contracts[stack.name]
         facts = stack_facts(stack, contract, folder.side_cars, options.load)
-        devices, cut = find_limits(contract, stack.members), _can_cut_logits(stack, contract)
-        stacks.append(replace(facts, devices=devices, logits_can_be_cut=cut))
+        stacks.append(replace(facts, logits_can_be_cut=_can_cut_logits(stack, contract)))
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
         if predicts:
-            found += _predict(context, found, options)
+            found += predict_faults(context, found, options.selection)
         results += correct_advice(found, context, check_advice, options, None)
     unknown = (
         NotChecked(None, "KV401-KV403", f"{target.words} is newer than the measured releases; step-test can run it")
@@ -59,7 +72,11 @@ def inspect(
     )
     results += CheckResults(not_checked=tuple(unknown))
     results = _leave_out_repeated(results)
-    return add_targets(build_report("inspect", folder, options, results, stacks), options, {})
+    report = build_report("inspect", folder, options, results, stacks)
+    rounds: set[Round] = {"file", "contract", *(("targets",) if options.targets else ())}
+    checks = {one.code: one for each in ("file", "contract", "targets") for one in checks_of(each)}
+    absent = (*list_absent(checks.values(), report, options, rounds, results.absent), NOT_RUN)
+    return add_targets(replace(report, absent=absent), options, {})
 
 
 def _can_cut_logits(stack: StackFiles, contract: CacheContract) -> bool:
@@ -77,23 +94,12 @@ def _can_cut_logits(stack: StackFiles, contract: CacheContract) -> bool:
 
 
 def _leave_out_repeated(results: CheckResults) -> CheckResults:
-    """The results without an invalid place (KV004) of which a contract that cannot be read (KV101) is the finding."""
-    unread = {finding.file: finding.subject for finding in results.findings if finding.name == "contract-unknown"}
-
-    def is_repeated(finding: Finding) -> bool:
-        alone = finding.name == "invalid-graph" and not finding.evidence
-        # A value stands there in single quotes, a node in double ones; the names of both may be the same.
-        named = (shown for name in unread.get(finding.file, ()) for shown in (repr(name), f'"{name}"'))
-        return alone and any(shown in finding.observed for shown in named)
-
-    return replace(results, findings=tuple(finding for finding in results.findings if not is_repeated(finding)))
-
-
-def _predict(context: ContractContext, found: CheckResults, options: Options) -> CheckResults:
-    """What runs would show. Loaded here: an inspection of files without a decoder needs no numpy."""
-    from kvdoctor.diagnose.predictions import predict_faults
-
-    return predict_faults(context, found, options.selection)
+    """The results without an invalid graph that a file makes suspect, where its stack confirms it."""
+    invalid = {f.file for f in results.findings if f.name == "invalid-graph" and f.confidence == "confirmed"}
+    kept = (
+        f for f in results.findings if f.confidence == "confirmed" or f.name != "invalid-graph" or f.file not in invalid
+    )
+    return replace(results, findings=tuple(kept))
 
 
 def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> CheckResults:
@@ -111,6 +117,9 @@ def _explain_no_stack(folder: ModelFolder) -> str:
     if not folder.files:
         below = any(one.suffix in MODEL_SUFFIXES for one in folder.root.glob("*/*"))
         several = f"; `kvdoctor gate {as_argument(folder.shown)}` checks the exports below it" if below else ""
+        if any(folder.root.glob("*.safetensors")) or any(folder.root.glob("pytorch_model*.bin")):
+            exported = f"kvdoctor re-export --from {as_argument(folder.shown)} -o {free_name('EXPORTED')}"
+            return f"no .onnx file in {folder.shown}, but a checkpoint of PyTorch; export it: {exported}"
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
     cacheless = [file.name for file in folder.files if returns_logits(file)]
     if cacheless:
@@ -120,6 +129,8 @@ def _explain_no_stack(folder: ModelFolder) -> str:
             "cache as inputs and outputs of forward()"
         )
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
+    if all(file.role == "encoder" for file in folder.files):
+        return "this model is an encoder and has no KV cache; give the folder or file of the decoder"
     return f"no decoder with a KV cache in {folder.shown}, only {others}; give the folder or file of the decoder"
 
 
@@ -157,3 +168,62 @@ def add_targets(report: Report, options: Options, results: "dict[str, tuple[Targ
 
     runs = (*report.runs, *list_target_runs(results))
     return replace(report, runs=runs, targets=target_facts(options.targets, results))
+
+
+def predict_faults(context: ContractContext, found: CheckResults, selection: Selection) -> CheckResults:
+    """What runs of a stack would show, where the graph decides it.
+
+    Nothing where the contract has an error already: one fault is one finding.
+    """
+    predicted = (one for one in checks_of("runs") if one.name not in NOT_PREDICTED)
+    if selection != Selection() and not any(selection.takes(one.code, one.name) for one in predicted):
+        return CheckResults()
+    contract = context.contract
+    if contract.no_decoder is not None or contract.frozen_past is not None:
+        return CheckResults()
+    if any(finding.severity == "error" for finding in found.findings):
+        return CheckResults()
+    if next(find_unmet_preconditions(context.stack, contract), None) is not None:
+        return CheckResults()
+    # Loaded here, with numpy: where nothing is run, as of a model with a faulty contract, the start takes half as long.
+    from kvdoctor.diagnose.abstract_runs import run_abstractly
+    from kvdoctor.errors import CannotCheck
+
+    try:
+        runs = run_abstractly(context)
+        return CheckResults(tuple(_ask_checks(context, runs, found, selection)) if runs else ())
+    except CannotCheck as why:
+        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}"),))
+    except Exception as error:  # an error of kvdoctor here must not cost what the files show
+        reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
+        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))
+
+
+def _ask_checks(
+    context: ContractContext, runs: tuple[Run, ...], found: CheckResults, selection: Selection
+) -> Iterator[Finding]:
+    """The findings that the checks of round `runs` make of abstract runs."""
+    contract = add_observed_sizes(context.contract, runs)
+    asked = extend_context(replace(context, contract=contract), RunContext, runs=runs, predicted=True)
+    known = {finding.code for finding in found.findings}
+    for finding in run_checks(asked, "runs", selection).findings:
+        if finding.severity == "note" or finding.name in NOT_PREDICTED or finding.code in known:
+            continue
+        # Only the size of the difference decides on a rounded cache: a scale that is taken from all entries makes each
+        # of them depend on the others, by no more than it rounds.
+        if finding.name not in GENERAL_CAUSES or not asked.rounded_presents:
+            yield _weaken(finding)
+
+
+def _weaken(finding: Finding) -> Finding:
+    """The finding as one that no run has confirmed. Sizes are those of any run; differences of logits are not."""
+    shown = f": {finding.experiment}, step {finding.step}: {finding.error}" if finding.error else ""
+    return replace(
+        finding,
+        severity="warning",
+        confidence="suspected",
+        predicted=True,
+        observed=f"derived from the graph, without a run{shown}",
+        evidence=(),
+        effects=("`kvdoctor step-test` confirms it, or withdraws it",),
+    )

@@ -1,16 +1,40 @@
-"""What was not checked, and why: preconditions of a run that are not met, and runs without a clear result."""
+"""Why a check or an experiment has no result; each reason is a `NotChecked`.
 
-from collections.abc import Iterable, Iterator, Sequence
+| question | decided by |
+| --- | --- |
+| Why was no decode step run on a stack? | `find_unmet_preconditions` |
+| Why is an experiment not in the list of runs? | `why_unfit` |
+| Why was an experiment `skipped`? | `why_unasked`; what runs show: `decode/experiment_run.py` |
+| Why were experiments cut off? | `find_interrupted` |
+| Why is a check of the contract not run? | `find_obstacle` |
+| Why does a run give no verdict? | `find_undecided_runs`, and the other `find_` functions after it |
+| Which finding explains what a check would report? | the check raises `Explained`; `checks/_attribution.py` decides |
+| Why can a check not answer? | the check raises `CannotCheck`, or crashes (`run_checks.py`) |
+| Which checks did nobody ask for? | `list_absent`, which also gathers all that is not in `not_checked` |
+
+A report has the reasons that a reader must know as `not_checked`, those of skipped experiments in their runs, and all
+others as `absent`: a check in none of them ran, and found nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING
 
 from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import RESTS_ON
 from kvdoctor.contract import DECODING, CacheContract, describe
-from kvdoctor.decode.runs import HISTORY, OWN_SESSION, SEARCH, UNDECIDED, WRONG, Run
-from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
-from kvdoctor.report.facts import DraftFacts
+from kvdoctor.decode.runs import HISTORY, ONLY_THOROUGH, OWN_SESSION, PAGED_LOOP, SEARCH, UNDECIDED, WRONG, Run
+from kvdoctor.diagnose.context import ContractContext, FileContext
+from kvdoctor.findings import Check, Finding, NotChecked, Round, Selection, all_checks
+from kvdoctor.model.flow import FLAWS
+from kvdoctor.options import Options
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import DraftFacts, StackFacts
 from kvdoctor.report.wording.runs import describe_comparisons, describe_rounding
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Experiment
+    from kvdoctor.runtime.client import StackResults
 
 REASONS = {
     "skipped": "{reason}",
@@ -22,6 +46,20 @@ REASONS = {
 
 DIFFERS = "the logits differ by more than noise"
 """The reason for a run that differs, and agrees in a float32 copy of the model."""
+
+OF_PARTS = "parts-do-not-fit"
+"""The check of the files that make a model together."""
+
+ASKED_BY: dict[Round, str] = {
+    "targets": "only with --target",
+    "golden": "only with --against",
+    "caller": "only with --trace",
+    "speed": "only `kvdoctor speed` measures it",
+}
+"""What asks for the rounds of checks that not every step-test has."""
+
+REPORTED_REQUESTS = ("", "reference")
+"""The requests of `Experiment.on_request` that a step-test knows; the other experiments serve other commands."""
 
 COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
@@ -41,26 +79,27 @@ def find_unmet_preconditions(stack: StackFiles, contract: CacheContract, opened:
         yield f"the operator {stack.operator} contains the whole loop and its cache; there is nothing to feed back"
     if any(slot.growth == "paged" for slot in contract.slots):
         yield from _find_unpaged(stack, contract, opened)
-    yield from _find_other_callers(stack, contract)
+    if any(COMPILED in file.view.operators for file in stack.members if file.view is not None):
+        yield f"the graph was compiled for a device ({COMPILED}), and only the provider of that device can run it"
+    if contract.no_decoder is not None:
+        yield f"not a decoder with a KV cache: {contract.no_decoder}"
     empty = {*find_unfilled(contract)}
     if set(contract.missing) - empty or stack.kind == "unpaired" or not contract.slots:
         inside = f" of the decoder inside {stack.operator}" if stack.operator is not None else ""
         yield f"the cache contract{inside} is not complete"
     yield from _find_undrivable(contract)
-    yield from _find_types_without_feed(contract)
+    unsettled = [one.subject for one in contract.ambiguities if one.unknown and not one.settled and not opened]
+    yield from (f"nothing in the file says what to feed {name!r}; a step-test settles it" for name in unsettled)
+    from kvdoctor.decode.calls import NUMPY_TYPES
 
-
-def _find_other_callers(stack: StackFiles, contract: CacheContract) -> Iterator[str]:
-    """Why no decode loop of ours could call the graph, whatever its contract lacks."""
-    if any(COMPILED in file.view.operators for file in stack.members if file.view is not None):
-        yield f"the graph was compiled for a device ({COMPILED}), and only the provider of that device can run it"
-    if contract.no_decoder is not None:
-        yield f"not a decoder with a KV cache: {contract.no_decoder}"
+    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - set(NUMPY_TYPES)
+    if unknown:
+        yield f"there is no synthetic feed of element type {', '.join(sorted(unknown))}"
 
 
 def _find_unpaged(stack: StackFiles, contract: CacheContract, opened: bool) -> Iterator[str]:
     """Why the blocks of a paged cache cannot be given out by us."""
-    from kvdoctor.decode.paged import NO_KERNEL, read_paged_inputs
+    from kvdoctor.decode.experiments.paged_loop import NO_KERNEL, read_paged_inputs
 
     if any(NO_KERNEL in file.view.operators for file in stack.members if file.view is not None):
         yield f"a paged cache needs the block tables of the serving engine; {NO_KERNEL} has no kernel for the CPU"
@@ -95,19 +134,75 @@ def _find_other_tokens(contract: CacheContract) -> Iterator[str]:
     batched = any(axis.startswith("batch") for graph in graphs for port in graph.inputs for axis in port.axes)
     for port in (port for graph in graphs for port in graph.inputs if port.role in ("token_ids", "embeddings")):
         kind = describe(port.dtype, port.shape)
-        if port.axes[:2] == ("new", "batch"):
+        if port.axes[:2] == ("new", "batch") and port.role == "embeddings":
             yield f"{port.name!r}, {kind}, has the new tokens in front of the batch; steps are run on [batch, new]"
         elif port.axes == ("new",) and not batched and contract.growing and contract.new_tokens is None:
             yield f"neither {port.name!r}, {kind}, nor the cache has a batch axis; steps are run on [batch, new]"
 
 
-def _find_types_without_feed(contract: CacheContract) -> Iterator[str]:
-    """Inputs of an element type for which no synthetic feed exists."""
-    from kvdoctor.decode.calls import NUMPY_TYPES
+def find_obstacle(one: Check, when: Round, context: FileContext | ContractContext) -> NotChecked | None:
+    """Why a check is not run on a stack: without all its parts it has no contract, and an encoder has none either."""
+    if when != "contract" or isinstance(context, FileContext):
+        return None
+    lacking = [each.cause for each in context.stack.problems if each.essential or not each.declared]
+    if not lacking and context.contract.no_decoder is not None:
+        reason = f"not a decoder with a KV cache: {context.contract.no_decoder}"
+    elif lacking and one.name != OF_PARTS:
+        reason = lacking[0]
+    elif one.name != "invalid-graph" and any(lack.reason in FLAWS for lack in context.contract.missing):
+        reason = "the structure of the graph is not valid"
+    else:
+        return None
+    return NotChecked(context.stack.name, one.code, reason, kind="not-run")
 
-    unknown = {port.dtype for graph in contract.graphs.values() for port in graph.inputs} - set(NUMPY_TYPES)
-    if unknown:
-        yield f"there is no synthetic feed of element type {', '.join(sorted(unknown))}"
+
+def why_unasked(experiment: "Experiment", options: Options) -> str | None:
+    """Why an experiment is not run with these options. A thorough one is where a required use depends on it."""
+    if experiment.on_request == "reference":
+        return None if options.reference is not None else "only with --reference"
+    if experiment.on_request:
+        return "only for the programs of `kvdoctor loop`"
+    use = experiment.use
+    wanted = not experiment.thorough or options.thorough or (use is not None and use.required in options.require)
+    return None if wanted else ONLY_THOROUGH
+
+
+def why_unfit(experiment: "Experiment", contract: CacheContract) -> str | None:
+    """Why an experiment is not for such a contract, and no run of it is listed."""
+    from kvdoctor.decode.experiments.lengths import FROZEN_PAST
+    from kvdoctor.decode.experiments.paged_loop import is_paged
+
+    frozen, unpaged = _is_frozen(contract), is_paged(contract)
+    if frozen != (experiment.name == FROZEN_PAST):
+        return f"the past has the fixed length {contract.frozen_past}" if frozen else "the length of the past varies"
+    if (unpaged is None) != (experiment.name == PAGED_LOOP):
+        return unpaged or f"the cache has blocks, which {PAGED_LOOP} gives out"
+    if experiment.with_features and not contract.features:
+        return "no encoder of images or audio"
+    if experiment.one_token and contract.new_tokens != 1:
+        return "only for a graph that takes one token in each call"
+    return None
+
+
+def _is_frozen(contract: CacheContract) -> bool:
+    """Whether the past has one length only, and can be driven up to it."""
+    from kvdoctor.decode.experiments.lengths import can_be_filled
+
+    return contract.frozen_past is not None and can_be_filled(contract) is None
+
+
+def find_interrupted(stack: str, contract: CacheContract, results: "StackResults") -> Iterator[NotChecked]:
+    """Experiments that could not be carried out, or not wholly."""
+    if _is_frozen(contract):
+        reason = f"run only up to a past of the fixed length {contract.frozen_past}"
+        yield NotChecked(stack, "KV2-KV3", reason, essential=True)
+    for crash in dict.fromkeys(crash.strip().splitlines()[-1] for crash in results.crashes):
+        reason = f"an experiment crashed ({crash}); please report it"
+        yield NotChecked(stack, "KV2-KV3", reason, essential=True)
+    for note in dict.fromkeys(results.notes):
+        yield NotChecked(stack, "KV2-KV3", note)
+    for text in results.reasons_not_run:
+        yield NotChecked(stack, "KV2-KV3", text, essential=True)
 
 
 def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = ()) -> Iterator[NotChecked]:
@@ -119,7 +214,7 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
     told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
-    explained = loop is not None and loop.by_rounding and any(f.where.endswith(f", {loop.experiment}") for f in told)
+    explained = loop is not None and loop.by_rounding and any(f.experiment == loop.experiment for f in told)
     names = judged_names() - {SEARCH}
     if loop and loop.outcome == "passed" and new_tokens == 1:
         reason = (
@@ -145,7 +240,7 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
 
 
 def _find_uncompared(context: ContractContext, findings: Sequence[Finding]) -> str | None:
-    """What of a graph that takes one token a call was not compared in another way, in words; None where all was."""
+    """What of a graph that takes one token a call was not compared in another way, as text; None where all was."""
     from kvdoctor.decode.experiments.loops import takes_rows
 
     needed = [HISTORY, OWN_SESSION, *(["batch"] if takes_rows(context.contract) is None else [])]
@@ -239,3 +334,48 @@ def find_idle_selection(selection: Selection, rounds: Iterable[Round], runs: Seq
         codes = ", ".join(one.code for one in taken)
         reason = "none of the selected checks could run: they need a target, a trace, a checkpoint or --thorough"
         yield NotChecked(None, codes, reason, essential=True)
+
+
+def list_absent(
+    checks: Iterable[Check], report: Report, options: Options, rounds: Set[Round], found: Iterable[NotChecked]
+) -> Iterator[NotChecked]:
+    """Every absent result that the report does not have as `not_checked` or as a skipped run.
+
+    `rounds` are those that ran, and `found` is what the checks were not asked, or left to other findings.
+    """
+    present = {(finding.stack, finding.code) for finding in report.findings}
+    yield from (entry for entry in dict.fromkeys(found) if (entry.stack, entry.code) not in present)
+    for one in checks:
+        if not options.selection.takes(one.code, one.name):
+            yield NotChecked(None, one.code, "not selected", kind="not-selected")
+        elif not rounds & set(one.rounds):
+            yield NotChecked(None, one.code, ASKED_BY[one.rounds[0]], kind="not-run")
+        else:
+            yield from _list_unrun(one, report, rounds)
+    for stack in report.stacks:
+        yield from _list_unlisted(stack, report.runs, options)
+
+
+def _list_unrun(one: Check, report: Report, rounds: Set[Round]) -> Iterator[NotChecked]:
+    """The stacks on which a check had no run to read."""
+    for stack in report.stacks:
+        runs = {run.experiment: run for run in report.runs if run.stack == stack.name}
+        needed = [runs[name] for name in one.needs if name in runs]
+        if rounds & set(one.rounds) == {"runs"} and not runs:
+            yield NotChecked(stack.name, one.code, "no decode step was run", kind="not-run")
+        elif needed and all(run.outcome == "skipped" for run in needed):
+            reason = f"{needed[0].experiment} was skipped: {needed[0].reason}"
+            yield NotChecked(stack.name, one.code, reason, kind="not-run")
+
+
+def _list_unlisted(stack: StackFacts, runs: Iterable[Run], options: Options) -> Iterator[NotChecked]:
+    """The experiments of a step-test without an entry in the list of runs, where there are runs."""
+    from kvdoctor.decode.experiments import load
+
+    listed = {run.experiment for run in runs if run.stack == stack.name}
+    if not listed or stack.contract is None:
+        return
+    for experiment in load():
+        if experiment.name not in listed and experiment.on_request in REPORTED_REQUESTS:
+            reason = why_unasked(experiment, options) or why_unfit(experiment, stack.contract) or "it was not run"
+            yield NotChecked(stack.name, experiment.name, reason, kind="not-run")

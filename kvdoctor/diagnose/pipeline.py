@@ -4,20 +4,23 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Run -> checks -> Repo
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdoctor import addons
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import PairedSide
-from kvdoctor.decode.runs import REPLAY, Run
+from kvdoctor.decode.messages import AddedExperiment, PairedSide
+from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
+from kvdoctor.diagnose.build_report import build_report, stack_facts
+from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import (
-    CallerContext,
     ContractContext,
     DraftModel,
     GoldenContext,
@@ -26,21 +29,23 @@ from kvdoctor.diagnose.context import (
     extend_context,
 )
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
-from kvdoctor.diagnose.facts import build_report, stack_facts
+from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
+from kvdoctor.diagnose.ground import find_ground, find_short_ground
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.not_checked import (
+    OF_PARTS,
     find_idle_selection,
     find_undecided_runs,
-    find_undecided_steps,
     find_unexplained_loop,
     find_ungraded,
     find_unmet_preconditions,
     find_unproved_uses,
     find_unsearched,
+    list_absent,
 )
-from kvdoctor.diagnose.run_checks import OF_PARTS, CheckResults, run_checks
-from kvdoctor.diagnose.variants import grade_variants
-from kvdoctor.findings import Finding, NotChecked, Round, Selection
+from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.errors import CannotCheck
+from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
@@ -49,14 +54,40 @@ from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
-    from kvdoctor.decode.caller_trace.check import TraceCheck
     from kvdoctor.diagnose.checkpoint import Checkpoint
     from kvdoctor.diagnose.golden import Golden
-    from kvdoctor.runtime.targets.result import TargetResult
+    from kvdoctor.runtime.targets import TargetResult
+
 
 NOT_STARTED = "not started"
 EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", OF_PARTS)
-"""Faults of the contract that leave a loop to check: the held one, and those without an adapter or a part beside."""
+"""Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
+
+
+class AddedPart(Protocol):
+    """The part of an add-on in one step-test.
+
+    `round` is the round of its checks, and `results` are what it says of the whole model before anything is run.
+    """
+
+    round: Round
+    results: CheckResults
+
+    def list_experiments(self, stack: str) -> tuple[AddedExperiment, ...]:
+        """The experiments to run on a stack after those of the core."""
+
+    def judge(self, context: RunContext, options: Options) -> CheckResults:
+        """What it finds on a stack that was run; its notes stand first in the report."""
+
+
+def open_parts(options: Options, contracts: Mapping[str, CacheContract]) -> tuple[AddedPart, ...]:
+    """The parts that the options ask for.
+
+    Raises:
+        UsageError: one cannot be opened.
+    """
+    opened = (module.open_part(options, contracts) for module in addons.modules("step_test"))
+    return tuple(part for part in opened if part is not None)
 
 
 @record
@@ -65,8 +96,9 @@ class RunPlan:
 
     `at` is where the model lies, if the path is only its name in the report. `logits` is a private folder that receives
     the logits of each stack's experiments as `STACK.npz`. `stacks` names the stacks to run, None for all of them.
-    `locate` false skips the search for the first divergence, which takes as long as the experiments. `check_advice`
-    knows the repairs, which a diagnosis does not; without it the advice of each check stays as it is.
+    `locate` false skips the search for the first divergence, which takes as long as the experiments, unless the name of
+    the cause rests on it. `check_advice` knows the repairs, which a diagnosis does not; without it the advice of each
+    check stays as it is.
     """
 
     at: Path | None = None
@@ -85,7 +117,6 @@ class StackDiagnosis:
     runs: tuple[Run, ...]
     measured: dict[str, Any]
     target_results: "tuple[TargetResult, ...]" = ()
-    notes: tuple[str, ...] = ()
     draft: DraftFacts | None = None
 
 
@@ -99,6 +130,7 @@ class _Session:
     checkpoint: "Checkpoint | None"
     golden: "Golden | None" = None
     draft: DraftModel | None = None
+    parts: tuple[AddedPart, ...] = ()
 
     @property
     def logits(self) -> Path | None:
@@ -131,25 +163,24 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    golden, draft = _read_golden(options), _open_draft(options)
-    session = _Session(_read_prompt(options, contracts), plan, runtime, _open_checkpoint(options), golden, draft)
-    traces = _check_trace(options.trace, contracts) if options.trace is not None else {}
-    if options.trace is not None and not any(_is_drivable(contract) for contract in contracts.values()):
-        reason = "the trace was not compared with a contract: none is complete"
-        results += CheckResults(not_checked=(NotChecked(None, "KV208", reason, essential=True),))
+    golden, draft = _read_golden(options), open_draft(options.draft) if options.draft is not None else None
+    prompted, checkpoint = _read_prompt(options, contracts), _open_checkpoint(options)
+    parts = open_parts(options, contracts)
+    session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
+    results = sum((part.results for part in parts), results)
 
     diagnoses: dict[str, StackDiagnosis] = {}
     for stack in folder.stacks:
         if plan.stacks is None or stack.name in plan.stacks:
-            context = replace(build_context(folder, stack, contracts[stack.name], options), draft=draft)
-            diagnoses[stack.name] = _diagnose_stack(context, session, traces.get(stack.name))
+            added = tuple(one for part in parts for one in part.list_experiments(stack.name))
+            context = build_context(folder, stack, contracts[stack.name], options)
+            diagnoses[stack.name] = _diagnose_stack(replace(context, draft=draft, added=added), session)
             results += diagnoses[stack.name].results
 
     runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
-    idle = find_idle_selection(options.selection, _list_rounds(options), runs)
+    idle = find_idle_selection(options.selection, _list_rounds(session), runs)
     results += CheckResults(not_checked=tuple(idle))
     report = build_report("step-test", folder, session.options, results, [d.facts for d in diagnoses.values()])
-    notes = (*report.notes, *(note for diagnosis in diagnoses.values() for note in diagnosis.notes))
     # A warm worker reports its version before it is needed; the report must not depend on who used it before.
     version = runtime.versions.get("onnxruntime", NOT_STARTED) if runs else NOT_STARTED
     environment = {"onnxruntime": version, **report.environment}
@@ -158,22 +189,22 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         environment |= session.checkpoint.versions
     measured = {name: diagnosis.measured for name, diagnosis in diagnoses.items()}
     drafts = tuple(diagnosis.draft for diagnosis in diagnoses.values() if diagnosis.draft is not None)
-    variants = tuple(grade_variants(folder, contracts, options, runtime)) if _compares_variants(options, plan) else ()
-    report = replace(
-        report, notes=notes, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts
-    )
+    # Not of a trace, of some checks, or of the copy of a repair.
+    whole = not session.parts and plan.at is None and plan.stacks is None and options.selection == Selection()
+    variants = tuple(grade_variants(folder, contracts, options, runtime)) if whole else ()
+    read = {name: diagnosis.facts.contract or contracts[name] for name, diagnosis in diagnoses.items()}
+    sides = ("consistent", *(["faithful"] if options.reference else []), *(["portable"] if options.targets else []))
+    report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts)
+    report = replace(report, ground=find_ground(runs, read, sides))
+    absent = tuple(list_absent(all_checks(), report, options, set(_list_rounds(session)), results.absent))
+    report = replace(report, absent=absent, notes=report.notes + results.notes)
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
 
 
-def _compares_variants(options: Options, plan: RunPlan) -> bool:
-    """Whether the whole folder is asked about, not a trace, some checks, or the copy of a repair."""
-    return options.trace is None and plan.at is None and plan.stacks is None and options.selection == Selection()
-
-
-def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCheck | None") -> StackDiagnosis:
+def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnosis:
     """Run one stack, and then the checks of all rounds that need one."""
     stack, runtime, plan, selection = context.stack, session.runtime, session.plan, session.options.selection
-    options = session.options if trace is not None else replace(session.options, trace=None)
+    options = session.options
     with TemporaryDirectory(prefix="kvdoctor-") as calls:
         folder = session.logits or (Path(calls) if options.targets else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
@@ -185,48 +216,38 @@ def _diagnose_stack(context: ContractContext, session: _Session, trace: "TraceCh
             local_runtime=_find_local_runtime(runtime),
         )
         tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
-        tested, on_checkpoint, notes = _compare_with_checkpoint(tested, session, files)
+        tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
         errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
+        located = plan.locate or rests_on_place(tested)
         after = extend_context(
             tested,
             RunContext,
-            runs=locate_faults(tested, options, runtime, files.calls, seen.ran) if plan.locate else tested.runs,
+            runs=locate_faults(tested, options, runtime, files.calls, seen.ran) if located else tested.runs,
             declared_faults=tuple(name for name in errors if name not in EXPLAIN_NO_RUN),
             timings=seen.timings,
             thorough=options.thorough,
         )
         found = by_contract + _check_runs(after, by_contract.findings, options)
         found += run_checks(after, "targets", selection)
-        compared, agreed = _compare_with_golden(after, session)
-        found += compared
+        found += _compare_with_golden(after, session)
         found = correct_advice(found, after, plan.check_advice, options, runtime)
-    notes = (*notes, *agreed)
-    if trace is not None:
-        by_caller = run_checks(extend_context(after, CallerContext, trace_check=trace), "caller", selection)
-        found += by_caller + CheckResults(not_checked=tuple(find_undecided_steps(stack.name, by_caller.findings)))
-        notes = (_describe_trace(trace, after, options.trace or ""), *notes)
+    found = CheckResults(not_checked=seen.not_checked + on_targets) + on_checkpoint + found
+    for part in session.parts:
+        more = part.judge(after, options)
+        found = replace(found + more, notes=more.notes + found.notes)
     graded = _grade_draft(after, session)
     if graded is not None:
         found += CheckResults(not_checked=tuple(find_ungraded(graded, found.findings)))
     return StackDiagnosis(
         facts=stack_facts(stack, after.contract, context.folder.side_cars),
-        results=CheckResults(not_checked=(*seen.not_checked, *on_targets, *on_checkpoint)) + found,
+        results=found,
         runs=after.runs,
         measured=seen.measured,
         target_results=after.target_results,
-        notes=notes,
         draft=graded,
     )
-
-
-def _open_draft(options: Options) -> DraftModel | None:
-    if options.draft is None:
-        return None
-    from kvdoctor.diagnose.draft import open_draft
-
-    return open_draft(options.draft)
 
 
 def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
@@ -238,8 +259,6 @@ def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
         return DraftFacts(
             context.stack.name, context.draft.shown, 0, reason="the loop of the model itself did not pass"
         )
-    from kvdoctor.diagnose.draft import grade_draft
-
     target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
     return grade_draft(target, context.draft, session.options, session.runtime)
 
@@ -251,18 +270,18 @@ def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Opt
     findings = (*declared, *found.findings)
     unproved = find_unproved_uses(context, findings)
     unexplained = find_unexplained_loop(context, options.selection, findings)
-    return found + CheckResults(not_checked=(*unproved, *unexplained, *find_unsearched(context)))
+    left = (*unproved, *unexplained, *find_unsearched(context), *find_short_ground(context))
+    return found + CheckResults(not_checked=left)
 
 
-def _list_rounds(options: Options) -> Iterable[Round]:
+def _list_rounds(session: _Session) -> Iterable[Round]:
     """The rounds of checks that a step-test has."""
     yield from ("file", "contract", "runs")
-    if options.targets:
+    if session.options.targets:
         yield "targets"
-    if options.against is not None:
+    if session.golden is not None:
         yield "golden"
-    if options.trace is not None:
-        yield "caller"
+    yield from (part.round for part in session.parts)
 
 
 def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder, dict[str, CacheContract]]:
@@ -275,7 +294,8 @@ def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder,
         stacks = {stack.name: stack for stack in (*folder.stacks, *(stack for stack, _ in described))}
         folder = replace(folder, stacks=tuple(stacks.values()))
         given = {stack.name: contract for stack, contract in described}
-    return folder, {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+    read = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
+    return folder, with_given(read, options.feed, options.logits_output)
 
 
 def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Options:
@@ -305,35 +325,37 @@ def _read_golden(options: Options) -> "Golden | None":
     return read_golden(options.against)
 
 
-def _compare_with_golden(context: RunContext, session: _Session) -> tuple[CheckResults, tuple[str, ...]]:
+def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults:
     """What golden numbers show, if there are some, and a note on what agrees with them."""
     if session.golden is None:
-        return CheckResults(), ()
-    from kvdoctor.diagnose.golden import compare_with_golden
+        return CheckResults()
+    from kvdoctor.diagnose.golden import CODE, compare_with_golden
 
-    compared = compare_with_golden(context, session.golden, session.options, session.runtime)
-    if isinstance(compared, NotChecked):
-        return CheckResults(not_checked=(compared,)), ()
+    try:
+        compared = compare_with_golden(context, session.golden, session.options, session.runtime)
+    except CannotCheck as error:
+        reason = f"not compared with {session.golden.words}: {error}"
+        return CheckResults(not_checked=(NotChecked(context.stack.name, CODE, reason, essential=True),))
     found = run_checks(extend_context(context, GoldenContext, golden=compared), "golden", session.options.selection)
     open_checks = tuple(replace(entry, essential=True) for entry in found.not_checked)
     notes = () if found.findings or open_checks else (f"{context.stack.name}: {compared.words}",)
-    return CheckResults(found.findings, open_checks), notes
+    return CheckResults(found.findings, open_checks, found.absent, notes)
 
 
 def _compare_with_checkpoint(
     context: TargetContext, session: _Session, files: WorkerFiles
-) -> tuple[TargetContext, tuple[NotChecked, ...], tuple[str, ...]]:
-    """The context with runs compared with the checkpoint, if there is one; what was left open; notes."""
+) -> tuple[TargetContext, CheckResults]:
+    """The context with runs compared with the checkpoint, if there is one; what was left open, and notes."""
     checkpoint, options, logits = session.checkpoint, session.options, files.logits
     if checkpoint is None or logits is None:
-        return context, (), ()
+        return context, CheckResults()
     from kvdoctor.diagnose.checkpoint import NAME, compare_with_checkpoint, find_arithmetic
 
-    compared = compare_with_checkpoint(context, checkpoint, logits)
-    run = next((run for run in compared.runs if run.experiment == NAME and run.outcome == "differs"), None)
+    runs, results = compare_with_checkpoint(context, checkpoint, logits)
+    run = next((run for run in runs if run.experiment == NAME and run.outcome == "differs"), None)
     if run is None or not session.plan.locate:
-        return replace(context, runs=compared.runs), compared.not_checked, compared.notes
-    from kvdoctor.diagnose.checkpoint_modules import locate_in_modules
+        return replace(context, runs=runs), results
+    from kvdoctor.diagnose.checkpoint import locate_in_modules
     from kvdoctor.diagnose.locate.search import LocateContext
 
     if options.show_line is not None:
@@ -342,8 +364,7 @@ def _compare_with_checkpoint(
         context.stack, context.contract, session.runtime, options.provider, files.calls, context.tolerance
     )
     located = locate_in_modules(run, search, checkpoint, logits, find_arithmetic(context))
-    runs = tuple(located if each is run else each for each in compared.runs)
-    return replace(context, runs=runs), compared.not_checked, compared.notes
+    return replace(context, runs=tuple(located if each is run else each for each in runs)), results
 
 
 def _find_local_runtime(runtime: Runtime) -> Target | None:
@@ -370,21 +391,3 @@ def _run_targets(
     results = run_targets(context, options, LocalRun(runtime, contract, logits))
     context = replace(context, target_results=results)
     return context, tuple(find_open_targets(context))
-
-
-def _is_drivable(contract: CacheContract) -> bool:
-    return bool(contract.slots) and not contract.missing
-
-
-def _check_trace(path: str, contracts: dict[str, CacheContract]) -> "dict[str, TraceCheck]":
-    """The caller's own steps, compared with the contract of the stack that they call."""
-    from kvdoctor.decode.caller_trace.check import check_trace
-
-    drivable = {name: contract for name, contract in contracts.items() if _is_drivable(contract)}
-    return check_trace(path, drivable) if drivable else {}
-
-
-def _describe_trace(trace: "TraceCheck", context: RunContext, path: str) -> str:
-    from kvdoctor.decode.caller_trace import describe
-
-    return describe.describe_trace(trace, context.find_run(REPLAY), path, context.stack.name)

@@ -8,18 +8,20 @@ from pathlib import Path
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
 from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
+from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
-from kvdoctor.diagnose.facts import build_report, stack_facts
+from kvdoctor.diagnose.examine import list_thresholds
+from kvdoctor.diagnose.golden import measure_size
 from kvdoctor.diagnose.inspection import build_context, check_files
-from kvdoctor.diagnose.lengths import list_thresholds
-from kvdoctor.diagnose.model_size import list_kv_heads, measure_size
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.settle import settle_unknown
 from kvdoctor.errors import UsageError, as_argument
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
@@ -45,10 +47,13 @@ def measure_speed(
         raise UsageError("the earlier report holds no speed; `kvdoctor speed MODEL --output speed.json` writes one")
     folder = open_folder(path)
     results, stacks, measured = check_files(folder, options), [], list[SpeedFacts]()
+    read = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+    contracts = with_given(read, options.feed, options.logits_output)
     for stack in folder.stacks:
-        contract = read_contract(stack, folder.side_cars)
+        context = build_context(folder, stack, contracts[stack.name], options)
+        contract = settle_unknown(context, options, runtime).contract
         stacks.append(stack_facts(stack, contract, folder.side_cars))
-        context = build_context(folder, stack, contract, options)
+        context = replace(context, contract=contract)
         if (unmet := next(find_unmet_preconditions(stack, contract), None)) is not None:
             results += _leave_open(stack.name, unmet)
             continue
@@ -134,13 +139,18 @@ def _find_before(earlier: Report, name: str, contract: CacheContract) -> SpeedFa
     other = f"the earlier report is of another model, {earlier.model.path}: "
     before = next((one for one in earlier.speed if one.stack == name), None)
     if before is not None and sizes.get(name, size) == size:
-        old, new = list_kv_heads(contracts.get(name, contract)), list_kv_heads(contract)
+        old, new = _list_kv_heads(contracts.get(name, contract)), _list_kv_heads(contract)
         return f"{other}{_name_heads(old)}; this one has {_name_heads(new)}" if old and new and old != new else before
     measured = ", ".join(one.stack for one in earlier.speed)
     if size in sizes.values():
         return f"the earlier report, of {earlier.model.path}, has no figures of {name}, but of {measured}"
     there = "; ".join(dict.fromkeys(one.describe() for one in sizes.values()))
     return f"{other}{there}; this one has {size.describe()}"
+
+
+def _list_kv_heads(contract: CacheContract) -> tuple[int, ...]:
+    """Return the declared numbers of key-value heads, each once; empty where no axis of the caches counts them."""
+    return tuple(sorted({heads for slot in contract.slots if (heads := slot.size("kv_heads")) is not None}))
 
 
 def _name_heads(counts: tuple[int, ...]) -> str:

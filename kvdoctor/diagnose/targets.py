@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.experiments import load
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.diagnose.context import TargetContext
@@ -19,11 +20,10 @@ from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.facts import TargetFacts
-from kvdoctor.runtime.client import Runtime, StackResults
+from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
 from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
-from kvdoctor.runtime.targets import Target
-from kvdoctor.runtime.targets.result import LogitsGap, TargetResult
+from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,30 +71,20 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
         logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
         calls.mkdir()
         job = build_job(replace(context, contract=local.contract), options)
-        job = replace(
-            job, experiments=_select_experiments(job.experiments), keep_logits=logits, keep_calls=calls, timed=False
-        )
+        # Those on which findings rest, but for those that look for a cause or measure a time.
+        judged = (one.name for one in load() if one.judged and not (one.explains or one.on_request))
+        experiments = tuple(name for name in judged if name in job.experiments)
+        job = replace(job, experiments=experiments, keep_logits=logits, keep_calls=calls, timed=False)
         results = runtime.examine(job, options.progress)
         search = LocateContext(context.stack, context.contract, runtime, options.provider, calls, context.tolerance)
         runs = tuple(_locate_fault(resolve_node_names(run, context), context, search) for run in results.runs)
         refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
         gaps = _compare_logits(context, runs, local.logits, logits)
-    return TargetResult(target, runs, refusals, gaps, not_run=_explain_no_result(results))
-
-
-def _explain_no_result(results: StackResults) -> str | None:
-    """Why the runs under a target say nothing, or None."""
     crash = next((text.strip().splitlines()[-1] for text in results.crashes), None)
+    not_run = next(iter(results.reasons_not_run), None)
     if crash is not None:
-        return f"an experiment crashed under this target ({crash}); please report it"
-    return next(iter(results.reasons_not_run), None)
-
-
-def _select_experiments(asked: tuple[str, ...]) -> tuple[str, ...]:
-    """The experiments on which findings rest, but for those that look for a cause or measure a time."""
-    from kvdoctor.decode.experiments import load
-
-    return tuple(e.name for e in load() if e.name in asked and e.judged and not (e.explains or e.on_request))
+        not_run = f"an experiment crashed under this target ({crash}); please report it"
+    return TargetResult(target, runs, refusals, gaps, not_run=not_run)
 
 
 def _locate_fault(run: Run, context: TargetContext, search: LocateContext) -> Run:
@@ -142,7 +132,7 @@ def _find_gap(context: TargetContext, run: Run, ours: "Logits", others: "Logits"
 
 
 def _list_logits_shapes(contract: CacheContract, run: Run) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The shapes of the logits that a run kept, by step."""
+    """The shapes of the logits that a run stored, by step."""
     for step in run.steps:
         port = contract.graph("decode" if step.phase == "decode" else "prefill").port("logits")
         if port is not None and port.name in step.returned:

@@ -13,11 +13,11 @@ order of findings. Two models of one exporter may have the same fault, so an ent
 
 import datetime as dt
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.choices import Day, WrongValue
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import find_check
 from kvdoctor.records import from_plain, record, to_plain
@@ -25,7 +25,6 @@ from kvdoctor.records import from_plain, record, to_plain
 SCHEMA = "kvdoctor/baseline/1"
 DEFAULT_NAME = "kvdoctor-baseline.json"
 MAX_BYTES = 1 << 26
-DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 @record
@@ -107,7 +106,9 @@ def read_baseline(file: str) -> Baseline:
         ) from None
     schema = body.get("schema") if isinstance(body, dict) else None
     if schema != SCHEMA:
-        raise UsageError(f"{file} is not a baseline for this version of kvdoctor: {_describe_schema(schema)}")
+        newer = isinstance(schema, str) and schema.startswith(SCHEMA.rpartition("/")[0])
+        hint = f"this one reads {SCHEMA!r}; upgrade kvdoctor, or write a new baseline" if newer else f"not {SCHEMA!r}"
+        raise UsageError(f"{file} is not a baseline for this version of kvdoctor: its schema is {schema!r}, {hint}")
     unknown = sorted(set(body) - {"schema", "entries"})
     if unknown:
         raise UsageError(f"the baseline {file} has an unknown key {unknown[0]!r}; its keys are schema and entries")
@@ -120,14 +121,6 @@ def read_baseline(file: str) -> Baseline:
         ) from None
     _refuse_invalid(file, entries)
     return Baseline(file, entries)
-
-
-def is_date(text: str) -> bool:
-    """Whether a text is a date, as in 2026-12-31."""
-    try:
-        return DATE.fullmatch(text) is not None and bool(dt.date.fromisoformat(text))
-    except ValueError:
-        return False
 
 
 def today() -> dt.date:
@@ -156,12 +149,6 @@ def _refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not a number")
 
 
-def _describe_schema(schema: Any) -> str:
-    if isinstance(schema, str) and schema.startswith(SCHEMA.rpartition("/")[0]):
-        return f"its schema is {schema!r}, this one reads {SCHEMA!r}; upgrade kvdoctor, or write a new baseline"
-    return f"its schema is {schema!r}, not {SCHEMA!r}"
-
-
 def _refuse_invalid(file: str, entries: tuple[BaselineEntry, ...]) -> None:
     """Refuse an entry that would hide something: without a reason, a valid check or date, or a duplicate."""
     seen = set()
@@ -172,8 +159,10 @@ def _refuse_invalid(file: str, entries: tuple[BaselineEntry, ...]) -> None:
             raise UsageError(f"{name}: there is no check {entry.code!r}; `kvdoctor explain` lists all of them")
         if not entry.reason.strip():
             raise UsageError(f"{name} has no reason; say why the finding is accepted")
-        if entry.until is not None and not is_date(entry.until):
-            raise UsageError(f"{name}: until takes a date, as in 2026-12-31, or null; got {entry.until!r}")
+        try:
+            Day().read("2026-12-31" if entry.until is None else entry.until)
+        except WrongValue:
+            raise UsageError(f"{name}: until takes a date, as in 2026-12-31, or null; got {entry.until!r}") from None
         if check.incomplete:
             raise UsageError(
                 f"{name}: {check.name} says that the model could not be diagnosed, which cannot be a known finding; "

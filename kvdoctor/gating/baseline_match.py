@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kvdoctor.choices import RESTS_ON
-from kvdoctor.findings import Finding, KnownFinding, find_check, means_incomplete
+from kvdoctor.findings import KnownFinding, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import Report, counts, decide, is_open
@@ -123,16 +123,12 @@ def _find_moved(baseline: Baseline, reports: Sequence[Report], paths: list[str])
     moved: dict[str, int] = {}
     for model in gone if free else ():
         expected = {(entry.shape, entry.fingerprint) for entry in baseline.entries if entry.model == model}
-        shared = {n: len(expected & _traits(reports[n])) for n in free if n not in moved.values()}
+        found = {n: {(interface_digest(reports[n]), one.fingerprint) for one in reports[n].findings} for n in free}
+        shared = {n: len(expected & traits) for n, traits in found.items() if n not in moved.values()}
         best = max(shared, key=lambda n: shared[n], default=None)
         if best is not None and shared[best]:
             moved[model] = best
     return moved
-
-
-def _traits(report: Report) -> set[tuple[str, str]]:
-    shape = interface_digest(report)
-    return {(shape, finding.fingerprint) for finding in report.findings}
 
 
 def belongs_to(entry: BaselineEntry, path: str) -> bool:
@@ -142,27 +138,22 @@ def belongs_to(entry: BaselineEntry, path: str) -> bool:
 
 def _is_file_in(file: str, folder: str) -> bool:
     parent = PurePath(file).parent
-    return file.endswith(".onnx") and folder in (parent.as_posix(), _above_onnx(parent))
-
-
-def _above_onnx(folder: PurePath) -> str | None:
-    """The parent of an `onnx/` folder: the repository."""
-    return folder.parent.as_posix() if folder.name == "onnx" else None
+    homes = (parent, parent.parent) if parent.name == "onnx" else (parent,)  # the repository of an `onnx/` folder
+    return file.endswith(".onnx") and folder in {home.as_posix() for home in homes}
 
 
 def _mark_known(report: Report, known: dict[str, BaselineEntry], day: dt.date) -> Report:
-    findings = tuple(_with_known(finding, known.get(finding.fingerprint), day) for finding in report.findings)
+    findings = tuple(
+        replace(finding, known=KnownFinding(entry.reason, entry.until))
+        if (entry := known.get(finding.fingerprint)) and not (entry.is_expired(day) or means_incomplete(finding.code))
+        else finding
+        for finding in report.findings
+    )
     if report.verdict != "unhealthy":
         return replace(report, findings=findings)
     command = report.command if report.runs else "inspect"
     verdict = decide(command, findings, report.not_checked, report.fail_on)
     return replace(report, findings=findings, verdict=verdict)
-
-
-def _with_known(finding: Finding, entry: BaselineEntry | None, day: dt.date) -> Finding:
-    if entry is None or entry.is_expired(day) or means_incomplete(finding.code):
-        return finding
-    return replace(finding, known=KnownFinding(entry.reason, entry.until))
 
 
 def coverage_of(report: Report, code: str) -> tuple[str, ...]:
@@ -253,8 +244,9 @@ def update_baseline(baseline: Baseline, found: MatchedReports, request: Baseline
             changes.append(f"moved: {entry.label} to {path}")
         else:
             left.append(f"moved: {entry.label} is at {path} now")
-    incomplete = (report.model.path for report in found.reports if is_open(report.findings, report.not_checked))
-    return BaselineUpdate(sort_entries(entries.values()), tuple(changes), tuple(left), tuple(incomplete))
+    open_reports = (one for one in found.reports if is_open(one.findings, one.not_checked) and one.allowance is None)
+    incomplete = tuple(report.model.path for report in open_reports)
+    return BaselineUpdate(sort_entries(entries.values()), tuple(changes), tuple(left), incomplete)
 
 
 def _findings_that_count(baseline: Baseline, found: MatchedReports) -> list[tuple[BaselineEntry, str]]:

@@ -16,8 +16,14 @@ from typing import Any
 import msgspec
 
 from kvdoctor.errors import KvdoctorError
-from kvdoctor.gating.cache_key import compute_key, digest_external_files, digest_files, list_nearby_files, locate_files
-from kvdoctor.gating.file_digests import FileDigests
+from kvdoctor.gating.cache_key import (
+    FileDigests,
+    compute_key,
+    digest_external_files,
+    digest_files,
+    list_nearby_files,
+    locate_files,
+)
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.model.files import looked_at
 from kvdoctor.model.output_folder import write_whole

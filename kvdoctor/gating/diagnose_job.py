@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.diagnose.facts import environment
+from kvdoctor.diagnose.build_report import environment
 from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test

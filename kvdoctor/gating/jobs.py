@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
+from typing import Literal
 
 from kvdoctor.options import Options
 from kvdoctor.records import record
@@ -39,9 +40,19 @@ class GateSettings:
         cache: the folder for reports; None for no cache.
         cluster: the address of a Dask scheduler.
         progress: called with a line of progress.
+        ended: called with a line about each model that has ended.
     """
 
     jobs: int | None = None
     cache: Path | None = None
     cluster: str | None = None
     progress: Callable[[str], None] | None = None
+    ended: Callable[[str], None] | None = None
+
+
+@record
+class LeftOut:
+    """A path that a gate was given or found, and did not check."""
+
+    path: str
+    reason: Literal["excluded", "no model"]

@@ -1,26 +1,28 @@
 """The plan of a gate: its models, the options of each and the settings of the run, from arguments and the policy."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvdoctor.errors import UsageError
 from kvdoctor.gating.baseline import today
 from kvdoctor.gating.baseline_match import BaselineRequest
-from kvdoctor.gating.jobs import GateJob, GateSettings
-from kvdoctor.gating.models import export_folders, find_models
-from kvdoctor.gating.policy import Policy
+from kvdoctor.gating.jobs import GateJob, GateSettings, LeftOut
+from kvdoctor.gating.policy import DEEP, MAGIC, Policy, fits, models_at
+from kvdoctor.model.files import MODEL_SUFFIXES, candidates
 from kvdoctor.options import BaselineChoices, GateChoices, Options, read_options, refuse_for_runs
 from kvdoctor.records import record
 
 
 @record
 class GatePlan:
-    """A gate before it runs: the jobs, the settings, and the options that hold for all models together."""
+    """A gate before it runs: the jobs, the settings, the options for all models together, and what is not checked."""
 
     jobs: tuple[GateJob, ...]
     settings: GateSettings
     choices: GateChoices
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], policy: Policy | None) -> GatePlan:
@@ -35,13 +37,18 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     choices = read_options(GateChoices, policy.complete(None, given) if policy is not None else given)
     if choices.static:
         refuse_for_runs(command, given)
-    models = export_folders(models) if choices.by_folder else find_models(models)
+    found = export_folders(models) if choices.by_folder else find_models(models)
+    excluded = [path for path in found if _is_excluded(path, choices.exclude, policy or Policy())]
+    left_out = [*(LeftOut(path, "excluded") for path in excluded), *_list_without_model(models, found)]
+    models = [path for path in found if path not in excluded]
+    if not models:
+        raise UsageError(f"--exclude leaves no model of {', '.join(found)}; a gate that checks nothing must not pass")
     if policy is None:
         options = read_options(Options, given)
         jobs = tuple(GateJob(path, options) for path in models)
     else:
         jobs = tuple(GateJob(path, policy.read_options(command, path, given)) for path in models)
-    return GatePlan(jobs, _read_settings(choices, jobs[0].options), choices)
+    return GatePlan(jobs, _read_settings(choices, jobs[0].options), choices, tuple(left_out))
 
 
 def read_baseline_request(choices: BaselineChoices) -> BaselineRequest:
@@ -93,4 +100,87 @@ def _read_settings(choices: GateChoices, options: Options) -> GateSettings:
         raise UsageError(f"--cache-dir {str(kept)!r} is no folder; give another one, or --no-cache")
     if kept is not None and choices.cache:
         _refuse_folder(kept)
-    return GateSettings(choices.jobs, kept if choices.cache else None, choices.cluster, options.show_line)
+    cache, ended = kept if choices.cache else None, getattr(options.progress, "end", None)
+    return GateSettings(choices.jobs, cache, choices.cluster, options.show_line, ended)
+
+
+def find_models(paths: Sequence[str]) -> tuple[str, ...]:
+    """The models at the paths, each once, in their order.
+
+    A pattern stands for what it matches, since not every shell expands it. A folder stands for the model in it and for
+    the exports below it; one without any stays, and its report says what is missing.
+
+    Raises:
+        UsageError: a pattern matches no folder and no `.onnx` file, or a folder cannot be read.
+    """
+    try:
+        expanded = [found for path in paths for found in _expand(path)]
+        return tuple(dict.fromkeys(found for path in expanded for found in _find_below(path)))
+    except OSError as error:
+        raise UsageError(f"{error.filename!r} cannot be searched: {error.strerror or error}") from None
+
+
+def _is_excluded(model: str, patterns: Sequence[str], policy: Policy) -> bool:
+    """Whether a pattern matches a model; one without a slash matches a name at any depth."""
+    names = {model, policy.relative(model) or model}
+    wanted = [pattern if "/" in pattern else f"{DEEP}/{pattern}" for pattern in patterns]
+    return any(fits(name, pattern) for name in names for pattern in wanted)
+
+
+def _list_without_model(paths: Sequence[str], models: Sequence[str]) -> Iterator[LeftOut]:
+    """The folders in a folder of exports in which there is no model at any depth."""
+    for top in (Path(path) for path in paths if path not in models and Path(path).is_dir()):
+        for folder in (one for one in sorted(top.iterdir()) if one.is_dir() and not one.name.startswith(".")):
+            name = folder.as_posix()
+            if not any(f"{model}/".startswith(f"{name}/") for model in models):
+                yield LeftOut(name, "no model")
+
+
+def export_folders(paths: Sequence[str]) -> tuple[str, ...]:
+    """The folders of exports that contain the paths, each once, in the order of their first mention.
+
+    A file stands for its folder: a list of the files that a commit changed has several files of one export.
+    """
+    folders = (path if not Path(path).is_file() else Path(path).parent.as_posix() for path in paths)
+    return tuple(dict.fromkeys(folders))
+
+
+def _expand(path: str) -> list[str]:
+    """What a pattern matches; a path at which there is something, or without a pattern, is itself."""
+    if not MAGIC & set(path) or os.path.lexists(path):
+        return [path]
+    anchor = Path(path).anchor
+    below = path[len(anchor) :] if anchor else path
+    folder = Path(anchor or ".")
+    while below.startswith(("../", "..\\")):
+        folder, below = folder / "..", below[3:]
+    found = [(folder / name).as_posix() for name in models_at(folder, below.replace(os.sep, "/"))]
+    if not found:
+        raise UsageError(f"{path!r} matches no folder and no .onnx file")
+    return found
+
+
+def _find_below(path: str) -> Iterator[str]:
+    """The path where it is a model, and the exports in the folders below it, links followed."""
+    folder = Path(path)
+    own = not folder.is_dir() or bool(candidates(folder)[1])
+    if own:
+        yield path
+    found, seen = own, set[str]()
+    for place, names, files in os.walk(path, onerror=_refuse, followlinks=True) if folder.is_dir() else ():
+        names[:] = sorted(name for name in names if not name.startswith(".") and not (own and name == "onnx"))
+        real = os.path.realpath(place)
+        if real in seen:
+            names.clear()  # a link back, or to what was found before
+        elif place != path and any(Path(name).suffix in MODEL_SUFFIXES for name in files):
+            found = True
+            names.clear()  # what lies below an export belongs to it
+            # Of a repository with its models in `onnx/`, whose configs are next to it, the repository is the model.
+            yield (Path(place).parent if Path(place).name == "onnx" else Path(place)).as_posix()
+        seen.add(real)
+    if not found:
+        yield path
+
+
+def _refuse(error: OSError) -> None:
+    raise error

@@ -7,18 +7,17 @@ module again, which breaks a script that calls `gate` without an `if __name__` g
 import contextlib
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from kvdoctor.decode.pipes import take_pipes
+from kvdoctor.decode.messages import read_until_gone, take_pipes
 from kvdoctor.gating.jobs import ProcessLost
 from kvdoctor.runtime.process import LOAD, describe_exit
 
@@ -117,28 +116,22 @@ class ProcessPool(Executor):
         try:
             result, error = process.call(pickled)
         except BaseException:
-            self._drop(process)
+            with self._lock:
+                self._all.discard(process)
+            process.stop()
             raise
-        self._keep(process)
+        with self._lock:
+            self._idle.append(process)
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
-
-    def _keep(self, process: PoolProcess) -> None:
-        with self._lock:
-            self._idle.append(process)
-
-    def _drop(self, process: PoolProcess) -> None:
-        with self._lock:
-            self._all.discard(process)
-        process.stop()
 
 
 def serve() -> None:
     """Answer calls until standard input closes; then end, even in the middle of a call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the parent decides
     calls, answers = take_pipes()
-    for function, args, kwargs in _read_calls(calls):
+    for function, args, kwargs in read_until_gone(lambda: pickle.load(calls)):  # noqa: S301 - from the process that started this one
         try:
             answer = pickle.dumps((function(*args, **kwargs), None))
         except Exception as error:  # the exception of a call is its answer
@@ -153,18 +146,3 @@ def _picklable(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # noqa: S301 - our own
     except Exception:  # copying an error may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _read_calls(stream: BinaryIO) -> Iterator[Any]:
-    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read() -> None:
-        try:
-            while True:
-                received.put(pickle.load(stream))  # noqa: S301 - from the process that started this one
-        finally:  # also if a call cannot be unpickled: the caller then sees the process end
-            os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield received.get()

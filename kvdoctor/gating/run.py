@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import math
+import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
@@ -10,16 +12,30 @@ from pathlib import Path
 from kvdoctor.gating.baseline import Baseline, today
 from kvdoctor.gating.baseline_match import match_baseline
 from kvdoctor.gating.cache import Cache
-from kvdoctor.gating.capacity import free_memory, memory_needed, parallel_models
 from kvdoctor.gating.jobs import GateJob, GateSettings, NoWorkerLeft, ProcessLost
 from kvdoctor.gating.verdict import GateResult, judge
 from kvdoctor.model.files import refuse_nothing
 from kvdoctor.report.document import Report
+from kvdoctor.report.escaping import printable
+from kvdoctor.report.wording.summary import format_verdict
 
 MAX_LOSSES = 2
 """A model whose process was lost this many times is not run again."""
 WAIT_SECONDS = 0.5
 """On Windows, Ctrl-C is noticed between two waits only."""
+MIB = 1 << 20
+CGROUPS = Path("/sys/fs/cgroup")
+USES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""The files with the limit and the usage of a group, and the line of `memory.stat` with its reclaimable part."""
+SHARE = 0.8
+"""The share of free memory to use: the rest is for other programs."""
+IDLE_BYTES = 200 * MIB
+"""The memory of a process of the pool and its worker without a model."""
+MEMORY_FACTOR = 4
+"""Memory of a model in the runtime per byte of its files: read, optimized, packed, and opened a second time."""
 
 
 def gate(
@@ -44,17 +60,18 @@ def gate(
     if static:
         from kvdoctor.gating.diagnose_job import inspect_job
 
-        reports = [inspect_job(job) for job in jobs]
+        progress = _Progress(settings or GateSettings(), len(jobs), baseline)
+        reports = [progress.count(inspect_job(job)) for job in jobs]
     else:
-        reports = diagnose_all(jobs, settings or GateSettings())
+        reports = diagnose_all(jobs, settings or GateSettings(), baseline)
     if baseline is None:
-        return judge(jobs, reports)
+        return judge(reports)
     matched = match_baseline(baseline, reports, today())
-    return replace(judge(jobs, matched.reports), baseline=matched.status)
+    return replace(judge(matched.reports), baseline=matched.status)
 
 
-def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings) -> list[Report]:
-    """The report of each job, in the order of the jobs.
+def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Baseline | None = None) -> list[Report]:
+    """The report of each job, in the order of the jobs; with the baseline, known findings are said while it runs.
 
     Raises:
         UsageError: a path does not exist.
@@ -63,20 +80,19 @@ def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings) -> list[Report
     for job in jobs:
         refuse_nothing(job.path, job.location)
     if len(jobs) > 1 or settings.cluster is not None:
-        # The progress of one model's experiments is confusing beside others, and cannot be pickled.
+        # The progress of one model's experiments is confusing with others, and cannot be pickled.
         jobs = [replace(job, options=replace(job.options, progress=None)) for job in jobs]
     cache = Cache(settings.cache, remote=settings.cluster is not None) if settings.cache is not None else None
     keys = [None if cache is None else cache.key(job) for job in jobs]
     with _no_collection():
         cached = [None if cache is None else cache.find(key, job) for key, job in zip(keys, jobs, strict=True)]
     reports = {index: report for index, report in enumerate(cached) if report is not None}
-    progress = _Progress(settings, len(jobs), len(reports))
+    progress = _Progress(settings, len(jobs), baseline, len(reports))
     changed = {index: job for index, job in enumerate(jobs) if index not in reports}
     try:
         with contextlib.closing(_run(changed, settings)) as results:
             for index, report in results:
-                reports[index] = report
-                progress.count(jobs[index])
+                reports[index] = progress.count(report)
                 if cache is not None:
                     cache.keep(keys[index], jobs[index], report)
     finally:
@@ -134,7 +150,7 @@ def _run(jobs: dict[int, GateJob], settings: GateSettings) -> Generator[tuple[in
 
 
 def _stream(executor: Executor, jobs: dict[int, GateJob], budget: "_Budget") -> Iterator[tuple[int, Report]]:
-    """Submit the jobs as far as the budget allows. A job whose process was lost is submitted again."""
+    """Submit the jobs that the budget allows. A job whose process was lost is submitted again."""
     from kvdoctor.gating.diagnose_job import diagnose_job, report_lost_process, report_not_diagnosed
 
     waiting, losses = list(jobs), dict.fromkeys(jobs, 0)
@@ -160,6 +176,89 @@ def _stream(executor: Executor, jobs: dict[int, GateJob], budget: "_Budget") -> 
                     waiting.append(index)
 
 
+def count_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
+    return max(1, math.floor(min([count, *quotas])))
+
+
+def free_memory() -> int:
+    """Bytes of memory that may be used now."""
+    import psutil
+
+    left = [psutil.virtual_memory().available]
+    for group in _groups("memory"):
+        for limit_file, usage_file, idle in USES:
+            limit, used = _read_number(group / limit_file), _read_number(group / usage_file)
+            if limit is not None and used is not None:
+                left.append(max(limit - max(used - _read_entry(group / "memory.stat", idle), 0), 0))
+    return int(min(left) * SHARE)
+
+
+def parallel_models(jobs: int | None, models: int, max_memory: int | None) -> int:
+    """The number of models to run at once. `jobs` is the request or None, `max_memory` the limit per model in MiB."""
+    count = jobs or count_cores()
+    each = IDLE_BYTES + (max_memory or 0) * MIB
+    return max(1, min(count, models, free_memory() // each))
+
+
+def memory_needed(path: Path, max_memory: int | None) -> int:
+    """Bytes that a model may need, estimated from the size of its files; at most its limit, `max_memory` in MiB."""
+    size = 0
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            files = [file for file in path.parent.iterdir() if file.name.startswith(path.stem)]
+        else:
+            files = [file for folder in (path, path / "onnx") if folder.is_dir() for file in folder.iterdir()]
+        size = sum(file.stat().st_size for file in files if file.is_file())
+    limit = math.inf if max_memory is None else max_memory * MIB
+    return IDLE_BYTES + int(min(size * MEMORY_FACTOR, limit))
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of the control groups of this process, from its own up to the root."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        root = CGROUPS / controller if names else CGROUPS
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == root:
+                break
+
+
+def _quota(group: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
+        quota, period = (group / "cpu.max").read_text(encoding="ascii").split()[:2]
+        return None if quota == "max" else int(quota) / int(period)
+    quota_us, period_us = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+
+
+def _read_entry(file: Path, name: str) -> int:
+    """The number under a name in a file of `name number` lines; 0 if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name} "):
+                return int(line[len(name) :])
+    return 0
+
+
+def _read_number(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text(encoding="ascii"))
+    return None
+
+
 @dataclass
 class _Budget:
     """How many jobs may run at once (None: no limit, on a cluster), and the bytes of memory for all of them."""
@@ -169,7 +268,7 @@ class _Budget:
     taken: dict[int, int] = field(default_factory=dict)
 
     def admit(self, index: int, job: GateJob, alone: bool) -> bool:
-        """Count a job if it may start now. A job that does not fit beside others runs alone."""
+        """Count a job if it may start now. A job that does not fit with others runs alone."""
         if self.count is None:
             return True
         if len(self.taken) >= self.count:
@@ -187,22 +286,27 @@ class _Budget:
 
 @dataclass
 class _Progress:
-    """Reports the number of models done, where there are several."""
+    """Says how each of several models has ended, and how many have; `finished` ones are unchanged."""
 
     settings: GateSettings
     models: int
-    cached: int
+    baseline: Baseline | None = None
     finished: int = 0
 
     def __post_init__(self) -> None:
-        self._report("")
+        if self.finished and self.models > 1:
+            self._say(f"{self.finished} of {self.models} models unchanged since their last run")
 
-    def count(self, job: GateJob) -> None:
-        """Count a report that arrived."""
+    def count(self, report: Report) -> Report:
+        """Count a report that arrived, and return it."""
         self.finished += 1
-        self._report(f"; last {job.path}")
+        if self.models > 1:
+            known = match_baseline(self.baseline, [report], today()).reports[0] if self.baseline else report
+            self._say(f"{self.finished} of {self.models}: {printable(format_verdict(known))}")
+        return report
 
-    def _report(self, last: str) -> None:
-        if self.settings.progress is not None and self.models > 1:
-            cached = f", {self.cached} of them unchanged" if self.cached else ""
-            self.settings.progress(f"{self.cached + self.finished} of {self.models} models{cached}{last}")
+    def _say(self, line: str) -> None:
+        if self.settings.ended is not None:
+            self.settings.ended(line)
+        if self.settings.progress is not None:
+            self.settings.progress(f"{self.finished} of {self.models} models")

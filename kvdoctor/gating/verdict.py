@@ -1,21 +1,30 @@
-"""The result of a gate. Findings outweigh models that could not be checked; it is healthy if all models are."""
+"""The result of a gate, and the JSON Schemas of its documents: the result, and the baseline.
+
+Findings outweigh models that could not be checked; a gate is healthy if all models are.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from kvdoctor.errors import Unhealthy
+from kvdoctor.gating.baseline import SCHEMA as BASELINE_SCHEMA
+from kvdoctor.gating.baseline import BaselineEntry
 from kvdoctor.gating.baseline_match import BaselineStatus
-from kvdoctor.gating.jobs import GateJob
-from kvdoctor.records import record
-from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, Report, exit_code, exit_code_of_all
+from kvdoctor.gating.jobs import LeftOut
+from kvdoctor.records import record, to_plain
+from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, Report, exit_code_of_all
+from kvdoctor.report.facts import UNDIAGNOSED, Verdict
+from kvdoctor.report.schema import DIALECT, define_types, report_schema
 from kvdoctor.report.wording.summary import format_gate_verdict
+
+MOST_LEFT_OUT = 12
 
 
 @record
 class GateResult:
     """The verdict of a gate, the report of each model in the order of the jobs, and the exit code.
 
-    `baseline` is the status of the baseline, `policy` the path of the policy file.
+    `baseline` is the status of the baseline, `policy` the path of the policy file, `left_out` what was not checked.
     """
 
     verdict: str
@@ -23,6 +32,11 @@ class GateResult:
     exit_code: int
     baseline: BaselineStatus | None = None
     policy: str | None = None
+    left_out: tuple[LeftOut, ...] = ()
+
+    def __repr__(self) -> str:
+        """One line: the verdict."""
+        return f"<GateResult: {format_gate_verdict(self.verdict, self.reports)}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
@@ -32,6 +46,7 @@ class GateResult:
             "verdict": self.verdict,
             "policy": self.policy,
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
+            "left_out": to_plain(self.left_out),
             "reports": reports,
         }
 
@@ -41,6 +56,10 @@ class GateResult:
         several, cached = len(self.reports) > 1, any(report.measured.get("cached") for report in self.reports)
         if several or cached or any(finding.known for report in self.reports for finding in report.findings):
             lines.append(format_gate_verdict(self.verdict, self.reports))
+        for reason, text in (("excluded", "excluded"), ("no model", "no model in")):
+            if paths := [one.path for one in self.left_out if one.reason == reason]:
+                more = f" and {len(paths) - MOST_LEFT_OUT} more" if len(paths) > MOST_LEFT_OUT else ""
+                lines.append(f"{text}: {', '.join(paths[:MOST_LEFT_OUT])}{more}")
         if self.policy is not None:
             lines.append(f"policy: {self.policy}")
         if self.baseline is not None:
@@ -68,9 +87,58 @@ class GateResult:
         raise Unhealthy("\n".join(messages))
 
 
-def judge(jobs: Sequence[GateJob], reports: Sequence[Report]) -> GateResult:
-    """Judge the reports, each by the `fail_on` option of its job."""
-    codes = [exit_code(report, job.options.fail_on) for job, report in zip(jobs, reports, strict=True)]
-    verdicts = [report.verdict for report in reports]
-    verdict = next((v for v in ("unhealthy", "incomplete", "nothing-found") if v in verdicts), "healthy")
-    return GateResult(verdict, tuple(reports), exit_code_of_all(codes))
+def judge(reports: Sequence[Report]) -> GateResult:
+    """Judge the reports, each by its `fail_on`; what may stay incomplete decides only where there is nothing else."""
+    verdicts = [report.verdict for report in reports if report.allowance is None] or [one.verdict for one in reports]
+    verdict = next((v for v in ("unhealthy", *UNDIAGNOSED, "nothing-found") if v in verdicts), "healthy")
+    return GateResult(verdict, tuple(reports), exit_code_of_all(reports))
+
+
+def gate_schema() -> dict[str, Any]:
+    """The schema of `gate --format json`."""
+    report = report_schema()
+    definitions = report.pop("$defs")
+    del report["$schema"]
+    return {
+        "$schema": DIALECT,
+        "title": GATE_SCHEMA,
+        "type": "object",
+        "properties": {
+            "schema": {"const": GATE_SCHEMA},
+            "policy": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "baseline": {"anyOf": [_status_schema(), {"type": "null"}]},
+            "left_out": {"type": "array", "items": define_types(LeftOut)["LeftOut"]},
+            "verdict": {"enum": list(get_args(Verdict))},
+            "reports": {"type": "array", "items": report},
+        },
+        "required": ["schema", "verdict", "reports"],
+        "$defs": definitions,
+    }
+
+
+def _status_schema() -> dict[str, Any]:
+    """The baseline in a gate's document: entries as in its file, without `shape`."""
+    entry = define_types(BaselineEntry)["BaselineEntry"]
+    del entry["properties"]["shape"], entry["description"]
+    entry["required"].remove("shape")
+    lists = {kind: {"type": "array", "items": entry} for kind in ("stale", "expired", "moved")}
+    properties = {"file": {"type": "string"}, "known": {"type": "integer"}, **lists}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def baseline_schema() -> dict[str, Any]:
+    """The schema of a baseline's file."""
+    definitions = define_types(BaselineEntry)
+    properties = definitions["BaselineEntry"]["properties"]
+    properties["reason"]["pattern"] = r"\S"
+    properties["until"] = {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}
+    entries = {"type": "array", "items": {"$ref": "#/$defs/BaselineEntry"}}
+    return {
+        "$schema": DIALECT,
+        "title": BASELINE_SCHEMA,
+        "type": "object",
+        "properties": {"schema": {"const": BASELINE_SCHEMA}, "entries": entries},
+        "required": ["schema", "entries"],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }

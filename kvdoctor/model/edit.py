@@ -4,10 +4,12 @@ Every function here changes the graph that it is given. Names inside the subgrap
 around it, unless the subgraph defines a value of that name itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvdoctor.model.proto import FunctionProto, GraphProto, ModelProto, NodeProto
+from kvdoctor.model.operators import has
+from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import (
     all_nodes,
     graphs_in,
@@ -55,6 +57,60 @@ def fresh_name(wanted: str, known: set[str]) -> str:
 def new_name(model: ModelProto, wanted: str) -> str:
     """A name like the one wanted that no value or node of the model has."""
     return fresh_name(wanted, names_in(model))
+
+
+def make_node(op: str, inputs: Iterable[str], output: str, **attributes: "int | Sequence[int]") -> NodeProto:
+    """A node with one output, after which it is named; its attributes are integers, or lists of them."""
+    node = NodeProto(op_type=op, name=output, input=inputs, output=[output])
+    for name, value in attributes.items():
+        if isinstance(value, int):
+            node.attribute.add(name=name, type=AttributeProto.INT, i=value)
+        else:
+            node.attribute.add(name=name, type=AttributeProto.INTS, ints=value)
+    return node
+
+
+@dataclass(eq=False)
+class GraphWriter:
+    """Adds nodes and constants to a model, each once, under names that begin with a prefix and that nothing has yet.
+
+    `known` are the names of the model, `nodes` the list that new nodes are appended to: those of the main graph.
+    """
+
+    model: ModelProto
+    prefix: str = field(default="kvdoctor", kw_only=True)
+    known: set[str] = field(init=False)
+    nodes: Any = field(init=False)
+    made: dict[object, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.known, self.nodes = names_in(self.model), self.model.graph.node
+
+    def fresh(self, hint: str) -> str:
+        """A name that nothing has yet."""
+        return fresh_name(f"{self.prefix}.{hint}", self.known)
+
+    def node(self, hint: str, op: str, inputs: Sequence[str], **attributes: int) -> str:
+        """The output of a new node; the same one for the same operator, inputs and attributes."""
+        key = (op, *inputs, *attributes.items())
+        if key not in self.made:
+            self.made[key] = self.fresh(hint)
+            self.nodes.append(make_node(op, inputs, self.made[key], **attributes))
+        return self.made[key]
+
+    def numbers(self, values: Sequence[int], dims: Sequence[int] | None = None, hint: str = "") -> str:
+        """A constant of integers, int64[dims]; without `dims` it has one axis."""
+        dims = [len(values)] if dims is None else list(dims)
+        hint = hint or f"numbers{dims}{list(values)}".replace(" ", "")
+        return self.tensor(hint, TensorProto(data_type=TensorProto.INT64, dims=dims, int64_data=values))
+
+    def tensor(self, hint: str, tensor: TensorProto) -> str:
+        """An initializer of the main graph; the same one for the same content."""
+        key = tensor.SerializeToString()
+        if key not in self.made:
+            tensor.name = self.made[key] = self.fresh(hint)
+            self.model.graph.initializer.append(tensor)
+        return self.made[key]
 
 
 def rename_reads(graph: GraphProto, names: Mapping[str, str], where: Callable[[NodeProto], bool] | None = None) -> None:
@@ -166,7 +222,7 @@ def _prune_graph(graph: GraphProto, wanted: list[str]) -> set[str]:
     needed = needed_for(graph, wanted)
     keep_only(graph.node, lambda node: not needed.isdisjoint(node.output))
     for node in graph.node:
-        if node.op_type == "If" and not needed.issuperset(node.output):
+        if has(node.op_type, "branch") and not needed.issuperset(node.output):
             _prune_if(node, needed)
     if needed_for(graph, wanted) != needed:  # branches may have lost what they captured
         return _prune_graph(graph, wanted)
@@ -214,7 +270,7 @@ def drop_unread_constants(model: ModelProto, names: set[str]) -> None:
     for graph in graphs:
         keep_only(graph.initializer, lambda tensor: tensor.name not in unread)
     for nodes in list(node_lists(model)):
-        keep_only(nodes, lambda node: node.op_type != "Constant" or not unread.issuperset(node.output))
+        keep_only(nodes, lambda node: not has(node.op_type, "constant") or not unread.issuperset(node.output))
 
 
 def node_order(nodes: Iterable[NodeProto]) -> list[int] | None:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvdoctor.errors import UsageError
+from kvdoctor.errors import UsageError, how_to_get
 
 MODEL_SUFFIXES = {".onnx", ".ort"}
 SIDE_CARS = (
@@ -43,11 +43,11 @@ def refuse_nothing(shown: str, path: Path) -> None:
     except OSError as error:  # a name that is too long
         raise UsageError(f"{shown[:80]!r} cannot be a path: {error.strerror or error}") from None
     if not found:
-        raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export")
+        raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export{how_to_get(shown)}")
 
 
 def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
-    """The folder of the model at a path, and every file that `open_folder` reads there, as far as it exists.
+    """The folder of the model at a path, and every existing file that `open_folder` reads there.
 
     What the models name as external data is not among them.
     """
@@ -73,7 +73,7 @@ def side_car_folder(root: Path) -> Path:
 
 
 def _could_belong(chosen: Path, other: Path) -> bool:
-    """Of the files beside a chosen one, only those with Optimum's names can belong to its stack."""
+    """Of the files in the folder of a chosen one, only those with Optimum's names can belong to its stack."""
     return bool(STEM.fullmatch(chosen.stem) and STEM.fullmatch(other.stem))
 
 

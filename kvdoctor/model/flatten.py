@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+from kvdoctor.model.operators import Trait, has
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute, nodes_in, normalize_domain
 from kvdoctor.records import record
@@ -59,6 +60,10 @@ class FlatNode:
     def __post_init__(self) -> None:
         self.op = str(self.proto.op_type)
 
+    def has(self, *traits: Trait) -> bool:
+        """Whether its operator has one of some traits."""
+        return has(self.op, *traits)
+
     def input(self, index: int) -> str:
         """The input of that number; empty where there is none, as in a node that is cut short."""
         return self.inputs[index] if index < len(self.inputs) else ""
@@ -95,7 +100,7 @@ AnyNode = TypeVar("AnyNode", bound=FlatNode)
 
 @dataclass
 class FlatGraph(Generic[AnyNode]):
-    """The flat graph. `results` gives the value behind each graph output."""
+    """The flat graph. `results` gives the value that each graph output returns."""
 
     nodes: list[AnyNode] = field(default_factory=list)
     constants: dict[str, TensorProto] = field(default_factory=dict)
@@ -203,12 +208,12 @@ class Flattener(ABC, Generic[AnyNode]):
         if key in self.functions and self.writes_out(key, self.functions[key]):
             self._write_call(proto, inputs, outputs, site)
             return
-        if proto.op_type == "Constant" and outputs and outputs[0]:
+        if has(proto.op_type, "constant") and outputs and outputs[0]:
             tensor = self.constant_tensor(proto)
             if tensor is not None:
                 self.constants[outputs[0]] = tensor
                 return
-        wanted = self.branches.get(next(filter(None, outputs), "")) if proto.op_type == "If" else None
+        wanted = self.branches.get(next(filter(None, outputs), "")) if has(proto.op_type, "branch") else None
         branch = next((a.g for a in proto.attribute if a.name == wanted), None) if wanted is not None else None
         if branch is None:
             self.write_other(proto, inputs, outputs, site)

@@ -2,6 +2,10 @@
 
 Where the switch of a merged decoder decides an `If`, only the chosen branch is there; of any other `If` both are, and
 its outputs follow from either. Broken graphs are described, not refused. No node is copied: graphs have 50,000 of them.
+
+The values of a Loop or Scan go into its body and come out carried, as scan inputs, or as scan outputs (`Iteration`).
+Sources: the operators Loop and Scan of ONNX, and "If, Loop and Scan" in its IR.md. A Scan before opset 9 has a batch in
+front of everything and is not described here.
 """
 
 from collections import Counter
@@ -11,11 +15,116 @@ from functools import cached_property
 from typing import Any
 
 from kvdoctor.model.flatten import FlatGraph, FlatNode, Flattener, FunctionKey, ScopeNames, Site
-from kvdoctor.model.iteration import Iteration, ScanInput, ScanOutput, read_iteration
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import are_equal_constants, constant_tensor, stable_order, subgraphs
+from kvdoctor.model.traverse import (
+    are_equal_constants,
+    constant_value,
+    find_attribute,
+    normalize_domain,
+    stable_order,
+    subgraphs,
+)
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
+
+CALLS_ITSELF, MADE_TWICE = "this local function calls itself", "two nodes make this value"
+GIVEN_TWICE, NEVER_MADE = "two inputs have this name", "no node makes this output"
+CIRCULAR = "this value depends on itself, or on one that does"
+FLAWS = frozenset({CALLS_ITSELF, MADE_TWICE, GIVEN_TWICE, NEVER_MADE, CIRCULAR})
+"""Why no runtime can compute a value, where the structure of the graph says so."""
+
+
+@record
+class ScanInput:
+    """An input of a Scan of which each iteration gets one entry along an axis: shape without that axis.
+
+    `reversed` says that the first iteration gets the last one.
+    """
+
+    input: int
+    body_input: int
+    axis: int
+    reversed: bool
+
+
+@record
+class ScanOutput:
+    """An output that holds the values which an output of the body has in all iterations, along a new axis.
+
+    `reversed` says that the value of the first iteration comes last.
+    """
+
+    body_output: int
+    axis: int
+    reversed: bool = False
+
+
+@record
+class Iteration:
+    """The ports of one Loop or Scan, by their numbers.
+
+    Attributes:
+        carried: An input of the node, the input of the body that has its value in the first iteration, and the output
+            of the body that has the value of the next one. The outputs of the node begin with their last values.
+        scan_inputs: The inputs of which each iteration gets one entry.
+        scan_outputs: Each other output of the node, in their order.
+        number: The input of the body that is the number of the iteration, if it has one.
+        condition: The input of node and body that says whether another iteration follows, if it has one.
+    """
+
+    carried: tuple[tuple[int, int, int], ...]
+    scan_inputs: tuple[ScanInput, ...]
+    scan_outputs: tuple[ScanOutput, ...]
+    number: int | None = None
+    condition: int | None = None
+
+
+def read_iteration(node: NodeProto, body: GraphProto) -> Iteration | None:
+    """How a Loop or Scan goes together with its body; None for another node, and for one of an unknown form."""
+    if normalize_domain(node.domain) or not has(node.op_type, "loop"):
+        return None
+    return _read_loop(node, body) if node.op_type == "Loop" else _read_scan(node, body)
+
+
+def _read_loop(node: NodeProto, body: GraphProto) -> Iteration | None:
+    """A Loop: trip count, condition and initial values; its body has the number, the condition and the values."""
+    count = len(body.input) - 2
+    if count < 0 or max(len(node.input), 2) != len(body.input) or len(body.output) < count + 1:
+        return None
+    carried = tuple((at + 2, at + 2, at + 1) for at in range(count))
+    return Iteration(carried, (), tuple(ScanOutput(at, 0) for at in range(count + 1, len(body.output))), 0, 1)
+
+
+def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
+    """A Scan: initial values and inputs that are taken apart; its body has the same."""
+    attribute = find_attribute(node, "num_scan_inputs")
+    taken = int(attribute.i) if attribute is not None else 0
+    count = len(body.input) - taken
+    if taken < 1 or count < 0 or len(node.input) != len(body.input) or len(body.output) < count:
+        return None  # before opset 9 the node has one input more
+    stacked = range(count, len(body.output))
+    apart = _pair_up(node, "scan_input", taken)
+    together = _pair_up(node, "scan_output", len(stacked))
+    return Iteration(
+        carried=tuple((at, at, at) for at in range(count)),
+        scan_inputs=tuple(ScanInput(count + at, count + at, axis, turned) for at, (axis, turned) in enumerate(apart)),
+        scan_outputs=tuple(ScanOutput(at, axis, turned) for at, (axis, turned) in zip(stacked, together, strict=True)),
+    )
+
+
+def _pair_up(node: NodeProto, ports: str, count: int) -> list[tuple[int, bool]]:
+    """The axis of each of some ports of a Scan, and whether its entries come last first."""
+    axes, directions = _listed(node, f"{ports}_axes", count), _listed(node, f"{ports}_directions", count)
+    return [(axis, direction == 1) for axis, direction in zip(axes, directions, strict=True)]
+
+
+def _listed(node: NodeProto, name: str, count: int) -> tuple[int, ...]:
+    """The number of each of some ports; 0 where the node says nothing."""
+    attribute = find_attribute(node, name)
+    given = tuple(attribute.ints) if attribute is not None else ()
+    return given if len(given) == count else (0,) * count
+
 
 MOST_NODES = 500_000
 """Nodes after functions are written out: functions that call functions can make a small file endless."""
@@ -39,7 +148,7 @@ class IterationNumber:
 class Flow(FlatGraph[FlatNode]):
     """The flat graph that values are followed through; graph inputs keep their names.
 
-    `decides` are the conditions of branches. `flaws` says why no runtime can compute the graph, as far as its structure
+    `decides` are the conditions of branches. `flaws` says why no runtime can compute the graph, where its structure
     tells: the reason by value or function. The body of a Loop or Scan stands there once, as one iteration:
     `iterations` are the values that number it, and `carried` gives for a value of the body that changes from one
     iteration to the next the value that it has then.
@@ -62,7 +171,7 @@ class Flow(FlatGraph[FlatNode]):
 
     @cached_property
     def outputs_of(self) -> dict[str, list[str]]:
-        """Graph outputs by the value behind them."""
+        """Graph outputs by the value that they return."""
         found: dict[str, list[str]] = {}
         for output, value in self.results.items():
             found.setdefault(value, []).append(output)
@@ -85,12 +194,12 @@ class Flow(FlatGraph[FlatNode]):
         fixed = {*self.constants, *self.iterations}
         for node in self.nodes:
             given = [name for name in node.inputs if name]
-            if node.op == "Constant" or (given and all(name in fixed for name in given)):
+            if node.has("constant") or (given and all(name in fixed for name in given)):
                 fixed.update(name for name in node.outputs if name not in changing)
         return fixed
 
     def constant(self, name: str) -> TensorProto | None:
-        """The tensor behind a value that is a constant, also through Identity and Cast."""
+        """The tensor of a value that is a constant, also through Identity and Cast."""
         for _ in range(16):
             if name in self.constants:
                 return self.constants[name]
@@ -99,7 +208,7 @@ class Flow(FlatGraph[FlatNode]):
                 node is None
                 or name in self.carried
                 or not node.inputs
-                or node.op not in ("Identity", "Cast", "DequantizeLinear", "Transpose")
+                or not node.has("copy", "cast", "dequantize", "permute")
             ):
                 return None
             name = node.inputs[0]
@@ -115,13 +224,13 @@ def flow_of(view: GraphView, cached: bool = True) -> Flow:
     names, given = ScopeNames(), Counter(value.name for value in view.model.graph.input)
     names.update({name: name for name in given})
     writer = _FlowWriter(view, cached)
-    writer.flaws |= {name: "two inputs have this name" for name, count in given.items() if count > 1}
+    writer.flaws |= {name: GIVEN_TWICE for name, count in given.items() if count > 1}
     writer.write_graph(view.model.graph, Site(names))
     order, cyclic = stable_order([node.inputs for node in writer.nodes], [node.outputs for node in writer.nodes])
     nodes = [writer.nodes[index] for index in (*order, *cyclic)]
     if cyclic:
         name = next((name for index in cyclic for name in writer.nodes[index].outputs if name), "")
-        writer.flaws[name] = "this value depends on itself, or on one that does"
+        writer.flaws[name] = CIRCULAR
     for index, node in enumerate(nodes):
         node.index = index
     results = {output: names.of(output, output) for output in view.outputs}
@@ -129,7 +238,7 @@ def flow_of(view: GraphView, cached: bool = True) -> Flow:
     flow.carried |= {name: later for name, later in writer.carried.items() if not _is_same(flow, name, later)}
     for output, value in results.items():
         if value not in flow.producers and value not in flow.constants and value not in given:
-            flow.flaws[output] = "no node makes this output"
+            flow.flaws[output] = NEVER_MADE
     return flow
 
 
@@ -137,7 +246,7 @@ def _is_same(flow: Flow, name: str, later: str) -> bool:
     """Whether a carried value is handed on as it is: a weight, a mask."""
     for _ in range(16):
         node = flow.producers.get(later)
-        if later == name or node is None or node.op != "Identity":
+        if later == name or node is None or not node.has("copy"):
             break
         later = node.input(0)
     return later == name
@@ -167,12 +276,11 @@ class _FlowWriter(Flattener[FlatNode]):
         return TensorProto(data_type=sparse.values.data_type, dims=sparse.dims)
 
     def constant_tensor(self, proto: NodeProto) -> TensorProto | None:
-        value = constant_tensor(proto)
-        return value if value is not None else _listed(proto)
+        return constant_value(proto)
 
     def writes_out(self, key: FunctionKey, function: FunctionProto) -> bool:
         if key in self.calling:
-            self.flaws[function.name] = "this local function calls itself"
+            self.flaws[function.name] = CALLS_ITSELF
         return key not in self.calling
 
     def write_nodes(self, nodes: Iterable[NodeProto], site: Site) -> None:
@@ -181,7 +289,7 @@ class _FlowWriter(Flattener[FlatNode]):
         for node in listed:
             for name in filter(None, node.output):
                 if name in made and not are_equal_constants(made[name], node):
-                    self.flaws.setdefault(name, "two nodes make this value")
+                    self.flaws.setdefault(name, MADE_TWICE)
                 made[name] = node
         super().write_nodes(listed, site)
 
@@ -197,13 +305,13 @@ class _FlowWriter(Flattener[FlatNode]):
             ends = [self._write_iteration(form, bodies[0], inputs, inner[0])]
         else:
             ends = [self._write_branch(body, within) for body, within in zip(bodies, inner, strict=True)]
-        if bodies and proto.op_type == "If":
+        if bodies and has(proto.op_type, "branch"):
             self.decides.update(inputs)
             for index, output in enumerate(outputs):
                 if output:
                     self.write_identity(tuple(found[index] for found in ends if index < len(found)), output, site)
             return
-        # Behind the inputs are the values that the outputs return, in their order.
+        # After the inputs come the values that the outputs return, in their order.
         behind = ends[0][: len(outputs)] if form is not None else [end for found in ends for end in found]
         self.add(FlatNode(proto, (*inputs, *behind), outputs, site.call))
 
@@ -250,17 +358,3 @@ def _stack(output: ScanOutput) -> NodeProto:
 
 def _number(name: str, value: int) -> AttributeProto:
     return AttributeProto(name=name, type=AttributeProto.INT, i=int(value))
-
-
-def _listed(proto: NodeProto) -> TensorProto | None:
-    """A Constant given as plain numbers."""
-    for attribute in proto.attribute:
-        if attribute.name == "value_ints":
-            return TensorProto(data_type=TensorProto.INT64, dims=[len(attribute.ints)], int64_data=attribute.ints)
-        if attribute.name == "value_int":
-            return TensorProto(data_type=TensorProto.INT64, int64_data=[attribute.i])
-        if attribute.name == "value_float":
-            return TensorProto(data_type=TensorProto.FLOAT, float_data=[attribute.f])
-        if attribute.name == "value_floats":
-            return TensorProto(data_type=TensorProto.FLOAT, dims=[len(attribute.floats)], float_data=attribute.floats)
-    return None

@@ -1,4 +1,4 @@
-"""Joins graphs that run one after the other into one, to be read as one: no weights, and no file of it is written.
+"""Joins graphs that run one after the other into one, and cuts a subgraph out: models to be read, no files.
 
 Inputs of the same name are one input, except those that keep a state: each stage has caches of its own.
 """
@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 
 from kvdoctor.contract import Stage
 from kvdoctor.model.edit import fresh_name, function_key, rename_all, rename_banned
-from kvdoctor.model.proto import ModelProto
-from kvdoctor.model.traverse import names_in
+from kvdoctor.model.proto import GraphProto, ModelProto
+from kvdoctor.model.traverse import captures, names_in, needed_for, producers, values_read
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
@@ -104,3 +104,37 @@ def _add_header(joined: ModelProto, model: ModelProto) -> None:
             joined.functions.append(function)
         elif other != function:
             raise CannotJoin(f"they have different functions of the name {function.name!r}")
+
+
+class NotClosed(Exception):
+    """A subgraph reads values that the graph around it computes from its inputs; the message names the first."""
+
+
+def cut_out(model: ModelProto, body: GraphProto) -> ModelProto:
+    """The model of a subgraph of the main graph. The tensors are as they are there: left out, located or whole.
+
+    Raises:
+        NotClosed: it cannot be run by itself.
+    """
+    main, cut = model.graph, GraphProto()
+    cut.CopyFrom(body)
+    wanted = needed_for(main, captures(body)) | set(captures(body))
+    constants = {tensor.name for tensor in main.initializer}
+    fed = sorted(wanted & ({value.name for value in main.input} - constants))
+    made = producers(main)
+    nodes = [node for node in main.node if wanted & set(node.output)]
+    lost = sorted(name for node in nodes for name in values_read(node) if name not in made and name not in constants)
+    if fed or lost:
+        raise NotClosed(f"it reads {(fed or lost)[0]!r} of the graph around it")
+    own = list(cut.node)
+    del cut.node[:]
+    cut.node.extend([*nodes, *own])
+    cut.initializer.extend(tensor for tensor in main.initializer if tensor.name in wanted)
+    cut.sparse_initializer.extend(one for one in main.sparse_initializer if one.values.name in wanted)
+    return ModelProto(
+        ir_version=model.ir_version,
+        producer_name=model.producer_name,
+        opset_import=model.opset_import,
+        functions=model.functions,
+        graph=cut,
+    )

@@ -1,6 +1,7 @@
-"""Output appears whole or not at all: files and folders are made beside their place and renamed into it."""
+"""Output appears whole or not at all: files and folders are made next to their place and renamed into it."""
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -83,7 +84,7 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
 
 @dataclass
 class Pending:
-    """A folder that becomes OUT when it is `kept`."""
+    """A folder that becomes OUT when `kept` is set."""
 
     path: Path
     kept: bool = False
@@ -91,7 +92,7 @@ class Pending:
 
 @contextlib.contextmanager
 def whole_folder(out: Path) -> Iterator[Pending]:
-    """Give a folder to fill. When the block ends well and it was kept, it is renamed to OUT; else nothing is left.
+    """Give a folder to fill. When the block ends well and it was marked, it is renamed to OUT; else nothing is left.
 
     Raises:
         UsageError: the folder cannot be made or filled; the message says why.
@@ -152,7 +153,7 @@ def _is_ours(out: Path) -> bool:
             written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))
             return bool(written["schema"].startswith("kvdoctor/loop/") and written["sha256"])
         report = json.loads((out / MARK).read_text(encoding="utf-8"))
-        return bool(report["command"] == "re-export" and report["repair"]["out"])
+        return bool(report["command"] in ("re-export", "convert") and report["repair"]["out"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -202,9 +203,9 @@ def _put(partial: Path, out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Tidy up what a killed run left beside OUT: remove unfinished folders, put back a folder that it had moved."""
+    """Tidy up what a killed run left next to OUT: remove unfinished folders, put back a folder that it had moved."""
     for kind in ("old", "partial"):
-        for left in out.parent.glob(f".{_literal(out.name)}.kvdoctor-*.{kind}"):
+        for left in out.parent.glob(f".{glob.escape(out.name)}.kvdoctor-*.{kind}"):
             owner = left.name.split("-")[-1].partition(".")[0]
             if not owner.isdigit() or process_lives(int(owner)):
                 continue
@@ -219,7 +220,3 @@ def process_lives(pid: int) -> bool:
     import psutil
 
     return bool(psutil.pid_exists(pid))
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

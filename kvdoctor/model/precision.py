@@ -5,14 +5,15 @@ import re
 from collections.abc import Iterable, Iterator
 
 from kvdoctor.contract import Exactness, Slot
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import input_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
 
-DYNAMIC = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention"}
-"""Operators that take the scale of what they round from a whole tensor, and so from tokens and rows beside it."""
+DYNAMIC = operators_with("dynamic")
+"""Operators that take the scale of what they round from a whole tensor, and so from other tokens and rows."""
 
-ROUNDING = {"QLinearMatMul", "QGemm", "QLinearAdd", "QLinearMul", "QLinearSoftmax", "QLinearConv", "QLinearConcat"}
+ROUNDING = operators_with("static")
 """Operators that round their result by a scale that the graph holds."""
 
 INT8_LEVEL = 4
@@ -29,7 +30,7 @@ def exactness_of(views: Iterable[GraphView], slots: Iterable[Slot], without_roun
 
     Weights that are stored in 8 or 4 bits lose nothing by that from one call to the next; what is rounded on its way
     does, and the runtime may do so of itself: ONNX Runtime makes MatMulNBits of accuracy level 4 of a DequantizeLinear
-    before a MatMul (session.qdq_matmulnbits_accuracy_level). In a float32 copy (`without_rounding`) it is told
+    before a MatMul (session.qdq_matmulnbits_accuracy_level). In a float32 copy (`without_rounding`) it is set
     not to, and weights are widened when the file is opened, whatever they are stored in.
     """
     found = tuple(views)
@@ -51,14 +52,14 @@ def activations_rounded(view: GraphView) -> Iterator[tuple[Scope, NodeProto]]:
     """The QuantizeLinear nodes that round what no constant holds, each with its scope."""
     for scope in view.scopes():
         for node in scope.graph.node:
-            if node.op_type == "QuantizeLinear" and node.input and scope.constant(node.input[0]) is None:
+            if has(node.op_type, "quantize") and node.input and scope.constant(node.input[0]) is None:
                 yield scope, node
 
 
 def _rounds(view: GraphView, fused: bool) -> bool:
     if ROUNDING & set(view.operators) or next(activations_rounded(view), None) is not None:
         return True
-    if any(node.op_type == "QuantizeLinear" for function in view.model.functions for node in function.node):
+    if any(has(node.op_type, "quantize") for function in view.model.functions for node in function.node):
         return True
     nodes = ((scope, node) for scope in view.scopes() for node in scope.graph.node)
     return any(_in_8_bits(node) or (fused and _will_be_fused(scope, node)) for scope, node in nodes)
@@ -71,10 +72,10 @@ def _in_8_bits(node: NodeProto) -> bool:
 
 def _will_be_fused(scope: Scope, node: NodeProto) -> bool:
     """Whether a MatMul takes a weight that a DequantizeLinear unpacks, directly or transposed."""
-    if node.op_type not in ("MatMul", "Gemm") or len(node.input) < 2:
+    if not has(node.op_type, "product") or len(node.input) < 2:
         return False
-    maker = scope.producers.get(scope.through(node.input[1], {"Transpose", "Identity"}))
-    if maker is None or maker.op_type != "DequantizeLinear":
+    maker = scope.producers.get(scope.through(node.input[1], operators_with("permute", "copy")))
+    if maker is None or not has(maker.op_type, "dequantize"):
         return False
     return scope.constant(input_of(maker, 0)) is not None
 

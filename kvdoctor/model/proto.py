@@ -45,7 +45,7 @@ def _generated() -> Any:
 def onnx_version() -> str:
     """The version of the onnx package, without loading it.
 
-    The folder `onnx-VERSION.dist-info` beside the package has it in its name. `importlib.metadata` would say the same,
+    The folder `onnx-VERSION.dist-info` next to the package has it in its name. `importlib.metadata` would say the same,
     but loads the email package for it, a tenth of the time of an inspection.
     """
     package = importlib.util.find_spec("onnx")

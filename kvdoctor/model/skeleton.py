@@ -1,23 +1,113 @@
 """The structure of an ONNX model without its weights, whatever the size of the file.
 
-The protobuf framing of the file is walked, and tensor payloads above `SMALL_PAYLOAD` bytes are never read. What remains
-goes to the protobuf parser. Sources of the rules: onnx.proto for the field numbers and
-https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
+The protobuf framing of the file is walked field by field, read through a small window (`FileWindow`), and tensor
+payloads above `SMALL_PAYLOAD` bytes are never read. What remains goes to the protobuf parser. Sources of the rules:
+onnx.proto for the field numbers and https://protobuf.dev/programming-guides/encoding/ for the framing and its limits.
 """
 
+import os
 import re
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from google.protobuf import descriptor_pool, message_factory  # type: ignore[import-untyped,unused-ignore]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
 
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.proto import ModelProto, TensorProto
-from kvdoctor.model.wire import I32, I64, LEN, MAX_FILE, VARINT, WINDOW, FileWindow, WireError, encode_varint
 from kvdoctor.records import record
+
+MAX_FILE: Final = 2**31 - 1  # bytes; the limit of one protobuf message, which every ONNX runtime inherits
+MAX_VARINT: Final = 10  # bytes
+WINDOW: Final = 8192  # bytes read at a time: enough for many nodes, little for a header between two payloads
+VARINT, I64, LEN, I32 = 0, 1, 2, 5
+FIXED: Final = {I64: 8, I32: 4}  # bytes
+
+
+@dataclass(eq=False)
+class WireError(Exception):
+    """The framing is broken at byte `at`; `missing` bytes more would repair it (0: none would)."""
+
+    at: int
+    what: str
+    missing: int = 0
+    tag: int | None = None
+
+
+class FileWindow:
+    """Bytes of a file by position, through a small window.
+
+    A mapping would be simpler, but the system reads ahead around each page touched: on a disk set to 8 MiB of it, the
+    headers of 300 tensors cost the whole of a 1.8 GB file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = file.seek(0, os.SEEK_END)
+        self.window = b""
+        self.base = 0
+
+    def varint(self, at: int, end: int, tag: int | None) -> tuple[int, int]:
+        """Return the number at byte `at` and the byte after it; `tag`, of the field it is in, is for the error."""
+        index = at - self.base
+        if not 0 <= index <= len(self.window) - MAX_VARINT:
+            self.window, self.base, index = self.read(at, min(at + WINDOW, self.size)), at, 0
+        if at < end and (byte := self.window[index]) < 0x80:
+            return byte, at + 1
+        number = 0
+        for place, byte in enumerate(self.window[index : index + min(end - at, MAX_VARINT)]):
+            number |= (byte & 0x7F) << (7 * place)
+            if byte < 0x80:
+                return number, at + place + 1
+        if end - at >= MAX_VARINT:
+            raise WireError(at, f"a number of more than {MAX_VARINT} bytes")
+        raise WireError(at, "a field runs past the end", 1, tag)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to `end`."""
+        if start >= self.base and end <= self.base + len(self.window):
+            return self.window[start - self.base : end - self.base]
+        self.file.seek(start)
+        if len(content := self.file.read(end - start)) < end - start:
+            raise UnreadableError("the file became shorter while it was read", "wait until it is written completely")
+        return content
+
+    def fields(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield tag, byte of the tag, byte of the value and byte after the value of each field between two bytes."""
+        at = start
+        while at < end:
+            tag, value = self.varint(at, end, None)
+            wire = tag & 7
+            if not 8 <= tag < 2**32:
+                raise WireError(at, "an invalid field number")
+            if wire == LEN:
+                length, value = self.varint(value, end, tag)
+                stop = value + length
+            elif wire == VARINT:
+                stop = self.varint(value, end, tag)[1]
+            elif wire in FIXED:
+                stop = value + FIXED[wire]
+            else:
+                raise WireError(at, f"an invalid wire type, {wire},")
+            if stop > end:
+                missing = stop - end if stop - value <= MAX_FILE else 0
+                raise WireError(at, "a field runs past the end", missing, tag)
+            yield tag, at, value, stop
+            at = stop
+
+
+def encode_varint(number: int) -> bytes:
+    """Encode a number as protobuf does."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*encoded, number))
+
 
 SMALL_PAYLOAD: Final = 1024  # bytes; payloads up to this size stay: shapes and axes are needed to read a graph
 MAX_WHOLE: Final = 4 * 2**20  # bytes of one tensor, of the element types that a caller wants whole
@@ -152,7 +242,7 @@ class _Wanted:
 
 
 class _Walk:
-    """One pass over the framing of a model; collects what is kept."""
+    """One pass over the framing of a model; collects what the skeleton has."""
 
     def __init__(self, source: FileWindow, wanted: _Wanted) -> None:
         self.source, self.wanted = source, wanted

@@ -70,12 +70,34 @@ def constant_tensor(node: NodeProto) -> TensorProto | None:
     return value.t if value is not None and value.HasField("t") else None
 
 
+def constant_value(node: NodeProto) -> TensorProto | None:
+    """The tensor of a Constant, also of one that gives plain numbers."""
+    for attribute in node.attribute:
+        if attribute.name == "value_ints":
+            return TensorProto(data_type=TensorProto.INT64, dims=[len(attribute.ints)], int64_data=attribute.ints)
+        if attribute.name == "value_int":
+            return TensorProto(data_type=TensorProto.INT64, int64_data=[attribute.i])
+        if attribute.name == "value_float":
+            return TensorProto(data_type=TensorProto.FLOAT, float_data=[attribute.f])
+        if attribute.name == "value_floats":
+            return TensorProto(data_type=TensorProto.FLOAT, dims=[len(attribute.floats)], float_data=attribute.floats)
+    return constant_tensor(node)
+
+
 def are_equal_constants(one: NodeProto, other: NodeProto) -> bool:
     """Whether two nodes are the same constant: ONNX Runtime turns both into one initializer, and loads the graph."""
     if one.op_type != "Constant" or other.op_type != "Constant":
         return False
-    values = [{attribute.name: attribute.SerializeToString() for attribute in node.attribute} for node in (one, other)]
-    return values[0] == values[1]
+    return _content(one) == _content(other)
+
+
+def _content(node: NodeProto) -> tuple[bytes, ...]:
+    """What a Constant holds, without the name of its tensor and the place of its values in the file."""
+    held = [AttributeProto.FromString(attribute.SerializeToString()) for attribute in node.attribute]
+    for attribute in (one for one in held if one.HasField("t")):
+        for name in ("name", "doc_string", "external_data", "data_location"):
+            attribute.t.ClearField(name)
+    return tuple(sorted(attribute.SerializeToString() for attribute in held))
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -205,7 +227,7 @@ def stable_order(reads: Sequence[Iterable[str]], makes: Sequence[Iterable[str]])
     """Sort nodes topologically, given the names that each reads and makes; otherwise they stay as they are.
 
     Returns:
-        The indices in order, and those of the nodes in or behind a cycle, as they stand.
+        The indices in order, and those of the nodes in or after a cycle, as they stand.
     """
     made_at: dict[str, int] = {}
     for index, names in enumerate(makes):

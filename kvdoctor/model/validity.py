@@ -2,13 +2,16 @@
 
 `onnx.checker` stops at the first place, needs the operators of onnx, and refuses graphs that every runtime opens. The
 rules here are those that ONNX Runtime shares: it does not open a graph that breaks one. Sources: IR.md of ONNX, "Names
-Within a Graph" and "Graphs", and what each operator takes and returns (`kvdoctor.model.operators`).
+Within a Graph" and "Graphs", and what each version of a standard operator takes and returns: the table
+`operator_versions.json`, which `docs/make_operators.py` writes.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from kvdoctor.model.operators import OF_RUNTIME, Signature, find_signature, is_operator, newest_opset
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto
 from kvdoctor.model.traverse import (
     STANDARD,
@@ -20,12 +23,74 @@ from kvdoctor.model.traverse import (
     values_read,
 )
 from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
+
+OF_RUNTIME = frozenset(
+    {"ATen", "Affine", "ConstantFill", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "ImageScaler"}
+    | {"LayerNormalization", "ParametricSoftplus", "Scale", "ScaledTanh", "SimplifiedLayerNormalization"}
+)
+"""Operators that ONNX Runtime has under the standard domain in addition to those of ONNX, at any version of it.
+
+Source: onnxruntime/core/graph/contrib_ops/contrib_defs.cc, `.SetDomain(kOnnxDomain)`.
+"""
+
+
+@record
+class Signature:
+    """What one version of an operator takes and returns.
+
+    Attributes:
+        since: The first opset that has this version.
+        inputs: The least and the greatest number of inputs; the greatest is None where any number is allowed.
+        outputs: The same of the outputs.
+        needed: The places of the inputs that may not be left out by an empty name.
+        attributes: The type of each attribute, a number of `AttributeProto.AttributeType`.
+        required: The attributes without a default.
+        deprecated: Whether this version says only that the operator is no more.
+    """
+
+    since: int
+    inputs: tuple[int, int | None]
+    outputs: tuple[int, int | None]
+    needed: tuple[int, ...]
+    attributes: dict[str, int]
+    required: tuple[str, ...]
+    deprecated: bool
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(
+        files("kvdoctor.model").joinpath("operator_versions.json").read_text(encoding="utf-8")
+    )
+    return table
+
+
+def newest_opset() -> int:
+    """The newest opset of the table."""
+    return int(_table()["opset"])
+
+
+def is_operator(name: str) -> bool:
+    """Whether some opset has a standard operator of that name."""
+    return name in _table()["operators"]
+
+
+@cache
+def find_signature(name: str, opset: int) -> Signature | None:
+    """The version of a standard operator in an opset; None where it has none yet."""
+    fitting = [entry for entry in _table()["operators"].get(name, ()) if entry[0] <= opset]
+    if not fitting:
+        return None
+    since, inputs, outputs, needed, attributes, required, deprecated = fitting[-1]
+    return Signature(since, tuple(inputs), tuple(outputs), tuple(needed), attributes, tuple(required), deprecated)
+
 
 Names = frozenset[str]
 
 
 def find_violations(view: GraphView) -> tuple[str, ...]:
-    """Each violation in words, in the order of the file: graphs before the subgraphs of their nodes, functions last.
+    """Each violation as text, in the order of the file: graphs before the subgraphs of their nodes, functions last.
 
     Operators of other domains and of local functions, and opsets newer than the table, are not judged.
     """

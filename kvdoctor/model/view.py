@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 
 from kvdoctor.contract import Dim
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import (
     GraphProto,
     ModelProto,
@@ -19,9 +20,11 @@ from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, i
 from kvdoctor.records import record
 
 ELEMENT_TYPES = {number: name.lower() for name, number in TensorProto.DataType.items()}
-"""ONNX words for element types: float, float16, int64, bool, ..."""
+"""ONNX names of element types: float, float16, int64, bool, ..."""
 
-PASSES_ON = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
+COPIES = operators_with("copy")
+
+PASSES_ON = operators_with("copy", "cast", "view")
 """Operators through which a flag stays the same flag."""
 
 
@@ -32,6 +35,13 @@ class Declared:
     name: str
     dtype: str
     shape: tuple[Dim, ...] | None
+
+    @property
+    def fixed(self) -> "tuple[str, tuple[int | None, ...]] | None":
+        """The element type and the sizes that are numbers, None for others; None where no shape is declared."""
+        if self.shape is None:
+            return None
+        return self.dtype, tuple(size if isinstance(size, int) else None for size in self.shape)
 
     def like(self, other: "Declared") -> bool:
         """Whether it may hold what the other holds: the same element type and rank, and no other size."""
@@ -65,22 +75,22 @@ class Scope:
         return {tensor.name: tensor for tensor in self.graph.initializer}
 
     def constant(self, name: str) -> TensorProto | None:
-        """The tensor behind a value that is a constant or an initializer, in this scope or one around it.
+        """The tensor of a value that is a constant or an initializer, in this scope or one around it.
 
         Values that only pass through Identity count. An initializer that is also a graph input is no constant.
         """
-        name = self.through(name, {"Identity"})
+        name = self.through(name)
         node = self.producers.get(name)
         if node is not None:
-            if node.op_type != "Constant":
+            if not has(node.op_type, "constant"):
                 return None
             return constant_tensor(node)
         if name in self.initializers:
             return self.initializers[name]
         return self.outer.constant(name) if self.outer else None
 
-    def through(self, name: str, operators: set[str]) -> str:
-        """Walk back over nodes of the given operators, by their first input; a loop in a damaged graph ends it."""
+    def through(self, name: str, operators: frozenset[str] = COPIES) -> str:
+        """Walk back over nodes of some operators, by their first input; a loop in a damaged graph ends it."""
         for _ in range(len(self.graph.node)):
             node = self.producers.get(name)
             if node is None or node.op_type not in operators or not node.input:
@@ -164,14 +174,15 @@ class GraphView:
         """The switch input and the `If` it decides: found by its condition, never by being the only node."""
         flags = {name for name, port in self.inputs.items() if port.dtype == "bool"}
         for node in self.model.graph.node:
-            if node.op_type == "If" and node.input:
+            if has(node.op_type, "branch") and node.input:
                 switch, holds = self._condition(node.input[0])
                 bodies = {a.name: Scope(a.g, f"{describe_node(node)}, {a.name}", self.main) for a in node.attribute}
                 if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
                     chosen, other = bodies["then_branch"], bodies["else_branch"]
                     chosen, other = (chosen, other) if holds else (other, chosen)
-                    if switch == SWITCH or self._reads_alone(chosen, other):
-                        turned = switch != SWITCH and self._reads_more(other, chosen)
+                    mine, others = self._own_reads(chosen, other)
+                    if switch == SWITCH or mine or others:  # else the `If` chooses something else than the cache
+                        turned = switch != SWITCH and len(others) > max(1, len(mine))
                         return switch, Branches(node, *((other, chosen) if turned else (chosen, other)), on=not turned)
         return None
 
@@ -183,15 +194,6 @@ class GraphView:
         )
         return mine - others, others - mine
 
-    def _reads_alone(self, one: Scope, other: Scope) -> bool:
-        """Whether two bodies differ in what they read of the cache: else their `If` chooses something else."""
-        return any(self._own_reads(one, other))
-
-    def _reads_more(self, one: Scope, other: Scope) -> bool:
-        """Whether a body reads several inputs that may be a past, and the other one fewer of its own."""
-        mine, others = self._own_reads(one, other)
-        return len(mine) > max(1, len(others))
-
     def behind(self, output: str, cached: bool = True) -> "tuple[Scope, str]":
         """Where a graph output comes from: the scope that makes it and the name of the value there.
 
@@ -201,13 +203,13 @@ class GraphView:
             return self.main, output
         branches = self.branches[1]
         body = branches.cached if cached else branches.no_past
-        made, name = list(branches.node.output), self.main.through(output, {"Identity"})
+        made, name = list(branches.node.output), self.main.through(output)
         if name not in made or made.index(name) >= len(body.graph.output):
             return self.main, output
         return body, str(body.graph.output[made.index(name)].name)
 
     def emptied(self, output: str) -> tuple[int, ...] | None:
-        """The shape of the constant without elements that stands behind an output when the cache is used, or None."""
+        """The shape of the constant without elements that an output returns when the cache is used, or None."""
         scope, name = self.behind(output)
         tensor = scope.constant(name)
         shape = tuple(tensor.dims) if tensor is not None else _filled_shape(scope, name)
@@ -239,8 +241,8 @@ def integers(tensor: TensorProto) -> tuple[int, ...] | None:
 
 def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
     """The shape that a ConstantOfShape makes from a constant."""
-    node = scope.producers.get(scope.through(name, {"Identity"}))
-    if node is None or node.op_type != "ConstantOfShape" or not node.input:
+    node = scope.producers.get(scope.through(name))
+    if node is None or not has(node.op_type, "fill") or not node.input:
         return None
     sizes = scope.constant(node.input[0])
     return integers(sizes) if sizes is not None and sizes.data_type == TensorProto.INT64 else None

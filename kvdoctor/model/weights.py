@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine, read_reference
+from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.skeleton import payload_left_out, read_skeleton
+from kvdoctor.model.skeleton import SMALL_PAYLOAD, FileWindow, WireError, payload_left_out, read_skeleton
 from kvdoctor.model.traverse import constant_tensor
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
@@ -31,12 +32,13 @@ ELEMENTS = 1 << 20
 TYPES = {1: "<f4", 2: "u1", 3: "i1", 4: "<u2", 5: "<i2", 6: "<i4", 7: "<i8", 9: "u1", 10: "<f2", 11: "<f8", 16: "<u2"}
 """The element types (TensorProto.DataType) whose values can be read, by the type of numpy; 16 is bfloat16."""
 BFLOAT16 = 16
-PASSING = ("Identity", "Transpose", "Cast", "Reshape")
+PASSING = operators_with("copy", "permute", "cast", "view")
 """Operators that pass a weight on as it is."""
 MOST_PASSED = 4
-MULTIPLYING = ("MatMul", "Gemm", "Conv", "ConvTranspose", "FusedMatMul", "FusedGemm")
-FACTORS = (0, 1)
-"""Inputs of these operators that are multiplied; what follows is added."""
+
+GRAPH, INITIALIZER, NAME = 7 << 3 | 2, 5 << 3 | 2, 8 << 3 | 2
+PAYLOADS = (4 << 3 | 2, 9 << 3 | 2, 10 << 3 | 2)
+"""Tags of a model's graph, its initializers, and of the name and the values of a tensor that are stored as bytes."""
 
 
 @record(slots=False)
@@ -74,7 +76,9 @@ class Weight:
     @property
     def is_multiplied(self) -> bool:
         """Whether it is a factor, not a bias or a table."""
-        return self.op in MULTIPLYING and self.input in FACTORS
+        known = operator_of(self.op)
+        multiplies = has(self.op, "product", "convolve")
+        return self.is_float and multiplies and self.input in (*known.operands, known.weight)
 
     @property
     def size(self) -> int:
@@ -153,12 +157,34 @@ def find_weights(path: Path, names: Collection[str]) -> dict[str, Weight]:
     return {name: weight for name, weight in located if weight is not None}
 
 
+def find_payloads(path: Path) -> dict[str, tuple[int, int]]:
+    """Where the values of the initializers of the main graph lie in the file: first byte and length by name.
+
+    Only the framing of the file is read. What is broken, small, or stored another way, is left out.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        with path.open("rb") as file:
+            window = FileWindow(file)
+            graphs = [part[2:] for part in window.fields(0, window.size) if part[0] == GRAPH]
+            for tag, _, start, end in window.fields(*graphs[0]) if graphs else ():
+                large = tag == INITIALIZER and end - start > SMALL_PAYLOAD
+                parts = {one[0]: one[2:] for one in window.fields(start, end)} if large else {}
+                name = window.read(*parts[NAME]).decode("utf-8", "replace") if NAME in parts else ""
+                payload = next((parts[one] for one in PAYLOADS if one in parts), None)
+                if payload is not None:
+                    found[name] = payload[0], payload[1] - payload[0]
+    except (OSError, WireError, UnreadableError):
+        pass
+    return found
+
+
 def list_tensors(view: GraphView) -> Iterator[tuple[str, TensorProto]]:
     """The initializers and constants of a graph at any depth, each with the name of its value."""
     for scope in view.scopes():
         yield from ((str(tensor.name), tensor) for tensor in scope.graph.initializer)
         for node in scope.graph.node:
-            constant = constant_tensor(node) if node.op_type == "Constant" else None
+            constant = constant_tensor(node) if has(node.op_type, "constant") else None
             if constant is not None and node.output:
                 yield str(node.output[0]), constant
 
@@ -172,7 +198,7 @@ def _open_located(path: Path) -> tuple[ModelProto, dict[str, Path]]:
     model = read_skeleton(path, located=True).model
     files, problems = examine(model, path)
     if problems:
-        raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put the files of weights beside it")
+        raise UnreadableError(f"its weights cannot be read: {problems[0].detail}", "put their files next to it")
     return model, {one.location: one.path for one in files if one.bytes is not None}
 
 
@@ -184,7 +210,7 @@ class _Reader:
 
 
 def _with_reader(weight: Weight, readers: dict[str, list[_Reader]]) -> Weight:
-    """The weight with a node that computes with it, behind those that only pass it on; a tied one has several."""
+    """The weight with a node that computes with it, after those that only pass it on; a tied one has several."""
     found = list(_follow(weight.name, readers, MOST_PASSED))
     named = [_read_by(weight, one) for one in found]
     return next((one for one in named if one.is_multiplied), next(iter(named), weight))
@@ -204,11 +230,7 @@ def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterato
 
 def _least(weight: Weight) -> int:
     """Elements that are too few for a weight: one float may be a scale, one integer is a zero point or an axis."""
-    return SMALL if _is_index(weight) else 0 if weight.is_float else 1
-
-
-def _is_index(weight: Weight) -> bool:
-    return weight.data_type in (6, 7, 9, 12, 13)
+    return SMALL if weight.data_type in (6, 7, 9, 12, 13) else 0 if weight.is_float else 1
 
 
 def _locate(name: str, tensor: TensorProto, places: dict[str, Path]) -> Weight | None:

@@ -13,8 +13,7 @@ from typing import BinaryIO
 from kvdoctor.errors import UsageError
 from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import ModelProto, TensorProto
-from kvdoctor.model.skeleton import NESTED
-from kvdoctor.model.wire import LEN, MAX_FILE, FileWindow, encode_varint
+from kvdoctor.model.skeleton import LEN, MAX_FILE, NESTED, FileWindow, encode_varint
 from kvdoctor.records import record
 
 PORTION = 1 << 20
@@ -80,7 +79,7 @@ class _Writing:
 
 
 def write_model(model: ModelProto, source: Path, target: Path) -> None:
-    """Write a changed model beside OUT's other files; `source` is the file it was read from, without its weights.
+    """Write a changed model to OUT; `source` is the file it was read from, without its weights.
 
     Raises:
         UsageError: the result would be larger than a protobuf message can be.

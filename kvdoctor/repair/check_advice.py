@@ -8,6 +8,7 @@ the fault, it becomes a repair. A repair that cannot be tried here (an inspectio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import Advice, Finding
@@ -18,7 +19,8 @@ from kvdoctor.repair.workspace import CannotRepair, NoRuntime, RepairContext, Wo
 if TYPE_CHECKING:
     from kvdoctor.runtime.client import Runtime
 
-FROM_CHECKPOINT = " --from CHECKPOINT"
+REPEATABLE = ("optimum", "onnxruntime-genai")
+"""Producers of exports from a checkpoint. A file of transformers names PyTorch, and has a config.json with it."""
 
 Answer = Literal["changes", "declines", "not tried"]
 
@@ -32,7 +34,9 @@ def check_advice(
     advised = tuple(_check_finding(finding, trial) for finding in trial.findings)
     if not any(map(_cannot_be_repaired, advised)):
         return advised
-    return tuple(_advise_export(f) if f.repair.kind == "graph" and f.severity == "error" else f for f in advised)
+    return tuple(
+        _advise_export(f, context.folder) if f.repair.kind == "graph" and f.severity == "error" else f for f in advised
+    )
 
 
 def _cannot_be_repaired(finding: Finding) -> bool:
@@ -47,7 +51,7 @@ def _check_finding(finding: Finding, trial: RepairContext) -> Finding:
     leading = load_for_check(finding.name)
     if finding.repair.kind == "graph" and leading:
         declined = all(_try_repair(repair, trial) == "declines" for repair in leading)
-        return _advise_export(finding) if declined else finding
+        return _advise_export(finding, trial.copy.folder) if declined else finding
     file = any(repair.stage == "file" and _try_repair(repair, trial) == "changes" for repair in leading)
     return _advise_repair(finding, trial) if file else finding
 
@@ -73,7 +77,14 @@ def _advise_repair(finding: Finding, trial: RepairContext) -> Finding:
     return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
 
 
-def _advise_export(finding: Finding) -> Finding:
+def _advise_export(finding: Finding, folder: ModelFolder) -> Finding:
     before, out, rest = (finding.repair.command or "").rpartition(" -o ")
-    command = f"{before}{FROM_CHECKPOINT}{out}{rest}" if out else finding.repair.command
-    return replace(finding, repair=replace(finding.repair, kind="re-export", command=command))
+    return advise_export(finding, folder, f"{before} --from CHECKPOINT{out}{rest}" if out else finding.repair.command)
+
+
+def advise_export(finding: Finding, folder: ModelFolder, command: str | None) -> Finding:
+    """A finding that leads to another export: by `--from` where an exporter can repeat it, else by its own text."""
+    makers = " ".join(file.view.producer.lower() for file in folder.files if file.view is not None)
+    if isinstance(folder.side_cars.config.get("model_type"), str) or any(name in makers for name in REPEATABLE):
+        return replace(finding, repair=replace(finding.repair, kind="re-export", command=command))
+    return replace(finding, repair=Advice("re-export", f"{finding.repair.instead}; docs/own-decoder.md shows how"))

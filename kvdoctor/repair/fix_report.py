@@ -8,7 +8,7 @@ from typing import Any
 
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import describe
-from kvdoctor.errors import as_argument
+from kvdoctor.errors import as_argument, free_name
 from kvdoctor.findings import Finding
 from kvdoctor.model.files import sha256
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
@@ -16,10 +16,9 @@ from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope, declared
 from kvdoctor.records import record
-from kvdoctor.repair.apply import RepairedFiles
-from kvdoctor.repair.layouts.registry import Conversion
+from kvdoctor.repair.check_advice import advise_export
 from kvdoctor.repair.repairs.registry import find_repair, load
-from kvdoctor.repair.session import Outcome, RepairSession
+from kvdoctor.repair.session import Conversion, Outcome, RepairedFiles, RepairSession
 from kvdoctor.repair.workspace import CannotConvert, source_of
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, NotRepaired, RepairRecord, RepairSide
@@ -28,7 +27,9 @@ from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, 
 def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Report:
     """The report of a repair; `out` is None if nothing is written, and then the verdict is that on the original."""
     before = outcome.before.report
-    after = replace(outcome.after.report, findings=_update_advice(outcome.after.report, before.model.path, out))
+    after = replace(
+        outcome.after.report, findings=_update_advice(outcome.after.report, before.model.path, session.folder, out)
+    )
     advice = dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)
     record = replace(
         _make_record(outcome),
@@ -51,29 +52,33 @@ def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Rep
         if not any(entry.stack == stack and "original" in entry.claim for entry in outcome.proof)
     ]
     if not outcome.holds:
-        notes.append(f"NOT PROVED; failed claims: {_describe_failed(outcome)}")
+        failed = (f"{entry.claim} ({entry.detail or 'no'})" for entry in outcome.proof if not entry.holds)
+        notes.append(f"NOT PROVED; failed claims: {'; '.join(failed)}")
     verdict = before.verdict if out is None else after.verdict
     return replace(after, command="re-export", verdict=verdict, repair=record, measured=measured, notes=tuple(notes))
 
 
-def _update_advice(report: Report, source: str, out: str | None) -> tuple[Finding, ...]:
-    """Findings with advice that leads on after the repairs of the graph: trying them again would not help."""
+def _update_advice(report: Report, source: str, folder: ModelFolder, out: str | None = None) -> tuple[Finding, ...]:
+    """Findings with advice for the time after the repairs of the graph: trying them again would not help."""
     given = as_argument(source)
     copy = given if out is None else as_argument(out)
+    fixed = free_name(folder.out, out)
     updated = []
     for finding in report.findings:
         command = finding.repair.command
-        if command is not None and command.startswith("kvdoctor re-export"):
-            target = command.rpartition(" -o ")[2].partition(" ")[0]
-            again = f"kvdoctor re-export {copy} --from CHECKPOINT -o {target or 'FIXED'}"
-            command = again if finding.severity != "note" else command.replace(f" {given} ", f" {copy} ")
-        updated.append(replace(finding, repair=replace(finding.repair, command=command)))
+        if command is None or not command.startswith("kvdoctor re-export"):
+            updated.append(finding)
+        elif finding.severity == "note":
+            command = command.replace(f" {given} ", f" {copy} ")
+            updated.append(replace(finding, repair=replace(finding.repair, command=command)))
+        else:
+            updated.append(advise_export(finding, folder, f"kvdoctor re-export {copy} --from CHECKPOINT -o {fixed}"))
     return tuple(updated)
 
 
-def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], fix: tuple[str, ...]) -> Report:
-    """The report if no repair changed anything."""
-    left = _explain_remaining(before, not_repaired)
+def report_nothing_done(before: Report, tried: RepairedFiles, fix: tuple[str, ...]) -> Report:
+    """The report if no repair of those that were tried changed anything; `fix` are the repairs that were named."""
+    left = _explain_remaining(before, tried.not_repaired)
     text = "nothing to repair in the graph: no copy was written"
     if fix:
         calls = "; ".join(f"{name} repairs {', '.join(found.checks)}" for name in fix if (found := find_repair(name)))
@@ -83,14 +88,14 @@ def report_nothing_done(before: Report, not_repaired: tuple[NotRepaired, ...], f
     record = RepairRecord(
         before.model.path, None, (), RepairSide(before.verdict, before.findings), None, (), not_repaired=left
     )
-    findings = before.findings if fix else _update_advice(before, before.model.path, None)
+    findings = before.findings if fix else _update_advice(before, before.model.path, tried.copy.folder)
     return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, text))
 
 
 def report_refused(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
     """The report if a model cannot be converted, neither as it is nor after the repairs that were `tried`."""
     if not tried.applied:
-        report = report_nothing_done(before, tried.not_repaired, ())
+        report = report_nothing_done(before, tried, ())
         return replace(report, notes=(*report.notes, str(refusal)))
     repairs = ", ".join(dict.fromkeys(one.repair.name for one in tried.applied))
     note = f"no copy was written: {repairs} repairs the model, but then {refusal}"
@@ -119,7 +124,7 @@ def report_unproved(
         not_repaired=_explain_remaining(before, outcome.not_repaired, tried),
         diff=tuple(_list_diffs(session, outcome)),
     )
-    findings = _update_advice(before, before.model.path, None)
+    findings = _update_advice(before, before.model.path, session.folder)
     return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, note))
 
 
@@ -147,10 +152,6 @@ def _list_loop_rules(outcome: Outcome) -> tuple[str, ...]:
     """What a loop must do after the conversions of the copy."""
     made = (one.repair for one in outcome.applied)
     return tuple(dict.fromkeys(line for one in made if isinstance(one, Conversion) for line in one.loop))
-
-
-def _describe_failed(outcome: Outcome) -> str:
-    return "; ".join(f"{entry.claim} ({entry.detail or 'no'})" for entry in outcome.proof if not entry.holds)
 
 
 def _explain_others(report: Report, known: set[str], tried: Mapping[str, str]) -> Iterator[NotRepaired]:

@@ -1,73 +1,81 @@
-"""`re-export`: diagnose, copy, repair in rounds, convert, diagnose again, prove, and write a whole copy or none."""
+"""`re-export`: diagnose, copy, repair in rounds, diagnose again, prove, and write a whole copy or none.
+
+A fault may be hidden by another and show only after that one is repaired: it gets a round of its own. Repairs that did
+not help are left out of a second attempt, so that they do not prevent the proof of the others.
+"""
 
 import tempfile
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kvdoctor.analysis.model_folder import open_folder
+import numpy as np
+
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.calls import Array
+from kvdoctor.decode.messages import ExperimentJob
+from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import UsageError
-from kvdoctor.model.output_folder import refuse_unfit, whole_folder
+from kvdoctor.findings import Finding
+from kvdoctor.model.files import SIDE_CARS
+from kvdoctor.model.output_folder import copy_whole, refuse_unfit, whole_folder
 from kvdoctor.options import Options
-from kvdoctor.repair.apply import RepairChoice, RepairedFiles, apply_repairs
+from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
-from kvdoctor.repair.conversions.pipeline import apply_conversions, refuse_impossible_conversions
-from kvdoctor.repair.convert_layout import (
-    apply_layout,
-    convert_stacks,
-    find_replaced_files,
-    is_always_proved,
-    refuse_impossible_layout,
-    refuse_unknown_layout,
-)
-from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_refused, report_unproved
-from kvdoctor.repair.output import copy_export, write_reports
+from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_unproved
+from kvdoctor.repair.proof import find_unhelpful, prove
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
-from kvdoctor.repair.request import RepairRequest
-from kvdoctor.repair.rounds import accept_unrepaired, repair_and_prove
-from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
-from kvdoctor.repair.workspace import CannotConvert
-from kvdoctor.report.document import EXIT_FINDINGS, Report, exit_code
+from kvdoctor.repair.session import (
+    Applied,
+    DiagnosisSide,
+    Outcome,
+    RepairChoice,
+    RepairedFiles,
+    RepairRequest,
+    RepairSession,
+    apply_repairs,
+)
+from kvdoctor.repair.workspace import copy_export, put_back, write_changed, write_reports
+from kvdoctor.report.document import Report, decide, worst_first
+from kvdoctor.report.facts import TargetFacts
+from kvdoctor.report.repair_record import NotRepaired, Proof
 from kvdoctor.runtime.client import Runtime
+
+MOST_ROUNDS = 3
 
 
 def re_export(request: RepairRequest, options: Options) -> Report:
     """Repair the model at a path into OUT and diagnose the result again.
 
-    A graph that has not the form that a conversion needs may have it when its faults are repaired: so it is diagnosed
-    before it is refused, and what was found comes first.
-
     Raises:
-        UsageError: there is nothing at the path, a repair is unknown, OUT must not be written, or a model without
-            errors cannot be converted; nothing was written.
+        UsageError: there is nothing at the path, a repair is unknown, or OUT must not be written; nothing was written.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    path = _refuse_impossible(request)
-    refusal = _find_refusal(path, request, options)
+    path, how = request.path, request.how
+    if path is None:
+        raise UsageError("give the path of a model to repair")
+    refuse_unknown_repairs(how.fix)
+    if request.out is not None and Path(path).exists():
+        refuse_unfit(Path(request.out), Path(path), request.force)
     with (
         Runtime(options.limits) as runtime,
         tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
     ):
-        before = _diagnose(path, options, runtime, Path(scratch, "before"))
-        folder, choice = open_folder(path), RepairChoice(request.fix)
+        before = diagnose_original(path, options, runtime, Path(scratch, "before"))
+        folder, choice = open_folder(path), RepairChoice(how.fix)
         first = apply_repairs(folder, before.report, choice, runtime, options)
-        if refusal is not None and not first.applied:
-            return _refuse(before.report, first, refusal)
-        if not (first.applied or request.layout.is_asked or request.conversions):
-            return report_nothing_done(before.report, first.not_repaired, request.fix)
+        if not first.applied:
+            return report_nothing_done(before.report, first, how.fix)
         with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
             shown, model = request.out or path, "." if Path(path).is_dir() else Path(path).name
             session = RepairSession(options, runtime, Path(scratch), folder, before, shown, pending.path, model)
-            try:
-                outcome = _make_copy(session, request, first)
-            except CannotConvert as reason:
-                return _refuse(before.report, first, reason)
-            if not outcome.applied:
-                return report_nothing_done(before.report, first.not_repaired, request.fix)
-            if not (outcome.holds or request.keep_unproved):
-                if refusal is not None and not _has_errors(before.report):
-                    raise refusal  # the model works, and what was tried to repair it did not help
-                may_keep = not (request.conversions or is_always_proved(request.layout))
-                return report_unproved(session, outcome, may_keep, refusal)
+            copy_export(session.folder, session.at)
+            outcome = repair_and_prove(session, first, choice)
+            if not (outcome.holds or how.keep_unproved):
+                return report_unproved(session, outcome)
             report = report_fix(session, outcome, request.out)
             if request.out is not None:
                 write_reports(pending.path, report)
@@ -75,68 +83,199 @@ def re_export(request: RepairRequest, options: Options) -> Report:
         return report
 
 
-def _refuse_impossible(request: RepairRequest) -> str:
-    """Refuse what cannot be asked for, before any work; gives the path.
-
-    Raises:
-        UsageError: with the reason.
-    """
-    if request.path is None:
-        raise UsageError("give the path of a model to repair")
-    refuse_unknown_repairs(request.fix)
-    refuse_unknown_layout(request.layout)
-    if request.conversions and request.keep_unproved:
-        raise UsageError("--keep-unproved: a conversion that is not proved is never written")
-    if request.out is not None and Path(request.path).exists():
-        refuse_unfit(Path(request.out), Path(request.path), request.force)
-    return request.path
-
-
-def _find_refusal(path: str, request: RepairRequest, options: Options) -> CannotConvert | None:
-    """Why the model at a path cannot be given the form that is asked for, as it is; None if it can.
-
-    Raises:
-        UsageError: the form cannot be asked for.
-    """
-    try:
-        refuse_impossible_layout(path, request.layout, request.keep_unproved)
-        refuse_impossible_conversions(path, request.conversions, options)
-    except CannotConvert as refusal:
-        return refusal
-    return None
-
-
-def _refuse(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
-    """The report if a model with errors cannot be converted: its findings, and then why.
-
-    Raises:
-        CannotConvert: there are no errors.
-    """
-    if not _has_errors(before):
-        raise refusal
-    return report_refused(before, tried, refusal)
-
-
-def _has_errors(report: Report) -> bool:
-    """Whether there are findings that count."""
-    return exit_code(report, report.fail_on) == EXIT_FINDINGS
-
-
-def _diagnose(path: str, options: Options, runtime: Runtime, logits: Path) -> DiagnosisSide:
+def diagnose_original(path: str, options: Options, runtime: Runtime, logits: Path) -> DiagnosisSide:
+    """The diagnosis of a model that is to be repaired; `logits` is a new folder for what its loops returned."""
     logits.mkdir()
     return DiagnosisSide(step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice)), logits)
 
 
-def _make_copy(session: RepairSession, request: RepairRequest, first: RepairedFiles) -> Outcome:
-    """Copy the export, repair it, convert it and give it the layout that is asked for."""
-    if first.applied or request.conversions:
-        copy_export(session.folder, session.at)
-        outcome = accept_unrepaired(session.before, first)
-        if first.applied:
-            outcome = repair_and_prove(session, first, RepairChoice(request.fix))
-        outcome = apply_conversions(session, request.conversions, outcome)
-        return apply_layout(session, request.layout, outcome)
-    # The files that a layout replaces need not be copied first.
-    ready = convert_stacks(session.folder, session.before.contracts, request.layout)
-    copy_export(session.folder, session.at, find_replaced_files(session.folder, ready))
-    return apply_layout(session, request.layout, accept_unrepaired(session.before, first), ready)
+@record(slots=False)
+class _Attempt:
+    """The outcome of all rounds, and the names of all files that differ from the original or did so before."""
+
+    outcome: Outcome
+    changed: frozenset[str]
+
+
+def repair_and_prove(session: RepairSession, first: RepairedFiles, choice: RepairChoice) -> Outcome:
+    """Write the first repairs, go on in rounds, and prove; if that fails, once more without unhelpful repairs."""
+    attempt = _attempt(session, first, choice, frozenset())
+    outcome = attempt.outcome
+    idle = tuple(find_unhelpful(outcome.applied, session.before.report, outcome.after.report))
+    useless = tuple((one.stack, one.repair.name) for one in idle)
+    if outcome.holds or not idle or not {(a.stack, a.repair.name) for a in outcome.applied} - set(useless):
+        return replace(outcome, not_repaired=(*outcome.not_repaired, *map(_report_unhelpful, idle)))
+    put_back(session.folder, outcome.changed_files, session.at)
+    choice = RepairChoice(choice.names, (*choice.left_out, *useless))
+    fewer = apply_repairs(session.folder, session.before.report, choice, session.runtime, session.options)
+    outcome = _attempt(session, fewer, choice, attempt.changed).outcome
+    return replace(outcome, not_repaired=(*outcome.not_repaired, *map(_report_unhelpful, idle)))
+
+
+def _attempt(
+    session: RepairSession, repaired: RepairedFiles, choice: RepairChoice, changed: frozenset[str]
+) -> _Attempt:
+    applied, not_repaired = list(repaired.applied), list(repaired.not_repaired)
+    changed |= _write(session, repaired)
+    after = rediagnose(session, changed)
+    for _ in range(MOST_ROUNDS - 1):
+        used = tuple((one.stack, one.repair.name) for one in applied)
+        remaining = RepairChoice(choice.names, (*choice.left_out, *used), notes=False)
+        repaired = apply_repairs(session.open_copy(), after.report, remaining, session.runtime, session.options)
+        if not repaired.applied:
+            break
+        applied += repaired.applied
+        not_repaired += repaired.not_repaired
+        changed |= _write(session, repaired)
+        after = rediagnose(session, changed)
+    other = [stack for stack in {one.stack for one in applied} if opened_at_other_level(stack, session.before, after)]
+    instead = {stack: prove_unoptimized(session, stack, after) for stack in other}
+    proof = tuple(prove(applied, session.before, after, instead))
+    return _Attempt(Outcome(session.before, after, tuple(applied), tuple(not_repaired), proof), changed)
+
+
+def _write(session: RepairSession, repaired: RepairedFiles) -> frozenset[str]:
+    """Write the changed files of the copy; gives their names."""
+    repairs: dict[str, tuple[str, ...]] = {}
+    for one in repaired.applied:
+        for file in dict.fromkeys(change.file for change in one.changes):
+            repairs[file] = (*repairs.get(file, ()), one.repair.name)
+    write_changed(repaired.copy, session.at, repairs)
+    return frozenset(repaired.copy.changed)
+
+
+def _report_unhelpful(one: Applied) -> NotRepaired:
+    reason = f"it changed {len(one.changes)} places, and the finding is still there"
+    return NotRepaired(one.stack, one.because[0], one.repair.name, reason)
+
+
+UNOPTIMIZED = "way-off"
+"""The experiment that runs the held loop without graph optimization, and a reference run as usual."""
+
+
+def rediagnose(session: RepairSession, changed: Collection[str]) -> DiagnosisSide:
+    """Diagnose the repaired copy; `changed` are the files that differ from the original.
+
+    The location of a finding that was there before is not searched for again. A stack without a changed file is not run
+    again: its files are byte for byte copies, and its logits are those of the first diagnosis.
+    """
+    touched = _find_touched(session.open_copy(), session.before.report, changed)
+    logits = _logits_folder(session)
+    plan = RunPlan(session.at / session.model, logits, touched, locate=False, check_advice=check_advice)
+    after = step_test(session.shown, session.options, session.runtime, plan)
+    for stack in session.before.report.stacks:
+        kept = session.before.logits / f"{stack.name}.npz"
+        if stack.name not in touched and kept.is_file():
+            copy_whole(kept, logits / kept.name)
+    return DiagnosisSide(_merge_reports(session.before.report, after, touched, session.options), logits)
+
+
+def diagnose_copy(session: RepairSession, model: str = ".") -> DiagnosisSide:
+    """Diagnose all of the copy as it is now, under the name that it will have."""
+    logits = _logits_folder(session)
+    plan = RunPlan(session.at / model, logits, check_advice=check_advice)
+    report = step_test(session.shown, session.options, session.runtime, plan)
+    return DiagnosisSide(report, logits)
+
+
+def _logits_folder(session: RepairSession) -> Path:
+    return Path(tempfile.mkdtemp(prefix="logits-", dir=session.scratch))
+
+
+def _find_touched(folder: ModelFolder, before: Report, changed: Collection[str]) -> frozenset[str]:
+    """The stacks to run again: those with a changed file, new ones, and all if a config changed."""
+    known = {stack.name: set(stack.files) for stack in before.stacks}
+    every = not {Path(name).name for name in changed}.isdisjoint(SIDE_CARS)
+    names = set()
+    for stack in folder.stacks:
+        files = {file.name for file in stack.files.values()}
+        if every or known.get(stack.name) != files or not files.isdisjoint(changed):
+            names.add(stack.name)
+    return frozenset(names)
+
+
+def _merge_reports(before: Report, after: Report, touched: frozenset[str], options: Options) -> Report:
+    """The report on the whole copy: new results of the stacks that were run again, earlier results of the others."""
+    again = {stack.name for stack in after.stacks}
+    kept = [stack for stack in before.stacks if stack.name not in touched and stack.name not in again]
+    names = {stack.name for stack in kept}
+    order = {stack.name: index for index, stack in enumerate(before.stacks)}
+    stacks = sorted((*kept, *after.stacks), key=lambda stack: order.get(stack.name, len(order)))
+    found = [_add_known_location(finding, before) for finding in after.findings]
+    findings = with_distinct_fingerprints(
+        worst_first([*found, *(one for one in before.findings if one.stack in names)])
+    )
+    not_checked = (*after.not_checked, *(entry for entry in before.not_checked if entry.stack in names))
+    absent = (*after.absent, *(entry for entry in before.absent if entry.stack in names))
+    runs = [*(run for run in before.runs if run.stack in names), *after.runs]
+    return replace(
+        after,
+        stacks=tuple(stacks),
+        findings=findings,
+        not_checked=not_checked,
+        absent=absent,
+        runs=tuple(sorted(runs, key=lambda run: order.get(run.stack, len(order)))),
+        targets=tuple(_merge_target(target, before.targets, names) for target in after.targets),
+        verdict=decide(after.command, findings, not_checked, options.fail_on),
+        measured={**{name: before.measured[name] for name in names if name in before.measured}, **after.measured},
+    )
+
+
+def _merge_target(after: TargetFacts, before: Collection[TargetFacts], kept: Collection[str]) -> TargetFacts:
+    """The results under a target: new ones of the stacks that were run again, earlier ones of the others."""
+    old = next((target for target in before if target.asked == after.asked), after)
+
+    def merge(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: fact for name, fact in then.items() if name in kept}, **now}
+
+    return replace(
+        after,
+        refused=merge(old.refused, after.refused),
+        other_logits=merge(old.other_logits, after.other_logits),
+        not_run=merge(old.not_run, after.not_run),
+    )
+
+
+def _add_known_location(finding: Finding, before: Report) -> Finding:
+    """A finding that was there before, with the evidence of its location from then."""
+    known = next((other for other in before.findings if other.fingerprint == finding.fingerprint), None)
+    return replace(finding, evidence=known.evidence) if known is not None and not finding.evidence else finding
+
+
+def opened_at_other_level(stack: str, before: DiagnosisSide, after: DiagnosisSide) -> bool:
+    """Whether the runtime loads the original at a lower level of graph optimization than the copy."""
+    levels = [{run.level for run in side.report.runs if run.stack == stack and run.steps} for side in (before, after)]
+    return bool(levels[0]) and levels[0] != levels[1]
+
+
+def prove_unoptimized(session: RepairSession, stack: str, after: DiagnosisSide) -> Proof:
+    """Run original and copy without graph optimization and compare their logits.
+
+    If the runtime loads the original at a lower level only, its fusions compute the copy differently. Without them on
+    both sides, a repair that changes no value leaves all logits equal.
+    """
+    claim = "without graph optimization, logits equal to the original's, bit for bit"
+    found = []
+    for name, folder, side in (
+        ("original", session.folder.root, session.before),
+        ("copy", session.at, after),
+    ):
+        contract = side.contract(stack)
+        if contract is None:
+            return Proof(stack, claim, False, f"the cache contract of the {name} could not be read")
+        found.append(_run_unoptimized(session, f"{stack}-{name}", folder, contract))
+    old, new = found
+    if old is None or new is None:
+        return Proof(stack, claim, False, f"the {'original' if old is None else 'copy'} returns no logits")
+    return Proof(stack, claim, bool(np.array_equal(old, new, equal_nan=True)))
+
+
+def _run_unoptimized(session: RepairSession, name: str, folder: Path, contract: CacheContract) -> Array | None:
+    file, options = session.scratch / f"unoptimized-{name}.npz", session.options
+    file.unlink(missing_ok=True)
+    run = ExperimentJob(name, folder.absolute(), contract, (UNOPTIMIZED,), keep_logits=file, timed=False)
+    session.runtime.examine(replace(run, seed=options.seed, provider=options.provider))
+    if not file.is_file():
+        return None
+    with np.load(file) as store:
+        return store[UNOPTIMIZED] if UNOPTIMIZED in store.files else None

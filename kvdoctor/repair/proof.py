@@ -1,34 +1,19 @@
-"""The proof of a repaired stack: the finding is gone, no new one appears, the loops pass, the numbers are kept."""
+"""The proof of a repaired stack: the finding is gone, no new one appears, the loops pass, the numbers are the same."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvdoctor.contract import CacheContract, Dim
-from kvdoctor.decode.calls import save_call
-from kvdoctor.decode.messages import CompareJob, TrialDone, TrialModel, ValuePair
 from kvdoctor.decode.parity import compare, describe_gap, judge
 from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run, quote_error
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
-from kvdoctor.errors import WorkerDied
 from kvdoctor.findings import Finding
-from kvdoctor.model.proto import ValueInfoProto
-from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.model.view import Declared, GraphView
-from kvdoctor.records import record
-from kvdoctor.repair.apply import Applied, concerns
-from kvdoctor.repair.layouts.encoders import RESULT, STATES
-from kvdoctor.repair.layouts.registry import Cut
 from kvdoctor.repair.repairs.registry import Keeps
-from kvdoctor.repair.session import DiagnosisSide, RepairSession
+from kvdoctor.repair.session import Applied, DiagnosisSide, concerns
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import Proof
-from kvdoctor.report.wording.units import format_count
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.calls import Array
+from kvdoctor.report.wording import format_count
 
 ENDED = ("passed", "ambiguous", "inconclusive", "differs")
 """Outcomes of a loop that ran to its end."""
@@ -62,7 +47,7 @@ def find_unhelpful(applied: Iterable[Applied], before: Report, after: Report) ->
 def _find_remaining(stack: str, before: Report, after: Report) -> set[str]:
     """Findings of a stack that are still there.
 
-    A note beside a graver finding of the same check does not count: it calls for no repair (one new token in a graph
+    A note next to a graver finding of the same check does not count: it calls for no repair (one new token in a graph
     for decode steps).
     """
     files = next((known.files for known in before.stacks if known.name == stack), ())
@@ -110,7 +95,7 @@ def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> b
     passed = any(run.shows == "passed" for name in LOOPS if (run := before.run(stack, name)))
     if finding.severity == "error" or passed:
         return True
-    run = before.run(stack, finding.where.rpartition(", ")[2])
+    run = before.run(stack, finding.experiment or "")
     return run is not None and run.shows == "passed"
 
 
@@ -242,122 +227,3 @@ def _prove_target_run(stack: str, experiment: str, run: Run, target: TargetFacts
 def _find_runs(report: Report, stack: str, experiment: str) -> list[Run]:
     """The runs of an experiment, that of the local runtime first."""
     return [run for run in report.runs if run.stack == stack and run.experiment == experiment]
-
-
-BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
-"""Sequences, new tokens, length of an encoder's input if the graph leaves it open, and its padding, in tokens."""
-
-INTEGERS = ("int64", "int32")
-
-
-@record(slots=False)
-class SplitEncoder:
-    """An encoder that was cut out of the first step of a source: where, and the names of the new files."""
-
-    stack: str
-    cut: Cut
-    contract: CacheContract
-    source: Path
-    encoder: str
-    decoder: str
-
-
-def prove_split_encoder(session: RepairSession, split: SplitEncoder) -> Iterator[Proof]:
-    """Compare the new encoder and the new first decoder with the first step of the source, one call each.
-
-    The loops of source and copy cannot be compared: the source's first step takes the inputs of its encoder. So one
-    call of the source is made, and the same tokens and features are fed to its parts.
-    """
-    cut, contract, source = split.cut, split.contract, split.source
-    model = read_skeleton(source, located=True).model
-    if cut.states not in {value.name for value in model.graph.output}:
-        model.graph.output.append(ValueInfoProto(name=cut.states))
-    whole = session.scratch / "whole.onnx"
-    whole.write_bytes(model.SerializeToString())
-    given = _synthesize_call(GraphView(model).inputs, contract, cut)
-    right = _describe_side(session, whole, given, source.parent)
-    logits = contract.graph("prefill").port("logits")
-    encoder = {name.removeprefix("input."): array for name, array in given.items()}
-    left = _describe_side(session, session.at / split.encoder, encoder)
-    claim = f"{split.encoder} returns the encoder states that the first step of the source computes"
-    job = CompareJob(left, right, (ValuePair(RESULT, cut.states),), provider=session.options.provider)
-    yield _compare(session, Proof(split.stack, claim, False), contract, job)
-    if logits is None:
-        return
-    view = GraphView(read_skeleton(session.at / split.decoder).model)
-    left = _describe_side(session, session.at / split.decoder, _decoder_call(view, contract, given, cut))
-    pairs, inject = (ValuePair("logits", logits.name),), (ValuePair(STATES, cut.states),)
-    job = CompareJob(left, right, pairs, inject, session.options.provider)
-    claim = "the logits of the first step are those of the source"
-    yield _compare(session, Proof(split.stack, claim, False), contract, job)
-
-
-def _compare(session: RepairSession, claim: Proof, contract: CacheContract, job: CompareJob) -> Proof:
-    try:
-        result = session.runtime.trial(job)
-    except WorkerDied as crash:
-        result = TrialDone(error=crash.how)
-    pair = next(iter(result.differences), None)
-    if pair is None:
-        return replace(claim, detail=f"could not be compared: {(result.error or 'the shapes differ')[:200]}")
-    difference = pair.relative
-    text = f"off by {difference:.1e} standard deviations" if difference > 0 else "not finite"
-    text = "bit for bit" if difference == 0 else text
-    return replace(
-        claim,
-        holds=0 <= difference <= find_tolerance(contract.exactness, session.options.tolerances).passes,
-        detail=text,
-    )
-
-
-def _describe_side(
-    session: RepairSession, path: Path, feeds: "Mapping[str, Array]", root: Path | None = None
-) -> TrialModel:
-    """One model and its call, as the worker reads it."""
-    call = session.scratch / f"call-{path.stem}.npz"
-    save_call(call, feeds)
-    return TrialModel(path.absolute(), None if root is None else root.absolute(), call, "all")
-
-
-def _synthesize_call(ports: dict[str, Declared], contract: CacheContract, cut: Cut) -> "dict[str, Array]":
-    """Synthetic feeds of the source: token ids, masks that hide the end of the second sequence, random features."""
-    import numpy as np
-
-    rng, words = np.random.default_rng(0), max(contract.vocabulary or 8, 8)
-    later = {port.name: port.role for port in contract.graph("decode").inputs}
-    feeds: dict[str, Array] = {}
-    for name, port in ports.items():
-        shape = _choose_sizes(port.shape or (), NEW if name not in cut.inputs else SOURCE)
-        if "mask" in name or later.get(name) == "encoder_mask":
-            feeds[name] = np.ones(shape, np.int64)
-            feeds[name][1:, SOURCE - PADDED :] = 0
-        elif port.dtype in INTEGERS:
-            feeds[name] = rng.integers(words // 4, words - words // 4, shape).astype(port.dtype)
-        else:
-            feeds[name] = rng.standard_normal(shape).astype(np.float16 if port.dtype == "float16" else np.float32)
-    return feeds
-
-
-def _choose_sizes(shape: tuple[Dim, ...], length: int) -> tuple[int, ...]:
-    sizes = [int(str(dim)) if str(dim).isdigit() else length for dim in shape]
-    return (BATCH, *sizes[1:])
-
-
-def _decoder_call(
-    view: GraphView, contract: CacheContract, given: "Mapping[str, Array]", cut: Cut
-) -> "dict[str, Array]":
-    """The same call for the first decoder; its encoder states are taken from the run of the source."""
-    import numpy as np
-
-    later = {port.name: port.role for port in contract.graph("decode").inputs}
-    feeds: dict[str, Array] = {"use_cache_branch": np.array([False])}
-    for name, array in given.items():
-        if later.get(name) == "encoder_mask":
-            feeds["encoder_attention_mask"] = array
-        elif name not in cut.only:
-            feeds["input_ids"] = array
-    for name, port in view.inputs.items():
-        if name.startswith("past_key_values."):
-            sizes = [dim if isinstance(dim, int) else 0 for dim in port.shape or ()]
-            feeds[name] = np.zeros((BATCH, *sizes[1:]), np.float16 if port.dtype == "float16" else np.float32)
-    return feeds

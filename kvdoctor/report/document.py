@@ -1,7 +1,7 @@
 """The document of a command: what it found out about one model. Its field names are the public contract."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -9,10 +9,12 @@ from kvdoctor._version import __version__
 from kvdoctor.choices import FAIL_ON, FailOn
 from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
-from kvdoctor.findings import SEVERITIES, Finding, NotChecked, Selection, means_incomplete, reaches
+from kvdoctor.findings import SEVERITIES, Finding, NotChecked, Selection, means_incomplete, names_open_check, reaches
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.facts import (
+    UNDIAGNOSED,
     DraftFacts,
+    Ground,
     ModelFacts,
     SpeedFacts,
     StackFacts,
@@ -27,10 +29,11 @@ SCHEMA = "kvdoctor/report/1"
 GATE_SCHEMA = "kvdoctor/gate/1"
 CONTRACT_SCHEMA = "kvdoctor/contract/1"
 
+PARITY = "KV301"
 TOTAL_SECONDS = "total_seconds"
 """The time of the whole command, among the other things that were measured."""
 
-NEVER_HEALTHY = ("inspect", "judge", "speed")
+NEVER_HEALTHY = ("inspect", "speed")
 """Commands that do not show that a loop with the model is right."""
 EXIT_HEALTHY, EXIT_FINDINGS, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
@@ -67,6 +70,7 @@ class Report:
         arguments: its options, by name.
         seed: the seed of the synthetic feeds.
         verdict: the verdict.
+        ground: what it rests on; null where no run passed.
         environment: the versions of onnxruntime, onnx, Python and the platform.
         model: the model and its files.
         stacks: its stacks.
@@ -77,6 +81,7 @@ class Report:
         runs: every experiment on every stack and runtime.
         findings: the findings, worst first.
         not_checked: the checks that could not run.
+        absent: the other checks and experiments without a result; a check in neither list ran, and found nothing.
         repair: what `re-export` did; null for other commands.
         reproducer: what `repro` wrote; null for other commands.
         measured: all times (seconds) and memory (bytes) of this run; no verdict depends on them.
@@ -97,10 +102,12 @@ class Report:
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()
+    absent: tuple[NotChecked, ...] = ()
     repair: RepairRecord | None = None
     reproducer: Reproducer | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    ground: Ground | None = None
 
     @property
     def fail_on(self) -> FailOn:
@@ -113,6 +120,32 @@ class Report:
         """The checks that were selected."""
         return Selection(tuple(self.arguments.get("select") or ()), tuple(self.arguments.get("ignore") or ()))
 
+    @property
+    def open_checks(self) -> tuple[NotChecked, ...]:
+        """What was not checked, without what a finding explains, and without a comparison that another one replaces.
+
+        A check that an error of its stack explains runs where that is repaired.
+        """
+        faulty = {finding.stack for finding in self.findings if finding.severity == "error"}
+        compared = {run.stack for run in self.runs if run.repeats and run.shows == "passed"}
+        explained = (e for e in self.not_checked if e.kind == "explained" or e.stack in faulty)
+        replaced = (e for e in self.not_checked if e.code == PARITY and e.stack in compared)
+        closed = {entry for entry in (*explained, *replaced) if not entry.essential}
+        return tuple(entry for entry in self.not_checked if entry not in closed)
+
+    @property
+    def allowance(self) -> str | None:
+        """Why the model may stay incomplete, by `--allow-incomplete`; None where it may not, or is complete."""
+        codes = {one.code for one in self.not_checked if one.essential}
+        codes |= {one.code for one in self.findings if means_incomplete(one.code)}
+        reasons = [self.allowed(code) for code in sorted(codes)]
+        return None if None in reasons or not reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
+
+    def allowed(self, code: str) -> str | None:
+        """The reason why a check may stay open; None where it may not."""
+        given: dict[str, str] = self.arguments.get("allow_incomplete") or {}
+        return next((reason for word, reason in given.items() if names_open_check(word, code)), None)
+
     def timed(self, began: float) -> "Report":
         """The report with the seconds of the whole command, which began at that value of `time.perf_counter`."""
         return replace(self, measured={**self.measured, TOTAL_SECONDS: round(time.perf_counter() - began, 3)})
@@ -124,15 +157,21 @@ class Report:
             del run["node_names"]
         return {"schema": SCHEMA, "tool": {"name": "kvdoctor", "version": __version__}, **body}
 
+    def __repr__(self) -> str:
+        """One line: the command and the verdict."""
+        return f"<Report of {self.command}: {format_verdict(self)}>"
+
     def __str__(self) -> str:
         """The report in short: the verdict and the findings that count. `kvdoctor.render` writes all of it."""
         return summarize(self)
 
     def _repr_html_(self) -> str:
         """The page of the report, as a notebook shows what a cell returns."""
-        from kvdoctor.report import formats, notebook  # a report is made without a page far more often than with one
+        # A report is made without a page far more often than with one.
+        from kvdoctor.report import formats
+        from kvdoctor.report.page.markup import frame
 
-        return notebook.frame(formats.render(self, "html"), f"kvdoctor {self.command}: {format_verdict(self)}")
+        return frame(formats.render(self, "html"), f"kvdoctor {self.command}: {format_verdict(self)}")
 
     def raise_for_findings(self) -> None:
         """Return if the exit code of the command line would be 0, by the report's `fail_on`.
@@ -179,13 +218,16 @@ def exit_code(report: Report, fail_on: FailOn) -> int:
     if report.verdict == "unhealthy" and fail_on != "never":
         return EXIT_FINDINGS
     if report.repair is not None and report.repair.is_planned:
-        return EXIT_INCOMPLETE if report.verdict == "incomplete" else EXIT_HEALTHY
-    return EXIT_INCOMPLETE if is_open(report.findings, report.not_checked) else EXIT_HEALTHY
+        return EXIT_INCOMPLETE if report.verdict in UNDIAGNOSED else EXIT_HEALTHY
+    is_incomplete = is_open(report.findings, report.not_checked) and report.allowance is None
+    return EXIT_INCOMPLETE if is_incomplete else EXIT_HEALTHY
 
 
-def exit_code_of_all(codes: Iterable[int]) -> int:
-    """The exit code of several models: findings outweigh what could not be checked."""
-    given = set(codes)
+def exit_code_of_all(reports: Sequence[Report]) -> int:
+    """The exit code of several models: findings outweigh what could not be checked. To check nothing is no pass."""
+    given = {exit_code(report, report.fail_on) for report in reports}
+    if all(report.allowance is not None and not report.runs for report in reports):
+        given.add(EXIT_INCOMPLETE)
     return next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in given), EXIT_HEALTHY)
 
 

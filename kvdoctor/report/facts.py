@@ -1,4 +1,4 @@
-"""What a report says of a model: its files, its graphs, its stacks, and the targets that were asked about."""
+"""What a report says of a model: its files, its graphs, its stacks, and the targets that were requested."""
 
 from dataclasses import field
 from typing import Any, Literal
@@ -8,7 +8,9 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import record
 
-Verdict = Literal["healthy", "unhealthy", "incomplete", "nothing-found"]
+Verdict = Literal["healthy", "unhealthy", "incomplete", "not-applicable", "nothing-found"]
+UNDIAGNOSED: tuple[Verdict, ...] = ("incomplete", "not-applicable")
+"""Verdicts with exit code 3: it could not be completed, or there is no decoder with a cache to diagnose."""
 
 
 @record
@@ -77,26 +79,24 @@ class ModelFacts:
 
 
 @record
-class DeviceLimit:
-    """What a device or its execution provider is documented to refuse of a stack. Nothing of it was measured.
+class Ground:
+    """What a verdict rests on: the runs that passed.
 
     Attributes:
-        device: the device: CoreML, QNN, TensorRT, WebGPU or WebNN.
-        about: what it is about, such as empty-past, dynamic-axes, if or operators.
-        effect: fails, or left-out where another provider takes the nodes over.
-        words: what the source says.
-        subject: what in the graphs it concerns: inputs, nodes or operators.
-        as_of: the release or the month that the source speaks of.
-        sources: the addresses of the documents.
+        pasts: the shortest and the longest past, in tokens.
+        chunks: the numbers of new tokens on top of a past.
+        batch: the numbers of rows.
+        tokens: the tokens of the longest sequence; of several stacks that of the stack with the shortest one.
+        sides: the cache against none (consistent), the checkpoint (faithful), other runtimes (portable).
+        proved: the lengths for which the graph alone decides; null where that was not tried.
     """
 
-    device: str
-    about: str
-    effect: Literal["fails", "left-out"]
-    words: str
-    subject: tuple[str, ...]
-    as_of: str
-    sources: tuple[str, ...]
+    pasts: tuple[int, int]
+    chunks: tuple[int, ...]
+    batch: tuple[int, ...]
+    tokens: int
+    sides: tuple[str, ...] = ("consistent",)
+    proved: dict[str, Any] | None = None
 
 
 @record
@@ -109,8 +109,7 @@ class StackFacts:
         files: the paths of its files.
         contract: its cache contract; null if none could be read.
         cache: the memory plan of its cache.
-        devices: what devices are documented to refuse of it; only of the command `inspect`.
-        logits_can_be_cut: whether `re-export --logits last` knows its graphs; only of the command `inspect`.
+        logits_can_be_cut: whether `convert --logits last` knows its graphs; only of the command `inspect`.
     """
 
     name: str
@@ -118,7 +117,6 @@ class StackFacts:
     files: tuple[str, ...]
     contract: CacheContract | None
     cache: MemoryPlan | None = None
-    devices: tuple[DeviceLimit, ...] = ()
     logits_can_be_cut: bool = False
 
 
@@ -129,7 +127,7 @@ class VariantFacts:
     Attributes:
         stack: the name of its stack.
         base: the name of the stack that it was compared with.
-        bytes: the size of its files on disk, weights beside them included.
+        bytes: the size of its files on disk, external weights included.
         base_bytes: the same of the base.
         tokens: the positions whose logits were compared: those of the tokens that the base decodes.
         divergence: the mean Kullback-Leibler divergence of the next-token distributions, in nats; null without figures.

@@ -1,19 +1,24 @@
-"""For a GitHub workflow: findings as annotations, and the summary of the step.
+"""For a GitHub workflow: findings as annotations, the summary of the step, and the paths of files in a repository.
 
 An annotation is a line `::error file=F,title=T::MESSAGE` (GitHub Docs, Workflow commands). In data `%`, carriage return
 and line feed are escaped, in properties `:` and `,` as well, so that a name from a model cannot end a command or begin
 one. A step has 10 annotations of each kind, and the runner drops the others: the tenth says how many there are.
+
+Paths in annotations and SARIF are read from the root of the repository, wherever the step ran: on a runner that is
+`GITHUB_WORKSPACE` (GitHub Docs, Variables reference).
 """
 
 import os
+import posixpath
+import re
 from pathlib import Path
+from urllib.parse import quote
 
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
-from kvdoctor.report.artifact_paths import path_of
 from kvdoctor.report.document import Report
-from kvdoctor.report.markdown import render_page
-from kvdoctor.report.safe import printable, shortened
+from kvdoctor.report.escaping import printable, shortened
+from kvdoctor.report.markdown import render_summary
 from kvdoctor.report.wording.finding import format_headline, list_details
 
 KINDS = {"error": "error", "warning": "warning", "note": "notice"}
@@ -23,6 +28,8 @@ IN_PROPERTIES = {**ESCAPES, ":": "%3A", ",": "%2C"}
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 MOST_SUMMARY_BYTES = 1 << 20
 """GitHub refuses a longer summary of a step as a whole (GitHub Docs, Workflow commands)."""
+LONGEST_PATH = 4096
+WORKSPACE = "GITHUB_WORKSPACE"
 
 
 def render(report: Report) -> str:
@@ -39,8 +46,9 @@ def render_all(reports: list[Report]) -> str:
                 lines[KINDS[finding.severity]].append(_annotate(report, finding, KINDS[finding.severity]))
         for entry in report.not_checked:
             if entry.essential:
+                kind = "warning" if report.allowed(entry.code) is None else "notice"
                 title, text = f"kvdoctor {entry.code}", f"not checked: {entry.reason}"
-                lines["warning"].append(_line("warning", path_of(report), title, text))
+                lines[kind].append(_line(kind, path_of(report), title, text))
     # Known findings are listed last: they must not displace new ones from the ten.
     lines[KINDS["note"]] += [
         _annotate(report, finding, KINDS["note"])
@@ -55,7 +63,7 @@ def _limit(kind: str, lines: list[str]) -> list[str]:
     if len(lines) <= MOST_OF_A_KIND:
         return lines
     more = len(lines) - MOST_OF_A_KIND + 1
-    words = f"{more} more of these; the summary and the log of the step list all of them"
+    words = f"{more} more of these; the log of the step lists all of them"
     return [*lines[: MOST_OF_A_KIND - 1], f"::{kind} title=kvdoctor::{words}"]
 
 
@@ -87,9 +95,77 @@ def write_step_summary(verdict: str, reports: list[Report], last: tuple[str, ...
         return True
     try:
         used = Path(file).stat().st_size if Path(file).exists() else 0
-        text = render_page(verdict, reports, last, MOST_SUMMARY_BYTES - used)
-        with Path(file).open("ab") as summary:
-            summary.write(text.encode("utf-8"))
+        text = render_summary(verdict, reports, last).encode("utf-8")
+        if fits := used + len(text) <= MOST_SUMMARY_BYTES:
+            with Path(file).open("ab") as summary:
+                summary.write(text)
     except OSError as error:
         raise UsageError(f"cannot write the summary {file!r} ({SUMMARY_VARIABLE}): {error.strerror or error}") from None
-    return bool(text)
+    return fits
+
+
+def path_of(report: Report, finding: Finding | None = None) -> str:
+    """The path of a finding's file, or of the model, from where the user's path starts.
+
+    On a runner of GitHub it starts at the root of the repository if the file lies in it.
+    """
+    path = _as_written(report, finding)
+    root = os.environ.get(WORKSPACE)
+    if not root:
+        return path
+    try:
+        here = os.getcwd()  # noqa: PTH109 - a text like the others, not a path of this system
+    except OSError:
+        return path
+    # The working folder is given with links resolved, the root as it was configured.
+    return in_repository(path, here, root, os.path.realpath(root))
+
+
+def in_repository(path: str, here: str, *roots: str) -> str:
+    """The path relative to the first of the roots that it lies in; unchanged if it lies in none.
+
+    Args:
+        path: A file, relative to `here` or absolute.
+        here: The folder that relative paths start in, absolute.
+        roots: Names of the repository's folder, absolute.
+    """
+    whole = _plain(posixpath.join(_plain(here), path.replace("\\", "/")) if not _absolute(path) else path)
+    for root in map(_plain, roots):
+        if _absolute(root) and (whole == root or whole.startswith(f"{root.rstrip('/')}/")):
+            return posixpath.relpath(whole, root)
+    return path
+
+
+def _plain(path: str) -> str:
+    return posixpath.normpath(path.replace("\\", "/"))
+
+
+def _absolute(path: str) -> bool:
+    return re.match(r"([A-Za-z]:)?[/\\]", path) is not None
+
+
+def _as_written(report: Report, finding: Finding | None) -> str:
+    model = shortened(report.model.path.replace("\\", "/"), LONGEST_PATH)
+    if finding is None or finding.file is None:
+        return model
+    is_file = any(posixpath.basename(model) == file.path for file in report.model.files)
+    folder = posixpath.dirname(model) if is_file else model
+    return posixpath.normpath(posixpath.join(folder, shortened(finding.file, LONGEST_PATH)))
+
+
+def uri(path: str) -> str:
+    """A path as a reference that no character in it can turn into another one (RFC 3986).
+
+    Bytes of a name that are no UTF-8, which Python holds as lone surrogates, are written as these bytes.
+    """
+    if re.match(r"[A-Za-z]:/", path):
+        return "file:///" + quote(_bytes(path), safe="/:")
+    quoted = quote(_bytes(path), safe="/")
+    return f"file://{quoted}" if path.startswith("/") else quoted
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return path.encode("utf-8", "replace")

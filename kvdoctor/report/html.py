@@ -1,24 +1,35 @@
-"""The report as one HTML page: no script, nothing loaded from anywhere, every text escaped (docs/html.md)."""
+"""The report as one HTML page under its verdict: no script, nothing is loaded, every text escaped (docs/html.md)."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvdoctor.report.document import Report, exit_code, exit_code_of_all
-from kvdoctor.report.page import findings, overview, repair, stack
-from kvdoctor.report.page.blocks import APPENDIX, KINDS, PagePosition, chip, code, section, table, write_page
+from kvdoctor.findings import Finding
+from kvdoctor.report.blocks import Section, capitalized, plain
+from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code, exit_code_of_all
+from kvdoctor.report.escaping import shortened
+from kvdoctor.report.facts import UNDIAGNOSED
+from kvdoctor.report.page.elements import KINDS, PagePosition, chip, code, label_list, section, table, write_page
 from kvdoctor.report.page.markup import Content, Element, h
-from kvdoctor.report.safe import shortened
-from kvdoctor.report.wording.units import format_count
+from kvdoctor.report.page.write import write_section, write_title, write_value
+from kvdoctor.report.sections.findings import find_deciding, make_short_card
+from kvdoctor.report.sections.repair import format_copy
+from kvdoctor.report.sections.whole import list_brief_sections, list_sections
+from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording.finding import FindingGroup, format_places, group_findings
+from kvdoctor.report.wording.health import explain_undecided
+from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 
-MOST_STACKS = 8
-MOST_LINKS, MOST_IN_BRIEF = 60, 20
+MOST_LINKS, LONGEST_LINK, MOST_IN_BRIEF = 60, 46, 20
 LARGEST = 6_000_000
 """Characters of all reports in full: reports beyond that are shown in brief."""
 LARGEST_BRIEF = 3_000_000
-ORDER = ("unhealthy", "incomplete", "nothing-found", "healthy")
+ORDER = ("unhealthy", "incomplete", "not-applicable", "nothing-found", "healthy")
 GATE_MEANS = {
     "unhealthy": "At least one model has findings that count as a failure.",
     "incomplete": "At least one model could not be fully diagnosed, and none is unhealthy.",
+    "not-applicable": "At least one model is no decoder with a KV cache; the others show no failure.",
     "nothing-found": "Nothing was found in the files; no model was run.",
     "healthy": "Every model is healthy.",
 }
@@ -29,10 +40,10 @@ Part = tuple[str, Content, Element]
 
 def render(report: Report) -> str:
     """The whole page of one report."""
-    sections = list(_sections(report, PagePosition()))
+    sections = list(_write_sections(list_sections(report), PagePosition()))
     links = [(name, title) for name, title, _ in sections]
     title = f"{report.verdict}: kvdoctor {report.command} {report.model.path[:200]}"
-    head = overview.verdict_header(report, PagePosition(level=1))
+    head = verdict_header(report, PagePosition(level=1))
     return write_page(title, links, head, [content for _, _, content in sections])
 
 
@@ -43,7 +54,7 @@ def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], l
     """
     if len(reports) == 1 and not last:
         return render(reports[0])
-    verdict: str = document()["verdict"]
+    overall: str = document()["verdict"]
     ordered = sorted(enumerate(reports), key=lambda pair: (ORDER.index(pair[1].verdict), pair[0]))
     models = _models(ordered)
     shown = {number for number, _ in ordered[: len(models)]}
@@ -55,64 +66,40 @@ def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], l
         "--format json."
     )
     more = h("p", rest, class_="hint") if left_out else None
-    title = f"{verdict}: kvdoctor gate of {format_count(len(reports), 'model')}"
-    return write_page(title, links, _gate_header(verdict, reports, last), _index(ordered, shown), models, more)
+    title = f"{overall}: kvdoctor gate of {format_count(len(reports), 'model')}"
+    return write_page(title, links, _gate_header(overall, reports, last), _index(ordered, shown), models, more)
 
 
-def _sections(report: Report, place: PagePosition) -> Iterator[Part]:
+def _write_sections(sections: Iterable[Section], place: PagePosition) -> Iterator[Part]:
     """The sections under the verdict, in the order in which they are read."""
-    if report.repair is not None:
-        yield from repair.repair_sections(report, report.repair, place)
-    title = "Findings" if report.repair is None else "Findings now"
-    if report.repair is not None and report.repair.is_planned:
-        title = "Findings that the copy would have"
-    yield _part(place, "findings", title, *findings.show_findings(report.findings, place.below("now"), report))
-    for number, facts in enumerate(report.stacks[:MOST_STACKS]):
-        name = f"stack-{number}"
-        yield place.id(name), f"Stack {facts.name[:40]}", stack.stack_section(facts, report, place, name)
-    if report.variants:
-        yield _part(place, "variants", "Variants", *overview.show_variants(report, place))
-    if report.speed:
-        yield _part(place, "speed", "Speed", *overview.show_speed(report, place))
-    if report.drafts:
-        yield _part(place, "drafts", "Draft", *overview.show_drafts(report))
-    if left := [facts.name for facts in report.stacks[MOST_STACKS:]]:
-        yield _part(place, "more", "More stacks", h("p", f"{len(left)} more are in --format json: {', '.join(left)}"))
-    yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(report.not_checked, place))
-    if report.notes:
-        yield _part(place, "notes", "Notes", *overview.show_notes(report), class_=APPENDIX)
-    yield _part(place, "environment", "Environment", *overview.show_environment(report), class_=APPENDIX)
-    yield _part(place, "files", "Files", *overview.show_files(report, place), class_=APPENDIX)
+    for one in sections:
+        if (written := write_section(one, place, one.name)) is not None:
+            yield place.id(one.name), plain(capitalized(one.title))[:LONGEST_LINK], written
 
 
-def _brief_sections(report: Report, place: PagePosition) -> Iterator[Part]:
-    """The sections that no reader can do without."""
-    found, unchecked = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
-    yield _part(place, "findings", "Findings", *findings.show_findings(found, place.below("now"), report))
-    yield _part(place, "not-checked", "Not checked", *findings.show_not_checked(unchecked, place))
+def _list_brief(report: Report) -> Iterator[Section]:
+    """The sections that no reader can do without, of the first findings and checks."""
+    few = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
+    return list_brief_sections(replace(report, findings=few[0], not_checked=few[1]))
 
 
-def _part(place: PagePosition, name: str, title: str, *content: Content, class_: str | None = None) -> Part:
-    return place.id(name), title, section(place, name, title, *content, class_=class_)
-
-
-def _gate_header(verdict: str, reports: Sequence[Report], last: Sequence[str]) -> Element:
-    code_number = exit_code_of_all(exit_code(report, report.fail_on) for report in reports)
+def _gate_header(overall: str, reports: Sequence[Report], last: Sequence[str]) -> Element:
+    code_number = exit_code_of_all(reports)
     counts = [
         chip(f"{number} {name.replace('-', ' ')}", KINDS[name])
         for name in ORDER
         if (number := sum(report.verdict == name for report in reports))
     ]
     lines: list[Content] = [h("p", line) for line in last]
-    worst = next((report for report in reports if report.verdict == verdict and overview.find_worst(report)), None)
-    if verdict == "unhealthy" and worst is not None:
-        lines = [h("p", "The first of them, ", _path(worst), ":"), overview.show_worst(worst), *lines]
-    lines.append(h("p", "Exit code ", h("strong", code_number), f": {overview.EXITS[code_number]}.", class_="exit"))
+    worst = next((report for report in reports if report.verdict == overall and find_worst(report)), None)
+    if overall == "unhealthy" and worst is not None:
+        lines = [h("p", "The first of them, ", _path(worst), ":"), show_worst(worst), *lines]
+    lines.append(_explain_exit(code_number, reports))
     return h(
         "header",
         h("p", "kvdoctor gate", class_="eyebrow"),
         h("h1", format_count(len(reports), "model")),
-        overview.banner(verdict, GATE_MEANS[verdict], h("div", counts, class_="chips"), *lines),
+        banner(overall, GATE_MEANS[overall], h("div", counts, class_="chips"), *lines),
         class_="report-head",
     )
 
@@ -122,8 +109,8 @@ def _index(ordered: Sequence[tuple[int, Report]], shown: Collection[int]) -> Ele
     rows = [
         (
             h("a", _path(report), href=f"#m{number}") if number in shown else _path(report),
-            chip(report.verdict, KINDS[report.verdict]),
-            h("div", overview.count_chips(report), class_="chips"),
+            chip(report.verdict.replace("-", " "), KINDS[report.verdict]),
+            h("div", count_chips(report), class_="chips"),
             _worst(report),
         )
         for number, report in ordered
@@ -137,8 +124,8 @@ def _path(report: Report) -> Content:
 
 
 def _worst(report: Report) -> Content:
-    if (group := overview.find_worst(report)) is None:
-        return report.not_checked[0].reason[:200] if report.verdict == "incomplete" and report.not_checked else "\u2013"
+    if (group := find_worst(report)) is None:
+        return report.not_checked[0].reason[:200] if report.verdict in UNDIAGNOSED and report.not_checked else "\u2013"
     return f"{group.first.code} {group.first.name}", h("p", shortened(group.first.cause, 200), class_="hint")
 
 
@@ -157,11 +144,11 @@ def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element]:
 
 def _model(number: int, report: Report, in_full: bool) -> Element:
     place = PagePosition(f"m{number}-", 2)
-    sections = _sections(report, place.below()) if in_full else _brief_sections(report, place.below())
+    sections = _write_sections(list_sections(report) if in_full else _list_brief(report), place.below())
     brief = None if in_full else h("p", "In brief: --format html of this model alone shows the rest.", class_="hint")
     return h(
         "article",
-        overview.verdict_header(report, place),
+        verdict_header(report, place),
         brief,
         (content for _, _, content in sections),
         h("p", h("a", "Back to the models", href="#models"), class_="hint"),
@@ -171,9 +158,120 @@ def _model(number: int, report: Report, in_full: bool) -> Element:
     )
 
 
-def _mark(verdict: str) -> Element:
-    return h("span", overview.MARKS[verdict], " ", class_=f"nav-mark {KINDS[verdict]}", title=verdict)
+def _mark(name: str) -> Element:
+    return h("span", MARKS[name], " ", class_=f"nav-mark {KINDS[name]}", title=name)
 
 
 def _shorten(path: str) -> str:
     return path if len(path) <= 40 else f"\u2026{path[-38:]}"
+
+
+MEANS = {
+    "healthy": "Decode steps were run with and without the cache, and their logits agree.",
+    "unhealthy": "At least one finding counts as a failure. This is the worst:",
+    "incomplete": "A check could not run that is essential for the verdict. The model may or may not be healthy.",
+    "not-applicable": "The model is no decoder with a KV cache: there is nothing to diagnose.",
+    "nothing-found": "Nothing was found in the files. The model was not run; step-test runs decode steps.",
+}
+HARMLESS = "A finding that does not count as a failure:"
+EXITS = {
+    EXIT_HEALTHY: "every check ran as requested, and no finding counts as a failure",
+    EXIT_FINDINGS: "at least one finding counts as a failure",
+    EXIT_INCOMPLETE: "the diagnosis could not be completed, which is not the same as healthy",
+}
+MARKS = {
+    "healthy": "\u2713",
+    "unhealthy": "\u2715",
+    "incomplete": "?",
+    "not-applicable": "\u2013",
+    "nothing-found": "\u2013",
+}
+
+
+def count_chips(report: Report) -> list[Element]:
+    """The number of findings of each severity, those with the same facts once, and of checks that could not run."""
+    found = Counter(group.first.severity for group in group_findings(_list_decisive(report)))
+    made = [chip(format_count(number, word), word) for word in ("error", "warning", "note") if (number := found[word])]
+    if report.open_checks:
+        made.append(chip(f"{len(report.open_checks)} not checked", "open"))
+    return made
+
+
+def banner(verdict: str, meaning: Content, *content: Content) -> Element:
+    """The verdict in large letters, with its meaning."""
+    mark = h("span", MARKS[verdict], class_="mark", aria_hidden="true")
+    return h(
+        "div",
+        h("p", mark, verdict.replace("-", " "), class_="verdict"),
+        h("p", meaning, class_="meaning"),
+        content,
+        class_=f"banner {KINDS[verdict]}",
+    )
+
+
+def verdict_header(report: Report, place: PagePosition) -> Element:
+    """The command, the model, and the verdict on it."""
+    code_number = exit_code(report, report.fail_on)
+    threshold = f" (--fail-on {report.fail_on})" if code_number != EXIT_INCOMPLETE else ""
+    lines: list[Content] = [_show_reasons(report)]
+    if _list_decisive(report) or report.open_checks:
+        lines.append(h("div", count_chips(report), class_="chips"))
+    lines.append(_explain_exit(code_number, [report], threshold))
+    if report.repair is not None:
+        lines.append(h("p", format_copy(report.repair)))
+    if made := format_reproducer(report):
+        lines.append(h("p", made))
+    return h(
+        "header",
+        h("p", f"kvdoctor {report.command}", class_="eyebrow"),
+        place.heading(code(report.model.path, 600) or "(no path)", id_=place.id("name")),
+        banner(report.verdict, _explain_verdict(report), lines),
+        class_="report-head",
+    )
+
+
+def _explain_exit(number: int, reports: Sequence[Report], threshold: str = "") -> Element:
+    """The exit code and its meaning; what may stay unchecked is no check that ran."""
+    allowed = dict.fromkeys(filter(None, (report.allowance for report in reports))) if number == EXIT_HEALTHY else {}
+    meaning = (
+        f"no finding counts, and what was not checked is allowed: {'; '.join(allowed)}" if allowed else EXITS[number]
+    )
+    return h("p", "Exit code ", h("strong", number), f": {meaning}{threshold}.", class_="exit")
+
+
+def find_worst(report: Report) -> FindingGroup | None:
+    """The worst of the findings that the verdict is about; none that is known, and no note that does not count."""
+    groups = find_deciding(report, group_findings(_list_decisive(report)))
+    return next((group for group in groups if group.first.known is None), None)
+
+
+def show_worst(report: Report) -> Content:
+    """The worst finding in short: what happens, the cause, and the fix."""
+    if (group := find_worst(report)) is None:
+        return None
+    card = replace(make_short_card(report, group, picture=False), place=format_places(group.places))
+    rows = [*(row for row in card.facts if row[0] in ("cause", "where")), *card.fix]
+    return h("p", write_title(card)), h("p", card.cause), label_list((label, write_value(text)) for label, text in rows)
+
+
+def _list_decisive(report: Report) -> tuple[Finding, ...]:
+    """The findings that the verdict is about: after a dry run those of the original, which stays as it is."""
+    record = report.repair
+    return record.before.findings if record is not None and record.is_planned else report.findings
+
+
+def _explain_verdict(report: Report) -> str:
+    if report.repair is not None and report.repair.is_planned:
+        return f"{name_verdict(report)}."
+    means = MEANS[report.verdict]
+    if report.verdict in ("healthy", "nothing-found") and find_worst(report) is not None:
+        return f"{means} {HARMLESS}"
+    return means
+
+
+def _show_reasons(report: Report) -> Content:
+    """What the verdict rests on: the worst finding, or why there is no verdict and what would give one."""
+    rows = explain_undecided(report, "under \u201cNot checked\u201d")
+    if report.verdict not in UNDIAGNOSED or rows[0][0] != "why":
+        return show_worst(report)
+    return label_list((label, write_value(text)) for label, text in rows)

@@ -47,6 +47,15 @@ class ExplainedMessage:
 
 
 @record
+class ExplainedName:
+    """A name that is no check: its kind (`term`, `experiment`), the name, and what it means."""
+
+    kind: str
+    name: str
+    text: str
+
+
+@record
 class Explanation:
     """The document of `explain`.
 
@@ -54,11 +63,15 @@ class Explanation:
         checks: the checks that were asked for.
         messages: the known messages that are like the text.
         issues: public issues of other projects whose message is in the text.
+        names: terms of the glossary and experiments of that name.
+        closest: where nothing is known, the known messages that share most with the text.
     """
 
     checks: tuple[ExplainedCheck, ...] = ()
     messages: tuple[ExplainedMessage, ...] = ()
     issues: tuple[Issue, ...] = ()
+    names: tuple[ExplainedName, ...] = ()
+    closest: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""

@@ -4,14 +4,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdoctor.errors import UsageError
 from kvdoctor.records import from_plain
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
-
-if TYPE_CHECKING:
-    from kvdoctor.report.diff_document import DiffReport
 
 MOST_BYTES = 256 << 20
 LOOKED_AT = 64
@@ -22,11 +19,6 @@ ADVICE = "`kvdoctor step-test MODEL --output json=REPORT.json` writes one"
 def render(report: Report) -> str:
     """One JSON object and a newline; keys in the order of the contract."""
     return dump(report.to_dict())
-
-
-def render_diff(diff: "DiffReport") -> str:
-    """The document of `diff`."""
-    return dump(diff.to_dict())
 
 
 def render_gate(document: Callable[[], dict[str, Any]], _reports: Sequence[Report], _last: Sequence[str]) -> str:

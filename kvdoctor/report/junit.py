@@ -1,22 +1,19 @@
 """The report as JUnit XML: a suite is a stack of a model, a case is an experiment or a check.
 
-`failure`: a finding counts for the exit code. An experiment fails if it decides the verdict and its stack has such a
-finding; the others are common workarounds, which may fail. `error`: a check that is essential for the verdict could not
-run (exit code 3). `skipped`: not checked, with the reason. Every other case has its result in `system-out`. Only cases
-have times. The dialect is that of Jenkins (junit-10.xsd).
+`failure`: a finding that counts for the exit code, and nothing else. `error`: a check that is essential for the verdict
+could not run (exit code 3). `skipped`: without a result, with the reason. Experiments and findings that do not count
+have their result in `system-out`. Only cases have times. The dialect is that of Jenkins (junit-10.xsd).
 """
 
 import re
 from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
-from kvdoctor.decode.runs import Run
 from kvdoctor.findings import Check, Finding, NotChecked, all_checks
 from kvdoctor.report.document import Report, counts
-from kvdoctor.report.safe import printable, shortened
+from kvdoctor.report.escaping import printable, shortened
 from kvdoctor.report.wording.finding import format_headline, list_details
-from kvdoctor.report.wording.runs import describe_result, format_outcome
-from kvdoctor.report.wording.targets import select_local_runs
+from kvdoctor.report.wording.runs import describe_result, format_outcome, select_local_runs
 
 NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that an XML 1.0 document must not have, not even escaped."""
@@ -24,8 +21,6 @@ NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 ASKED_BY = {"inspect": {"contract"}, "speed": {"speed"}}
 """The rounds of checks that a command runs on a stack; all other commands run `ROUNDS`."""
 ROUNDS = {"contract", "runs", "golden", "caller"}
-ON_REQUEST = {"golden": "against", "caller": "trace"}
-"""Rounds that run where an option asks for them."""
 COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 LONGEST_MESSAGE = 1200
 
@@ -63,7 +58,6 @@ def _suites(report: Report) -> Iterator[ET.Element]:
 def _experiments(report: Report, stack: str | None) -> Iterator[ET.Element]:
     if stack is None:
         return
-    counted = any(_counts(report, finding) for finding in report.findings if finding.stack == stack)
     seconds = report.measured.get(stack, {}).get("seconds", {})
     local = select_local_runs(report, stack)
     for run in (run for run in report.runs if run.stack == stack):
@@ -71,45 +65,31 @@ def _experiments(report: Report, stack: str | None) -> Iterator[ET.Element]:
         case = _case(report, stack, run.experiment if is_local else f"{run.experiment} under {run.target}")
         if is_local and run.experiment in seconds:
             case.set("time", f"{seconds[run.experiment]:.3f}")
-        result = f"{format_outcome(run)}: {describe_result(run)}"
         if run.outcome == "skipped":
             _add(case, "skipped", run.reason or "skipped")
-        elif run.outcome == "died":
-            _add(case, "error", result)
-        elif counted and _is_bad(run):
-            _add(case, "failure", result)
         else:
-            ET.SubElement(case, "system-out").text = _text(result)
+            ET.SubElement(case, "system-out").text = _text(f"{format_outcome(run)}: {describe_result(run)}")
         yield case
 
 
-def _is_bad(run: Run) -> bool:
-    from kvdoctor.decode.experiments import judged_names
-
-    return run.experiment in judged_names() and run.outcome in ("failed", "differs")
-
-
 def _checks(report: Report, stack: str | None) -> Iterator[ET.Element]:
-    """One case for each check that was run on the stack; without a stack, on the files."""
-    for check in all_checks():
+    """One case for each check that the command has for the stack; without a stack, for the files."""
+    rounds = {"file"} if stack is None else ASKED_BY.get(report.command, ROUNDS)
+    rounds = rounds | ({"targets"} if report.targets and stack is not None else set())
+    for check in all_checks() if report.model.files else ():
         found = [f for f in report.findings if f.code == check.code and f.stack == stack]
         left = [e for e in report.not_checked if e.stack == stack and e.code == check.code]
-        not_run = None if found or left else _why_not_run(report, stack, check)
-        if not_run == "":
-            continue
+        if not found and not left:
+            if not rounds.intersection(check.rounds) or not report.selection.takes(check.code, check.name):
+                continue
+            left = _why_not_run(report, stack, check)
         case = _case(report, stack, f"{check.code} {check.name}")
         counted = [finding for finding in found if _counts(report, finding)]
         for finding in counted:
-            _add(
-                case,
-                "error" if check.incomplete else "failure",
-                format_headline(finding),
-                _evidence(finding),
-                finding.severity,
-            )
-        if not counted and (left or not_run):
-            kind = "error" if any(entry.essential for entry in left) else "skipped"
-            _add(case, kind, not_run or "; ".join(entry.reason for entry in left))
+            kind = "failure" if not check.incomplete else "skipped" if report.allowed(check.code) else "error"
+            _add(case, kind, format_headline(finding), _evidence(finding), finding.severity)
+        if not counted and left:
+            _add_open(report, case, left)
         below = [finding for finding in found if finding not in counted]
         if below:
             text = "\n".join(f"{_text(format_headline(f))}\n{_evidence(f)}" for f in below)
@@ -117,18 +97,13 @@ def _checks(report: Report, stack: str | None) -> Iterator[ET.Element]:
         yield case
 
 
-def _why_not_run(report: Report, stack: str | None, check: Check) -> str | None:
-    """Why a check without a finding does not pass: a reason; empty if it is no case at all; None if it passes."""
-    chosen = report.selection
-    rounds = {"file"} if stack is None else ASKED_BY.get(report.command, ROUNDS)
-    rounds = rounds | ({"targets"} if report.targets and stack is not None else set())
-    if not (chosen.takes(check.code, check.name) and rounds & set(check.rounds)) or not report.model.files:
-        return ""
-    by_runs = set(check.rounds) & rounds <= {"runs"}
-    if by_runs and not any(run.stack == stack and run.outcome != "skipped" for run in report.runs):
-        return "no decode step was run"
-    asked = next((option for round_, option in ON_REQUEST.items() if set(check.rounds) & rounds <= {round_}), None)
-    return "" if asked is not None and report.arguments.get(asked) is None else None
+def _why_not_run(report: Report, stack: str | None, check: Check) -> list[NotChecked]:
+    """Why a check without a finding does not pass; nothing if it passes."""
+    if absent := [e for e in report.absent if e.code == check.code and e.stack in (None, stack)]:
+        return absent[:1]
+    ran = any(run.stack == stack and run.outcome != "skipped" for run in report.runs)
+    by_runs = set(check.rounds) <= {"runs"} and not ran
+    return [NotChecked(stack, check.code, "no decode step was run", kind="not-run")] if by_runs else []
 
 
 def _others(report: Report, stack: str | None) -> Iterator[ET.Element]:
@@ -140,9 +115,13 @@ def _others(report: Report, stack: str | None) -> Iterator[ET.Element]:
             left.setdefault("diagnosis" if entry.code == "*" else entry.code, []).append(entry)
     for name, entries in left.items():
         case = _case(report, stack, name)
-        kind = "error" if any(entry.essential for entry in entries) else "skipped"
-        _add(case, kind, "; ".join(entry.reason for entry in entries))
+        _add_open(report, case, entries)
         yield case
+
+
+def _add_open(report: Report, case: ET.Element, left: list[NotChecked]) -> None:
+    is_error = any(entry.essential and report.allowed(entry.code) is None for entry in left)
+    _add(case, "error" if is_error else "skipped", "; ".join(entry.reason for entry in left))
 
 
 def _counts(report: Report, finding: Finding) -> bool:

@@ -1,80 +1,243 @@
-"""Looks up an error message in the tables of faq.md: what decides between its causes, and the command.
+"""What is known of a text or a finding: the table known_texts.json, and public issues of other projects.
 
-The file is also the page docs/faq.md (`python docs/make_faq.py`).
+An entry of the table has texts of runtimes and symptoms in a user's language, and for each cause the question that
+decides and the command. A text leads to the entry with which it shares the rarest terms; numbers and names of nodes are
+ignored. The frequent entries are the page docs/faq.md (`python docs/make_faq.py`). An issue of the table
+`known_issues.json` is no verdict: causes are decided by runs and graphs. It is listed for a finding if its check is
+named, one of its quotes occurs in what was observed, and the file has all of its operators.
 """
 
+import itertools
+import json
+import math
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections import Counter
+from collections.abc import Collection, Iterable
+from functools import cache, partial
 from importlib.resources import files
+from typing import Any
 
+from kvdoctor.findings import Finding, Issue
 from kvdoctor.records import record
 
-SAME = "the same"
-"""Begins the first column of a row whose message is that of the row above."""
-ROW = re.compile(r"^\| (?P<seen>.+?) \| (?P<question>.+?) \| (?P<answer>.+?) \|$", re.MULTILINE)
-QUOTED = re.compile(r"`([^`]+)`")
-LINK = re.compile(r"\[([^\]]+)\]\((\w+\.md)\)")
+LINK = re.compile(r"\[([^\]]+)\]\((\w[\w-]*\.md)\)")
+NODES = re.compile(r"\S*[/\\]\S*[/\\:]\S*|(?<=name:)\S+|\{[^}]*\}|(?<=input:)past\S+")
+"""Paths, names of nodes and inputs, shapes: they say where, not what."""
+ENDINGS = ("ations", "ation", "ings", "ing", "ies", "ed", "es", "ly", "s", "e")
 LEAST_QUOTE = 12
-"""Characters that a text must have to be looked for within a message."""
-LEAST_WORD, MOST_BY_WORDS = 4, 3
+"""Characters that a text must have to be looked for within the title or the quote of an issue."""
+LEAST_SHARE, LEAST_COMMON, LEAST_OF_TEXT, LEAST_ALONE = 0.6, 1.2, 0.12, 0.45
+"""What must be common: a share of the phrase, or of a shorter text; a weight (1: a term of one entry); a share of the
+text, since a long log shares some terms with everything. A whole phrase of frequent terms needs the last share."""
+NEAR, MOST_ENTRIES, MOST_CLOSEST = 0.9, 2, 2
+"""Entries are listed that score that share of the best; so many at most."""
+MOST_ISSUES = 2
+"""Issues that are listed for one finding."""
+LEAST_PART = 16
+"""Characters that a part of a quote must have to find it: `the version` is part of too many."""
 
 
 @record
-class KnownMessage:
-    """A row of faq.md: what is `seen`, the `messages` quoted in it, the `question` that decides, and the `answer`."""
+class Cause:
+    """One cause of a text: the question that decides, and what answers it."""
 
-    seen: str
     question: str
-    answer: str
-    messages: tuple[str, ...]
+    then: str
 
 
-def read_page() -> str:
-    """The whole of faq.md."""
-    return files("kvdoctor.report").joinpath("faq.md").read_text(encoding="utf-8")
+@record
+class KnownText:
+    """An entry: `texts` of runtimes, `symptoms` as people describe them, and causes; `part` of the page, or `more`."""
+
+    name: str
+    part: str
+    causes: tuple[Cause, ...]
+    texts: tuple[str, ...] = ()
+    symptoms: tuple[str, ...] = ()
+
+    @property
+    def seen(self) -> str:
+        """What is seen, for a heading."""
+        return ", ".join(f"`{text}`" for text in self.texts[:2]) or self.symptoms[0]
+
+    @property
+    def answers(self) -> tuple[tuple[str, str], ...]:
+        """Question and answer of each cause, with links as names of pages."""
+        return tuple((cause.question, LINK.sub(r"\1 (docs/\2)", cause.then)) for cause in self.causes)
+
+
+@record
+class Found:
+    """The entries that a text leads to, the best first; if there are none, the `closest`."""
+
+    entries: tuple[KnownText, ...] = ()
+    closest: tuple[KnownText, ...] = ()
 
 
 @cache
-def list_messages() -> tuple[KnownMessage, ...]:
-    """All rows, those of one message with the message of the first."""
-    found: list[KnownMessage] = []
-    for row in ROW.finditer(read_page()):
-        seen, question, answer = row["seen"], row["question"], LINK.sub(r"\1 (docs/\2)", row["answer"])
-        if set(seen) == {"-"} or seen == "you see":
+def _read_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(files("kvdoctor.report").joinpath("known_texts.json").read_text("utf-8"))
+    return table
+
+
+@cache
+def list_texts() -> tuple[KnownText, ...]:
+    """All entries of the table."""
+    return tuple(
+        KnownText(
+            one["name"],
+            one["part"],
+            tuple(Cause(cause["question"], cause["then"]) for cause in one["causes"]),
+            tuple(one.get("texts", ())),
+            tuple(one.get("symptoms", ())),
+        )
+        for one in _read_table()["entries"]
+    )
+
+
+@cache
+def _rewrites() -> tuple[tuple[re.Pattern[str], str], ...]:
+    return tuple((re.compile(pattern), term) for pattern, term in _read_table()["rewrites"])
+
+
+@cache
+def _ignored() -> frozenset[str]:
+    return frozenset(_read_table()["ignored"].split())
+
+
+def list_terms(text: str) -> frozenset[str]:
+    """The terms of a text by which it is found: without numbers, names of nodes and endings, synonyms as one."""
+    text = NODES.sub(" ", text.lower())
+    for pattern, term in _rewrites():
+        text = " ".join(pattern.sub(term, text).split())
+    names = (name for name in re.findall(r"[^\W\d_]+", text) if name not in _ignored() and len(name) > 1)
+    return frozenset(map(_stem, names))
+
+
+def _stem(name: str) -> str:
+    for ending in ENDINGS:
+        if name.endswith(ending) and len(name) - len(ending) >= 3:
+            return name.removesuffix(ending)
+    return name
+
+
+@cache
+def _phrases() -> tuple[tuple[KnownText, frozenset[str]], ...]:
+    return tuple((one, list_terms(phrase)) for one in list_texts() for phrase in (*one.texts, *one.symptoms))
+
+
+@cache
+def _weights() -> dict[str, float]:
+    """The weight of each term: 1 if one entry has it, less if many do."""
+    entries = Counter(
+        term for one in list_texts() for term in {*itertools.chain(*map(list_terms, (*one.texts, *one.symptoms)))}
+    )
+    most = math.log(1 + len(list_texts()))
+    return {term: math.log(1 + len(list_texts()) / count) / most for term, count in entries.items()}
+
+
+def _weigh(terms: Iterable[str]) -> float:
+    return sum(_weights().get(term, 1.0) for term in terms)
+
+
+@cache
+def _read_quote(quote: str) -> tuple[str, re.Pattern[str]]:
+    known = _normalize(quote)
+    return known, re.compile(re.sub(r"\\?-?(?:\d+|\bn\b)", r"-?\\d+", re.escape(known)))
+
+
+def _contains(text: str, quote: str) -> float:
+    """The length of a quote that a text contains, whatever its numbers are, or that the text is a part of; else 0."""
+    known, pattern = _read_quote(quote)
+    return len(known) if pattern.search(text) or (len(text) >= LEAST_QUOTE and text in known) else 0
+
+
+def find_texts(text: str) -> Found:
+    """The entries whose texts or symptoms share enough rare terms with a text; else those that share most."""
+    wanted, plain = list_terms(text), _normalize(text)
+    whole = _weigh(wanted)
+    scores = {
+        entry: size for entry in list_texts() if (size := max(map(partial(_contains, plain), entry.texts), default=0))
+    }
+    near: dict[KnownText, float] = {}
+    for entry, phrase in _phrases():
+        common = _weigh(wanted & phrase)
+        if not common:
             continue
-        messages = tuple(QUOTED.findall(seen))
-        if seen.startswith(SAME) and found:
-            messages = found[-1].messages
-            seen = ", ".join(f"`{message}`" for message in messages) + seen.removeprefix(SAME)
-        found.append(KnownMessage(seen, question, answer, messages))
-    return tuple(found)
+        size = _weigh(phrase)
+        score = common * common / size
+        near[entry] = max(near.get(entry, 0.0), score)
+        enough = common >= LEAST_COMMON or (wanted >= phrase and common >= LEAST_ALONE * whole)
+        if enough and common >= LEAST_SHARE * min(whole, size) and common >= LEAST_OF_TEXT * whole:
+            scores[entry] = max(scores.get(entry, 0.0), score)
+    best = max(scores.values(), default=0.0)
+    entries = sorted((one for one, score in scores.items() if score >= NEAR * best), key=lambda one: -scores[one])
+    closest = sorted(near, key=lambda one: -near[one])
+    return Found(tuple(entries[:MOST_ENTRIES]), () if entries else tuple(closest[:MOST_CLOSEST]))
 
 
-def find_messages(text: str) -> tuple[KnownMessage, ...]:
-    """The rows whose message is in a text, or that a text is part of; else the few that share most of its words."""
+@record
+class KnownIssue:
+    """An entry of the table. `quotes`, `operators` and `producers` are empty where any will do."""
+
+    issue: Issue
+    checks: tuple[str, ...]
+    quotes: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    producers: tuple[str, ...] = ()
+
+    def concerns(self, finding: Finding, operators: Collection[str], producer: str) -> bool:
+        """Whether it may be the cause of a finding in a file with these operators, written by that producer."""
+        words = _normalize(" ".join((finding.cause, finding.observed, *finding.effects, *finding.evidence)))
+        return (
+            finding.name in self.checks
+            and (not self.quotes or any(_has_words(words, _normalize(quote)) for quote in self.quotes))
+            and set(self.operators) <= {*operators}
+            and (not self.producers or any(name in producer.lower() for name in self.producers))
+        )
+
+
+@cache
+def list_issues() -> tuple[KnownIssue, ...]:
+    """All entries."""
+    entries = json.loads(files("kvdoctor.report").joinpath("known_issues.json").read_text(encoding="utf-8"))
+    names = ("checks", "quotes", "operators", "producers")
+    return tuple(
+        KnownIssue(
+            Issue(entry["url"], entry["title"], entry["fixed_in"]), *(tuple(entry.get(name, ())) for name in names)
+        )
+        for entry in entries
+    )
+
+
+def find_issues(finding: Finding, operators: Collection[str], producer: str) -> tuple[Issue, ...]:
+    """The issues that concern a finding, those with a quote first."""
+    found = [entry for entry in list_issues() if entry.concerns(finding, operators, producer)]
+    found.sort(key=lambda entry: not entry.quotes)
+    return tuple(entry.issue for entry in found[:MOST_ISSUES])
+
+
+def issues_of_check(name: str) -> tuple[Issue, ...]:
+    """The issues of a check."""
+    return tuple(entry.issue for entry in list_issues() if name in entry.checks)
+
+
+def issues_of_message(text: str) -> tuple[Issue, ...]:
+    """The issues of which a text has a quote, or that a part of their title or quote is."""
     wanted = _normalize(text)
-    rows = tuple(row for row in list_messages() if any(_contains(wanted, message) for message in row.messages))
-    return rows or tuple(_find_by_words(wanted))
+    return tuple(entry.issue for entry in list_issues() if _fits(wanted, (*entry.quotes, entry.issue.title)))
 
 
-def _contains(text: str, message: str) -> bool:
-    """Whether a text holds a message, whatever its numbers are, or is a part of it."""
-    known = _normalize(message)
-    pattern = re.sub(r"\\?-?(?:\d+|\bn\b)", r"-?\\d+", re.escape(known))
-    return re.search(pattern, text) is not None or (len(text) >= LEAST_QUOTE and text in known)
+def _has_words(text: str, quote: str) -> bool:
+    """Whether a text contains a quote between word boundaries: `If` is not found in `different`."""
+    return re.search(rf"(?<![a-z0-9_]){re.escape(quote)}(?![a-z0-9_])", text) is not None
 
 
-def _find_by_words(text: str) -> Iterator[KnownMessage]:
-    words = _list_words(text)
-    shares = [(len(words & _list_words(_normalize(f"{row.seen} {row.question}"))), row) for row in list_messages()]
-    best = max((share for share, _ in shares), default=0)
-    if words and best >= min(2, len(re.findall(r"\w+", text))):
-        yield from [row for share, row in shares if share == best][:MOST_BY_WORDS]
-
-
-def _list_words(text: str) -> set[str]:
-    return {word for word in re.findall(r"\w+", text) if len(word) >= LEAST_WORD}
+def _fits(wanted: str, known: Iterable[str]) -> bool:
+    texts = [_normalize(text) for text in known]
+    inside = any(len(text) >= LEAST_QUOTE and text in wanted for text in texts)
+    part = len(wanted) >= LEAST_PART and any(_has_words(text, wanted) for text in texts)
+    return inside or part
 
 
 def _normalize(text: str) -> str:

@@ -1,96 +1,78 @@
-"""The report as Markdown, to paste into an issue; several models on one page, for the summary of a CI job."""
+"""Writes blocks as Markdown, to paste into an issue. Every name is data, also after GitHub has rendered the text."""
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kvdoctor.analysis.memory import MemoryPlan
-from kvdoctor.decode.runs import LOOPS, Run
 from kvdoctor.findings import Finding
+from kvdoctor.report import blocks
+from kvdoctor.report.blocks import Span, Text, capitalized, pieces, plain
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import StackFacts
-from kvdoctor.report.repair_record import ExportRecord, RepairRecord
-from kvdoctor.report.safe import code, markdown, printable, shortened
-from kvdoctor.report.wording.cache_costs import tabulate_cache_costs
-from kvdoctor.report.wording.contract import describe_contract
-from kvdoctor.report.wording.devices import DEVICES_TITLE, describe_devices
-from kvdoctor.report.wording.drafts import describe_drafts
-from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
-from kvdoctor.report.wording.memory import (
-    describe_plan,
-    format_plan_title,
-    is_plan_requested,
-    list_assumptions,
-    tabulate_alternatives,
-    tabulate_paging,
-)
-from kvdoctor.report.wording.repair import (
-    describe_export,
-    format_export_title,
-    format_not_repaired,
-    list_caller_duties,
-    list_costs,
-)
-from kvdoctor.report.wording.runs import (
-    UNIT,
-    describe_parity,
-    describe_result,
-    format_outcome,
-    tabulate_differences,
-    tabulate_steps,
-)
-from kvdoctor.report.wording.speed import tabulate_speed
-from kvdoctor.report.wording.summary import format_counts, format_reproducer, name_open
-from kvdoctor.report.wording.targets import list_target_releases, select_local_runs, tabulate_targets
-from kvdoctor.report.wording.units import format_count
-from kvdoctor.report.wording.variants import tabulate_variants
+from kvdoctor.report.escaping import code, markdown, printable, shortened
+from kvdoctor.report.facts import UNDIAGNOSED
+from kvdoctor.report.sections.repair import format_copy
+from kvdoctor.report.sections.whole import list_sections
+from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording.finding import group_open_checks, known_reason, link_check
+from kvdoctor.report.wording.health import explain_undecided, format_tally
+from kvdoctor.report.wording.summary import format_reproducer, tabulate_models
 
 MOST_CHARACTERS = 65_536
 """The length limit of a GitHub issue."""
-SPARE, SPARE_ON_PAGE = 600, 200
-MOST_ROWS, MOST_KNOWN = 2000, 40
-TABLE_SHARE = 2
-"""The table of models takes at most one part in so many of a page."""
-LEAST_PART = 2000
+SPARE, MOST_NAMED = 600, 4
+MOST_LAST, MOST_LISTED, LONGEST_LINE = 5, 20, 300
+"""Lines about all models, and models and faults, in the summary of a step; characters of a text there."""
+FAULTY, EFFECTS = ("failed", "differs", "died", "wrong"), ("worse", "better")
+"""Kinds of pieces that are written in bold, and those that stand before the text in place of its color."""
+VALUES = ("name", "command", "wrong", "gone", "new", "changed", "same", "neutral", *EFFECTS)
+"""Kinds of pieces that are written as code; other ones are text."""
 
 
 def render(report: Report) -> str:
-    """The report as one Markdown text that fits into an issue: sections that do not fit are left out, and named."""
+    """The report as one Markdown text that fits into an issue; what does not fit is named."""
     return render_within(MOST_CHARACTERS, report)
 
 
 def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
-    """Several models on one page: the healthy ones in a table, the others in full as long as they fit into an issue."""
+    """Several models on a page that fits into an issue: the summary, and the reports that have room, each whole."""
     if len(reports) == 1 and not last:
         return render(reports[0])
-    return render_page(document()["verdict"], reports, last, MOST_CHARACTERS)
+    text, left = render_summary(document()["verdict"], reports, last), 0
+    for report in (report for report in reports if report.verdict != "healthy"):
+        part = "\n" + render_within(MOST_CHARACTERS // 2, report)
+        fits = len(text) + len(part) <= MOST_CHARACTERS - SPARE
+        text, left = text + part if fits else text, left + (not fits)
+    more = f"\n{format_count(left, 'report')} did not fit; `--format text` and `--format json` have all.\n"
+    return text + more if left else text
 
 
 def render_whole(report: Report) -> str:
     """The report as one Markdown text, of any length."""
-    return "\n".join(_lines(report)) + "\n"
+    return _write_head(report) + write(list_sections(report))
 
 
 def render_within(limit: int, report: Report) -> str:
-    """The report in at most `limit` characters."""
-    text = render_whole(report)
-    if len(text) <= limit:
-        return text
-    first, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    kept, left = _cut(first, limit - SPARE), limit - SPARE - len(first)
+    """The report in at most `limit` characters, without what is folded on a page.
+
+    Sections that do not fit are left out; of the findings the last ones.
+    """
+    head = _write_head(report)
+    written, left = _cut(head, limit - SPARE), limit - SPARE - len(head)
     dropped = []
-    for section in sections:
-        title = section.partition("\n")[0].removeprefix("## ")
-        if len(section) <= left:
-            kept, left = kept + section, left - len(section)
-        elif title == "Findings" and left > SPARE:
-            kept, left = kept + _cut(section, left), 0
+    for section in map(blocks.drop_folded, list_sections(report)):
+        part, title = write([section]), plain(capitalized(section.title))
+        if len(part) <= left:
+            written, left = written + part, left - len(part)
+        elif section.name == "findings" and left > SPARE:
+            written, left = written + _cut(part, left), 0
             dropped.append("the last findings")
         else:
             dropped.append(title[:100])
-    named = "; ".join(dropped[:4]) + (f" and {len(dropped) - 4} more" if len(dropped) > 4 else "")
-    note = f"\nLeft out, because the limit is {limit} characters: {named}. `--format json` has everything.\n"
-    return kept.rstrip("\n") + "\n" + note
+    note = "Steps of runs that passed, slots, inputs and outputs are in `--format html` and in text with `-vv`."
+    if dropped:
+        more = f" and {len(dropped) - MOST_NAMED} more" if len(dropped) > MOST_NAMED else ""
+        named = markdown("; ".join(dropped[:MOST_NAMED])) + more
+        note = f"Left out, because the limit is {limit} characters: {named}. `--format json` has everything."
+    return written.rstrip("\n") + f"\n\n{note}\n"
 
 
 def _cut(text: str, limit: int) -> str:
@@ -98,262 +80,140 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: text.rfind("\n", 0, max(limit, 1)) + 1]
 
 
-def render_page(verdict: str, reports: list[Report], last: tuple[str, ...], limit: int) -> str:
-    """Several models on a page of at most `limit` bytes; reports that do not fit are left out whole, and counted.
-
-    `last` are the lines about all models. The text is empty where not even these fit.
-    """
-    intro = "".join(f"{markdown(line)}\n\n" for line in last)
-    text = f"## kvdoctor: {verdict}\n\n{intro}"
-    text += _models_table(reports, limit // TABLE_SHARE - _bytes(text))
-    known = [line for report in reports if report.verdict == "healthy" for line in _known(report)]
-    text += "\n" + "\n".join(known[:MOST_KNOWN]) + "\n" if known else ""
-    text += f"\n... and {len(known) - MOST_KNOWN} more known findings\n" if len(known) > MOST_KNOWN else ""
-    used, left = _bytes(text), 0
-    for report in (report for report in reports if report.verdict != "healthy"):
-        part = "\n" + render_within(min(MOST_CHARACTERS, max(limit // 2, LEAST_PART)), report)
-        if used + _bytes(part) > limit - SPARE_ON_PAGE:
-            left += 1
-            continue
-        text, used = text + part, used + _bytes(part)
-    if left:
-        text += f"\n{format_count(left, 'report')} did not fit; `--format text` and `--format json` have all.\n"
-    return text if _bytes(text) <= limit else ""
-
-
-def _models_table(reports: list[Report], limit: int) -> str:
-    """A row for each model, those that are not healthy first; rows beyond `limit` bytes are counted."""
-    rows = [[code(report.model.path), report.verdict, markdown(format_counts(report))] for report in reports]
-    rows.sort(key=lambda row: row[1] == "healthy")
-    lines = list(table(["model", "verdict", "findings"], rows[:MOST_ROWS]))
-    text, left_out = "", len(rows) - len(rows[:MOST_ROWS])
-    used = 0
-    for number, line in enumerate(lines):
-        used += _bytes(line) + 1
-        if used > limit:
-            left_out += len(lines) - number
-            break
-        text += line + "\n"
-    return text + (f"\n... and {left_out} more models\n" if left_out else "")
-
-
-def _known(report: Report) -> Iterator[str]:
-    """The known findings of a model that is not reported in full."""
-    for finding in report.findings:
-        if (reason := known_reason(finding)) is not None:
-            words = f"{format_headline(finding)}; known: {reason}"
-            yield f"- {code(report.model.path)} {markdown(printable(shortened(words, 400)))}"
-
-
-def _bytes(text: str) -> int:
-    return len(text.encode("utf-8"))
-
-
-def _lines(report: Report) -> Iterator[str]:
-    yield f"# kvdoctor {report.command}: {report.verdict}"
-    yield ""
-    yield f"Model {code(report.model.path)}; " + ", ".join(
-        f"{markdown(name)} {markdown(version)}" for name, version in report.environment.items()
-    )
-    if report.repair is not None:
-        yield from _repair(report, report.repair)
-    if made := format_reproducer(report):
-        yield ""
-        yield markdown(made)
-    yield ""
-    yield "## Findings"
-    yield ""
-    yield from _findings(report.findings)
-    for entry in report.not_checked:
-        reason = markdown(shortened(entry.reason, 600))
-        yield f"- {name_open(report, entry.essential)}: {markdown(entry.code)}: {reason}"
-    for stack in report.stacks:
-        runs = select_local_runs(report, stack.name)
-        yield from _stack(stack, runs)
-        yield from _targets(report, stack.name)
-        if stack.cache is not None and stack.cache.parts and is_plan_requested(report.arguments):
-            yield from _plan(stack.cache)
-    yield from (f"- {markdown(line)}" for line in describe_drafts(report))
-    for title, header, rows in [*tabulate_variants(report), *tabulate_speed(report)]:
-        yield ""
-        yield f"## {markdown(title)}"
-        yield ""
-        yield from table(header, in_code(rows))
-
-
-def _repair(report: Report, record: RepairRecord) -> Iterator[str]:
-    """The fix report: findings before, changes, proof, costs, and what is left to the caller."""
-    yield ""
-    yield f"From {code(record.source)} to {code(record.out or '(nothing written)')}. The source was not changed."
-    for title, lines in _repair_sections(report, record):
-        yield ""
-        yield f"## {title}"
-        yield ""
-        yield from lines
-
-
-def _repair_sections(report: Report, record: RepairRecord) -> Iterator[tuple[str, list[str]]]:
-    yield "Findings before the repair", list(_findings(record.before.findings))
-    if record.export is not None:
-        yield "New export", list(_export(record.export, record.source))
-    yield "Repairs", list(_repairs(record))
-    yield "Changes", _changes(record)
-    rows = [
-        [markdown(p.stack), markdown(p.claim), "holds" if p.holds else "**fails**", code(p.detail)]
-        for p in record.proof
+def render_summary(verdict: str, reports: list[Report], last: tuple[str, ...]) -> str:
+    """Several models for the summary of a step: the table, a line for each fault, and what was not checked."""
+    ordered = sorted(reports, key=lambda report: report.verdict == "healthy")
+    head = [
+        f"## kvdoctor: {verdict.replace('-', ' ')}",
+        "",
+        *(part for line in last[:MOST_LAST] for part in (markdown(line), "")),
     ]
-    nothing = ["Nothing was changed, so there is nothing to prove."]
-    bases = ["", *(f"- {markdown(line)}" for line in record.bases)] if record.bases else []
-    yield "Proof", [*table(["stack", "claim", "result", "detail"], rows), *bases] if rows else nothing
-    if costs := list_costs(report):
-        yield "Costs", [f"- {markdown(line)}" for line in costs]
-    for made in tabulate_cache_costs(record, whole=True):
-        lines = [f"- {markdown(line)}" for line in made.lines]
-        yield (
-            markdown(f"{made.title[0].upper()}{made.title[1:]}"),
-            [*table(made.header, in_code(made.rows)), "", *lines],
-        )
-    if record.not_repaired:
-        yield "Not repaired", [f"- {markdown(format_not_repaired(entry))}" for entry in record.not_repaired]
-    yield "What the caller must do", list(_caller_duties(record))
-    if record.undo:
-        rows = [[code(f.path), code(f.before), code(f.after)] for f in record.files]
-        digests = ["", *table(["changed file", "SHA-256 before", "SHA-256 after"], rows)] if rows else []
-        yield "Undo", [*(f"- {markdown(line)}" for line in record.undo), *digests]
+    table = _write_table(tabulate_models(ordered, MOST_LISTED)).splitlines()
+    faults: dict[tuple[str, str], list[tuple[Finding, str]]] = {}
+    undecided: dict[str, list[str]] = {}
+    for report in reports:
+        for finding in (finding for finding in report.findings if finding.severity != "note"):
+            faults.setdefault((finding.code, finding.cause), []).append((finding, report.model.path))
+        for group in (group for group in group_open_checks(report.not_checked) if group.essential):
+            undecided.setdefault(f"{group.title}: {group.reason}", []).append(report.model.path)
+    lines = [_write_fault(found[0][0], [path for _, path in found]) for found in faults.values()]
+    lines += [f"- not checked in {_name_models(paths)}: {_write_short(text)}" for text, paths in undecided.items()]
+    more = [f"- ... and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
+    return "\n".join([*head, *table, "", *lines[:MOST_LISTED], *more]) + "\n"
 
 
-def _repairs(record: RepairRecord) -> Iterator[str]:
-    """Each repair with the checks that it is for."""
-    for repair in record.repairs:
-        why = f", for {', '.join(repair.checks)}" if repair.checks else ""
-        yield f"- {code(repair.name)} ({markdown(repair.stack)}){markdown(why)}: {markdown(repair.summary)}"
-    if not record.repairs:
-        yield "None."
+def _write_fault(finding: Finding, paths: list[str]) -> str:
+    """A finding as one line: its code as a link, the models, what happens, and the fix or why it is known."""
+    reason, fix = known_reason(finding), finding.repair
+    way = f"fix: {code(fix.command) if fix.command else _write_short(fix.text)}"
+    way = f"known: {_write_short(reason)}" if reason else way
+    name = f"{finding.severity} [{finding.code}]({link_check(finding)}) {finding.name}"
+    return f"- {name} in {_name_models(paths)}: {_write_short(finding.cause)}; {way}"
 
 
-def _changes(record: RepairRecord) -> list[str]:
-    rows = [[code(c.file), code(c.where), code(c.before), code(c.after)] for c in record.changes]
-    lines = list(table(["file", "where", "before", "after"], rows)) if rows else ["None."]
-    for found in record.diff:
-        if found.lines:
-            lines += ["", f"The graph of {code(found.file)}, line by line:", ""]
-            lines += [f"    {printable(shortened(line))}" for line in found.lines]
-            lines += [f"    ... and {found.left_out} more lines"] if found.left_out else []
-    return lines
+def _name_models(paths: list[str]) -> str:
+    paths = list(dict.fromkeys(paths))
+    more = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
+    return ", ".join(map(code, paths[:MOST_NAMED])) + more
 
 
-def _caller_duties(record: RepairRecord) -> Iterator[str]:
-    first, *rest = list_caller_duties(record) or [""]
-    if first:
-        yield markdown(first) if record.proved else f"**{markdown(first)}**"
-        yield ""
-        yield from (f"- {markdown(line)}" for line in rest)
-        yield from [""] if rest else []
-    if record.advice:
-        yield "If you cannot use the copy, change your loop instead:"
-        yield ""
-        yield from (f"- {markdown(line)}" for line in record.advice)
+def _write_short(text: str) -> str:
+    return markdown(shortened(text, LONGEST_LINE))
 
 
-def _export(export: ExportRecord, replaced: str) -> Iterator[str]:
-    """How the model was exported again, and the findings on the new export before any repair."""
-    title = format_export_title(export)
-    yield f"{markdown(title[0].upper() + title[1:])}."
-    yield ""
-    yield from table(["choice", "value and reason"], _pairs(describe_export(export, replaced)))
-    yield ""
-    yield "Findings on the new export, before any repair:"
-    yield ""
-    yield from _findings(export.findings)
+def _write_head(report: Report) -> str:
+    """The verdict, the model and the versions; where there is no verdict, why, and what decides."""
+    versions = ", ".join(f"{markdown(name)} {markdown(version)}" for name, version in report.environment.items())
+    content: list[blocks.Block] = [blocks.Lines((format_tally(report),), "strong")]
+    if report.verdict in UNDIAGNOSED:
+        content.append(blocks.Pairs(tuple(explain_undecided(report, "under Not checked"))))
+    copy = [format_copy(report.repair)] if report.repair is not None else []
+    content.append(blocks.Lines((*copy, *filter(None, [format_reproducer(report)]))))
+    title = f"# kvdoctor {report.command}: {report.verdict.replace('-', ' ')}\n\n"
+    title += f"Model {code(report.model.path)}; {versions}\n"
+    return title + write(content)
 
 
-def _findings(found: tuple[Finding, ...]) -> Iterator[str]:
-    if not found:
-        yield "None."
-    for finding in found:
-        yield f"- **{markdown(shortened(format_headline(finding), 600))}**"
-        for label, text in list_details(finding):
-            yield f"  - {label + ': ' if label else ''}{code(shortened(text, 900))}"
+def write(content: Iterable[blocks.Block], level: int = 2) -> str:
+    """Blocks as Markdown; `level` is that of their headings."""
+    return "".join(f"\n{part}\n" for block in content for part in _write_block(block, level))
 
 
-def _stack(stack: StackFacts, runs: list[Run]) -> Iterator[str]:
-    yield ""
-    yield f"## {markdown(stack.name)} ({markdown(stack.layout)})"
-    yield ""
-    yield from table(["cache contract", ""], _pairs(describe_contract(stack)))
-    if stack.devices:
-        yield ""
-        yield from table([DEVICES_TITLE, ""], _pairs(describe_devices(stack)))
-    done = [run for run in runs if run.outcome != "skipped"]
-    if done:
-        yield ""
-        yield f"Experiments; {UNIT}:"
-        yield ""
-        rows = [[markdown(run.experiment), format_outcome(run), code(describe_result(run))] for run in done]
-        yield from table(["experiment", "outcome", "result"], rows)
-    for run in done:
-        if run.experiment in LOOPS and run.steps and stack.contract:
-            header, rows = tabulate_steps(run, stack.contract)
-            yield ""
-            yield f"Steps of {run.experiment}:"
-            yield ""
-            yield from table(header, in_code(rows))
-            yield from _differences(run)
+def _write_block(block: blocks.Block, level: int) -> Iterator[str]:
+    """The paragraphs, lists and tables of a block, each without the empty lines around it."""
+    match block:
+        case blocks.Lines():
+            yield from _write_lines(block)
+        case blocks.Pairs():
+            yield _write_table(blocks.Table(("", ""), block.rows))
+        case blocks.Table():
+            yield from [f"{markdown(plain(capitalized(block.title)))}:"] if block.title else []
+            yield _write_table(block)
+        case blocks.Diff():
+            more = [f"    ... and {block.left_out} more lines"] if block.left_out else []
+            yield "\n".join([*(f"    {printable(shortened(line))}" for line in block.lines), *more])
+        case blocks.Cards():
+            yield from (part for card in block.cards for part in _write_card(card, level))
+        case blocks.Picture():
+            yield from (part for inner in block.instead for part in _write_block(inner, level))
+        case blocks.Section():
+            parts = [part for inner in block.content for part in _write_block(inner, level + 1)]
+            yield from [_write_heading(_write_text(capitalized(block.title)), level), *parts] if parts else []
 
 
-def _targets(report: Report, stack: str) -> Iterator[str]:
-    """The outcomes of a stack on each target runtime."""
-    for header, rows in tabulate_targets(report, stack):
-        yield ""
-        yield "On each target runtime (FAILS 2 means: fails at step 2):"
-        yield ""
-        yield from table([code(title) for title in header], in_code(rows))
-        for line in list_target_releases(report):
-            yield ""
-            yield markdown(line)
+def _write_heading(title: str, level: int) -> str:
+    return f"{'#' * min(level, 6)} {title}"
 
 
-def _differences(run: Run) -> Iterator[str]:
-    """How close a loop is to the reference run."""
-    if (found := tabulate_differences(run)) is None:
+def _write_lines(block: blocks.Lines) -> Iterator[str]:
+    if block.listed:
+        yield "\n".join(f"- {_write_text(text)}" for text in block.lines)
         return
-    yield ""
-    yield f"{run.experiment} compared with {run.yardstick}:"
-    yield ""
-    yield from table(found[0], in_code(found[1]))
-    for label, text in describe_parity(run):
-        yield ""
-        yield f"{label}: {markdown(text)}"
+    for text in block.lines:
+        yield _make_bold(_write_text(text)) if block.style == "strong" else _write_text(text)
 
 
-def _plan(plan: MemoryPlan) -> Iterator[str]:
-    """The memory plan of a stack."""
-    title = format_plan_title(plan)
-    yield ""
-    yield f"### {title[0].upper()}{title[1:]}"
-    yield ""
-    yield from table(["part", "memory"], _pairs(describe_plan(plan)))
-    for found in (tabulate_alternatives(plan), tabulate_paging(plan)):
-        if found is not None:
-            yield ""
-            yield from table(found[0], in_code(found[1]))
-    if assumptions := _pairs(list_assumptions(plan)):
-        yield ""
-        yield from table(["stored as", "assumption"], assumptions)
+def _make_bold(text: str) -> str:
+    return f"**{text}**" if text.strip() else text
 
 
-def _pairs(rows: Iterator[tuple[str, str]]) -> list[list[str]]:
-    return [[label, code(text)] for label, text in rows]
+def _write_card(card: blocks.Card, level: int) -> Iterator[str]:
+    """A finding under a heading of its own: what happens, the picture of the cache, label and text."""
+    place = f" ({card.place})" if card.place else ""
+    yield _write_heading(markdown(f"{card.title}{place}"), level)
+    yield _make_bold(markdown(card.cause))
+    if card.picture is not None:
+        yield from _write_block(card.picture, level)
+    if card.quote:
+        yield code(card.quote)
+    rows = (*card.facts, *card.fix, *card.more)
+    yield "\n".join(f"- {label + ': ' if label else ''}{_write_fact(text)}" for label, text in rows)
 
 
-def in_code(rows: list[list[str]]) -> list[list[str]]:
-    """Plain cells as Markdown: shapes and numbers stay readable in the source, and names are harmless."""
-    return [[code(cell) for cell in row] for row in rows]
+def _write_fact(text: Text) -> str:
+    """Facts are code, names and all, but for a link."""
+    has_link = any(isinstance(part, Span) and part.kind == "link" for part in pieces(text))
+    return _write_text(text) if has_link else code(plain(text))
 
 
-def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """A table; its cells are Markdown already."""
-    yield "| " + " | ".join(header) + " |"
-    yield "|" + " --- |" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+def _write_text(text: Text) -> str:
+    """A line: names and values as code, all else escaped."""
+    return "".join(markdown(part) if isinstance(part, str) else _write_span(part) for part in pieces(text))
+
+
+def _write_span(span: Span) -> str:
+    return f"<{span.text}>" if span.kind == "link" else code(span.text)
+
+
+def _write_table(table: blocks.Table) -> str:
+    """Plain cells are code as well: shapes and numbers stay readable in the source, and names are harmless."""
+    lines = [map(markdown, table.header), ["---"] * len(table.header), *(map(_write_cell, row) for row in table.rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _write_cell(cell: Text) -> str:
+    kind = cell.kind if isinstance(cell, Span) else "name"
+    text = code(plain(cell)) if kind in VALUES else markdown(plain(cell))
+    if kind in EFFECTS:
+        return f"**{kind}** {text}"
+    return _make_bold(text) if kind in FAULTY else text

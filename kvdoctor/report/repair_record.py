@@ -30,7 +30,7 @@ class Proof:
         stack: the stack.
         claim: the claim.
         holds: whether it holds.
-        detail: the figures behind it.
+        detail: its figures.
     """
 
     stack: str
@@ -183,7 +183,7 @@ class CacheCost:
     """What one way of rounding the cache costs, measured on what the copy is compared with: a loop rounds its cache.
 
     Attributes:
-        keys: what shares a scale among the keys: token (one token and head), channel, head, tensor; null if kept.
+        keys: what shares a scale among the keys: token (one token and head), channel, head, tensor; null if exact.
         values: the same of the values.
         layer: the layer that is rounded; null for all.
         divergence: the mean Kullback-Leibler divergence of the next-token distributions, in nats; null without figures.
@@ -274,5 +274,5 @@ class RepairRecord:
 
     @property
     def is_planned(self) -> bool:
-        """Whether a repaired copy was diagnosed and not kept, as in a dry run: the original is all there is."""
+        """Whether a repaired copy was diagnosed and not written, as in a dry run: the original is all there is."""
         return self.out is None and self.after is not None and self.export is None

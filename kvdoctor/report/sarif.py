@@ -14,13 +14,12 @@ from typing import Any
 from kvdoctor._version import __version__
 from kvdoctor.findings import SEVERITIES, Check, Finding, NotChecked, all_checks
 from kvdoctor.report import json_format
-from kvdoctor.report.artifact_paths import path_of, uri
-from kvdoctor.report.document import Report, exit_code, exit_code_of_all
-from kvdoctor.report.safe import printable, shortened
-from kvdoctor.report.wording.finding import format_headline, known_reason, list_details
+from kvdoctor.report.document import Report, exit_code_of_all
+from kvdoctor.report.escaping import printable, shortened
+from kvdoctor.report.github import path_of, uri
+from kvdoctor.report.wording.finding import HOME, format_headline, known_reason, link_check, list_details
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-HOME = "https://github.com/kvdoctor/kvdoctor"
 MOST_RESULTS, MOST_IN_FULL = 25_000, 2_500
 MOST_NAMES, MOST_NOTICES = 64, 1_000
 LONGEST_NAME, LONGEST_LINE, LONGEST_MESSAGE, LONGEST_DESCRIPTION = 200, 900, 4000, 1024
@@ -74,15 +73,13 @@ def _rule(check: Check) -> dict[str, Any]:
         "name": "".join(word.capitalize() for word in check.name.split("-")),
         "shortDescription": {"text": summary},
         "fullDescription": {"text": shortened(full[:1].upper() + full[1:], LONGEST_DESCRIPTION)},
-        "help": {"text": check.documentation, "markdown": _markdown(check, body)},
-        "helpUri": f"{HOME}/blob/v{__version__}/docs/checks.md#{check.code.lower()}-{check.name}",
+        "help": {
+            "text": check.documentation,
+            "markdown": f"# {check.code} {check.name}\n\n{check.summary}\n\n" + LABEL.sub(r"**\1\2:**", body),
+        },
+        "helpUri": link_check(check),
         "properties": {"tags": ["onnx", "kv-cache", check.name]},
     }
-
-
-def _markdown(check: Check, body: str) -> str:
-    """The documentation of a check with its labels in bold."""
-    return f"# {check.code} {check.name}\n\n{check.summary}\n\n" + LABEL.sub(r"**\1\2:**", body)
 
 
 def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[str, Any]:
@@ -113,14 +110,11 @@ def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[
     reasons = [known_reason(finding) for finding in findings]
     if not any(reason is not None for reason in reasons):
         return results
-    return [
-        {**result, "suppressions": [] if reason is None else [_suppression(reason)]}
-        for result, reason in zip(results, reasons, strict=True)
-    ]
-
-
-def _suppression(reason: str) -> dict[str, Any]:
-    return {"kind": "external", "status": "accepted", "justification": _text(reason, 1000)}
+    made = []
+    for result, reason in zip(results, reasons, strict=True):
+        accepted = {"kind": "external", "status": "accepted", "justification": _text(reason or "", 1000)}
+        made.append({**result, "suppressions": [] if reason is None else [accepted]})
+    return made
 
 
 def _base(path: str) -> dict[str, str]:
@@ -142,7 +136,7 @@ def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
 
 def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
     """How the run ended. A check that could not run is not a result: it is a notification of the tool."""
-    code = exit_code_of_all(exit_code(report, report.fail_on) for report in reports)
+    code = exit_code_of_all(reports)
     notices = [(report, entry) for report in reports for entry in report.not_checked]
     notices.sort(key=lambda notice: not notice[1].essential)
     notifications = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]

@@ -1,4 +1,4 @@
-"""The JSON Schemas of `report`, `contract`, `diff`, `explain` and `env`, derived from their dataclasses by msgspec.
+"""The JSON Schemas of `report`, `contract`, `explain` and `env`, derived from their dataclasses by msgspec.
 
 Every field is always written, so all are required; readers must accept fields that are added later.
 """
@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.report.diff_document import DIFF_SCHEMA, DiffReport
 from kvdoctor.report.document import CONTRACT_SCHEMA, SCHEMA, Report
 from kvdoctor.report.info_document import ENV_SCHEMA, EXPLAIN_SCHEMA, EnvironmentDocument, Explanation
 
@@ -23,25 +22,17 @@ ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n     +.+)*)", re.MULTILINE)
 
 def report_schema() -> dict[str, Any]:
     """The schema of `--format json`."""
-    return _document_schema(Report, SCHEMA)
-
-
-def diff_schema() -> dict[str, Any]:
-    """The schema of `diff --format json`."""
-    schema = _document_schema(DiffReport, DIFF_SCHEMA)
-    schema["properties"]["command"] = {"const": "diff"}
-    schema["required"].append("command")
-    return schema
+    return document_schema(Report, SCHEMA)
 
 
 def explain_schema() -> dict[str, Any]:
     """The schema of `explain --format json`."""
-    return _document_schema(Explanation, EXPLAIN_SCHEMA)
+    return document_schema(Explanation, EXPLAIN_SCHEMA)
 
 
 def env_schema() -> dict[str, Any]:
     """The schema of `env --format json`."""
-    return _document_schema(EnvironmentDocument, ENV_SCHEMA)
+    return document_schema(EnvironmentDocument, ENV_SCHEMA)
 
 
 def contract_schema() -> dict[str, Any]:
@@ -57,7 +48,7 @@ def contract_schema() -> dict[str, Any]:
     }
 
 
-def _document_schema(kind: type, title: str) -> dict[str, Any]:
+def document_schema(kind: type, title: str) -> dict[str, Any]:
     """A document with its head: the name of its schema, and the tool that wrote it."""
     definitions = define_types(kind)
     body = definitions.pop(kind.__name__)

@@ -1,63 +1,56 @@
-"""The report on one screen: findings first, worst first; what was not checked; the verdict last. Details with -v."""
+"""The report on one screen: findings first, worst first; what was not checked; the verdict last. All of it with -v."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
+from rich.text import Text as Line
 
 from kvdoctor.errors import as_argument
-from kvdoctor.findings import Finding
-from kvdoctor.report.document import TOTAL_SECONDS, Report, counts, exit_code, exit_code_of_all
-from kvdoctor.report.repair_record import RepairRecord
-from kvdoctor.report.safe import shortened
-from kvdoctor.report.text_card import make_card, make_line
-from kvdoctor.report.text_details import (
-    show_cache_costs,
-    show_details,
-    show_findings,
-    show_plan,
-    show_repair,
-    show_speed,
-    show_targets,
-    show_variants,
+from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, drop_folded, lines, names, pairs, plain, table
+from kvdoctor.report.console import MARKS, SEVERITIES, VERDICTS, Page, open_console, open_text
+from kvdoctor.report.document import Report, counts, exit_code_of_all
+from kvdoctor.report.escaping import cut, shortened
+from kvdoctor.report.facts import UNDIAGNOSED
+from kvdoctor.report.sections.findings import find_deciding, find_pictured, make_short_card
+from kvdoctor.report.sections.repair import format_copy, outline_repair, show_changes
+from kvdoctor.report.sections.stack import is_plan_requested, show_memory, show_targets
+from kvdoctor.report.sections.whole import list_sections, show_drafts, show_speed, show_variants
+from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording.contract import describe_contract, format_files, list_fed, list_ports, outline_contracts
+from kvdoctor.report.wording.finding import (
+    FindingGroup,
+    format_name,
+    format_places,
+    group_findings,
+    group_open_checks,
+    known_reason,
 )
-from kvdoctor.report.text_page import VERDICTS, Page, open_console, open_text
-from kvdoctor.report.wording.alike import FindingGroup, format_places, group_findings, group_open_checks
-from kvdoctor.report.wording.contract import describe_contract, format_files, outline_contracts
-from kvdoctor.report.wording.deciding import find_deciding, find_pictured, quote_observed, tabulate_cache
-from kvdoctor.report.wording.devices import outline_devices
-from kvdoctor.report.wording.drafts import describe_drafts
-from kvdoctor.report.wording.finding import format_name, known_reason
 from kvdoctor.report.wording.health import (
-    count_uses,
-    describe_closeness,
+    describe_health,
     explain_undecided,
-    format_working,
+    format_tally,
     list_unshown,
     list_working,
     name_not_tried,
 )
-from kvdoctor.report.wording.memory import is_plan_requested
-from kvdoctor.report.wording.repair import format_copy, format_repaired, list_failed_proofs, list_not_repaired
+from kvdoctor.report.wording.runs import list_target_limits
 from kvdoctor.report.wording.summary import (
-    format_counts,
+    format_open,
     format_reproducer,
-    format_seconds,
     format_verdict,
-    name_open,
     name_verdict,
     tabulate_models,
 )
-from kvdoctor.report.wording.targets import list_target_limits
-from kvdoctor.report.wording.units import format_count
 
 __all__ = ("open_console", "print_contracts", "print_gate", "print_report", "render", "render_gate")
 
 MOST_LINES, COLUMNS = 26, 80
 """Lines that findings take on a terminal of so many columns; what is left then is counted."""
-MOST_OPEN, MOST_STACKS, MOST_NOTES, MOST_KNOWN, MOST_FULL = 3, 3, 3, 20, 6
+MOST_OPEN, MOST_STACKS, MOST_NOTES, MOST_KNOWN, MOST_FULL, MOST_MODELS = 3, 3, 3, 20, 6, 200
+MOST_FILES, MOST_PORTS = 2, 16
+LONGEST_FACT = 400
 DETAILS = "details: -v"
 
 
@@ -76,15 +69,18 @@ def render_gate(_document: Callable[[], dict[str, Any]], reports: list[Report], 
 
 
 def print_report(report: Report, console: Console, verbosity: int = 0, show_diff: bool = False) -> None:
-    """Print a report. `verbosity`: -1 findings and verdict alone, 0 one screen, 1 everything."""
+    """Print a report. `verbosity`: -1 findings and verdict alone, 0 one screen, 1 the evidence, 2 all."""
     page = Page(console)
     if verbosity >= 0:
         _show_title(page, report, verbosity)
     if verbosity > 0:
-        show_findings(page, report)
-        show_details(page, report, show_diff)
+        page.write(list_sections(report) if verbosity > 1 else map(drop_folded, list_sections(report)))
     else:
-        _show_screen(page, report, verbosity, show_diff)
+        if report.repair is not None and verbosity == 0:
+            page.write([Section("", tuple(outline_repair(report.repair)))])
+            page.write([Section("changes", tuple(show_changes(report.repair)))] if show_diff else [])
+        _show_cards(page, report, verbosity)
+        page.write(_outline(report) if verbosity == 0 else _list_open_checks(report, essential=True))
     _show_verdict(page, report, verbosity)
 
 
@@ -100,9 +96,9 @@ def print_gate(reports: list[Report], last: tuple[str, ...], console: Console, v
         _show_models(page, reports, verbosity)
     if last:
         page.line("")
+    code = exit_code_of_all(reports)
     for number, line in enumerate(last):
-        first = number == 0 and len(reports) > 1
-        page.line(f"{line} \u00b7 exit {exit_code_of_all(map(_exit_code, reports))}" if first else line, "bold")
+        page.line(f"{line} \u00b7 exit {code}" if number == 0 and len(reports) > 1 else line, "bold")
 
 
 def render_contracts(report: Report) -> str:
@@ -116,13 +112,8 @@ def print_contracts(report: Report, console: Console, verbosity: int = 0) -> Non
     """Print the cache contract of each stack and nothing else; with `verbosity` -1 the layout of each."""
     page = Page(console)
     for stack in report.stacks:
-        page.line(stack.name, "bold")
-        pairs = describe_contract(stack)
-        page.pairs(pairs if verbosity >= 0 else list(pairs)[:1])
-
-
-def _exit_code(report: Report) -> int:
-    return exit_code(report, report.fail_on)
+        rows = tuple(describe_contract(stack))
+        page.write([Lines((stack.name,), "strong"), Pairs(rows if verbosity >= 0 else rows[:1])])
 
 
 def _show_title(page: Page, report: Report, verbosity: int) -> None:
@@ -137,168 +128,132 @@ def _show_title(page: Page, report: Report, verbosity: int) -> None:
         page.line(f"policy {report.arguments['policy']}", "dim")
 
 
-def _show_screen(page: Page, report: Report, verbosity: int, show_diff: bool) -> None:
-    """Findings, what works, and what was not checked; without more than findings where it is to be quiet."""
-    if report.repair is not None and verbosity >= 0:
-        _show_repair(page, report, report.repair, show_diff)
-    _show_cards(page, report, verbosity)
-    if verbosity < 0:
-        _show_open_checks(page, report, essential=True)
-        return
-    if report.command == "inspect":
-        _outline_stacks(page, report)
-    else:
-        _show_working(page, report)
-    if report.verdict == "incomplete":
-        _show_undecided(page, report)
-    for stack in report.stacks:
-        show_targets(page, report, stack)
-    show_variants(page, report)
-    show_speed(page, report)
-    for line in describe_drafts(report):
-        page.line(line)
-    _show_open_checks(page, report, False if report.verdict == "incomplete" else None)
-    for note in report.notes[:MOST_NOTES]:
-        page.line(f"note: {note}", "dim")
-    if len(report.notes) > MOST_NOTES:
-        page.line(f"{format_count(len(report.notes) - MOST_NOTES, 'more note')} (-v)", "dim")
-
-
 def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = False) -> None:
     """The findings, as many as fit one screen: a card for each that counts, a line for each other one."""
-    groups = [group for group in group_findings(report.findings) if _is_shown(group.first, report)]
+    found = ((group, group.first) for group in group_findings(report.findings))
+    groups = [group for group, first in found if first.severity != "note" or counts(first, report.fail_on)]
     in_full = [] if in_short else find_deciding(report, groups)
     room = MOST_LINES * max(1, COLUMNS // page.console.width)
     pictured = find_pictured(groups) if verbosity >= 0 else []
     after_card = True
     for number, group in enumerate(groups):
         is_card = group in in_full
-        picture = tabulate_cache(report, group.first) if is_card and group in pictured else None
-        observed = quote_observed(report, group.first)
-        lines = make_card(page, group, observed, picture) if is_card else make_line(page, group)
-        if number and len(lines) > room:
+        made = _make_short(page, group)
+        if is_card:
+            made = page.card_lines(make_short_card(report, group, picture=group in pictured))
+        if number and len(made) > room:
             _show_rest(page, groups[number:])
             break
-        page.show([Text(""), *lines] if is_card or after_card else lines)
-        room, after_card = room - len(lines), is_card
-    names = list(dict.fromkeys(list_unshown(report)))
-    if verbosity >= 0 and names and not any(group.first.severity == "note" for group in groups):
-        page.show([Text("")] if after_card else [])
-        page.line(f"\u00b7 notes: {', '.join(names[:MOST_KNOWN])}", "dim")
+        page.show([Line(""), *made] if is_card or after_card else made)
+        room, after_card = room - len(made), is_card
+    unshown = list(dict.fromkeys(list_unshown(report)))
+    if verbosity >= 0 and unshown and not any(group.first.severity == "note" for group in groups):
+        page.show([Line("")] if after_card else [])
+        page.line(f"\u00b7 notes: {', '.join(unshown[:MOST_KNOWN])}", "dim")
 
 
-def _is_shown(finding: Finding, report: Report) -> bool:
-    """Whether a finding stands on the screen: a note does only where it counts."""
-    return finding.severity != "note" or counts(finding, report.fail_on)
+def _make_short(page: Page, group: FindingGroup) -> list[Line]:
+    """A finding in short: its name, where, what happens, and the fix."""
+    finding = group.first
+    text = f"{MARKS[finding.severity]} {format_name(finding)} ({format_places(group.places)}): {finding.cause}"
+    reason = known_reason(finding)
+    way = cut(finding.repair.command or finding.repair.text, LONGEST_FACT)
+    if reason is not None:
+        return page.lines(f"\u00b7 known: {format_name(finding)} ({format_places(group.places)}): {reason}", "dim")
+    style = SEVERITIES[finding.severity]
+    return [*page.lines(shortened(text, 400), style), *page.pair_lines([("fix", way)])]
 
 
 def _show_rest(page: Page, groups: Sequence[FindingGroup]) -> None:
     """Findings for which there is no room, by their names."""
-    names = dict.fromkeys(f"{format_name(group.first)} ({format_places(group.places)})" for group in groups)
-    shown = ", ".join(list(names)[:MOST_OPEN])
-    more = f" and {len(names) - MOST_OPEN} more" if len(names) > MOST_OPEN else ""
-    page.line(f"... {format_count(len(groups), 'more finding')}: {shown}{more}   {DETAILS}", "bold")
+    named = list(dict.fromkeys(f"{format_name(group.first)} ({format_places(group.places)})" for group in groups))
+    more = f" and {len(named) - MOST_OPEN} more" if len(named) > MOST_OPEN else ""
+    text = f"... {format_count(len(groups), 'more finding')}: {', '.join(named[:MOST_OPEN])}{more}   {DETAILS}"
+    page.line(text, "bold")
 
 
-def _show_open_checks(page: Page, report: Report, essential: bool | None = None) -> None:
-    """What was not checked, alike reasons in one line; of many the first ones. `essential` takes one kind alone."""
-    groups = [g for g in group_open_checks(report.not_checked) if essential is None or g.essential == essential]
-    if groups:
-        page.line("")
+def _outline(report: Report) -> Iterator[Block]:
+    """What works or was read, what is undecided, what was measured, what was not checked, and notes."""
+    yield from _outline_stacks(report) if report.command == "inspect" else _outline_working(report)
+    if report.verdict == "not-applicable":
+        ((_, text),) = explain_undecided(report, "-v")
+        yield Section("", (Lines((Span(f"? not applicable: {plain(text)}", report.verdict),)),))
+        return
+    if report.verdict == "incomplete":
+        why = Pairs(tuple(explain_undecided(report, "-v")))
+        yield Section("", (Lines((Span(f"? {name_verdict(report)}", report.verdict),)), why))
+    for stack in report.stacks:
+        yield Section(Span(stack.name), tuple(show_targets(report, stack)))
+    yield from show_variants(report)
+    yield from show_speed(report)
+    yield from show_drafts(report)
+    yield from _list_open_checks(report, False if report.verdict in UNDIAGNOSED else None)
+    yield from lines((f"note: {note}" for note in report.notes[:MOST_NOTES]), "dim")
+    if len(report.notes) > MOST_NOTES:
+        yield Lines((f"{format_count(len(report.notes) - MOST_NOTES, 'more note')} (-v)",), "dim")
+
+
+def _list_open_checks(report: Report, essential: bool | None = None) -> Iterator[Section]:
+    """What was not checked, with one line for a reason; of many the first ones. `essential` takes one kind alone."""
+    groups = [g for g in group_open_checks(report.open_checks) if essential is None or g.essential == essential]
+    made = []
     for group in groups[:MOST_OPEN]:
         number = f"{len(group.entries)} " if len(group.entries) > 1 else ""
-        page.line(
-            f"{number}{name_open(report, group.essential)}: {group.title}: {shortened(group.reason, 600)}", "yellow"
-        )
+        made.append(f"{number}{format_open(report, group)}")
     if len(groups) > MOST_OPEN:
-        page.line(f"{sum(len(group.entries) for group in groups[MOST_OPEN:])} more not checked (-v)", "yellow")
+        made.append(f"{sum(len(group.entries) for group in groups[MOST_OPEN:])} more not checked (-v)")
+    if made:
+        yield Section("", (Lines(tuple(made), "open"),))
 
 
-def _show_working(page: Page, report: Report) -> None:
+def _outline_working(report: Report) -> Iterator[Section]:
     """What works: of a healthy model also how closely, and what was not tried."""
-    stacks = list_working(report)
-    if stacks:
-        page.line("")
-    for line in islice(format_working(report, stacks), MOST_STACKS):
-        page.line(f"\u2713 {line}", "green")
-    if stacks and report.verdict == "healthy":
-        for line in islice(describe_closeness(report, stacks), MOST_STACKS):
-            page.line(f"  {line}", hang=0)
-        if (left := name_not_tried(report, stacks)) is not None:
-            page.line(f"  not tried: {left}", hang=0)
+    works, closely = (found[:MOST_STACKS] for found in describe_health(report))
+    if not works:
+        return
+    if report.verdict == "healthy":
+        closely += [f"fed: {text}; --feed decides" for text in list_fed(report.stacks)]
+        if (left := name_not_tried(report, list_working(report))) is not None:
+            closely.append(f"not tried: {left}")
+    yield Section("", (Lines(tuple(f"\u2713 {line}" for line in works), "good"), *lines(closely, listed=True)))
 
 
-def _show_undecided(page: Page, report: Report) -> None:
-    """That the verdict is not a pass, why, and what decides."""
-    page.line("")
-    page.line("? not diagnosed: not a pass", VERDICTS["incomplete"])
-    page.pairs(explain_undecided(report, "-v"))
-
-
-def _outline_stacks(page: Page, report: Report) -> None:
+def _outline_stacks(report: Report) -> Iterator[Section]:
     """What an inspection read: the files, and the contract of each stack in short."""
-    page.line("")
-    if report.model.files:
-        page.line(format_files(report.model.files))
-    for line in list_target_limits(report):
-        page.line(line, "dim")
+    files = [format_files(report.model.files)] if report.model.files else []
+    read: list[Block] = [*lines(files), *lines(list_target_limits(report), "dim")]
+    first = [file for stack in report.stacks[:1] for file in stack.files]
+    files_shown = sorted(report.model.files, key=lambda file: file.path not in first)
+    ports = ((file.path, map(names, islice(list_ports(file), MOST_PORTS))) for file in files_shown[:MOST_FILES])
+    read += [table(("", path, ""), rows) for path, rows in ports]
+    if len(files_shown) > MOST_FILES:
+        read.append(Lines((f"{format_count(len(files_shown) - MOST_FILES, 'more file')} (-v)",), "dim"))
     stacks = [stack for stack in report.stacks if stack.contract is not None][:MOST_STACKS]
     if stacks:
-        page.line(f"{', '.join(stack.name for stack in stacks)}: the cache contract", "bold")
-        page.pairs((*outline_contracts(stacks), *outline_devices(stacks)))
+        read.append(Lines((f"{', '.join(stack.name for stack in stacks)}: the cache contract",), "strong"))
+        read += pairs(outline_contracts(stacks))
     if len(report.stacks) > MOST_STACKS:
-        page.line(f"{format_count(len(report.stacks) - MOST_STACKS, 'more stack')} (-v)", "dim")
+        read.append(Lines((f"{format_count(len(report.stacks) - MOST_STACKS, 'more stack')} (-v)",), "dim"))
+    yield Section("", tuple(read))
     if is_plan_requested(report.arguments):
         for stack in report.stacks:
-            show_plan(page, stack)
-
-
-def _show_repair(page: Page, report: Report, record: RepairRecord, show_diff: bool) -> None:
-    """What a repair changed, what failed of its proof, and what it left; every change where that was asked for."""
-    if show_diff:
-        show_repair(page, report, record, show_diff)
-        return
-    lines = list(format_repaired(record))
-    if lines:
-        page.line("")
-    for line in lines:
-        page.line(line, "green" if record.proved else "yellow")
-    for line in list_failed_proofs(record):
-        page.line(line, "red")
-    show_cache_costs(page, record, whole=False)
-    for line in list_not_repaired(record):
-        page.line(line, "yellow")
-    if record.out is not None:
-        page.line(format_copy(record), "bold")
+            yield Section(Span(stack.name), tuple(show_memory(stack)))
 
 
 def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
     """The last line: verdict, tally, time and exit code."""
     if made := format_reproducer(report):
         page.line(made, "bold")
-    if verbosity < 0:
-        if report.findings or report.not_checked:
-            page.line("")
-        if report.repair is not None:
-            page.line(format_copy(report.repair), "bold")
-        page.line(format_verdict(report), VERDICTS[report.verdict])
+    if verbosity >= 0:
+        details = f"     {DETAILS}{'v' * verbosity}" if verbosity < 2 else ""
+        page.line("")
+        page.line(f"{format_tally(report)}{details}", VERDICTS[report.verdict])
         return
-    page.line("")
-    found = format_counts(report)
-    of_copy = ""
-    if report.repair is not None and report.repair.out is not None:
-        of_copy = "the copy is "
-    elif report.repair is not None and report.repair.proof and not report.repair.is_planned:
-        of_copy = "no copy was written; the original is "
-    seconds = report.measured.get(TOTAL_SECONDS)
-    parts = (
-        of_copy + name_verdict(report) + (f": {found}" if found else ""),
-        count_uses(report),
-        format_seconds(seconds) if isinstance(seconds, float) else None,
-        f"exit {_exit_code(report)}",
-    )
-    details = f"     {DETAILS}" if verbosity == 0 else ""
-    page.line(" \u00b7 ".join(filter(None, parts)) + details, VERDICTS[report.verdict])
+    if report.findings or report.open_checks:
+        page.line("")
+    if report.repair is not None:
+        page.line(format_copy(report.repair), "bold")
+    page.line(format_verdict(report), VERDICTS[report.verdict])
 
 
 def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
@@ -310,23 +265,23 @@ def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
         else:
             page.line(f"{report.model.path}: {name_verdict(report)}", VERDICTS[report.verdict])
             _show_cards(page, report, verbosity, in_short=number > 0)
-            _show_open_checks(page, report, essential=True)
+            page.write(_list_open_checks(report, essential=True))
         page.line("")
     if verbosity == 0 and len(full) > MOST_FULL:
         page.line(f"{len(full) - MOST_FULL} more models do not pass: see the table; {DETAILS}", "bold")
         page.line("")
+    for text in islice(_list_known(reports), MOST_KNOWN):
+        page.line(text, "dim")
+    page.write([tabulate_models(reports, MOST_MODELS)])
+
+
+def _list_known(reports: Sequence[Report]) -> Iterator[str]:
+    """A line for each known finding and its reason, with the models that have it."""
+    found: dict[str, dict[str, None]] = {}
     for report in reports:
-        _show_known(page, report)
-    page.table(*tabulate_models(reports), styled=1)
-
-
-def _show_known(page: Page, report: Report) -> None:
-    """Known findings of a model in short, with their reasons."""
-    for path, text in _list_known(report):
-        page.line(f"{path}: {text}", "dim")
-
-
-def _list_known(report: Report) -> Iterator[tuple[str, str]]:
-    for group in group_findings(report.findings)[:MOST_KNOWN]:
-        if (reason := known_reason(group.first)) is not None:
-            yield report.model.path, f"known: {format_name(group.first)}: {shortened(reason, 300)}"
+        for group in group_findings(report.findings):
+            if (reason := known_reason(group.first)) is not None:
+                text = f"{format_name(group.first)}: {shortened(reason, 300)}"
+                found.setdefault(text, {})[report.model.path] = None
+    for text, paths in found.items():
+        yield f"known in {format_places(tuple(paths))}: {text}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvdoctor.decode.messages import (
+    CPU,
     CallStarting,
     CallTimed,
     CompareJob,
@@ -52,7 +53,6 @@ class StackResults:
     peak_bytes: int = 0
 
 
-DEFAULT_PROVIDER = "CPUExecutionProvider"
 PACKAGES = {
     "CUDAExecutionProvider": "onnxruntime-gpu",
     "TensorrtExecutionProvider": "onnxruntime-gpu",
@@ -67,7 +67,7 @@ PACKAGES = {
 class Runtime:
     """The onnxruntime of this environment, or of the one that `python` belongs to.
 
-    Its worker is started at once and kept warm between jobs.
+    Its worker is started at once and serves all jobs.
     """
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
@@ -84,7 +84,7 @@ class Runtime:
             other.__exit__()
 
     def beside(self, python: str) -> "Runtime":
-        """The runtime of another environment, kept warm beside this one and ended with it."""
+        """The runtime of another environment, which is started once and ended with this one."""
         if python not in self._beside:
             self._beside[python] = Runtime(self.limits, python)
         return self._beside[python]
@@ -99,12 +99,12 @@ class Runtime:
         return self._worker.greet().onnxruntime
 
     def require_provider(self, name: str) -> None:
-        """Refuse an execution provider that the runtime does not have. It would run on the CPU without a word.
+        """Refuse an execution provider that the runtime does not have. It would run on the CPU without a message.
 
         Raises:
             UsageError: it does not have it; the message names those that it has, and how to get this one.
         """
-        if name == DEFAULT_PROVIDER:  # in every build: the worker need not be waited for
+        if name == CPU:  # in every build: the worker need not be waited for
             return
         hello = self._worker.greet()
         if name in hello.providers:
@@ -138,10 +138,12 @@ class Runtime:
         results, left, crashes = StackResults(), job.experiments, 0
         fresh = {experiment.name for experiment in load() if experiment.fresh}
         while left:
-            part, later = _split_at_fresh(left, fresh)
+            # One worker runs all up to the next experiment that asks for a worker of its own.
+            stop = next((at for at, name in enumerate(left) if at and name in fresh), len(left))
+            part, later = left[:stop], left[stop:]
             # What a worker keeps is not written over by the one that is started for an experiment.
             kept = job.keep_logits if part[0] not in fresh else None
-            self._worker.send(replace(job, experiments=part, keep_logits=kept))
+            self._send(replace(job, experiments=part, keep_logits=kept), results)
             current = _Current(left[0])
             try:
                 for event in self._worker.events():
@@ -195,7 +197,7 @@ class Runtime:
             WorkerDied: the worker crashed before the job was done.
             KvdoctorError: it does not even start.
         """
-        self._worker.send(job)
+        self._send(job, StackResults())
         try:
             yield from self._worker.events()
         except WorkerDied:
@@ -229,18 +231,18 @@ class Runtime:
         for other in self._beside.values():
             other.forget_peak()
 
+    def _send(self, job: Job, results: StackResults) -> None:
+        """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
+        if not self._worker.is_idle:
+            self._restart(results)
+        self._worker.send(job)
+
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
         hello = self._worker.hello
         self._worker.stop()
         self._worker = Worker(self.limits, self.python)
         self._worker.hello = hello
-
-
-def _split_at_fresh(names: tuple[str, ...], fresh: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The experiments that one worker runs, and those from the next one on that asks for a worker of its own."""
-    stop = next((at for at, name in enumerate(names) if at and name in fresh), len(names))
-    return names[:stop], names[stop:]
 
 
 STARTING = "while it started"

@@ -117,7 +117,7 @@ def transformers_for(config: dict[str, Any]) -> Requirements:
 
 
 def find_uv() -> str | None:
-    """The path of uv: on PATH, or beside this Python."""
+    """The path of uv: on PATH, or next to this Python."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
@@ -135,7 +135,7 @@ def cache_folder() -> Path:
 
 def once_online(offline: bool) -> str:
     """What `--offline` adds to the advice to install something: uv then has nothing to install from."""
-    return "; then remove --offline once: what is downloaded then is kept" if offline else ""
+    return "; then remove --offline once: later runs need no network" if offline else ""
 
 
 def python_command(needs: Requirements, offline: bool) -> PythonCommand:
@@ -224,8 +224,8 @@ class ScriptProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Give the answer to a question.
+    def ask(self, question: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Give the answer to a question; None for a script that needs only its arguments.
 
         Raises:
             EnvironmentUnavailable: the environment could not be made.
@@ -235,22 +235,9 @@ class ScriptProcess:
             self.hello = self._next()
         assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
         with contextlib.suppress(OSError):
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        return self._answer()
-
-    def wait(self) -> dict[str, Any]:
-        """Give the answer of a script that needs only its arguments, no question.
-
-        Raises:
-            EnvironmentUnavailable: the environment could not be made.
-            ScriptFailed: the script reported a failure, or its process ended.
-        """
-        if not self.hello:
-            self.hello = self._next()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
+            if question is not None:
+                self._process.stdin.write(json.dumps(question) + "\n")
+                self._process.stdin.flush()
         answer = self._next()
         while "doing" in answer:
             self._report(str(answer["doing"]))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.decode.messages import Event, Hello, Job, JobDone, read_event, write_message
+from kvdoctor.decode.messages import Event, Hello, Job, JobDone, read_message, write_message
 from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, WorkerDied
 from kvdoctor.records import record
 
@@ -54,13 +54,15 @@ class Limits:
 class Worker:
     """One worker process. Starting it returns at once: it loads the runtime while the parent reads the graph.
 
-    `python` is the interpreter of an isolated environment with another onnxruntime; the default is this interpreter.
+    It `is_idle` unless it works on a job, or somebody has left events of one unread. `python` is the interpreter of an
+    isolated environment with another onnxruntime; the default is this interpreter.
     """
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
         self.limits = limits
         self.hello: Hello | None = None
         self.peak_bytes = 0
+        self.is_idle = True
         self._watched: Any = None
         self._next_look = 0.0
         self._memory_limit: int | None = None
@@ -88,6 +90,7 @@ class Worker:
 
     def send(self, job: Job) -> None:
         """Hand over a job; a worker that is gone shows when its events are read."""
+        self.is_idle = False
         assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
         with contextlib.suppress(OSError):
             self._process.stdin.write(write_message(job))
@@ -100,10 +103,11 @@ class Worker:
             WorkerDied: the process ended, did not answer within the time limit, or exceeded its memory limit.
         """
         while True:
-            event = read_event(self._next_line())
+            event = read_message(self._next_line())
             if isinstance(event, Hello):
                 self._meet(event)
             elif isinstance(event, JobDone):
+                self.is_idle = True
                 return
             else:
                 yield event
@@ -116,9 +120,9 @@ class Worker:
             WorkerDied: it does not answer within the time limit.
         """
         if self.hello is None:
-            event = read_event(self._next_line())
+            event = read_message(self._next_line())
             if not isinstance(event, Hello):
-                raise KvdoctorError(f"the worker process begins with {event.tag!r} and not with its versions")
+                raise KvdoctorError(f"the worker process begins with {type(event).__name__}, not with its versions")
             self._meet(event)
             return event
         return self.hello

@@ -1,6 +1,6 @@
 """Isolated environments with one release of onnxruntime and its numpy, and the limits that a release itself reports.
 
-uv makes an environment, in a Python that is installed already. It is kept in the user's cache folder, and starts from
+uv makes an environment, in a Python that is installed already. It stays in the user's cache folder, and starts from
 there without uv and without the network.
 """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from conftest import call
+from support.strange_machine import call
 
 BASH = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, call, needs_network
 from runner import Runner
+from support.strange_machine import ROOT, call, needs_network
 
 EXPORTS = ROOT / "fixtures" / "exports"
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from support.strange_machine import ROOT
 
 LONG_AGO = "86400"
 SCHEMA = ["-m", "check_jsonschema", "--builtin-schema"]
@@ -127,3 +127,20 @@ def test_slow_tests_are_skipped_with_the_reason_once_their_time_is_over() -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the time for slow tests is over" in done.stdout
     assert "1 skipped" in done.stdout
+
+
+def test_every_day_begins_with_another_part() -> None:
+    orders = []
+    for day in range(3):
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--collect-only", "evidence/test_pages.py"],
+            env={**os.environ, "KVDOCTOR_TESTS_UNTIL": str(day * 86_400)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        orders.append([line for line in done.stdout.splitlines() if "::" in line])
+    assert len(orders[0]) > 5
+    assert len({order[0] for order in orders}) == 3
+    assert len({frozenset(order) for order in orders}) == 1

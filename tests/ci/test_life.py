@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from conftest import ROOT, call, git, needs_network
+from support.strange_machine import ROOT, call, git, needs_network
 
 pytestmark = pytest.mark.slow
 

@@ -1,227 +1,256 @@
-"""The loop in TypeScript and JavaScript: literals, expressions, types; what is written compiles and is formatted."""
+"""The program in JavaScript: its types and its form, its library, and its page in a browser."""
 
+import contextlib
+import http.server
 import json
+import shutil
 import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+import onnx
 import pytest
-from support import text_fixtures
+from support import chromium, text_fixtures
 from support.isolated import EXPORTS
+from support.loop_programs import plan_of, program_text
 from support.sampling import first
+from test_recorded_runs import essential, judged
 
-from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.loops.language import languages
-from kvdoctor.loops.languages.typescript import expressions
-from kvdoctor.loops.languages.typescript.annotations import Annotations
-from kvdoctor.loops.make_plan import make_plan
-from kvdoctor.loops.plan import Input, LoopPlan
-from kvdoctor.loops.project import render
+from kvdoctor.addons.loops.languages import javascript, languages
+from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
+from kvdoctor.options import Options
 
-LANGUAGES = ("typescript", "javascript")
-MODELS = ("marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5")
-EMBEDDINGS = (
-    "layout-embed-tokens-healthy",
-    "layout-embedding-image-healthy",
-    "layout-per-layer-embeddings-healthy",
-    "embeddings of float16",
-    "embeddings alone",
-)
-"""Decoders that take embeddings; the last two are put together here."""
-HOSTILE = (
-    'quote"',
-    "back\\slash\\n",
-    "${process.exit()} `tick`",
-    "two\nlines\r\ttab \u2028",
-    '*/ // <!-- </script> """ \'',
-    "class",
-    "constructor",
-    "5",
-    "emoji \U0001f600 \u00e9 \ufeff",
-    "\ud800",
-    "a\0b",
-    "x" * 10_000,
-    "",
-)
-
-
-def plan_of(model: str) -> LoopPlan:
-    return plan_in(EXPORTS / model)
-
-
-def plan_in(path: Path) -> LoopPlan:
-    folder = open_folder(path)
-    return make_plan(read_contract(folder.stacks[0], folder.side_cars), path.name)
-
-
-def embedding_plan(name: str, folder: Path) -> LoopPlan:
-    texts = text_fixtures.load_all()
-    if name in texts:
-        return plan_in(texts[name].write(folder))
-    plan = plan_in(texts["layout-per-layer-embeddings-healthy"].write(folder))
-    assert plan.embed is not None
-    if name == "embeddings alone":  # of the later calls; the first one takes token ids
-        first = replace(plan.prefill, file="first.onnx", inputs=plan.embed.inputs)
-        return replace(plan, prefill=first, decode=replace(plan.decode, inputs=plan.decode.of_rule("embeddings")))
-    inputs = tuple(replace(one, dtype="float16") if one.rule == "embeddings" else one for one in plan.decode.inputs)
-    return replace(plan, prefill=replace(plan.prefill, inputs=inputs), decode=replace(plan.decode, inputs=inputs))
-
-
-@pytest.fixture(scope="module")
-def llama() -> LoopPlan:
-    return plan_of("llama-gqa")
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [
-        ("input_ids", '"input_ids"'),
-        (None, "null"),
-        ('a"b\\c', '"a\\"b\\\\c"'),
-        ("\n\x7f\u00e9", '"\\u000a\\u007f\\u00e9"'),
-        ("\U0001f600", '"\\ud83d\\ude00"'),
-        ("\ud800", '"\\ud800"'),
-    ],
-)
-def test_a_literal_is_plain_ascii(text: str | None, written: str) -> None:
-    assert expressions.literal(text) == written
-
-
-def test_keys_have_quotes_only_where_one_of_them_needs_quotes() -> None:
-    assert expressions.keys(["ids", "class"]) == {"ids": "ids", "class": "class"}
-    assert expressions.keys(["ids", "a.b"]) == {"ids": '"ids"', "a.b": '"a.b"'}
-
-
-def test_a_key_by_the_name_of_the_prototype_is_computed() -> None:
-    assert expressions.keys(["__proto__"]) == {"__proto__": '["__proto__"]'}
-
-
-def test_a_list_breaks_where_it_is_too_long() -> None:
-    assert expressions.listed(['"a"', '"b"'], 16) == '["a", "b"]'
-    assert expressions.listed(['"' + "a" * 90 + '"'], 16) == '[\n  "' + "a" * 90 + '",\n]'
-
-
-@pytest.mark.parametrize(
-    ("one", "written"),
-    [
-        (Input("i", "int64", ("batch", "new"), "tokens"), 'new Tensor("int64", tokens.flat(), [batch, count])'),
-        (Input("i", "int32", ("new",), "tokens"), 'new Tensor("int32", tokens.flat(), [batch * count])'),
-        (Input("m", "int64", ("batch", "total"), "attention-mask"), "mask([batch, total], this.#padding)"),
-        (Input("p", "int64", ("batch", "new"), "positions"), "positions([batch, count], past, this.#padding)"),
-        (Input("c", "bool", (1,), "number", "cached"), 'new Tensor("bool", [past > 0], [1])'),
-        (Input("c", "bool", (1,), "number", value=1), 'new Tensor("bool", [true], [1])'),
-        (Input("c", "int64", (1,), "number", "last"), 'new Tensor("int64", [total - 1], [1])'),
-        (Input("c", "int64", ("batch",), "number", "past"), "filled([batch], () => past)"),
-        (Input("c", "float", (), "number", value=0.5), 'new Tensor("float32", [0.5], [])'),
-        (Input("e", "float", ("batch", "new", 8), "embeddings", made='"x"'), 'embedded["\\"x\\""]'),
-        (
-            Input("s", "float16", ("batch", 80, 3000), "encoder-input"),
-            'new Tensor("float16", Uint16Array.from(source.data, toHalf), source.shape)',
-        ),
-    ],
-)
-def test_the_value_of_an_input(one: Input, written: str, llama: LoopPlan) -> None:
-    assert expressions.value(one, llama) == written
-
-
-def test_an_element_type_is_named_only_where_there_are_several(llama: LoopPlan) -> None:
-    mask = Input("m", "float16", ("batch", 1, "new", "capacity"), "causal-mask", hidden=-1e4)
-    both = replace(llama, prefill=replace(llama.prefill, inputs=(*llama.prefill.inputs, mask)))
-    assert expressions.value(mask, both) == 'causalMask("float16", [batch, 1, count, capacity], past)'
-    assert expressions.made_types(both) == ["float16", "int64"]
-
-
-def test_a_mask_without_padding_is_ones(llama: LoopPlan) -> None:
-    mask = Input("m", "int64", ("batch", "total"), "attention-mask")
-    assert expressions.value(mask, replace(llama, pads=False)) == "filled([batch, total], () => 1)"
+BROWSER = chromium.found()
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here (apt-get install chromium)")
+SWIFTSHADER = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
+MARIAN, LLAMA, WHISPER = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa", EXPORTS / "whisper"
 
 
 @pytest.mark.parametrize("name", ["__proto__", "a\0b"])
-def test_a_name_that_the_binding_loses_is_refused(name: str, llama: LoopPlan) -> None:
-    refused = replace(llama, decode=replace(llama.decode, outputs=(*llama.decode.outputs, name)))
-    assert expressions.refuses(llama) is None
-    assert repr(name) in str(expressions.refuses(refused))
+def test_a_name_that_the_binding_loses_is_refused(name: str) -> None:
+    plan = plan_of("llama-gqa")
+    refused = replace(plan, decode=replace(plan.decode, outputs=(*plan.decode.outputs, name)))
+    assert javascript.refuses(plan) is None
+    assert repr(name) in str(javascript.refuses(refused))
 
 
-def test_only_a_call_that_takes_embeddings_has_them_made(tmp_path: Path) -> None:
-    program = render(embedding_plan("embeddings alone", tmp_path), languages()["typescript"])["src/loop.ts"]
-    assert "this.#run(this.#first, PREFILL, this.#firstFeeds(tokens), " in program
-    assert "this.#run(this.#decoder, DECODER, this.#feeds(embedded), " in program
-    assert program.count("this.#withEmbeddings(") == 1
+def test_an_element_type_that_the_binding_has_not_is_refused() -> None:
+    plan = plan_of("llama-gqa")
+    slots = tuple(replace(slot, dtype="bfloat16") for slot in plan.slots)
+    assert "bfloat16" in str(javascript.refuses(replace(plan, slots=slots)))
 
 
-def test_types_are_in_the_program_or_in_its_comments() -> None:
-    params = [("rows", "number[]"), ("count?", "number", "how many")]
-    typed, plain = Annotations(typed=True), Annotations(typed=False)
-    assert typed.signature("take", params, "void") == "function take(rows: number[], count?: number): void {"
-    assert plain.signature("take", params, "void") == "function take(rows, count) {"
-    assert typed.doc("Takes.", 0, params) == "/**\n * Takes.\n *\n * @param count - how many\n */"
-    assert "@param {number[]} rows\n * @param {number} [count] - how many" in plain.doc("Takes.", 0, params)
+def run(folder: Path, *words: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
-def test_what_a_browser_has_too_does_without_node(llama: LoopPlan) -> None:
-    for language in LANGUAGES:
-        files = render(llama, languages()[language], probe=True)
-        modules = [text for name, text in files.items() if Path(name).stem in ("loop", "probe", "page")]
-        assert len(modules) == 3
-        assert not any("node:" in text or "process." in text for text in modules)
-
-
-def test_only_a_probe_has_a_page(llama: LoopPlan) -> None:
-    for language in LANGUAGES:
-        plain, probe = (render(llama, languages()[language], probe=flag) for flag in (False, True))
-        assert {Path(name).name for name in set(probe) - set(plain)} >= {"index.html", "serve.mjs"}
-        assert "onnxruntime-web" not in plain["package.json"]
-        assert json.loads(probe["package.json"])["dependencies"].keys() == {"onnxruntime-node", "onnxruntime-web"}
-
-
-def printed(folder: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def assert_compiles(plan: LoopPlan, language: str, modules: Path, folder: Path) -> None:
-    for name, text in render(plan, languages()[language], probe=True).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    strict = ("--strict", "--noEmit", "--noUnusedLocals", "--noUnusedParameters")
-    checked = ("--allowJs", "--checkJs", "--module", "nodenext", "--target", "es2022", "--types", "node")
-    checked += ("main.js", "page.js", "serve.mjs")
-    compiler = str(modules / "node_modules" / ".bin" / "tsc")
-    printed(folder, compiler, *strict, *(checked if language == "javascript" else ()))
+def project(model: Path, modules: Path, out: Path) -> Path:
+    """A project as `kvdoctor loop` writes it, with its packages."""
+    assert write_loop(LoopRequest(str(model), str(out), "javascript"), Options()).out is not None
+    (out / "node_modules").symlink_to(modules / "node_modules")
+    (out / "model.path").write_text(str(model), encoding="utf-8")
+    return out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", first([*MODELS, *EMBEDDINGS], 3))
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_what_is_written_is_formatted_and_typed(language: str, model: str, modules: Path, tmp_path: Path) -> None:
-    folder = modules / language / model
-    plan = plan_of(model) if model in MODELS else embedding_plan(model, tmp_path)
-    assert_compiles(plan, language, modules, folder)
-    prettier = str(modules / "node_modules" / ".bin" / "prettier")
-    printed(folder, prettier, "--check", "**/*.{ts,js,mjs,json,html}", "!kvdoctor-loop.json")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_hostile_names_compile(language: str, modules: Path, llama: LoopPlan) -> None:
-    slots = tuple(replace(llama.slots[0], past=name, made=name, present=f"p{name}") for name in HOSTILE)
-    call = replace(
-        llama.decode,
-        file=HOSTILE[4],
-        inputs=tuple(replace(llama.decode.inputs[0], name=name) for name in (*HOSTILE, "__proto__")),
-        pasts=HOSTILE[:3],
-        outputs=HOSTILE,
-        logits=HOSTILE[0],
+def test_the_program_is_formatted_and_typed(modules: Path) -> None:
+    folder = modules / "program"
+    shutil.copytree(languages()["typescript"].folder, folder)
+    run(folder, "../node_modules/.bin/prettier", "--check", "**/*.{js,mjs,json,html}")
+    run(folder, "../node_modules/.bin/tsc")
+    (folder / "use.ts").write_text(
+        'import * as ort from "onnxruntime-node";\n'
+        'import { Decoder, type DecodeOptions } from "decode_loop";\n'
+        "const options: DecodeOptions = { most: 3, choose: (logits, tokens) => logits.length - tokens.length };\n"
+        'const decoder: Decoder = await Decoder.open(ort, "model", {});\n'
+        "const rows: number[][] = await decoder.generate([[1]], options);\n"
+        "for await (const { token } of decoder.stream(rows)) console.log(token.toFixed());\n",
+        encoding="utf-8",
     )
-    plan = replace(llama, model="*/ process.exit() //\n", prefill=call, decode=call, slots=slots)
-    assert_compiles(plan, language, modules, modules / language / "hostile")
+    strict = ("--strict", "--noEmit", "--module", "nodenext", "--target", "es2022", "--types", "node")
+    run(folder, "../node_modules/.bin/tsc", "--ignoreConfig", *strict, "use.ts")
 
 
 @pytest.mark.slow
-def test_node_reads_literals_as_they_are_meant(modules: Path) -> None:
-    listed = ", ".join(expressions.literal(text) for text in HOSTILE)
-    (modules / "literals.mjs").write_text(f"console.log(JSON.stringify([{listed}]));", encoding="ascii")
-    assert json.loads(printed(modules, "node", "literals.mjs")) == list(HOSTILE)
+def test_models_share_a_process_and_calls_that_cannot_be_right_change_nothing(modules: Path, tmp_path: Path) -> None:
+    buffer = text_fixtures.load_all()["layout-scatter-static-healthy"].write(tmp_path / "model")
+    folders = [project(model, modules, tmp_path / f"loop-{model.name}") for model in (MARIAN, LLAMA, buffer)]
+    (folders[0] / "calls.mjs").write_text(program_text("calls.mjs"), encoding="utf-8")
+    done = run(folders[0], "node", "calls.mjs", *map(str, folders))
+    assert json.loads(done.stdout) == []
+
+
+@contextlib.contextmanager
+def served(folder: Path, model: Path, *words: str) -> Iterator[str]:
+    """The address that `serve.mjs` prints, for as long as it runs."""
+    command = ["node", "serve.mjs", "--model", str(model), "--port", "0", *words]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
+
+
+def shown(tab: chromium.Tab, address: str, seconds: float = 120) -> tuple[str, str, list[list[str]]]:
+    """The state of the page when it has ended, what it says, and the rows of its table."""
+    tab.open(address)
+    end = time.monotonic() + seconds
+    while (state := tab.evaluate("document.getElementById('status').dataset.state ?? 'busy'")) == "busy":
+        assert time.monotonic() < end, tab.evaluate("document.body.innerText")
+        time.sleep(0.1)
+    rows = "[...document.querySelectorAll('#runs tr')].map(r => [...r.cells].map(c => c.textContent))"
+    return state, tab.evaluate("document.getElementById('status').textContent"), tab.evaluate(rows)
+
+
+def names(folder: Path) -> list[str]:
+    return [run["name"] for run in json.loads((folder / "vectors.json").read_text("utf-8"))["runs"]]
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[chromium.Tab]:
+    assert BROWSER is not None
+    with chromium.tab(BROWSER) as opened:
+        yield opened
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("model", [MARIAN, LLAMA, WHISPER], ids=["marian", "llama", "whisper"])
+def test_the_runs_in_a_browser_are_as_expected(model: Path, modules: Path, tab: chromium.Tab, tmp_path: Path) -> None:
+    folder = project(model, modules, tmp_path / "loop")
+    with served(folder, model) as address:
+        state, said, rows = shown(tab, address)
+    assert (state, rows) == ("good", [[name, "as expected"] for name in names(folder)]), said
+    loud = [event for event in tab.events if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")]
+    assert not loud, loud
+    text = tab.evaluate("fetch(document.getElementById('trace').href).then(r => r.text())")
+    assert text == (folder / "trace.jsonl").read_text("utf-8")
+    assert tab.evaluate("crossOriginIsolated"), "WebAssembly may have threads"
+    found = judged(model, folder / "trace.jsonl")
+    assert (found.findings, essential(found)) == ((), [])
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize(
+    ("model", "outputs"), first([(LLAMA, "gpu-buffer"), (MARIAN, "cpu")], 1), ids=["llama-gpu-buffer", "marian-cpu"]
+)
+def test_webgpu_is_used_where_there_is_some(model: Path, outputs: str, modules: Path, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    folder = project(model, modules, tmp_path / "loop")
+    with chromium.tab(BROWSER, *SWIFTSHADER) as tab, served(folder, model, "--provider", "webgpu") as address:
+        tab.open(address.replace("webgpu", "none"))
+        if not tab.evaluate("navigator.gpu?.requestAdapter().then((adapter) => adapter !== null)"):
+            pytest.skip("this Chromium has no software adapter of WebGPU")
+        state, said, rows = shown(tab, f"{address}&outputs={outputs}", 300)
+    assert state == "good", (said, rows)
+    found = judged(model, folder / "trace.jsonl")
+    assert not essential(found)
+    assert {finding.severity for finding in found.findings} <= {"warning", "note"}, "it may round otherwise"
+
+
+class Plain(http.server.SimpleHTTPRequestHandler):
+    """Any server that serves files and takes a POST."""
+
+    posted: list[bytes]
+
+    def do_POST(self) -> None:
+        self.posted.append(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+@pytest.mark.slow
+@needs_browser
+def test_any_server_will_do(modules: Path, tab: chromium.Tab, tmp_path: Path) -> None:
+    """The weights are in a file of their own, and the name of a run is text."""
+    model = tmp_path / "a model"
+    model.mkdir()
+    saved = onnx.load(LLAMA / "model.onnx")
+    onnx.save_model(
+        saved, model / "model.onnx", save_as_external_data=True, location="weights of it.bin", size_threshold=0
+    )
+    folder = project(model, modules, tmp_path / "site")
+    shutil.copytree(model, folder / "the model")
+    runs = (folder / "vectors.json").read_text("utf-8").replace('"one-sequence"', '"<b>one</b>&amp;"')
+    (folder / "vectors.json").write_text(runs, "utf-8")
+    posted: list[bytes] = []
+    handler = partial(type("Handler", (Plain,), {"posted": posted}), directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}/index.html"
+        state, said, rows = shown(tab, f"{here}?model={quote('the model')}&post=somewhere")
+        assert (state, rows[0]) == ("good", ["<b>one</b>&amp;", "as expected"]), said
+        assert tab.evaluate("document.querySelector('#runs b')") is None
+        assert [b'"run":"<b>one</b>&amp;"' in body for body in posted] == [True]
+        assert shown(tab, f"{here}?provider=cuda")[:2] == (
+            "bad",
+            "there is no provider cuda; a browser has wasm, webgpu, webnn",
+        )
+        assert shown(tab, f"{here}?model=elsewhere")[2][0][1].startswith("error: ")
+        (folder / "vectors.json").unlink()
+        assert shown(tab, here)[1].startswith("vectors.json: 404")
+        (folder / "node_modules").unlink()
+        again = shown(tab, here.replace("127.0.0.1", "localhost"))  # nothing of that address is cached
+        assert "npm install onnxruntime-web" in again[1]
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_the_server_keeps_to_its_folders(modules: Path, tmp_path: Path) -> None:
+    folder = project(LLAMA, modules, tmp_path / "loop")
+
+    def answered(path: str, **more: Any) -> int:
+        request = urllib.request.Request(base + path, **more)  # noqa: S310 - our own server
+        try:
+            with urllib.request.urlopen(request) as response:  # noqa: S310
+                code: int = response.status
+                return code
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    with served(folder, LLAMA) as address:
+        base = address.partition("?")[0]
+        assert answered("model/model.onnx") == 200
+        for outside in ("..%2f..%2f..%2f..%2fetc%2fpasswd", "model/..%2fgpt2%2fmodel.onnx", "model/%", "model/"):
+            assert answered(outside) == 404, outside
+        body = {"data": b"{}\n", "method": "POST"}
+        assert answered("record", **body, headers={"origin": "http://elsewhere.example"}) == 403
+        assert not (folder / "trace.jsonl").exists()
+        assert answered("record", **body, headers={"origin": base.rstrip("/")}) == 204
+        assert (folder / "trace.jsonl").read_bytes() == b"{}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--most=0",), "--most takes a number, 1 or more, not 0"),
+        (("--temperature=nan",), "--temperature takes a number"),
+        (("--follow=5", "--self-test=sideways"), "a self-test is rewind or reorder"),
+        (("--follow=0x5",), "not integers with commas: 0x5"),
+        (("--provider=nonsense",), "there is no provider nonsense; onnxruntime-node has cpu"),
+        (("--contract=package.json",), "the contract has schema undefined"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(
+    words: tuple[str, ...], said: str, modules: Path, tmp_path: Path
+) -> None:
+    folder = project(LLAMA, modules, tmp_path / "loop")
+    done = run(folder, "node", "src/main.js", f"--model={LLAMA}", "--prompt=3", *words, code=1)
+    assert said in done.stderr
+    assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""Every layout that is driven gets a loop whose program prints the tokens of calls without a cache."""
+"""Which models have a loop, and what is said where they have none. The programs run in test_programs.py."""
 
 from pathlib import Path
 
@@ -18,9 +18,8 @@ NO_LOOP = {
     "layout-beam-search-healthy": "contains the whole loop",
     "layout-beam-search-plain-healthy": "contains the whole loop",
     "layout-beam-search-t5-healthy": "contains the whole loop",
-    "layout-canary-healthy": "length of the encoder's input",
+    "layout-canary-healthy": "no call without a cache one token is clearly likelier",
     "layout-cross-given-healthy": "made by an encoder that is not there",
-    "layout-decoder-masked-mha-healthy": "beam_input",
     "layout-ep-context-healthy": "compiled for a device",
     "layout-four-tokens-healthy": "exactly 4 new tokens",
     "layout-genai-pipeline-healthy": "pipeline of 2 files",
@@ -28,7 +27,6 @@ NO_LOOP = {
     "layout-llama2-msft-layers-healthy": "embeddings",
     "layout-llama2-msft-stacked-healthy": "embeddings",
     "layout-llama2-msft-stacked-whole-healthy": "embeddings",
-    "layout-ort-whisper-shared-healthy": "beam_input",
     "layout-paged-healthy": "block",
     "layout-paged-packed-healthy": "block",
     "layout-paged-pool-healthy": "block",
@@ -43,7 +41,7 @@ NO_LOOP = {
     "layout-transducer-stateless-healthy": "no decoder",
     "layout-voice-activity-healthy": "not a decoder",
     "layout-wenet-stream-healthy": "not a decoder",
-    "layout-window-in-mask-healthy": "a window of fixed length",
+    "readings-ids-and-embeddings-healthy": "embeddings",
 }
 """Healthy models without a loop, and a part of the reason that is given."""
 
@@ -52,28 +50,20 @@ HEALTHY = [name for name, fixture in FIXTURES.items() if fixture.healthy and fix
 LOOPS = [name for name in HEALTHY if name not in NO_LOOP]
 
 
-# The slow tests of probes run the same programs of all layouts.
-@pytest.mark.parametrize("name", sampled(LOOPS, 6, pytest.mark.exhaustive))
-def test_a_layout_is_decoded(name: str, tmp_path: Path) -> None:
-    made = written(FIXTURES[name].write(tmp_path))
-    assert made.reason is None
-    assert made.results
-    assert not [result.problem for result in made.results if result.problem]
-
-
 @pytest.mark.parametrize("name", sampled(NO_LOOP, 5))
 def test_what_has_no_loop_says_why(name: str, tmp_path: Path) -> None:
     made = written(FIXTURES[name].write(tmp_path))
     assert made.exit_code == 3
-    assert NO_LOOP[name] in str(made.reason)
+    assert NO_LOOP[name] in str(made.reason or made.unchecked)
 
 
 @pytest.mark.parametrize("name", sampled(["marian-4.57.6", "llama-gqa", "whisper", "gpt2", "t5", "marian-4.46.3"], 3))
 def test_an_export_is_decoded_sick_or_not(name: str) -> None:
     made = written(EXPORTS / name)
     assert (made.exit_code, made.reason) == (0, None)
-    padded = ["2 sequences of unequal length"] if name in ("llama-gqa", "gpt2") else []
-    assert [result.vector for result in made.results] == ["one sequence", "2 sequences", *padded]
+    padded = ["2-sequences-of-unequal-length"] if name in ("llama-gqa", "gpt2") else []
+    runs = ["one-sequence", "2-sequences", *padded, "rewind", "reorder", "one-sequence-again"]
+    assert [result.vector for result in made.results] == runs
     kept = [remark for remark in made.remarks if "feeding every present back" in remark]
     assert bool(kept) is (name in ("marian-4.57.6", "whisper", "t5", "marian-4.46.3"))
 

@@ -1,28 +1,15 @@
-"""What a plan says of a model, and what the expressions of a language make of it."""
-
-import ast
+"""What a plan says of a model."""
 
 import pytest
-from hypothesis import given
 from support import text_fixtures
-from support.hostile import any_text
-from support.isolated import EXPORTS
+from support.loop_programs import plan_of
 
-from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.loops.languages.python.expressions import literal, shape
-from kvdoctor.loops.make_plan import make_plan
-from kvdoctor.loops.plan import LoopPlan
-from kvdoctor.loops.project import comment
-
-
-def plan_of(path: str) -> LoopPlan:
-    folder = open_folder(path)
-    return make_plan(read_contract(folder.stacks[0], folder.side_cars), "model")
+from kvdoctor.addons.loops.contract_file import find_generation_ids
+from kvdoctor.analysis.model_folder import SideCars
 
 
 def test_the_plan_of_a_merged_decoder_holds_the_cross_attention_cache() -> None:
-    plan = plan_of(str(EXPORTS / "marian-4.57.6"))
+    plan = plan_of("marian-4.57.6")
     assert plan.encode is not None
     assert plan.encode.states == "last_hidden_state"
     assert [slot.present for slot in plan.slots if "encoder" in slot.past] == [None] * 4
@@ -34,8 +21,8 @@ def test_the_plan_of_a_merged_decoder_holds_the_cross_attention_cache() -> None:
 
 
 def test_the_plan_of_a_decoder_only_model_counts_positions_and_pads() -> None:
-    plan = plan_of(str(EXPORTS / "llama-gqa"))
-    assert plan.one_graph
+    plan = plan_of("llama-gqa")
+    assert plan.prefill == plan.decode
     assert plan.pads
     assert plan.rewinds
     assert plan.source is None
@@ -46,28 +33,32 @@ def test_the_plan_of_a_decoder_only_model_counts_positions_and_pads() -> None:
     ("name", "carry"), [("layout-delta-appended-healthy", "append"), ("layout-delta-healthy", "write")]
 )
 def test_entries_alone_are_put_behind_the_others(name: str, carry: str, tmp_path: object) -> None:
-    plan = plan_of(str(text_fixtures.load_all()[name].write(tmp_path)))  # type: ignore[arg-type]
+    plan = plan_of(text_fixtures.load_all()[name].write(tmp_path))
     assert {slot.carry for slot in plan.slots} == {carry}
     assert plan.copies
 
 
-@given(any_text)
-def test_any_name_is_a_literal_of_python(text: str) -> None:
-    written = literal(text)
-    assert ast.literal_eval(written) == text
-    assert written.isascii()
-    assert "\n" not in written
-
-
-@given(any_text)
-def test_a_name_in_a_comment_ends_no_comment(text: str) -> None:
-    written = comment(text)
-    assert written.isascii()
-    assert len(written) <= 80
-    assert not set(written) & set("\n\r*/\\\"'`{}<>")
-
-
-def test_a_shape_is_a_tuple_of_its_own_axes() -> None:
-    assert shape((1,)) == "(1,)"
-    assert shape(("batch", 3, "new")) == "(batch, 3, new)"
-    assert shape(("fixed",)) == "(1,)"
+def test_ids_are_those_of_the_configs_that_the_model_has() -> None:
+    """What is no id of the vocabulary is left out, and generation_config.json goes before config.json."""
+    generation = {
+        "eos_token_id": [2, 999, True, "x"],
+        "decoder_start_token_id": None,
+        "suppress_tokens": list(range(5000)),
+        "forced_decoder_ids": [[1, 7], [2, None], ["x", 3], 4, [1]],
+    }
+    config = {
+        "eos_token_id": 5,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "forced_bos_token_id": 9,
+        "suppress_tokens": [-1, 8],
+    }
+    found = find_generation_ids(SideCars(config, generation=generation), plan_of("llama-gqa"))
+    assert found == {
+        "start": [1],
+        "end": [2],
+        "padding": 0,
+        "suppress": [8],
+        "begin_suppress": [],
+        "forced": [[1, 7]],
+    }

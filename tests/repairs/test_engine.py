@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,25 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
-from repaired import REPOSITORY, re_export
+from support.command_line import run
+from support.repaired import REPOSITORY, re_export
 from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor.api import inspect, step_test
 from kvdoctor.errors import UsageError
+from kvdoctor.findings import all_checks
 from kvdoctor.options import Options
 from kvdoctor.repair import pipeline
-from kvdoctor.repair.repairs.registry import load, load_for_check
-from kvdoctor.repair.request import LayoutRequest, RepairRequest
+from kvdoctor.repair.repairs.registry import STAGES, load, load_for_check
+from kvdoctor.repair.session import RepairRequest
 
 EXPORTS = REPOSITORY / "fixtures" / "exports"
 MERGED = "decoder_model_merged.onnx"
 
 
-def call(*arguments: object) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "kvdoctor", "re-export", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+def call(*arguments: str | Path) -> tuple[int, str, str]:
+    done = run("re-export", *arguments, cwd=REPOSITORY)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -119,8 +118,8 @@ TAKES = {
 def test_nobody_is_sent_to_a_repair_that_would_decline(name: str, tmp_path: Path) -> None:
     model = load_all()[name].write(tmp_path / "model")
     (finding,) = (found for found in step_test(str(model)).findings if found.severity != "note")
-    assert finding.repair.command is not None
-    assert (" --from CHECKPOINT " in finding.repair.command) == (not TAKES[name])
+    assert (finding.repair.command is not None) == TAKES[name]
+    assert ("own-decoder.md" in finding.repair.text) == (not TAKES[name])  # no exporter can repeat it
     assert re_export(model, tmp_path / "out").written == TAKES[name]
     for seen in inspect(str(model)).findings:  # what is only read is told the same
         assert seen.repair.command in (None, finding.repair.command)
@@ -134,7 +133,7 @@ def test_what_stays_wrong_leads_all_errors_of_a_loop_elsewhere(tmp_path: Path) -
     onnx.save(graph, model)
     errors = [finding for finding in step_test(str(model)).findings if finding.severity == "error"]
     assert {finding.name for finding in errors} == {"key-value-swapped", "non-finite"}
-    assert all(" --from CHECKPOINT " in (finding.repair.command or "") for finding in errors)
+    assert all(finding.repair.kind == "re-export" and finding.repair.command is None for finding in errors)
     assert not re_export(model, tmp_path / "out").written
 
 
@@ -324,12 +323,15 @@ def test_force_leaves_what_is_not_kvdoctors(tmp_path: Path) -> None:
     assert (out / "tokenizer.model").read_text(encoding="utf-8") == "mine"
 
 
-def test_numbers_that_a_model_has_already_are_nothing_to_do(tmp_path: Path) -> None:
-    request = RepairRequest(str(EXPORTS / "gpt2"), str(tmp_path / "out"), layout=LayoutRequest(opset=18))
-    report = pipeline.re_export(request, Options())
-    assert report.verdict == "healthy"
-    assert not (tmp_path / "out").exists()
-    assert any("nothing to repair" in note for note in report.notes)
+def test_every_repair_names_checks_and_its_stage() -> None:
+    known = {check.name for check in all_checks()}
+    assert load()
+    for repair in load():
+        assert set(repair.checks) <= known, repair.name
+        assert repair.stage in STAGES
+        assert repair.summary.endswith(".")
+        for word in ("Requires:", "Ensures:"):
+            assert word in (__import__(repair.apply.__module__, fromlist=["x"]).__doc__ or ""), repair.name
 
 
 def test_the_repairs_of_a_check_are_found_without_loading_the_others() -> None:

@@ -6,17 +6,17 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+from support.command_line import Done, run
 
 EXPORTS = Path(__file__).parents[2] / "fixtures" / "exports"
 GPT2, MARIAN = EXPORTS / "gpt2", EXPORTS / "marian-4.57.6"
@@ -62,11 +62,10 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def call(*arguments: str | Path, timeout: float = 60, **more: Any) -> Result:
+def call(*arguments: str | Path, how: Callable[..., Done] = run, **more: Any) -> Result:
     """Run kvdoctor, and hold its answer against what is promised for every call."""
-    command = [sys.executable, "-m", "kvdoctor", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL, **more)
-    result = Result(done.returncode, done.stdout.decode("utf-8"), done.stderr.decode("utf-8"))
+    done = how(*arguments, **more)
+    result = Result(done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in result.out + result.err, result.err
     assert result.code in (0, 1, 2, 3), result
     assert not UNSAFE.search(result.out), repr(UNSAFE.search(result.out))
@@ -77,9 +76,9 @@ def call(*arguments: str | Path, timeout: float = 60, **more: Any) -> Result:
     return result
 
 
-def as_json(command: str, *arguments: str | Path, timeout: float = 60, **more: Any) -> Result:
+def as_json(command: str, *arguments: str | Path, **more: Any) -> Result:
     """Run a command with `--format json`; unless the call was refused, the document must be whole."""
-    result = call(command, *arguments, "--format", "json", timeout=timeout, **more)
+    result = call(command, *arguments, "--format", "json", **more)
     if result.code != 2:
         assert result.report["tool"]["name"] == "kvdoctor" if command != "gate" else result.report["reports"]
     return result
@@ -436,8 +435,9 @@ def is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
 
 
-def files_up_to(most: int) -> Callable[[], None]:
-    """For `preexec_fn`: no file of the new process grows beyond so many bytes."""
+def files_up_to(most: int) -> dict[str, Any]:
+    """How to start a process of which no file grows beyond so many bytes; its bytecode must not be cut off either."""
     import resource
 
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most, most))
+    return {"preexec_fn": limit, "env": {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}}

@@ -6,30 +6,30 @@ from typing import Any
 
 import onnx
 
+from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.convert_layout import convert_layouts, refuse_impossible_layout
+from kvdoctor.addons.conversions.layout_proof import NEEDS, SCRIPT
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels
+from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.options import Options
-from kvdoctor.repair import pipeline
-from kvdoctor.repair.convert_layout import convert_stacks, refuse_impossible_layout
-from kvdoctor.repair.generation_proof import NEEDS, SCRIPT
-from kvdoctor.repair.layouts.registry import ConvertedModels
-from kvdoctor.repair.request import LayoutRequest, RepairRequest
 from kvdoctor.report.document import Report
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptProcess
 from support.isolated import give_up
 
-GENAI = LayoutRequest("genai")
+GENAI = ConvertChoices(layout="genai")
 
 
-def convert(folder: Path, request: LayoutRequest = GENAI) -> ConvertedModels:
+def convert(folder: Path, request: ConvertChoices = GENAI) -> ConvertedModels:
     """The models and the configuration of a folder in the new layout, in memory."""
     refuse_impossible_layout(str(folder), request)
     opened = open_folder(str(folder))
     contracts: dict[str, CacheContract | None] = {
         stack.name: read_contract(stack, opened.side_cars) for stack in opened.stacks
     }
-    (one,) = convert_stacks(opened, contracts, request)
+    (one,) = convert_layouts(opened, contracts, request)
     return one.made
 
 
@@ -48,7 +48,7 @@ def named(entries: dict[str, str], layers: int) -> set[str]:
 
 
 def re_export(folder: Path, out: Path, offline: bool = False) -> Report:
-    return pipeline.re_export(RepairRequest(str(folder), str(out), layout=GENAI), Options(offline=offline))
+    return pipeline.convert(pipeline.ConvertRequest(str(folder), str(out), GENAI, ()), Options(offline=offline))
 
 
 def failures(report: Report) -> list[str]:

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from support.command_line import Done, run
+
 CONSUMERS = Path(__file__).parents[1] / "consumers"
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EXPORTS = FIXTURES / "exports"
@@ -47,8 +49,8 @@ class Environment:
         """Makes the environment and returns why that did not work, or None."""
         return _obstacle(self)
 
-    def run(self, script: str, *arguments: str | Path) -> Any:
-        """Returns what `tests/consumers/script` prints as the last line of its standard output, a JSON document."""
+    def run(self, script: str | Path, *arguments: str | Path) -> Any:
+        """Returns what a script, one of `tests/consumers`, prints as the last line, a JSON document."""
         self.require()
         done = call([*self.command(), CONSUMERS / script, *arguments])
         assert done.returncode == 0, f"{script}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -71,9 +73,9 @@ def give_up(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def kvdoctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs the command line of kvdoctor in a process of its own."""
-    return call([sys.executable, "-m", "kvdoctor", *arguments])
+def kvdoctor(*arguments: str | Path) -> Done:
+    """Runs the command line of kvdoctor with the environment of `call`."""
+    return run(*arguments, env=_environment())
 
 
 def re_export(name: str, out: Path) -> Path:
@@ -84,24 +86,26 @@ def re_export(name: str, out: Path) -> Path:
 
 
 def call(command: Sequence[str | Path], timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Runs a command with uv told where wheels are, model hubs switched off and nothing of this Python passed on.
-
-    Strings hash alike in every run, since the order of names in a merged decoder hangs on it.
-    """
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
-    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
-        env.pop(name, None)
-    if links := _find_links(os.environ):
-        env["UV_FIND_LINKS"] = links
+    """Runs a command with uv told where wheels are, model hubs switched off and nothing of this Python passed on."""
     return subprocess.run(
         [str(part) for part in command],
-        env=env,
+        env=_environment(),
         timeout=timeout,
         check=False,
         capture_output=True,
         encoding="utf-8",
         errors="replace",
     )
+
+
+def _environment() -> dict[str, str]:
+    """Strings hash equally in every run, since the order of names in a merged decoder hangs on it."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        env.pop(name, None)
+    if links := _find_links(os.environ):
+        env["UV_FIND_LINKS"] = links
+    return env
 
 
 def find_uv() -> str | None:

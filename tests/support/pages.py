@@ -13,13 +13,11 @@ from xml.etree.ElementTree import Element
 
 import html5lib
 
-from kvdoctor.gating.jobs import GateJob
 from kvdoctor.gating.verdict import judge
-from kvdoctor.options import Options
 from kvdoctor.records import from_plain
 from kvdoctor.report import formats
 from kvdoctor.report.document import Report
-from kvdoctor.report.safe import printable
+from kvdoctor.report.escaping import printable
 
 ROOT = Path(__file__).parents[2]
 HTML = "{http://www.w3.org/1999/xhtml}"
@@ -76,7 +74,7 @@ def rendered(*reports: Report) -> Page:
     """The page of reports; parsing it has found no error."""
     if len(reports) == 1:
         return page(formats.render(reports[0], "html"))
-    done = judge([GateJob(report.model.path, Options()) for report in reports], reports)
+    done = judge(reports)
     return page(formats.render_gate(done.to_dict, list(reports), (), "html"))
 
 

@@ -29,7 +29,7 @@ def started(*arguments: str | Path, scratch: Path | None = None) -> Iterator[sub
         process.communicate()
 
 
-def workers(process: subprocess.Popen[str], seconds: float = 10) -> list[psutil.Process]:
+def workers(process: subprocess.Popen[str], seconds: float = 120) -> list[psutil.Process]:
     """Wait for the child processes."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -39,7 +39,7 @@ def workers(process: subprocess.Popen[str], seconds: float = 10) -> list[psutil.
     raise AssertionError("no worker was started")
 
 
-def assert_gone(processes: list[psutil.Process], seconds: float = 5) -> None:
+def assert_gone(processes: list[psutil.Process], seconds: float = 120) -> None:
     """They end by themselves; if not, they are ended here."""
     left = psutil.wait_procs(processes, timeout=seconds)[1]
     running = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

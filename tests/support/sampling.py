@@ -9,6 +9,10 @@ EXHAUSTIVE = pytest.mark.exhaustive
 FEW = 10
 
 
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
+
+
 def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
     """One case in `every` for all runs, the first one among them; a tuple holds the values of several parameters.
 
@@ -19,10 +23,7 @@ def sampled(cases: Iterable[Any], every: int, rest: pytest.MarkDecorator = pytes
     return [
         case
         if not index % every
-        else pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=[rest, EXHAUSTIVE] if seldom and (index % 2 or not index % 3) else rest,
-        )
+        else pytest.param(*_values(case), marks=[rest, EXHAUSTIVE] if seldom and (index % 2 or not index % 3) else rest)
         for index, case in enumerate(known)
     ]
 
@@ -31,7 +32,7 @@ def thinned(cases: Iterable[Any], quick: int, slow: int) -> list[Any]:
     """One case in `quick` for all runs, one in `slow` for slow ones, and the others for all tests."""
     return [
         pytest.param(
-            case,
+            *_values(case),
             marks=() if not n % quick else pytest.mark.slow if not n % slow else [pytest.mark.slow, EXHAUSTIVE],
         )
         for n, case in enumerate(cases)
@@ -51,8 +52,6 @@ def spread(rows: Iterable[Any], columns: Iterable[Any], every: int) -> list[Any]
 def first(cases: Iterable[Any], count: int) -> list[Any]:
     """The first cases for slow runs, the others for all tests; a tuple holds the values of several parameters."""
     return [
-        case
-        if index < count
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive)
+        case if index < count else pytest.param(*_values(case), marks=pytest.mark.exhaustive)
         for index, case in enumerate(cases)
     ]

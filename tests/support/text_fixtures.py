@@ -27,7 +27,9 @@ import json
 import re
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +138,8 @@ def read(path: Path) -> Fixture:
     )
 
 
-def load_all() -> dict[str, Fixture]:
+@cache
+def load_all() -> Mapping[str, Fixture]:
     """Every fixture by name."""
     return {path.stem: read(path) for path in sorted(FOLDER.glob("*.onnxtxt"))}
 

@@ -1,12 +1,15 @@
-// Steps of the generated loop: `node loop_steps.js MODEL PROMPT STEPS`, in the folder of the project.
+// Steps of the program of a loop: `node loop_steps.js MODEL PROMPT STEPS`, in the folder of the project.
 // Each line of standard input is a number of steps to take; the seconds that they took are printed.
 
+import { readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
 
-import { Decoder, likeliest } from "./loop.js";
+import * as ort from "onnxruntime-node";
+
+import { Decoder, likeliest } from "./src/decoder.js";
 
 const [model, prompt] = process.argv.slice(2);
-const decoder = await Decoder.open(model);
+const decoder = await Decoder.open(ort, model, JSON.parse(readFileSync("contract.json", "utf8")));
 let logits = await decoder.prefill([Array.from({ length: Number(prompt) }, (_, at) => at + 1)]);
 console.log("ready");
 for await (const line of createInterface({ input: process.stdin })) {

@@ -1,4 +1,4 @@
-"""Steps of the generated loop: `python loop_steps.py MODEL PROMPT STEPS`, with the project on the path.
+"""Steps of the written loop: `python loop_steps.py MODEL PROMPT STEPS`, in the folder of the project.
 
 Each line of standard input is a number of steps to take; the seconds that they took are printed.
 """
@@ -6,10 +6,10 @@ Each line of standard input is a number of steps to take; the seconds that they 
 import sys
 import time
 
-from loop import Decoder
+from decode_loop import Decoder
 
 model, prompt, _ = sys.argv[1:]
-decoder = Decoder(model)
+decoder = Decoder(model, "contract.json")
 logits = decoder.prefill([list(range(1, int(prompt) + 1))])
 print("ready", flush=True)
 for line in sys.stdin:

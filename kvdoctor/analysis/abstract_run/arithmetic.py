@@ -1,11 +1,13 @@
-"""Operators that compute element by element, and those that pass values on, in an abstract run."""
+"""Operators that compute element by element, and those that pass values on, in an abstract run.
+
+A mask may differ from head to head: then one number is broadcast along the heads of other values.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.head_masks import differs_by_head
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.shaping import plan_broadcast
 from kvdoctor.analysis.abstract_run.values import (
@@ -183,10 +185,6 @@ def _cast(r: Reading) -> Abstract:
     return Abstract(value.shape, data.astype(np.float64), key=value.key)
 
 
-def _same(r: Reading) -> Abstract:
-    return r.at(0)
-
-
 def _cast_like(r: Reading) -> Abstract:
     value, like = r.at(0), r.at(1)
     if value.exact and value.data is not None and like.exact and like.data is not None:
@@ -233,10 +231,6 @@ def _dynamic_quantize(r: Reading) -> list[Abstract]:
     return [r.at(0), one, Abstract((), np.array(0, np.uint8), exact=True)]
 
 
-def _dequantize(r: Reading) -> Abstract:
-    return as_weight(r.at(0))
-
-
 def _nonzero(r: Reading) -> Abstract:
     numbers = r.at(0).numbers
     if numbers is None:
@@ -253,11 +247,35 @@ COMPUTING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
     "Clip": _clip,
     "Cast": _cast,
     "CastLike": _cast_like,
-    "Identity": _same,
+    "Identity": lambda r: r.at(0),
     "Trilu": _trilu,
     "Dropout": _dropout,
     "QuantizeLinear": _quantize,
-    "DequantizeLinear": _dequantize,
+    "DequantizeLinear": _quantize,
     "DynamicQuantizeLinear": _dynamic_quantize,
     "NonZero": _nonzero,
 }
+
+
+def differs_by_head(values: Sequence[Abstract], shape: tuple[int, ...]) -> bool:
+    """Whether exact numbers differ along an axis of heads, along which another value is broadcast.
+
+    Heads whose windows differ see the same in a short sequence: there they would be one number again, and in a longer
+    one as many as there are heads. Heads stand before the rows and columns of the scores.
+    """
+    for value in values:
+        data = value.data
+        if not value.exact or data is None or data.ndim < 3 or data.size < 2:
+            continue
+        for back in range(3, data.ndim + 1):
+            if data.shape[-back] > 1 and any(
+                other.data is not None
+                and other.data.ndim >= back
+                and other.data.shape[-back] == 1 < (other.shape or shape)[-back]
+                and not other.exact
+                for other in values
+            ):
+                first = data[(slice(None),) * (data.ndim - back) + (slice(0, 1),)]
+                if not bool((data == first).all()):
+                    return True
+    return False

@@ -23,6 +23,7 @@ from kvdoctor.analysis.abstract_run.values import (
     unknown,
 )
 from kvdoctor.decode.calls import Array
+from kvdoctor.model.operators import CONTRIB
 from kvdoctor.records import record
 
 HIDDEN = -3e38
@@ -83,7 +84,7 @@ def _hide(rows: int, columns: int, start: int, window: int = -1) -> Array:
 
 
 def _rotate(rows: Array, positions: Array) -> Array:
-    """Numbers turned by their position, as a rotary embedding tells positions apart."""
+    """Numbers rotated by their position, as a rotary embedding does."""
     turned = np.broadcast_to(positions, (rows.shape[0], rows.shape[2])).astype(np.float64)[:, None, :, None]
     found: Array = rows * (np.cos(0.7 * turned) + 0.6 * np.sin(0.7 * turned))
     return found
@@ -234,9 +235,9 @@ def _standard_attention(r: Reading) -> list[Abstract]:
 
 
 def _rotary(r: Reading) -> Abstract:
-    """RotaryEmbedding of both domains: the numbers turned by the exact positions."""
+    """RotaryEmbedding of both domains: the numbers rotated by the exact positions."""
     value = r.at(0)
-    contrib = r.node.domain == "com.microsoft"
+    contrib = r.node.domain == CONTRIB
     positions = (r.at(1) if contrib else r.at(3)).numbers
     shape, data = value.shape, value.data
     if shape is None or data is None or positions is None or len(shape) not in (3, 4):
@@ -255,6 +256,6 @@ def _rotary(r: Reading) -> Abstract:
 ATTENTIONS: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
     "GroupQueryAttention": _group_query,
     "MultiHeadAttention": _multi_head,
-    "Attention": lambda r: _contrib_attention(r) if r.node.domain == "com.microsoft" else _standard_attention(r),
+    "Attention": lambda r: _contrib_attention(r) if r.node.domain == CONTRIB else _standard_attention(r),
     "RotaryEmbedding": _rotary,
 }

@@ -1,7 +1,13 @@
-"""The walk of an abstract run through a graph, with branches whose condition is known."""
+"""The walk of an abstract run through a graph, with branches whose condition is known; and the masks it cannot read.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+A table of floats that is added to the scores may be a relative bias, a mask, or both in one: ALiBi with -1e9 for later
+tokens. In an abstract run it is uniform, one number everywhere, and hides nothing. A run that finds a token seeing
+later ones then says nothing about the model.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
@@ -12,20 +18,19 @@ from kvdoctor.analysis.abstract_run.products import PRODUCTS
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.reducing import REDUCING
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
-from kvdoctor.analysis.abstract_run.unread_masks import may_hide
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.decode.calls import Array
+from kvdoctor.model.operators import CONTRIB, has, operators_with, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import STANDARD, constant_tensor, output_of, producers, subgraphs
+from kvdoctor.model.traverse import STANDARD, constant_value, input_of, nodes_in, output_of, producers, subgraphs
 from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import list_tensors
 
-CONTRIB = "com.microsoft"
 Rule = Callable[[Reading], Abstract | list[Abstract]]
-RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniformLike", "Dropout")
+RANDOM = operators_with("random")
 """Operators that may return something else in each call."""
 
-MOVING = ("Concat", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "CastLike", "Where")
+MOVING = operators_with("join", "permute", "view", "copy", "cast", "select")
 """Operators that return elements of their inputs as they are, in another place or type."""
 
 RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **REDUCING, **PRODUCTS, **ATTENTIONS}
@@ -121,17 +126,17 @@ class AbstractGraph:
         found, fed = _Prepared(graph, known), {value.name for value in graph.input}
         for node in graph.node:
             reading = Reading(node, [], self.random, not self.returned.isdisjoint(node.output))
-            if reading.kind == "Constant":
-                known.update(dict.fromkeys(reading.outputs, self._constant(node, reading)))
+            if has(reading.kind, "constant"):
+                known.update(dict.fromkeys(reading.outputs, self._constant(node)))
                 continue
-            rule = _find_rule(node)
+            rule = RULES.get(node.op_type) if node.domain in STANDARD or node.domain == CONTRIB else None
             given = [name for name in reading.names if name]
             settled = all((name in known or name in outer) and name not in fed for name in given)
             if rule is not None and settled and given and reading.kind not in RANDOM:
                 here = {name: known.get(name) or outer[name] for name in given}
                 self._settle(reading, rule, here, known)
                 continue
-            found.nodes.append((reading, rule if rule is not None or _is_branch(node) else _return_unknown))
+            found.nodes.append((reading, rule if rule is not None or _is_branch(node) else lambda _: []))
         return found
 
     def _read(self, name: str, tensor: TensorProto) -> Abstract:
@@ -176,17 +181,9 @@ class AbstractGraph:
         self.budget.spend(sum(value.data.size for value in found if value.data is not None))
         into.update(zip(outputs, [*found, *[UNKNOWN] * (len(outputs) - len(found))], strict=False))
 
-    def _constant(self, node: NodeProto, reading: Reading) -> Abstract:
-        tensor = constant_tensor(node)
-        if tensor is not None:
-            return self._read(output_of(node), tensor)
-        if reading.has_attribute("value_int"):
-            return exactly(np.array(reading.number("value_int", 0), np.int64))
-        if reading.has_attribute("value_ints"):
-            return exactly(np.array(reading.listed("value_ints"), np.int64))
-        if reading.has_attribute("value_float"):
-            return exactly(np.array(reading.real("value_float", 0), np.float32))
-        return UNKNOWN
+    def _constant(self, node: NodeProto) -> Abstract:
+        tensor = constant_value(node)
+        return UNKNOWN if tensor is None else self._read(output_of(node), tensor)
 
     def _branch(self, reading: Reading, values: dict[str, Abstract], prepared: "_Prepared") -> list[Abstract]:
         self.budget.spend()
@@ -228,13 +225,65 @@ def _find_returned(graph: GraphProto, names: Iterable[str]) -> Iterator[str]:
             waiting += node.input
 
 
-def _find_rule(node: NodeProto) -> Rule | None:
-    return RULES.get(node.op_type) if node.domain in STANDARD or node.domain == CONTRIB else None
-
-
 def _is_branch(node: NodeProto) -> bool:
-    return node.op_type == "If" and node.domain in STANDARD
+    return has(node.op_type, "branch") and node.domain in STANDARD
 
 
-def _return_unknown(_reading: Reading) -> list[Abstract]:
-    return []
+PASSING = operators_with(
+    *("copy", "cast", "dropout", "view", "permute", "repeat", "pick", "join", "pad", "write"),
+    *("arithmetic", "exponential", "compare", "logic", "select", "triangle", "branch"),
+)
+"""Operators that compute with each element alone, or move it: a mask stays one."""
+
+
+def may_hide(view: GraphView, unread: Iterable[str]) -> bool:
+    """Whether a constant among `unread` reaches the scores of an attention, as a mask does.
+
+    A bias of one axis that is added whole has no rows and columns, and hides nothing.
+    """
+    wanted = set(unread)
+    sizes = {name: tuple(tensor.dims) for name, tensor in list_tensors(view) if name in wanted}
+    return bool(sizes) and any(
+        _holds_rows(sizes.get(name, ()), cut) for name, cut in _find_reaching(view.model.graph, sizes)
+    )
+
+
+def _holds_rows(dims: tuple[int, ...], cut: bool | None) -> bool:
+    """Whether a table has numbers for rows or columns; it may be `cut`, or must be where that is None."""
+    return prod(dims) > 1 and (bool(cut) or (cut is False and sum(size > 1 for size in dims) > 1))
+
+
+def _list_scores(node: NodeProto) -> list[tuple[str, bool | None]]:
+    """The scores, masks and biases that a node of an attention takes; None where a table has to be cut before it.
+
+    An Exp is part of a Softmax that is written out, or of something else.
+    """
+    if has(node.op_type, "softmax"):
+        return [(name, False) for name in node.input]
+    if node.op_type == "Exp":
+        return [(name, None) for name in node.input]
+    ports = ports_of(node.domain, node.op_type)
+    return [(input_of(node, at), False) for at in (ports.mask if ports is not None else ())]
+
+
+def _find_reaching(graph: GraphProto, constants: Collection[str]) -> Iterable[tuple[str, bool | None]]:
+    """The constants that reach the scores of an attention: whether they were cut; None where they have to be."""
+    makers: dict[str, NodeProto] = {}
+    waiting: list[tuple[str, bool | None]] = []
+    for node in nodes_in(graph.node):
+        makers |= dict.fromkeys(filter(None, node.output), node)
+        waiting += _list_scores(node)
+    seen = set[tuple[str, bool | None]]()
+    while waiting:
+        reached = name, cut = waiting.pop()
+        if reached in seen:
+            continue
+        seen.add(reached)
+        if name in constants:
+            yield reached
+        maker = makers.get(name)
+        if maker is None or maker.op_type not in PASSING:
+            continue
+        waiting += [(one, True if has(maker.op_type, "pick") else cut) for one in maker.input]
+        place = list(maker.output).index(name)
+        waiting += [(value.name, cut) for body in subgraphs(maker) for value in body.output[place : place + 1]]

@@ -1,6 +1,7 @@
 """Operators that cut, pick and write elements by their place, in an abstract run."""
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 
@@ -18,21 +19,18 @@ from kvdoctor.analysis.abstract_run.values import (
     unknown,
 )
 from kvdoctor.decode.calls import Array
-
-ENDLESS = 1 << 40
+from kvdoctor.model.node_sizes import Computed, NumberOf
 
 
 def _slice(r: Reading) -> Abstract:
-    value = r.at(0)
-    starts, ends = r.ints(1, "starts"), r.ints(2, "ends")
-    if value.shape is None:
+    value, plan = r.at(0), r.plan()
+    if value.shape is None or plan is None:
         return UNKNOWN
-    axes = r.ints(3, "axes") if r.has(3) or r.has_attribute("axes") else tuple(range(len(starts or ())))
-    steps = r.ints(4) if r.has(4) else (1,) * len(axes or ())
-    if starts is None or ends is None or axes is None or steps is None:
-        return UNKNOWN
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        value = cut_axis(value, axis, slice(start, None if end < -ENDLESS else end, step))
+    listed = {index: r.ints(index) or () for index in r.listing}
+    for axis, size in enumerate(plan[0][0]):
+        if isinstance(size, Computed):
+            bounds = [listed[part.input][part.at] if isinstance(part, NumberOf) else part for part in size.parts]
+            value = cut_axis(value, axis, slice(*bounds[1:]))
     return value
 
 
@@ -212,22 +210,15 @@ def _tensor_scatter(r: Reading) -> Abstract:
 
 
 def _split(r: Reading) -> list[Abstract]:
-    value, count = r.at(0), len(r.node.output)
-    if value.shape is None:
-        return [UNKNOWN] * count
+    value, plan = r.at(0), r.plan()
+    if value.shape is None or plan is None:
+        return [UNKNOWN] * len(r.outputs)
     axis = r.number("axis", 0) % len(value.shape)
-    length = value.shape[axis]
-    sizes = r.ints(1, "split") if r.has(1) or r.has_attribute("split") else None
-    if sizes is None:
-        each = -(-length // count)
-        sizes = [min(each, length - each * at) for at in range(count)]
-    if sum(sizes) != length:
-        raise CannotRun(f"an axis of {length} is split into {list(sizes)}")
-    found, begin = [], 0
-    for size in sizes:
-        found.append(cut_axis(value, axis, slice(begin, begin + size, 1)))
-        begin += size
-    return found
+    sizes = [shape[axis] for _, shape in plan]
+    if sum(sizes) != value.shape[axis]:
+        raise CannotRun(f"an axis of {value.shape[axis]} is split into {sizes}")
+    ends = list(accumulate(sizes))
+    return [cut_axis(value, axis, slice(end - size, end, 1)) for end, size in zip(ends, sizes, strict=True)]
 
 
 INDEXING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {

@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import combine
-from kvdoctor.analysis.abstract_run.reading import Reading
-from kvdoctor.analysis.abstract_run.shaping import PLANS, broadcast_shapes
+from kvdoctor.analysis.abstract_run.reading import PLANS, Reading
+from kvdoctor.analysis.abstract_run.shaping import broadcast_shapes
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     UNKNOWN,
@@ -17,6 +17,7 @@ from kvdoctor.analysis.abstract_run.values import (
     number_for,
     size_of,
 )
+from kvdoctor.model.operator_axes import read_equation
 
 
 def multiply(left: Abstract, right: Abstract) -> Abstract:
@@ -49,7 +50,7 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     product = np.matmul(
         np.broadcast_to(a, sizes[0]).astype(np.float64), np.broadcast_to(b, sizes[1]).astype(np.float64)
     )
-    # A weight that is one number would multiply every feature alike, and a normalized vector sums to nothing.
+    # A weight that is one number would multiply every feature equally, and a normalized vector sums to nothing.
     return Abstract(shape, product)
 
 
@@ -90,35 +91,25 @@ def _turn(value: Abstract) -> Abstract:
 
 
 def _einsum(r: Reading) -> Abstract:
-    text = r.text("equation", "").replace(" ", "")
-    terms, arrow, result = text.partition("->")
-    values = [r.at(index) for index in range(len(r.inputs))]
-    if "." in text or not arrow or any(value.shape is None for value in values):
+    terms, result = read_equation(r.attributes.get("equation"))
+    values, plan = [r.at(index) for index in range(len(r.inputs))], r.plan()
+    if plan is None:
         return UNKNOWN
-    sizes, spread = dict[str, int](), dict[str, int]()
-    for term, value in zip(terms.split(","), values, strict=False):
-        if len(term) != len(value.shape or ()):
-            return UNKNOWN
-        for at, letter in enumerate(term):
-            size = (value.shape or ())[at]
-            known = sizes.get(letter, 1)
-            if 1 not in (known, size) and known != size:
-                raise CannotRun(f"{letter} of {text} is {known} and {size}")
-            sizes[letter] = size if known == 1 else known  # an axis of 1 is repeated, as ONNX Runtime does
-            width = value.data.shape[at] if value.data is not None else 1
+    shape, spread = plan[0][1], dict[str, int]()
+    for term, value in zip(terms, values, strict=True):
+        if value.data is None:
+            return Abstract(shape)
+        for letter, width in zip(term, value.data.shape, strict=True):
             spread[letter] = max(spread.get(letter, 1), width)
-    shape = tuple(sizes.get(letter, 1) for letter in result)
-    if any(value.data is None for value in values):
-        return Abstract(shape)
     operands = []
-    for term, value in zip(terms.split(","), values, strict=False):
+    for term, value in zip(terms, values, strict=True):
         wide = [spread[letter] for letter in term]
         if size_of(wide) > MOST_ELEMENTS:
             return Abstract(shape)
         operands.append(np.broadcast_to(np.asarray(value.data, np.float64), wide))
     if size_of(spread[letter] for letter in result if letter in spread) > MOST_ELEMENTS:
         return Abstract(shape)
-    return Abstract(shape, np.einsum(text, *operands, optimize=len(operands) > 2))
+    return Abstract(shape, np.einsum(f"{','.join(terms)}->{result}", *operands, optimize=len(operands) > 2))
 
 
 def _matmul_bits(r: Reading) -> Abstract:

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, read_tensor
+from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, read_tensor
+from kvdoctor.model.node_sizes import NodeSizes, Sizes, find_unequal, shape_from
+from kvdoctor.model.operator_axes import axes_of, read_equation
+from kvdoctor.model.operators import operator_of
 from kvdoctor.model.proto import AttributeProto, NodeProto
+from kvdoctor.model.traverse import find_attribute
 
 IRRELEVANT = 64
 """Numbers of an integer list that are read, at most; longer lists shape nothing."""
+
+PLANS = 4096
+"""Cached answers about shapes alone: the layers of a decoder ask the same."""
+
+Shape = tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -18,7 +28,8 @@ class Reading:
 
     `returned` says that the graph returns the result, moved at most: what a step joins, a later one may take apart.
     `kind`, `names` and `outputs` are the operator, its inputs and its outputs. `read` has the integers of inputs with
-    the values that they were read from, `parsed` those of attributes: constants are read once for all runs.
+    the values that they were read from, `parsed` those of attributes: constants are read once for all runs. `frame` is
+    the node without the names of its values, `listing` has the inputs that give a shape, axes or bounds.
     """
 
     node: NodeProto
@@ -31,6 +42,8 @@ class Reading:
     outputs: tuple[str, ...] = field(init=False)
     read: dict[int, tuple[Abstract, tuple[int, ...]]] = field(default_factory=dict)
     parsed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    frame: bytes = b""
+    listing: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Take out of the protobuf what every run asks for."""
@@ -67,7 +80,7 @@ class Reading:
         return self._parse(name)[1:] if name in self.attributes else None
 
     def _parse(self, name: str) -> tuple[int, ...]:
-        """An attribute as an integer, and behind it as a list of integers."""
+        """An attribute as an integer, and as a list of integers."""
         found = self.parsed.get(name)
         if found is None:
             attribute = self.attributes[name]
@@ -93,6 +106,42 @@ class Reading:
         self.read[index] = value, made
         return made
 
-    def axes(self, index: int) -> Sequence[int] | None:
-        """The axes of an input or attribute."""
-        return self.ints(index, "axes") if self.has(index) or self.has_attribute("axes") else None
+    def plan(self) -> list[tuple[Sizes, Shape]] | None:
+        """Where the sizes of each output come from, and what they are; None where one is not known.
+
+        Raises:
+            CannotRun: two sizes cannot agree.
+        """
+        if not self.frame:
+            inputs, outputs = ["x" if name else "" for name in self.names], ["y"] * len(self.outputs)
+            plain = NodeProto(op_type=self.kind, attribute=self.node.attribute, input=inputs, output=outputs)
+            self.frame = plain.SerializeToString()
+            entry = operator_of(self.kind)
+            self.listing = tuple(index for index in (*entry.shapes, *entry.bounds) if index < len(inputs))
+        shapes = tuple([value.shape if value is not None else None for value in self.inputs])
+        return _plan(self.frame, shapes, tuple([(index, self.ints(index)) for index in self.listing]))
+
+
+@lru_cache(PLANS)
+def _plan(
+    frame: bytes, shapes: tuple[Shape | None, ...], listed: tuple[tuple[int, Sequence[int] | None], ...]
+) -> list[tuple[Sizes, Shape]] | None:
+    node = NodeProto.FromString(frame)
+    numbers, attribute = dict(listed), partial(find_attribute, node)
+    known = NodeSizes(node.op_type, node.input, len(node.output), attribute, dict(enumerate(shapes)).get, numbers.get)
+    found = []
+    for sizes in axes_of(known) or ():
+        shape = tuple(size for size in shape_from(known, sizes) if size is not None)
+        if len(shape) < len(sizes):
+            return None
+        found.append((sizes, shape))
+    unequal = find_unequal(known, ())
+    if unequal is not None:
+        (at, one), (_, other) = unequal[1]
+        equation = known.attribute("equation")
+        terms, _ = read_equation(equation)
+        what = (
+            f"{terms[at.input][at.at]} of {equation.s.decode()}" if equation is not None else f"an axis of {known.op}"
+        )
+        raise CannotRun(f"{what} is {one} and {other}")
+    return found or None

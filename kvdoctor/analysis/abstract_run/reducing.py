@@ -5,6 +5,7 @@ all that it holds. `blend` stands for the mean: what is normalized by it stays b
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from kvdoctor.analysis.abstract_run.arithmetic import combine, sigmoid
 from kvdoctor.analysis.abstract_run.reading import Reading
 from kvdoctor.analysis.abstract_run.values import MOST_ELEMENTS, UNKNOWN, Abstract, size_of, unknown
 from kvdoctor.decode.calls import Array
+from kvdoctor.model.node_sizes import AxisOf
 
 
 def blend(values: Array) -> Array:
@@ -24,33 +26,32 @@ def blend(values: Array) -> Array:
 
 
 def _reduce(r: Reading) -> Abstract:
-    value, kind = r.at(0), r.kind
-    axes = r.axes(1)
-    shape = value.shape
-    if shape is None:
+    value, plan, data = r.at(0), r.plan(), r.at(0).data
+    if value.shape is None or plan is None:
         return UNKNOWN
-    if (axes is None and r.has(1)) or (not axes and r.number("noop_with_empty_axes", 0)):
-        return UNKNOWN if axes is None and r.has(1) else value
-    gone = tuple(sorted({axis % max(len(shape), 1) for axis in axes})) if axes else tuple(range(len(shape)))
-    kept = r.number("keepdims", 1)
-    target = tuple(1 if at in gone else size for at, size in enumerate(shape) if kept or at not in gone)
-    data = value.data
+    sizes, target = plan[0]
+    kept = {size.at for size in sizes if isinstance(size, AxisOf)}
+    gone = tuple(at for at in range(len(value.shape)) if at not in kept)
+    if not gone and value.shape:
+        return value
     if data is None:
         return Abstract(target)
-    collapsed = not value.exact and any(data.shape[at] != shape[at] for at in gone)
+    collapsed = not value.exact and any(data.shape[at] != value.shape[at] for at in gone)
     if value.exact:
-        data = value.array() if size_of(shape) <= MOST_ELEMENTS else data
-    found = _reduce_numbers(data, kind, gone, collapsed)
+        data = value.array() if size_of(value.shape) <= MOST_ELEMENTS else data
+    found = _reduce_numbers(data, r.kind, gone, collapsed)
     if found is None:
         return Abstract(target)
-    sizes = [size for at, size in enumerate(found.shape) if kept or at not in gone]
-    return Abstract(target, found.reshape(sizes), value.exact)
+    return Abstract(target, found if len(target) == found.ndim else found.squeeze(gone), value.exact)
+
+
+EXTREMES: dict[str, Any] = {"ReduceMax": np.max, "ReduceMin": np.min}
 
 
 def _reduce_numbers(data: Array, kind: str, gone: tuple[int, ...], collapsed: bool) -> Array | None:
     empty = any(data.shape[at] == 0 for at in gone)
-    if kind in ("ReduceMax", "ReduceMin"):
-        return None if empty else (data.max if kind == "ReduceMax" else data.min)(axis=gone, keepdims=True)
+    if kind in EXTREMES:
+        return None if empty else np.asarray(EXTREMES[kind](data, axis=gone, keepdims=True))
     if kind == "ReduceProd":
         return None if collapsed else np.asarray(data.prod(axis=gone, keepdims=True, dtype=data.dtype))
     if kind == "ReduceMean":
@@ -137,12 +138,11 @@ def _norm(centered: bool, skips: bool = False) -> Callable[[Reading], Abstract |
 
 
 def _argmax(r: Reading) -> Abstract:
-    value = r.at(0)
-    if value.shape is None:
+    value, plan = r.at(0), r.plan()
+    if value.shape is None or plan is None:
         return UNKNOWN
     axis = r.number("axis", 0) % max(len(value.shape), 1)
-    keep = r.number("keepdims", 1)
-    shape = tuple(1 if at == axis else size for at, size in enumerate(value.shape) if keep or at != axis)
+    shape = plan[0][1]
     numbers = value.numbers
     if numbers is None or not numbers.shape[axis]:
         return Abstract(shape)

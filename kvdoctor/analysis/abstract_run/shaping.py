@@ -7,7 +7,7 @@ from math import isfinite
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.indexing import cut_axis
-from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.reading import PLANS, Reading
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     RELATIVE_ROUNDING,
@@ -22,9 +22,7 @@ from kvdoctor.analysis.abstract_run.values import (
     unknown,
 )
 from kvdoctor.decode.calls import Array
-
-PLANS = 4096
-"""Answers about shapes alone that are kept: the layers of a decoder ask the same."""
+from kvdoctor.model.node_sizes import AxisOf
 
 
 def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
@@ -88,89 +86,34 @@ def _differ(one: float, other: float) -> bool:
 
 
 def _reshape(r: Reading) -> Abstract:
-    target, shape = r.ints(1), r.at(0).shape
-    if target is None:
+    target, shape, plan = r.ints(1), r.at(0).shape, r.plan()
+    if target is None and r.kind == "Reshape":
         return UNKNOWN
     if shape is None:
-        return unknown(target) if min(target, default=1) > 0 else UNKNOWN
-    return reshape_value(r.at(0), _find_target(shape, tuple(target), bool(r.number("allowzero", 0))))
+        return unknown(target) if target is not None and min(target, default=1) > 0 else UNKNOWN
+    if plan is None or size_of(plan[0][1]) != size_of(shape):
+        raise CannotRun(f"{list(shape)} cannot be reshaped to {list(target or ())}")
+    return reshape_value(r.at(0), plan[0][1])
 
 
-@lru_cache(PLANS)
-def _find_target(shape: tuple[int, ...], target: tuple[int, ...], zero: bool) -> tuple[int, ...]:
-    """The sizes that a Reshape makes of a shape; with `zero` a size of 0 is none that is copied.
-
-    Raises:
-        CannotRun: there are not as many elements.
-    """
-    sizes = list(target)
-    for at, size in enumerate(sizes):
-        if size == 0 and not zero:
-            if at >= len(shape):
-                raise CannotRun(f"the target {list(target)} copies axis {at} of {list(shape)}")
-            sizes[at] = shape[at]
-    count = size_of(shape)
-    if -1 in sizes:
-        rest = size_of(size for size in sizes if size != -1)
-        if rest == 0 or count % rest:
-            raise CannotRun(f"{list(shape)} cannot be reshaped to {list(target)}")
-        sizes[sizes.index(-1)] = count // rest
-    if size_of(sizes) != count:
-        raise CannotRun(f"{list(shape)} cannot be reshaped to {list(target)}")
-    return tuple(sizes)
-
-
-def _flatten(r: Reading) -> Abstract:
-    shape, axis = r.at(0).shape, r.number("axis", 1)
-    if shape is None:
+def _move(r: Reading) -> Abstract:
+    """The axes of a value in another order, without some of size 1, or with more of these."""
+    value, plan = r.at(0), r.plan()
+    if value.shape is None or plan is None:
         return UNKNOWN
-    axis += len(shape) * (axis < 0)
-    return reshape_value(r.at(0), (size_of(shape[:axis]), size_of(shape[axis:])))
-
-
-def _squeeze(r: Reading) -> Abstract:
-    shape, axes = r.at(0).shape, r.axes(1)
-    if shape is None:
-        return UNKNOWN
-    gone = {at for at, size in enumerate(shape) if size == 1} if axes is None else {a % len(shape) for a in axes}
-    if any(shape[at] != 1 for at in gone):
-        raise CannotRun(f"axes {sorted(gone)} of {list(shape)} cannot be removed: they are not all 1")
-    return _with_axes(r.at(0), [at for at in range(len(shape)) if at not in gone])
-
-
-def _with_axes(value: Abstract, kept: Sequence[int]) -> Abstract:
-    """The value with some axes removed that have the size 1."""
-    shape = tuple((value.shape or ())[at] for at in kept)
+    sizes, shape = plan[0]
+    order = [size.at for size in sizes if isinstance(size, AxisOf)]
+    gone = [at for at in range(len(value.shape)) if at not in order]
+    if any(value.shape[at] != 1 for at in gone):
+        raise CannotRun(f"axes {gone} of {list(value.shape)} cannot be removed: they are not all 1")
     if value.data is None:
         return Abstract(shape, key=value.key)
-    return Abstract(shape, value.data.reshape([value.data.shape[at] for at in kept]), value.exact, value.key)
-
-
-def _unsqueeze(r: Reading) -> Abstract:
-    value, axes = r.at(0), r.axes(1)
-    if value.shape is None or axes is None:
-        return UNKNOWN
-    rank = len(value.shape) + len(axes)
-    new = {axis % rank for axis in axes}
-    shape, sizes = iter(value.shape), iter(value.data.shape if value.data is not None else value.shape)
-    full = tuple(1 if at in new else next(shape) for at in range(rank))
-    if value.data is None:
-        return Abstract(full, key=value.key)
+    key = f"{value.key} transposed" if value.key and order != sorted(order) else value.key
+    data = value.data.transpose(order + gone)
+    held = iter(data.shape)
     return Abstract(
-        full, value.data.reshape([1 if at in new else next(sizes) for at in range(rank)]), value.exact, value.key
+        shape, data.reshape([next(held) if isinstance(size, AxisOf) else 1 for size in sizes]), value.exact, key
     )
-
-
-def _transpose(r: Reading) -> Abstract:
-    value = r.at(0)
-    if value.shape is None:
-        return UNKNOWN
-    order = r.listed("perm") or tuple(reversed(range(len(value.shape))))
-    shape = tuple(value.shape[at] for at in order)
-    if value.data is None:
-        return Abstract(shape, key=value.key)
-    key = f"{value.key} turned" if value.key else ""
-    return Abstract(shape, value.data.transpose(order), value.exact, key)
 
 
 @lru_cache(PLANS)
@@ -204,33 +147,26 @@ def _expand(r: Reading) -> Abstract:
     if value.shape is None or target is None:
         return UNKNOWN
     shape, _ = plan_broadcast(value.shape, tuple(target))
-    return _padded(value, shape)
-
-
-def _padded(value: Abstract, shape: tuple[int, ...]) -> Abstract:
-    """The value in a shape that it broadcasts to."""
     if value.data is None:
         return Abstract(shape)
     data = value.data.reshape((1,) * (len(shape) - value.data.ndim) + value.data.shape)
-    if 0 in shape:
-        data = np.zeros(shape, data.dtype)
-    return Abstract(shape, data, value.exact)
+    return Abstract(shape, np.zeros(shape, data.dtype) if 0 in shape else data, value.exact)
 
 
 def _tile(r: Reading) -> Abstract:
-    value, times = r.at(0), r.ints(1)
-    if value.shape is None or times is None:
+    value, plan = r.at(0), r.plan()
+    if value.shape is None or plan is None:
         return UNKNOWN
-    shape = tuple(size * count for size, count in zip(value.shape, times, strict=True))
+    shape = plan[0][1]
     if value.data is None or size_of(shape) > MOST_ELEMENTS:
         return Abstract(shape)
-    here = [1 if size == 1 else count for size, count in zip(value.data.shape, times, strict=True)]
+    here = [1 if held == 1 else size // max(held, 1) for held, size in zip(value.data.shape, shape, strict=True)]
     return Abstract(shape, np.tile(value.data, here), value.exact)
 
 
 @lru_cache(PLANS)
 def _join_shapes(shapes: tuple[tuple[int, ...], ...], axis: int) -> tuple[tuple[int, ...], int]:
-    """The shape of values behind each other, and the axis counted from the front.
+    """The shape of concatenated values, and the axis counted from the front.
 
     Raises:
         CannotRun: another axis differs.
@@ -246,7 +182,7 @@ def _join_shapes(shapes: tuple[tuple[int, ...], ...], axis: int) -> tuple[tuple[
 
 
 def join(values: Sequence[Abstract], axis: int, apart: bool = False) -> Abstract:
-    """Values behind each other on an axis.
+    """Concatenate values along an axis.
 
     One number stands for what is joined on a collapsed axis. With `apart` each value has its own there, repeated over
     the true size, as in a cache: what a later step cuts out of it is the value that was joined.
@@ -344,10 +280,10 @@ def _pad(r: Reading) -> Abstract:
 
 SHAPING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
     "Reshape": _reshape,
-    "Flatten": _flatten,
-    "Squeeze": _squeeze,
-    "Unsqueeze": _unsqueeze,
-    "Transpose": _transpose,
+    "Flatten": _reshape,
+    "Squeeze": _move,
+    "Unsqueeze": _move,
+    "Transpose": _move,
     "Expand": _expand,
     "Tile": _tile,
     "Concat": _concat,

@@ -14,6 +14,7 @@ import numpy as np
 from kvdoctor.decode.calls import NUMPY_TYPES, Array
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import is_external
+from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import payload_left_out
 from kvdoctor.model.traverse import STANDARD
@@ -30,10 +31,8 @@ WHOLE = (TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64)
 TWO_VALUED = (TensorProto.UINT8, TensorProto.INT8, TensorProto.FLOAT, TensorProto.FLOAT16)
 """Element types that a mask has as well."""
 
-TAKING = (
-    *("Slice", "Gather", "GatherElements", "GatherND", "Split", "Concat", "Identity", "Cast", "Expand", "Trilu"),
-    *("Reshape", "Squeeze", "Unsqueeze", "Where", "And", "Or", "Not", "Equal", "Less", "Greater", "Add", "Sub", "Mul"),
-)
+MOVING = operators_with("pick", "join", "copy", "cast", "repeat", "triangle", "view")
+TAKING = MOVING | operators_with("select", "logic", "compare", "add", "subtract", "multiply")
 """Operators that cut a table, or compute with its elements one by one."""
 
 
@@ -79,7 +78,7 @@ def _find_tables(view: GraphView) -> dict[str, TensorProto]:
     others = repeated
     for scope in view.scopes():
         for node in scope.graph.node:
-            if not _takes(node.op_type, node.domain):
+            if node.domain not in STANDARD or node.op_type not in TAKING:
                 others.update(name for name in node.input if name in found)
     chosen = {name: tensor for name, tensor in found.items() if name not in others}
     return chosen if sum(map(_count_bytes, chosen.values())) <= MOST_READ else {}
@@ -97,10 +96,6 @@ def _may_be_table(tensor: TensorProto) -> bool:
 def _count_bytes(tensor: TensorProto) -> int:
     width: int = np.dtype(NUMPY_TYPES[ELEMENT_TYPES[tensor.data_type]]).itemsize
     return width * int(prod(tensor.dims))
-
-
-def _takes(op: str, domain: str) -> bool:
-    return domain in STANDARD and op in TAKING
 
 
 def _read_values(weight: Weight) -> Array | None:

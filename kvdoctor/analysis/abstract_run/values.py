@@ -49,7 +49,7 @@ class Abstract:
         data: Numbers with an axis for each axis of `shape`, of the true size or 1: along that axis they are broadcast.
             None where they are unknown.
         exact: The numbers are those that a runtime would compute.
-        key: The name of a weight, whose rows can be told apart.
+        key: The name of a weight, whose rows can be distinguished.
     """
 
     shape: tuple[int, ...] | None
@@ -191,7 +191,7 @@ def _is_plain(array: Array) -> bool:
 
 
 def _payload(tensor: TensorProto, shape: tuple[int, ...]) -> Array | None:
-    """The numbers of a tensor that the skeleton kept; None where they were left out."""
+    """The numbers of a tensor that the skeleton has; None where they were left out."""
     kind = NUMPY_TYPES.get(ELEMENT_TYPES.get(tensor.data_type, ""))
     if kind is None:
         return None

@@ -1,21 +1,107 @@
-"""Follows the axes of an input through a graph: where layers are taken apart, and where new entries join."""
+"""Follows the axes of an input through a graph: where layers are taken apart, and where new entries join.
+
+The sizes of values on the way follow from the weights and constants of the graph, whatever is fed (`DeclaredSizes`).
+
+Pasts of layers may be put together in a stack for a loop over the layers. The body of a loop stands in a flow once, so
+that all pasts of a stack meet in one value. An iteration gets the entry of its number, and what it returns is put at
+its number again: the place in the stack tells which output belongs to which past (`StackPlaces`).
+"""
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdoctor.analysis.dataflow.uses import UseFinder
 from kvdoctor.analysis.dataflow.walks import NEAR, Walk, WalkBudget
-from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.flatten import FlatNode
-from kvdoctor.model.flow import Flow
+from kvdoctor.model.flow import REVERSED, Flow
+from kvdoctor.model.node_sizes import AxisOf, NodeSizes, NumberOf, axis_within, shape_from
+from kvdoctor.model.operator_axes import axes_of, numbers_of
+from kvdoctor.model.operators import operator_of, operators_with, ports_of
 from kvdoctor.model.view import integers
+from kvdoctor.records import record
+
+MOST_NODES_BACK = 12
+
+Known = tuple[int | None, ...] | None
+
+
+@dataclass(eq=False, repr=False)
+class DeclaredSizes:
+    """Follows values of one flow back over a few nodes, each once.
+
+    `shapes` and `listed` are the sizes, and the numbers of short tensors of integers, that are known beforehand.
+    """
+
+    flow: Flow
+    shapes: dict[str, Known] = field(default_factory=dict)
+    listed: dict[str, Known] = field(default_factory=dict)
+
+    def shape(self, value: str, left: int = MOST_NODES_BACK, rank: int | None = None) -> Known:
+        """The sizes of a value, None for each that is not known; None where its rank is not.
+
+        `left` is the number of nodes to go back; `rank` is that of the value, where it is known.
+        """
+        if value not in self.shapes:
+            self.shapes[value] = None  # of a value that depends on itself
+            self.shapes[value] = self._find_shape(value, left, rank)
+        return self.shapes[value]
+
+    def _find_shape(self, value: str, left: int, rank: int | None) -> Known:
+        tensor, node = self.flow.constants.get(value), self.flow.producers.get(value)
+        if tensor is not None:
+            return tuple(tensor.dims)
+        if value in self.flow.iterations:
+            return (1,) * self.flow.iterations[value].rank
+        if node is None or left == 0:
+            return None
+        known = self.node(node, left - 1, rank)
+        made = dict(zip(node.outputs, axes_of(known) or (), strict=False)).get(value)
+        return None if made is None else shape_from(known, made)
+
+    def numbers(self, value: str, left: int = MOST_NODES_BACK) -> Known:
+        """The numbers of a short tensor of integers, None for each that depends on the feeds."""
+        if value not in self.listed:
+            self.listed[value] = None
+            self.listed[value] = self._find_numbers(value, left)
+        return self.listed[value]
+
+    def _find_numbers(self, value: str, left: int) -> Known:
+        tensor, node = self.flow.constant(value), self.flow.producers.get(value)
+        if tensor is not None:
+            return integers(tensor)
+        if node is None or left == 0:
+            return None
+        known = self.node(node, left - 1)
+        made = numbers_of(known)
+        return None if made is None else shape_from(known, made)
+
+    def node(self, node: FlatNode, left: int, rank: int | None = None) -> NodeSizes:
+        """A node with what is known of its inputs; an operand of unknown rank counts as one of the result's."""
+        kind = operator_of(node.op)
+        ranked = len(node.inputs) if kind.axes in ("first", "broadcast") or node.has("permute") else 0
+        ranked = 1 if node.has("product") else ranked
+
+        def shape(index: int) -> Known:
+            wanted = rank if index < ranked else None
+            found = self.shape(node.input(index), left, wanted)
+            return found if found is not None or wanted is None else (None,) * wanted
+
+        def numbers(index: int) -> Known:
+            known = self.numbers(node.input(index), left)
+            return (None,) if known is None and node.has("join") else known  # an entry of a shape
+
+        return NodeSizes(node.op, node.inputs, len(node.outputs), node.attribute, shape, numbers)
+
 
 NEW = -1
 """An axis that a node inserted: none of the input's."""
 
-_VIEWS = ("Identity", "Cast", "Transpose", "Squeeze", "Unsqueeze")
-"""Operators behind which a stack is still the same stack."""
+NEAREST = 8
+"""Nodes between constants and the axes, bounds or index that a node on the way takes."""
+
+_VIEWS = operators_with("copy", "cast", "permute", "view")
+"""Operators after which a stack is still the same stack."""
 
 
 @dataclass(eq=False, repr=False)
@@ -26,63 +112,17 @@ class AxisWalks:
     budget: WalkBudget
     uses: UseFinder
 
-    def axes_after(self, node: FlatNode, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Where the input's axes are after a node, NEW for an inserted one; None once they cannot be followed."""
-        if axes is None or node.op in ("Reshape", "Flatten", "Expand", "Compress"):
-            return None
-        if node.op == "Transpose":
-            order = node.numbers("perm") or tuple(reversed(range(len(axes))))
-            return tuple(axes[i] for i in order) if sorted(order) == list(range(len(axes))) else None
-        if node.op == "Gather":
-            picked = self._rank_of_index(node.input(1))
-            if picked is None or picked > 1:
-                return None
-            at = normalize_axis(node.number("axis", 0), len(axes))
-            return axes if picked == 1 or at is None else (*axes[:at], *axes[at + 1 :])
-        if node.op in ("Squeeze", "Unsqueeze"):
-            return self._axes_after_squeeze(node, axes)
-        return axes
-
-    def _rank_of_index(self, name: str, left: int = 8) -> int | None:
-        """The rank of an index that is a constant, or follows from the number of an iteration; None for any other."""
-        tensor, node = self.flow.constant(name), self.flow.producers.get(name)
-        if tensor is not None:
-            return len(tensor.dims)
-        if name in self.flow.iterations:
-            return self.flow.iterations[name].rank
-        if node is None or name not in self.flow.fixed or left == 0:
-            return None
-        if node.op == "Reshape":
-            shape = self.flow.constant(node.input(1))
-            return shape.dims[0] if shape is not None and len(shape.dims) == 1 else None
-        if node.op in ("Squeeze", "Unsqueeze"):
-            rank, axes = self._rank_of_index(node.input(0), left - 1), self._squeezed_axes(node)
-            if rank is None or axes is None:
-                return 0 if node.op == "Squeeze" and axes is None and len(node.inputs) < 2 else None
-            return rank + len(axes) * (1 if node.op == "Unsqueeze" else -1)
-        if node.op not in ("Identity", "Cast", "Add", "Sub"):
-            return None
-        ranks = [self._rank_of_index(one, left - 1) for one in node.inputs]
-        return max((rank for rank in ranks if rank is not None), default=None) if None not in ranks else None
-
-    def _axes_after_squeeze(self, node: FlatNode, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-        given = self._squeezed_axes(node)
-        if not given:
-            return None
-        rank = len(axes) + (len(given) if node.op == "Unsqueeze" else 0)
-        positions = {normalize_axis(axis, rank) for axis in given}
-        if node.op == "Squeeze":
-            return tuple(axis for at, axis in enumerate(axes) if at not in positions)
-        kept = iter(axes)
-        return tuple(NEW if at in positions else next(kept, NEW) for at in range(rank))
-
-    def _squeezed_axes(self, node: FlatNode) -> Sequence[int] | None:
-        """The axes that a Squeeze or Unsqueeze names."""
-        given = node.numbers("axes")
-        if given is None and len(node.inputs) > 1:
-            tensor = self.flow.constant(node.inputs[1])
-            given = integers(tensor) if tensor is not None else None
-        return given
+    def axes_after(self, node: FlatNode, index: int, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Where the axes of one input are after a node, NEW for an inserted one; None once they cannot be followed."""
+        if axes is None or node.has("copy"):
+            return axes
+        given = node.inputs if node.has("join") else (node.input(index),)
+        made = axes_of(DeclaredSizes(self.flow, dict.fromkeys(given, (None,) * len(axes))).node(node, NEAREST))
+        if made is None:  # of other operators, those that hold the content of the input keep its axes
+            return None if operator_of(node.op).keeps else axes
+        found = [(NEW if size == 1 else axis_within(size, index)) for size in made[0]]
+        after = tuple(axes[at] if at is not None and at != NEW else at for at in found)
+        return tuple(at for at in after if at is not None) if None not in after else None
 
     def find_stacked_axes(self, name: str, rank: int) -> tuple[int | None, int | None]:
         """The axes along which an input is taken apart: into the caches of each attention, and into keys and values."""
@@ -97,7 +137,7 @@ class AxisWalks:
                     if uses and self._follows_iterations(node):
                         looped = axes[at]
                     sites |= {(axes[at], use.part, stack, use.site) for use in uses}
-                moved = self.axes_after(node, axes) if index == 0 and (at is not None or node.op in _VIEWS) else None
+                moved = self.axes_after(node, 0, axes) if index == 0 and (at is not None or node.op in _VIEWS) else None
                 for output in node.outputs if moved else ():
                     if output and moved and output not in seen:
                         seen.add(output)
@@ -112,13 +152,11 @@ class AxisWalks:
 
     def _axis_taken_apart(self, node: FlatNode, rank: int) -> int | None:
         """The axis along which a node takes out entries at constant indices, which no length changes."""
-        if node.op == "Split" or (node.op == "Gather" and node.input(1) in self.flow.fixed):
-            return normalize_axis(node.number("axis", 0), rank)
-        if node.op == "Slice" and all(name in self.flow.fixed for name in node.inputs[1:] if name):
-            tensor = self.flow.constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
-            axes = integers(tensor) if tensor is not None else node.numbers("axes")
-            return normalize_axis(axes[0], rank) if axes is not None and len(axes) == 1 else None
-        return None
+        if not node.has("pick") or any(name and name not in self.flow.fixed for name in node.inputs[1:]):
+            return None
+        made = axes_of(DeclaredSizes(self.flow, {node.input(0): (None,) * rank}).node(node, NEAREST))
+        taken = [at for at in range(rank) if AxisOf(0, at) not in made[0]] if made else []
+        return taken[0] if len(taken) == 1 else None
 
     def _follows_iterations(self, node: FlatNode) -> bool:
         """Whether a node takes another entry in each iteration of a loop that carries a value from one to the next.
@@ -136,12 +174,12 @@ class AxisWalks:
 
 
 def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
-    """The input's axis along which a node adds new entries, as far as the node says."""
+    """The input's axis along which a node adds new entries, where the node says so."""
     if axes is None:
         return None
-    at: int | None = None
-    if node.op in ("Concat", "ScatterElements", "TensorScatter"):
-        at = node.number("axis", {"TensorScatter": -2}.get(node.op, 0))
+    at = operator_of(node.op).axis
+    if at is not None:
+        at = node.number("axis", at)
     elif (ports := ports_of(node.domain, node.op)) is not None and ports.growth in ("grow", "shared", "static"):
         at = len(axes) - 2
     if at is None or not -len(axes) <= at < len(axes):
@@ -152,3 +190,86 @@ def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
 def normalize_axis(axis: int, rank: int) -> int | None:
     """An axis counted from the front; None where a tensor of that rank has no such axis."""
     return axis % rank if -rank <= axis < rank else None
+
+
+VIEWS = operators_with("copy", "cast", "view")
+"""Operators between the number of an iteration and the index that is made of it."""
+MOST_VIEWS = 8
+
+
+@record
+class Place:
+    """The number of an entry of a stack, and how many there are; in a loop, the number of the iteration."""
+
+    number: int
+    count: int
+
+    def turned(self, node: FlatNode) -> "Place":
+        """The place after a node that may stand for a Scan which goes from the last entry to the first."""
+        return Place(self.count - 1 - self.number, self.count) if node.number(REVERSED, 0) else self
+
+
+class PlaceUnknown(Exception):
+    """A node takes other entries of the stack, or ones of which the graph does not say where they stand."""
+
+
+@dataclass(eq=False, repr=False)
+class StackPlaces:
+    """Follows places through the nodes of one flow."""
+
+    flow: Flow
+
+    def stacks(self, node: FlatNode, axes: tuple[int, ...] | None) -> bool:
+        """Whether a node puts values together along an axis that was inserted for it: no entries join there."""
+        if not node.has("join") or len(node.inputs) < 2 or axes is None:
+            return False
+        at = normalize_axis(node.number("axis", 0), len(axes))
+        return at is not None and axes[at] == NEW
+
+    def place_after(self, node: FlatNode, output: str, axes: tuple[int, ...] | None, place: Place) -> Place | None:
+        """The place in an output of a node; None where the stack has been taken apart. `axes` are those before it.
+
+        Raises:
+            PlaceUnknown: the output has other entries.
+        """
+        if self.stacks(node, axes):
+            raise PlaceUnknown  # a stack of stacks, or one that a loop collects
+        if node.has("view"):
+            return place.turned(node)
+        if axes is None or NEW not in axes or not node.has("pick"):
+            return place
+        at, data = axes.index(NEW), node.input(0)
+        shape = tuple(place.count if axis == at else 1 for axis in range(len(axes)))
+        known = DeclaredSizes(self.flow, {data: shape}, {data: tuple(range(place.count))}).node(node, NEAREST)
+        made = axes_of(known) or []
+        if made and AxisOf(0, at) in made[0]:
+            return place
+        if operator_of(node.op).places and self._is_numbered(node.input(1)):
+            return place.turned(node)
+        if len(node.outputs) == 1:
+            numbers = numbers_of(known) or ()
+            return _place_among([number.at if isinstance(number, NumberOf) else -1 for number in numbers], place)
+        sizes = [shape_from(known, sizes)[at] or 0 for sizes in made]  # of a Split
+        part = node.outputs.index(output)
+        taken = range(sum(sizes[:part]), sum(sizes[: part + 1]))
+        return _place_among(taken if sum(sizes) == place.count else (), place)
+
+    def _is_numbered(self, index: str) -> bool:
+        """Whether an index is the number of an iteration, or a view of it."""
+        for _ in range(MOST_VIEWS):
+            made = self.flow.producers.get(index)
+            if index in self.flow.iterations or made is None or made.op not in VIEWS or index in self.flow.carried:
+                break
+            index = made.input(0)
+        return index in self.flow.iterations
+
+
+def _place_among(taken: Sequence[int], place: Place) -> Place | None:
+    """The place of an entry among those that were taken; None where it alone was.
+
+    Raises:
+        PlaceUnknown: it is not among them, or they are not known.
+    """
+    if place.number not in taken:
+        raise PlaceUnknown
+    return Place(taken.index(place.number), len(taken)) if len(taken) > 1 else None

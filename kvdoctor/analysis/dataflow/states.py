@@ -5,28 +5,37 @@ where they are written into it, it is a buffer.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from kvdoctor.analysis.dataflow.axis_walks import NEW, AxisWalks, join_axis
-from kvdoctor.analysis.dataflow.operators import (
+from kvdoctor.analysis.dataflow.axis_walks import (
+    NEW,
+    AxisWalks,
+    DeclaredSizes,
+    Known,
+    Place,
+    PlaceUnknown,
+    StackPlaces,
+    join_axis,
+)
+from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
+from kvdoctor.analysis.dataflow.walks import (
     COMPUTES,
-    LOOPS,
-    TRIMS,
-    WRITES,
+    MOST_VISITED,
+    NEAR,
+    Descent,
+    Walk,
+    WalkBudget,
     outputs_with_content,
     viewed_by,
     views_of,
 )
-from kvdoctor.analysis.dataflow.stack_places import Place, PlaceUnknown, StackPlaces
-from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
-from kvdoctor.analysis.dataflow.walks import MOST_VISITED, NEAR, Descent, Walk, WalkBudget
 from kvdoctor.contract import Growth
-from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import operator_of, ports_of
 from kvdoctor.records import record
 
 How = Literal["append", "write", "operator", "unchanged", "update", "computed"]
@@ -68,7 +77,7 @@ class StateFlow:
 class _Path:
     """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node.
 
-    `changed` are the nodes that compute other numbers, or cut entries off behind the join. `place` is that in a stack
+    `changed` are the nodes that compute other numbers, or cut entries off after the join. `place` is that in a stack
     with other inputs.
     """
 
@@ -85,10 +94,12 @@ class _Path:
 class Dataflow:
     """Follows the states of one flow; answers are cached.
 
-    `uses` says what values are used for, `descent` which values depend on which.
+    `shapes` are the sizes of its inputs, where they are numbers. `uses` says what values are used for, `descent`
+    which values depend on which.
     """
 
     flow: Flow
+    shapes: Mapping[str, Known] = field(default_factory=dict)
     budget: WalkBudget = field(default_factory=WalkBudget)
     _states: dict[tuple[str, int], StateFlow] = field(default_factory=dict)
     _reached: dict[str, set[str]] = field(default_factory=dict)
@@ -122,28 +133,36 @@ class Dataflow:
 
     def find_joined(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
         """The entries that are concatenated to an input, and which of the input's axes each of theirs is."""
-        for _, path in self._walk(name, rank):
-            if path.join is not None and path.join.op == "Concat" and path.axes is not None and NEW not in path.axes:
+        for _, path in self.walk(name, rank):
+            if path.join is not None and path.join.has("join") and path.axes is not None and NEW not in path.axes:
                 own = self.descent.reached_from({name})
                 new = next((value for value in path.join.inputs if value not in own), None)
                 return (new, path.axes) if new is not None else None
         return None
 
+    def find_entry_sizes(self, past: str, rank: int) -> tuple[int | None, ...]:
+        """The sizes of the entries that are concatenated to a past, by its axes; None for each that is not known."""
+        found = self.find_joined(past, rank)
+        value, axes = found if found is not None else ("", ())
+        sizes = DeclaredSizes(self.flow).shape(value, rank=len(axes)) or ()
+        known = dict(zip(axes, sizes, strict=True)) if len(sizes) == len(axes) else {}
+        return tuple(known.get(axis) for axis in range(rank))
+
     def find_changes(self, name: str, rank: int, output: str) -> tuple[FlatNode, ...]:
         """The nodes between an input and an output that returns it which change its entries or cut some off."""
-        reached = self._outputs_reached(name, rank, computed=True)
+        reached = self.outputs_reached(name, rank, computed=True)
         return next((path.changed for found, path in reached if found == output and path.join is not None), ())
 
     def computed_state(self, name: str, rank: int) -> StateFlow | None:
-        """The state of an input that arithmetic changes, before or behind new entries, on its way to an output.
+        """The state of an input that arithmetic changes, before or after new entries join, on its way to an output.
 
         None where an output returns its content as it is, and where no attention uses it or the new entries.
         """
         state = self.state(name, rank)
         if state.output is not None or state.delta is not None:
             return None
-        for output, path in self._outputs_reached(name, rank, computed=True):
-            if path.join is not None and path.join.op == "Concat":
+        for output, path in self.outputs_reached(name, rank, computed=True):
+            if path.join is not None and path.join.has("join"):
                 found = self._describe_join(name, output, path, path.join)
                 in_attention = found.use is not None and found.use.part in ATTENTION_PARTS
                 return replace(found, how="computed", layers=state.layers, parts=state.parts) if in_attention else None
@@ -151,24 +170,24 @@ class Dataflow:
 
     def _follow(self, name: str, rank: int) -> StateFlow:
         use, unchanged = self.uses.use_of(name), None
-        for output, path in self._outputs_reached(name, rank):
+        for output, path in self.outputs_reached(name, rank):
             if path.join is not None:
                 return self._describe_join(name, output, path, path.join)
             unchanged = unchanged or output
-        for _, path in self._walk(name, rank):
-            if path.join is not None and path.join.op != "Where":
+        for _, path in self.walk(name, rank):
+            if path.join is not None and not path.join.has("select"):
                 return self._describe_join(name, None, path, path.join)
         if unchanged is not None:
             return StateFlow(name, use, unchanged, "unchanged", "constant")
         return StateFlow(name, use)
 
-    def _outputs_reached(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
+    def outputs_reached(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
         """Graph outputs that hold the content of an input, alone or joined once by new entries."""
-        for value, path in self._walk(name, rank, computed=computed):
+        for value, path in self.walk(name, rank, computed=computed):
             for output in self.flow.outputs_of.get(value, ()) if path.place is None else ():
                 yield output, path
 
-    def _walk(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
+    def walk(self, name: str, rank: int, *, computed: bool = False) -> Iterator[tuple[str, _Path]]:
         """Values that hold the content of an input, nearest first; also what is `computed` of it, entry by entry."""
         waiting = deque([(name, _Path(tuple(range(rank))))])
         seen = {(name, False)}
@@ -187,9 +206,10 @@ class Dataflow:
     def _steps(self, node: FlatNode, index: int, name: str, path: _Path) -> Iterator[tuple[str, _Path]]:
         """The outputs of a node that hold the content of the walked input, with the path to each."""
         for output, adds_entries in outputs_with_content(node, index):
-            joins = adds_entries and (node.op != "Where" or self._selects_new(node, index, name))
+            joins = adds_entries and (not node.has("select") or self._selects_new(node, index, name))
             # A second Concat stacks keys and values, or all layers, again: no entries join there.
-            joins = joins and not (path.join is not None and node.op == "Concat")
+            joins = joins and not (path.join is not None and node.has("join"))
+            joins = joins and not (node.has("join") and self._is_made_of(node, name))
             stacks = joins and self.places.stacks(node, path.axes)
             if joins and path.join is not None:
                 continue
@@ -199,46 +219,66 @@ class Dataflow:
                 continue
             if stacks:
                 joins, place = False, Place(index, len(node.inputs))
-            axes = self.axes.axes_after(node, path.axes)
+            axes = self.axes.axes_after(node, index, path.axes)
             if joins:
                 at = self._join_axis(node, path.axes)
                 yield output, replace(path, axes=axes, join=node, axis=at, place=place)
                 continue
-            trims = path.join is not None and node.op in TRIMS and place == path.place
+            trims = path.join is not None and node.has("pick") and place == path.place
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
-            changed = (*path.changed, node) if trims or node.op == "Where" else path.changed
+            changed = (*path.changed, node) if trims or node.has("select") else path.changed
             trimmed = path.trimmed or trims
             yield output, replace(path, axes=axes, trimmed=trimmed, cut=cut, changed=changed, place=place)
 
     def _join_axis(self, node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
-        """The input's axis along which a node adds new entries, as far as the graph says.
+        """The input's axis along which a node adds new entries, where the graph says so.
 
-        The index of a ScatterND has an entry for each axis of the buffer that it counts in. Where it is put together
-        from columns, one for each of these axes, the last one counts the tokens.
+        The index of a ScatterND has an entry for each axis of the buffer that it counts in. Where it has one, that is
+        the first axis; where it is put together from columns, one for each of these axes, the one that rests on an
+        input alone, or else the last one, counts the tokens.
         """
         if node.op != "ScatterND" or axes is None:
             return join_axis(node, axes)
+        if (DeclaredSizes(self.flow, {**self.shapes}).shape(node.input(1)) or (None,))[-1] == 1:
+            return axes[0] if axes[0] != NEW else None
         made = self.flow.producers.get(node.input(1))
-        if made is None or made.op != "Concat" or made.number("axis", 0) not in (-1, len(made.inputs)):
+        if made is None or not made.has("join") or made.number("axis", 0) == 0 or len(made.inputs) > len(axes):
             return None
         columns = [self.flow.producers.get(name) for name in made.inputs]
-        if not all(column is not None and column.op == "Unsqueeze" for column in columns):
+        if not all(column is not None and (column.has("view") or column.has("repeat")) for column in columns):
             return None
-        at = axes[len(columns) - 1] if len(columns) <= len(axes) else NEW
+        fed = [
+            at for at, name in enumerate(made.inputs) if not self.shapes.keys().isdisjoint(self.descent.ancestors(name))
+        ]
+        at = axes[fed[0] if len(fed) == 1 else len(columns) - 1]
         return at if at != NEW else None
 
     def _slices_to_computed_end(self, node: FlatNode) -> bool:
         """Whether a node takes a part of its input whose end depends on the feeds."""
-        return node.op == "Slice" and any(name and name not in self.flow.fixed for name in node.inputs[1:3])
+        if not node.has("pick"):
+            return False
+        bounds = (node.input(at) for at in operator_of(node.op).bounds)
+        return any(name and name not in self.flow.fixed for name in bounds)
+
+    def _is_made_of(self, node: FlatNode, name: str) -> bool:
+        """Whether all that a node puts together is made of parts of one input, in another order or rotated.
+
+        What joins the whole of a state is new, although it may be computed with that state.
+        """
+        whole = self.descent.views_back(node.inputs)
+        return name not in whole and all(value in self._reached_from(name) for value in node.inputs)
+
+    def _reached_from(self, name: str) -> set[str]:
+        if name not in self._reached:
+            self._reached[name] = self.descent.reached_from({name})
+        return self._reached[name]
 
     def _selects_new(self, node: FlatNode, index: int, name: str) -> bool:
-        """Whether a Where has new entries beside the content of an input: masking with a constant adds none."""
+        """Whether a Where has new entries in addition to the content of an input: masking with a constant adds none."""
         other = node.input(3 - index)
         if other in self.flow.fixed:
             return False
-        if name not in self._reached:
-            self._reached[name] = self.descent.reached_from({name})
-        return other not in self._reached[name]
+        return other not in self._reached_from(name)
 
     def _describe_join(self, name: str, output: str | None, path: _Path, join: FlatNode) -> StateFlow:
         """A state that new entries join, with the output, if any, that returns them without the state."""
@@ -258,7 +298,7 @@ class Dataflow:
             window=window if window > 0 else None,
             cut=path.cut,
             batch=ports.batch if ports is not None else 0,
-            at_end=join.op in WRITES and len(join.inputs) > 1 and self._is_own_length(join.inputs[1], name),
+            at_end=any(self._is_own_length(join.input(at), name) for at in operator_of(join.op).places),
         )
 
     def _use_of_new(self, name: str, join: FlatNode) -> StateUse | None:
@@ -269,12 +309,12 @@ class Dataflow:
 
     def _new_entries(self, name: str, join: FlatNode) -> Iterator[str]:
         """The values that a node joins to a state."""
-        new = join.inputs if join.op == "Concat" else join.inputs[1:]
+        new = join.inputs if join.has("join") else join.inputs[1:]
         return (value for value in new if value and value != name and value not in self.flow.fixed)
 
     def _find_delta(self, name: str, output: str | None, join: FlatNode) -> str | None:
         """The graph output, other than `output`, that returns the entries which join a state."""
-        if join.op != "TensorScatter" and ports_of(join.domain, join.op) is not None:
+        if not join.has("write") and ports_of(join.domain, join.op) is not None:
             return None
         views = map(self._find_view, self._new_entries(name, join))
         return next((view for view in views if view is not None and view != output), None)
@@ -286,11 +326,11 @@ class Dataflow:
             node = self.flow.producers.get(current)
             if node is None:
                 continue
-            if node.op == "Shape":
+            if node.has("measure"):
                 if subtracted and node.input(0) == name:
                     return True
                 continue
-            subtracted = subtracted or node.op == "Sub"
+            subtracted = subtracted or node.has("subtract")
             walk.add(node.inputs)
         return False
 
@@ -304,9 +344,9 @@ class Dataflow:
             takers = self.flow.consumers.get(current, ())[:NEAR]
             node = self.flow.producers.get(current)
             near = [out for taker, index in takers for out in views_of(taker, index)]
-            if node is not None and node.op == "Unsqueeze":  # then a Concat stacks parts or layers
-                near += [taker.output() for taker, _ in takers if taker.op == "Concat"]
-            if node is not None and (node.op in LOOPS or current == node.output()):
+            if node is not None and node.has("view"):  # then a Concat stacks parts or layers
+                near += [taker.output() for taker, _ in takers if taker.has("join")]
+            if node is not None and (node.has("loop") or current == node.output()):
                 near.append(viewed_by(node, current))
             for neighbor in near:
                 if neighbor and neighbor not in seen:
@@ -318,11 +358,11 @@ class Dataflow:
 def _growth_at(node: FlatNode) -> tuple[How, Growth]:
     """How new entries join at a node, and what that does to the length."""
     ports = ports_of(node.domain, node.op)
-    if node.op == "Concat":
+    if node.has("join"):
         return "append", "grow"
     if ports is None:
         return "write", "static"
-    if node.op == "TensorScatter":
+    if node.has("write"):
         mode = node.attribute("mode")
         return "write", "ring" if mode is not None and mode.s == b"circular" else "static"
     if node.number("sliding_window_cache", 0):

@@ -3,16 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvdoctor.analysis.dataflow.operators import CONVOLUTIONS, KEEPS, MIXES, PRODUCTS, SOFTMAX, is_past, viewed_by
-from kvdoctor.analysis.dataflow.walks import MOST_VISITED, Walk, WalkBudget
-from kvdoctor.model.cache_operators import ports_of
+from kvdoctor.analysis.dataflow.walks import MIXES, MOST_VISITED, NEAR_USE, Walk, WalkBudget, is_past, keeps, viewed_by
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import operator_of, operators_with, places_of, ports_of
 from kvdoctor.records import record
 
 UsedAs = Literal["key", "value", "key-value", "memory", "conv"]
 ATTENTION_PARTS = ("key", "value", "key-value")
 
+LOOKUPS = places_of("embed")
 MOST_VIEWS = 12
 """Casts and views between an output and the value that an attention takes."""
 
@@ -57,7 +57,7 @@ class UseFinder:
                 part = self._part_at(node, index)
                 if part is not None:
                     found.setdefault(part, (node, index))
-                elif index in KEEPS.get(node.op, ()) or node.op in MIXES or is_past(node, index):
+                elif keeps(node, index) or node.op in MIXES or is_past(node, index):
                     walk.add(node.outputs[:MOST_OUTPUTS_FOLLOWED])
         if {"key", "value"} <= found.keys() or "key-value" in found:
             return StateUse("key-value", min(node.index for node, _ in found.values()))
@@ -67,6 +67,22 @@ class UseFinder:
             return None
         node, index = found[part]
         return StateUse(part, node.index, part != "value" or self._is_weighted(node, index))
+
+    def table_rows(self, name: str) -> int | None:
+        """Rows of the constant table that an input of integers indexes directly; None where there is none."""
+        walk = Walk([name], self.budget, NEAR_USE)
+        for value in walk:
+            for node, index in self.flow.consumers.get(value, ()):
+                if index in LOOKUPS.get(node.op, ()):
+                    name_of_table = node.input(0 if index else 2)
+                    table, made = self.flow.constant(name_of_table), self.flow.producers.get(name_of_table)
+                    if table is not None and len(table.dims) >= 2:
+                        # The weights of the output head are used again, transposed.
+                        transposed = made is not None and made.has("permute")
+                        return int(table.dims[-1 if transposed else 0])
+                elif keeps(node, index) or node.has("join") or node.has("clamp") or (index and node.has("select")):
+                    walk.add(node.outputs)
+        return None
 
     def use_of_output(self, output: str) -> StateUse | None:
         """What the graph that computes an output uses it for: the value itself, or one that it is a view of."""
@@ -98,10 +114,11 @@ class UseFinder:
                 return "key"
             if index in ports.values:
                 return "value"
-        if node.op in CONVOLUTIONS and index == 0:
+        if node.has("convolve") and index == 0:
             return "conv"
-        if index in PRODUCTS.get(node.op, ()):
-            others = [node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs)]
+        operands = operator_of(node.op).operands
+        if index in operands:
+            others = [node.inputs[i] for i in operands if i != index and i < len(node.inputs)]
             if all(name in self.flow.fixed for name in others):
                 return "memory"
             return "key" if self._computes_scores(node) else "value"
@@ -120,22 +137,22 @@ class UseFinder:
             if any(self.is_softmax(taker) for taker, _ in takers):
                 return True
             for taker, index in takers:
-                if index in KEEPS.get(taker.op, ()) or taker.op in MIXES:
+                if keeps(taker, index) or taker.op in MIXES:
                     walk.add(taker.outputs)
         return False
 
     def is_softmax(self, node: FlatNode) -> bool:
         """Whether a node is a Softmax, or the Exp of a decomposed one, which is divided by its sum."""
         if node.op != "Exp":
-            return node.op in SOFTMAX
+            return node.has("softmax")
         takers = {taker.op for output in node.outputs for taker, _ in self.flow.consumers.get(output, ())}
-        return {"ReduceSum", "Div"} <= takers
+        return not takers.isdisjoint(operators_with("sum")) and not takers.isdisjoint(operators_with("divide"))
 
     def _is_weighted(self, node: FlatNode, index: int) -> bool:
         """Whether the other operand of a product comes from a Softmax, or a fused operator declares the value."""
         if ports_of(node.domain, node.op) is not None:
             return True
-        others = (node.inputs[i] for i in PRODUCTS[node.op] if i != index and i < len(node.inputs))
+        others = (node.inputs[i] for i in operator_of(node.op).operands if i != index and i < len(node.inputs))
         walk = Walk(others, self.budget, MOST_VISITED)
         for value in walk:
             maker = self.flow.producers.get(value)
@@ -143,6 +160,6 @@ class UseFinder:
                 continue
             if self.is_softmax(maker):
                 return True
-            if maker.op in KEEPS or maker.op in MIXES or maker.op == "Dropout":
+            if keeps(maker, 0) or maker.op in MIXES:
                 walk.add(maker.inputs)
         return False

@@ -1,18 +1,98 @@
-"""Walks over a graph's values: how far they go, and which values depend on which."""
+"""Walks over a graph's values: how far they go, what depends on what, and what each node does with a content."""
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kvdoctor.analysis.dataflow.operators import COUNTS_ON, KEEPS, MIXES, PASSES_OUT, SHAPES
+from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import OPERATORS, operator_of, operators_with, ports_of
+
+KEEPS = frozenset(name for name, entry in OPERATORS.items() if entry.keeps)
+"""Operators whose outputs hold the content of an input."""
+
+PASSES_OUT = operators_with("copy", "cast", "view", "permute")
+"""Casts and views that may stand between a computed state and the output that returns it."""
+
+MIXES = operators_with("arithmetic", "cap", "select", "join", "pad", "write", "normalize", "rotate", "reduce")
+"""Operators between a past and its attention (rotation, scaling, normalization), or between scores and the Softmax."""
+
+BLENDS = PASSES_OUT | operators_with("add", "subtract", "scale", "clamp", "select")
+"""Operators between a state that is retained in part and its next value: the cell of an LSTM, a state space."""
+
+COMPUTES = operators_with("arithmetic", "activation")
+"""Operators that compute each number of their output from one number of the input: they keep its shape."""
+
+COUNTS_ON = operators_with("copy", "cast", "view", "add")
+"""Operators between a counter and the output that returns it, increased by the number of new tokens."""
+
+SHAPES = operators_with("measure", "fill", "generate", "range")
+"""Operators whose result does not depend on the content of their input."""
+
+
+def skip_copies(flow: Flow, value: str) -> str:
+    """The value that a chain of Identity nodes passes on; of a circle, which no runtime can compute, any."""
+    seen = {value}
+    while (node := flow.producers.get(value)) is not None and node.has("copy") and node.input(0) not in seen:
+        value = node.input(0)
+        seen.add(value)
+    return value
+
+
+def keeps(node: FlatNode, index: int) -> bool:
+    """Whether the outputs of a node hold the content of an input."""
+    return index in operator_of(node.op).keeps
+
+
+def is_past(node: FlatNode, index: int) -> bool:
+    """Whether an input of a node is the past of an operator that holds a cache."""
+    ports = ports_of(node.domain, node.op)
+    return ports is not None and index in ports.pasts
+
+
+def views_of(node: FlatNode, index: int) -> tuple[str, ...]:
+    """The outputs of a node that are views of an input, or hold it in parts."""
+    if node.has("loop"):
+        behind = index - len(node.proto.input)
+        return node.outputs[behind : behind + 1] if behind >= 0 else ()
+    return node.outputs if keeps(node, index) else ()
+
+
+def viewed_by(node: FlatNode, output: str) -> str:
+    """The input of a node that an output is a view of; empty where there is none."""
+    if node.has("loop"):  # after its own inputs are the values that its outputs return
+        return node.input(len(node.proto.input) + node.outputs.index(output))
+    return node.input(0) if keeps(node, 0) else ""
+
+
+def outputs_with_content(node: FlatNode, index: int) -> Iterator[tuple[str, bool]]:
+    """The outputs of a node that hold the content of an input, each with whether new entries joined it there."""
+    ports = ports_of(node.domain, node.op)
+    if ports is not None and index in ports.pasts:
+        out = ports.pasts[index][1]
+        if out < len(node.outputs):
+            yield node.outputs[out], True
+    elif keeps(node, index):
+        for output in node.outputs:
+            yield output, False
+    elif node.has("copy"):  # the result of a branch: an Identity of the results of all branches
+        yield node.output(), False
+    elif node.has("loop"):
+        yield from ((output, False) for output in views_of(node, index))
+    elif (node.has("join") or index in operator_of(node.op).buffers) and node.outputs:
+        # A Concat of one input adds nothing: exporters leave it where they stacked a list of one.
+        yield node.outputs[0], len(node.inputs) > 1
+
 
 MOST_VISITED = 4000
 """Values that one walk visits before it gives up: the attention of a state is close to it."""
 
 NEAR = 64
 """Values that a walk visits where the answer, if there is one, is close by."""
+
+NEAR_USE = 600
+"""Values that a walk visits from an input to the operator that shows its role."""
 
 MOST_VISITED_IN_ALL = 300_000
 """Values that all walks over one graph visit together. A layer takes about 30; thousands of inputs on one long chain
@@ -81,25 +161,52 @@ class Descent:
             _, value = heappop(waiting)
             if value in wanted:
                 return wanted[value]
-            for node, _ in self.flow.consumers.get(value, ()):
-                if node.op in SHAPES or (through is not None and node.op not in through):
+            for node, index in self.flow.consumers.get(value, ()):
+                loops = through is not None and node.has("loop")
+                if node.op in SHAPES or (through is not None and not loops and node.op not in through):
                     continue
-                for output in node.outputs:
+                for output in views_of(node, index) if loops else node.outputs:
                     if output and output not in seen:
                         seen.add(output)
                         heappush(waiting, (node.index, output))
         return None
 
+    def find_carried(self, name: str, outputs: "set[str]") -> str | None:
+        """Find the output that returns what a loop has carried on from an input."""
+        wanted, value = self._values_behind(outputs), name
+        walk = Walk([name], self.budget, NEAR)
+        for value in walk:
+            if value in self.flow.carried:
+                return wanted.get(self.flow.carried[value])
+            walk.add(n.output() for n, _ in self.flow.consumers.get(value, ()) if n.op in PASSES_OUT)
+        return None
+
+    def views_back(self, values: Iterable[str]) -> set[str]:
+        """Some values, and those that they are casts or views of."""
+        found, waiting = set[str](), list(values)
+        while waiting:
+            value = waiting.pop()
+            if value and value not in found:
+                found.add(value)
+                waiting.append(self._passed(value))
+        return found
+
     def _values_behind(self, outputs: "set[str]") -> dict[str, str]:
         """Values that outputs return, and those that they are casts or views of: an output may be written late."""
         found: dict[str, str] = {}
         for output in sorted(outputs):
-            value: str | None = self.flow.results[output]
+            value = self.flow.results[output]
             while value and value not in found:
                 found[value] = output
-                node = self.flow.producers.get(value)
-                value = node.input(0) if node is not None and node.op in PASSES_OUT else None
+                value = self._passed(value)
         return found
+
+    def _passed(self, value: str) -> str:
+        """The value that another is a cast or view of, or that a loop returns as it; empty where it is none."""
+        node = self.flow.producers.get(value)
+        if node is not None and node.has("loop"):
+            return viewed_by(node, value)
+        return node.input(0) if node is not None and node.op in PASSES_OUT else ""
 
     def first_use(self, name: str) -> int:
         """The index of the first node that takes a value, -1 where none does."""
@@ -107,11 +214,11 @@ class Descent:
 
     def computed_at(self, output: str) -> int:
         """The index of the node that computes an output, before casts and views; -1 where none does."""
-        value = self.flow.results.get(output, output)
-        node, passed = self.flow.producers.get(value), set[int]()
-        while node is not None and node.op in PASSES_OUT and node.index not in passed:
-            passed.add(node.index)
-            node = self.flow.producers.get(node.input(0))
+        value, passed = self.flow.results.get(output, output), set[str]()
+        while (before := self._passed(value)) and before not in passed:
+            passed.add(before)
+            value = before
+        node = self.flow.producers.get(value)
         return node.index if node is not None else -1
 
     def find_count(self, name: str, outputs: "set[str]", tokens: "set[str]") -> str | None:
@@ -123,10 +230,10 @@ class Descent:
             if output is not None and added:
                 return output
             for node, index in self.flow.consumers.get(value, ()):
-                step = (node.output(), added or node.op == "Add")
+                step = (node.output(), added or node.has("add"))
                 if node.op not in COUNTS_ON or not step[0] or step in seen:
                     continue
-                if node.op != "Add" or self._depends_only_on(node.input(1 - index), tokens):
+                if not node.has("add") or self._depends_only_on(node.input(1 - index), tokens):
                     seen.add(step)
                     waiting.append(step)
         return None
@@ -153,7 +260,7 @@ class Descent:
             for node, index in self.flow.consumers.get(value, ()):
                 if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
                     return True
-                if index in KEEPS.get(node.op, ()) or node.op in MIXES:
+                if keeps(node, index) or node.op in MIXES:
                     walk.add([node.output()])
         return False
 

@@ -8,12 +8,14 @@ from functools import cache
 from typing import Literal
 
 from kvdoctor.analysis import dialects
-from kvdoctor.contract import Axis, Carry, Growth, Part, Role, SlotKind
+from kvdoctor.contract import Axis, Carry, Dim, Growth, Part, Role, SlotKind
 from kvdoctor.records import record
 
 LETTERS: dict[str, Axis] = {
     "B": "batch",
     "X": "batch_heads",
+    "b": "batch_new",
+    "c": "codebooks",
     "N": "kv_heads",
     "S": "past",
     "M": "capacity",
@@ -34,6 +36,9 @@ LETTERS: dict[str, Axis] = {
 }
 """The field's letters for axes: BNSH is float[batch, kv_heads, past, head_dim]."""
 
+N, KV = r"(?P<layer>[0-9]{1,5})", r"(?P<part>key|value)"
+"""The number of a layer, and the two parts of a cache, in the names of a table."""
+
 GROUP = re.compile(r"\([^()]*\)")
 LITERALS = re.compile(r"(?:\w|\\\.)*(?=[(.]|\Z)", re.ASCII)
 """Letters and escaped dots before a group, a dot or the end: not before `?` or `|`, which would make them optional."""
@@ -47,7 +52,7 @@ PARTS: dict[str, Literal["key", "value"]] = {
     "v": "value",
     "val": "value",
 }
-"""The words that exporters use for the two parts of a cache."""
+"""The names that exporters use for the two parts of a cache."""
 
 
 def parse_axes(letters: str) -> tuple[Axis, ...]:
@@ -59,7 +64,7 @@ def parse_axes(letters: str) -> tuple[Axis, ...]:
 class SlotRule:
     """How a past input is named, and the name of its present.
 
-    `past` is a regular expression with the groups `layer`, `part` (a word of PARTS) and any other; the templates
+    `past` is a regular expression with the groups `layer`, `part` (a name in PARTS) and any other; the templates
     `present` and `filled_by` (the output of another graph that fills the slot) refer to the groups by name. `order` are
     the axes in letters, `value_order` those of values where they differ; empty where the shape decides. `growth` and
     `carry` are known from the producer's code where no graph shows them. `or_delta` says that some exports return the
@@ -183,4 +188,9 @@ ENCODER_LIKE = re.compile(r"last_hidden_state|n_layer_cross_[kv]|present_(key|va
 """Outputs that only an encoder has: its states, or the cross-attention cache that it computes."""
 
 CACHE_LIKE = re.compile(r"(input\.)?(past|present|cache)(_|\.|$).*", re.ASCII)
-"""Inputs that look like a cache in any dialect."""
+"""Names of inputs that look like a cache in any dialect."""
+
+
+def looks_like_cache(name: str, shape: tuple[Dim, ...] | None) -> bool:
+    """Whether an input looks like a cache: by its name, and as a tensor of three axes and more."""
+    return CACHE_LIKE.match(name) is not None and (shape is None or len(shape) > 2)

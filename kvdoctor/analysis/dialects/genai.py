@@ -4,9 +4,7 @@ Names in `genai_config.json` take precedence over these. Source: `make_inputs_an
 src/python/py/models/builders/base.py, and `recurrent_state.cpp` (onnxruntime-genai 0.18.0).
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
+from kvdoctor.analysis.dialects.dialect import Dialect, N, SlotRule
 
 DIALECT = Dialect(
     name="genai",

@@ -3,10 +3,7 @@
 Source: src/mobius/tasks/_causal_lm.py and components/_attention.py (onnxruntime/mobius).
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
-KV = r"(?P<part>key|value)"
+from kvdoctor.analysis.dialects.dialect import KV, Dialect, N, SlotRule
 
 DIALECT = Dialect(
     name="mobius",

@@ -5,10 +5,7 @@ by the encoder and never returned. Sources: models/gpt2/gpt2_helper.py, models/t
 models/whisper/whisper_decoder.py and models/llama/llama_inputs.py (onnxruntime 1.31.1).
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, RoleRule, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
-KV = r"(?P<part>key|value)"
+from kvdoctor.analysis.dialects.dialect import KV, Dialect, N, RoleRule, SlotRule
 
 DIALECT = Dialect(
     name="onnxruntime-transformers",

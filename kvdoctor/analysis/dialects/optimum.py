@@ -7,10 +7,7 @@ Sources: `OnnxConfigWithPast` and `OnnxSeq2SeqConfigWithPast` in optimum/exporte
 `getCacheNames` in src/configs.js (@huggingface/transformers 4.3.1).
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
-KV = r"(?P<part>key|value)"
+from kvdoctor.analysis.dialects.dialect import KV, Dialect, N, SlotRule
 
 DIALECT = Dialect(
     name="optimum",

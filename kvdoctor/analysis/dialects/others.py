@@ -4,9 +4,7 @@ Sources: Export_ONNX (DakeQQ/Native-LLM-for-Android); export/asr/models/decoders
 whisper/model.py (PINTO0309/whisper-onnx-cpu).
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, RoleRule, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
+from kvdoctor.analysis.dialects.dialect import Dialect, N, RoleRule, SlotRule
 
 DIALECT = Dialect(
     name="others",

@@ -6,9 +6,7 @@ Transformers retains the state on the device. Sources: qai_hub_models/models (qu
 quic/efficient-transformers.
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, RoleRule, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
+from kvdoctor.analysis.dialects.dialect import Dialect, N, RoleRule, SlotRule
 
 DIALECT = Dialect(
     name="qualcomm",

@@ -5,9 +5,7 @@ and puts token and position into one tensor. Sources: scripts/whisper/export-onn
 scripts/nemo/canary/export_onnx_180m_flash.py and sherpa-onnx/csrc/offline-qwen3-asr-model.cc (k2-fsa/sherpa-onnx).
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, RoleRule, SlotRule
-
-N = r"(?P<layer>[0-9]{1,5})"
+from kvdoctor.analysis.dialects.dialect import Dialect, N, RoleRule, SlotRule
 
 DIALECT = Dialect(
     name="sherpa",

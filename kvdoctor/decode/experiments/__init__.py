@@ -1,15 +1,15 @@
 """Experiments: generators that put one question to a model, one file for each.
 
 An experiment yields a `Call` and is sent the `Answer`, then decides the next. It needs no runtime: tests answer with
-scripted steps. A module of this package that defines `EXPERIMENTS` is found by itself. Standard library and numpy only.
+scripted steps. What a module of this package decorates with an `Experiment` is found. Standard library and numpy only.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import field
-from functools import cache
-from typing import Literal
+from dataclasses import field, replace
+from functools import cache, partial
+from typing import Literal, TypeVar
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import CacheContract
@@ -21,6 +21,8 @@ from kvdoctor.records import record
 Calls = Generator[Call, Answer, None]
 Decision = Generator[Call, Answer, Cause | None]
 """An experiment that ends with the cause that it decided for."""
+MakeCalls = Callable[[FeedBuilder], Calls | Decision]
+Made = TypeVar("Made", bound=MakeCalls)
 
 
 def always(contract: CacheContract) -> str | None:  # noqa: ARG001
@@ -74,9 +76,17 @@ class Use:
     obstacles: Obstacles | None = None
 
 
+def no_calls(builder: FeedBuilder) -> Calls:  # noqa: ARG001
+    """Run nothing."""
+    yield from ()
+
+
+_FOUND: list["Experiment"] = []
+
+
 @record
 class Experiment:
-    """One question put to a model.
+    """One question put to a model; it decorates the function that makes its calls.
 
     Attributes:
         applies: Gives the reason why a contract does not allow the experiment, or None.
@@ -100,7 +110,6 @@ class Experiment:
 
     name: str
     question: str
-    calls: Callable[[FeedBuilder], Calls | Decision]
     scenario: Scenario = field(default_factory=Scenario)
     applies: Callable[[CacheContract], str | None] = several_tokens
     judged: bool = True
@@ -117,15 +126,24 @@ class Experiment:
     one_token: bool = False
     keeps: Callable[[FeedBuilder, list[Array]], dict[str, Array]] | None = None
     order: int = 50
+    calls: MakeCalls = no_calls
+
+    def __call__(self, calls: Made) -> Made:
+        """Add the experiment with these calls to those that are run; gives the function back."""
+        _FOUND.append(replace(self, calls=calls))
+        return calls
+
+
+unjudged = partial(Experiment, judged=False, shown=False)
+"""An experiment on which no finding rests: it explains others, or leaves logits for a comparison."""
 
 
 @cache
 def load() -> tuple[Experiment, ...]:
     """All experiments, in the order in which they are run."""
-    found: list[Experiment] = []
     for module in pkgutil.iter_modules(__path__):
-        found += getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPERIMENTS", ())
-    return tuple(sorted(found, key=lambda experiment: (experiment.order, experiment.name)))
+        importlib.import_module(f"{__name__}.{module.name}")
+    return tuple(sorted(_FOUND, key=lambda experiment: (experiment.order, experiment.name)))
 
 
 @cache
@@ -147,7 +165,7 @@ def uses() -> dict[str, Use]:
 
 
 def first_reason(obstacles: Iterable[Obstacle]) -> str | None:
-    """The first obstacle in words, as the reason why an experiment is not run; None where there is none."""
+    """The first obstacle, as the reason why an experiment is not run; None where there is none."""
     return next((f"{one.names[0]}: {one.reason}" for one in obstacles), None)
 
 

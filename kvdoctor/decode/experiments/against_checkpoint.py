@@ -7,7 +7,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Experiment
+from kvdoctor.decode.experiments import Calls, Experiment, unjudged
 from kvdoctor.decode.feeds import FeedBuilder
 
 NAME = "against-checkpoint"
@@ -15,18 +15,58 @@ GREEDY = "greedy-against-checkpoint"
 ENCODER_ROLES = ("encoder_input", "encoder_mask", "encoder_states")
 
 
+def kept_steps(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
+    """The same, and the feeds of the longest call without a cache, `call.NAME`, of `called` tokens."""
+    call = builder.reference() if len(whole_lengths(builder)) else builder.prefill(builder.scenario.prompt)
+    found = kept(builder, logits) | {"called": np.array(call.new)}
+    return found | {f"call.{name}": as_array(value) for name, value in call.feeds.items()}
+
+
+def kept_greedy(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
+    """The same of the greedy loop, with the tokens that it chose, also where it ended early."""
+    chosen = [step[:, -1].argmax(-1)[:, None] for step in logits[:-1]]
+    tokens = np.concatenate([builder.tokens[:, : builder.scenario.prompt], *chosen], axis=1)
+    return kept(builder, logits) | {"tokens": tokens, "wholes": np.array(0)}
+
+
+def can_be_shared(contract: CacheContract) -> str | None:
+    """The feeds must be such that a checkpoint takes the same."""
+    if contract.graph("decode").port("token_ids") is None:
+        return "it takes no token ids, and a checkpoint takes nothing else"
+    if contract.codebooks > 1:
+        return "its tokens have several codebooks"
+    return None
+
+
+@Experiment(
+    NAME,
+    "the whole sequence, then the held loop, compared with the checkpoint",
+    Scenario(steps=9),
+    can_be_shared,
+    judged=False,
+    why="the checkpoint computes the same feeds",
+    on_request="reference",
+    keeps=kept_steps,
+    order=90,
+)
 def whole_and_loop(builder: FeedBuilder) -> Calls:
     """The whole sequence where a call takes several tokens, then the prefill and one token a step."""
-    total, start = builder.scenario.total, builder.scenario.prompt
     for stop in whole_lengths(builder):
         yield replace(builder.reference(stop), kind="step")
-    answer = yield builder.prefill(start)
-    past = builder.carry(None, answer, "held")
-    for position in range(start, total):
-        answer = yield builder.decode(position, position + 1, past)
-        past = builder.carry(past, answer, "held")
+    past = yield from builder.begin()
+    yield from builder.go_on(past, builder.scenario.prompt, builder.scenario.total)
 
 
+@unjudged(
+    GREEDY,
+    "the tokens that the held loop decodes, compared with those of the checkpoint",
+    Scenario(steps=9),
+    can_be_shared,
+    why="the checkpoint decodes the same tokens",
+    on_request="reference",
+    keeps=kept_greedy,
+    order=91,
+)
 def greedy(builder: FeedBuilder) -> Calls:
     """The held loop that goes on from the likeliest token each time."""
     total, start = builder.scenario.total, builder.scenario.prompt
@@ -63,59 +103,7 @@ def kept(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     return found | {f"step.{number}": array for number, array in enumerate(logits)}
 
 
-def kept_steps(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
-    """The same, and the feeds of the longest call without a cache, `call.NAME`, of `called` tokens."""
-    call = builder.reference() if len(whole_lengths(builder)) else builder.prefill(builder.scenario.prompt)
-    found = kept(builder, logits) | {"called": np.array(call.new)}
-    return found | {f"call.{name}": as_array(value) for name, value in call.feeds.items()}
-
-
-def kept_greedy(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
-    """The same of the greedy loop, whose tokens are those that it chose, as far as it came."""
-    chosen = [step[:, -1].argmax(-1)[:, None] for step in logits[:-1]]
-    tokens = np.concatenate([builder.tokens[:, : builder.scenario.prompt], *chosen], axis=1)
-    return kept(builder, logits) | {"tokens": tokens, "wholes": np.array(0)}
-
-
 def has_encoder(contract: CacheContract) -> bool:
     """Whether something of an encoder goes into the decoder."""
     crossed = any(slot.kind in ("cross-attention", "encoder-states") for slot in contract.slots)
     return crossed or contract.has_encoder_states or "encode" in contract.phases
-
-
-def can_be_shared(contract: CacheContract) -> str | None:
-    """The feeds must be such that a checkpoint takes the same."""
-    if contract.graph("decode").port("token_ids") is None:
-        return "it takes no token ids, and a checkpoint takes nothing else"
-    if contract.codebooks > 1:
-        return "its tokens have several codebooks"
-    return None
-
-
-EXPERIMENTS = (
-    Experiment(
-        NAME,
-        "the whole sequence, then the held loop, compared with the checkpoint",
-        whole_and_loop,
-        Scenario(steps=9),
-        can_be_shared,
-        judged=False,
-        why="the checkpoint computes the same feeds",
-        on_request="reference",
-        keeps=kept_steps,
-        order=90,
-    ),
-    Experiment(
-        GREEDY,
-        "the tokens that the held loop decodes, compared with those of the checkpoint",
-        greedy,
-        Scenario(steps=9),
-        can_be_shared,
-        judged=False,
-        shown=False,
-        why="the checkpoint decodes the same tokens",
-        on_request="reference",
-        keeps=kept_greedy,
-        order=91,
-    ),
-)

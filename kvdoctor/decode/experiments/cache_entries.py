@@ -57,13 +57,21 @@ def can_be_copied(contract: CacheContract, past: Past) -> bool:
 
 
 def as_probe(call: Call) -> Call:
-    """The call as one that may fail."""
-    return replace(call, kind="probe", expected=None)
+    """The call as one that may fail; of a reference call the logits and the slots that grow alone are answered."""
+    return replace(call, kind="trial" if call.kind == "reference" else "probe", expected=None)
 
 
-def take_entries(slot: Slot, tensor: Array, start: int, stop: int) -> Array:
-    """Entries start to stop of a slot."""
-    return np.take(tensor, range(start, min(stop, tensor.shape[_at(slot)])), axis=_at(slot))
+def take_entries(slot: Slot, tensor: Array, span: tuple[int, int], tokens: int) -> Array:
+    """Entries of the positions from the first of a span to before the second, of a slot that holds so many tokens."""
+    first, size = _first_place(slot, tensor, tokens), tensor.shape[_at(slot)]
+    return np.take(tensor, range(first + span[0], min(first + span[1], size)), axis=_at(slot))
+
+
+def _first_place(slot: Slot, tensor: Array, tokens: int) -> int:
+    """Where the entry of the first token is: a window that new entries are shifted into has zeros before it."""
+    empty = tensor.shape[_at(slot)] - tokens
+    shifted = slot.growth == "ring" and empty > 0 and not np.take(tensor, range(empty), axis=_at(slot)).any()
+    return empty if shifted else 0
 
 
 def same_entries(one: Array, other: Array, limit: Tolerance) -> bool:
@@ -88,7 +96,8 @@ def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: It
     places = list(places)
     for slot in by_position(builder.contract) if slots is None else slots:
         tensor = as_array(past[slot.past]).copy()
-        for place in (place for place in places if place < tensor.shape[_at(slot)]):
+        first = _first_place(slot, tensor, builder.past_length(past))
+        for place in (first + place for place in places if first + place < tensor.shape[_at(slot)]):
             index: list[Any] = [slice(None)] * tensor.ndim
             index[_at(slot)] = place
             noise = rng.standard_normal(tensor[tuple(index)].shape) * max(float(tensor.std()), 1e-3)
@@ -97,17 +106,16 @@ def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: It
     return Past(changed, past.length)
 
 
-def swap_entries(builder: FeedBuilder, past: Past, one: int, other: int) -> Past:
-    """The past with two of its entries in each other's place."""
-    changed: dict[str, Any] = dict(past)
-    for slot in by_position(builder.contract):
-        tensor = as_array(past[slot.past])
-        order = list(range(tensor.shape[_at(slot)]))
-        if max(one, other) >= len(order):
-            continue  # a present that is shorter than it should be
-        order[one], order[other] = order[other], order[one]
-        changed[slot.past] = np.take(tensor, order, axis=_at(slot))
-    return Past(changed, past.length)
+def swap_entries(past: Past, slots: Iterable[Slot], one: int, other: int) -> Past:
+    """The past with two entries of some slots in each other's place; a past that is too short stays as it is."""
+    changed = Past(past, past.length)
+    for slot in slots:
+        tensor, at = as_array(past[slot.past]), slot.length_axis
+        if at is not None and tensor.shape[at] > max(one, other):
+            order = np.arange(tensor.shape[at])
+            order[[one, other]] = other, one
+            changed[slot.past] = np.take(tensor, order, axis=at)
+    return changed
 
 
 def change_token(builder: FeedBuilder, place: int, row: int | slice = slice(None)) -> FeedBuilder:
@@ -131,9 +139,13 @@ def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
 
 
 def take_returned(slot: Slot, answer: Answer, first: bool, start: int, stop: int) -> Array:
-    """Entries of the positions start to stop of what came back for a slot, which may be the new ones alone."""
-    before = answer.past if slot.growth == "delta" and not first else 0
-    return take_entries(slot, read_returned(slot, answer, first), start - before, stop - before)
+    """Entries of the positions start to stop of what came back for a slot, without those that did not.
+
+    It may be the new ones alone, or the last ones.
+    """
+    returned = read_returned(slot, answer, first)
+    before = max(answer.past + answer.new - returned.shape[_at(slot)], 0)
+    return take_entries(slot, returned, (max(start - before, 0), max(stop - before, 0)), answer.past + answer.new)
 
 
 def _at(slot: Slot) -> int:

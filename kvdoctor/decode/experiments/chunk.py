@@ -2,7 +2,7 @@
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
     as_probe,
@@ -13,8 +13,9 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_entries,
     same_logits,
 )
-from kvdoctor.decode.experiments.causes import can_be_looked_into
 from kvdoctor.decode.experiments.entry_origins import other_position, pieces_of
+from kvdoctor.decode.experiments.state_changes import wrong_states
+from kvdoctor.decode.experiments.why_logits_differ import has_content
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 
@@ -24,24 +25,50 @@ BEFORE = 5
 SHARED = Scenario(prompt=BEFORE, steps=Scenario().total - BEFORE + 1)
 """The sequence of the loops, so that the reference run is shared with them."""
 
+LAST_ONLY = "a call with several new tokens gives the logits of the last one alone"
 
+
+def takes_chunks(contract: CacheContract) -> str | None:
+    """The decode graph must take several new tokens."""
+    ids = contract.graph("decode").port("token_ids")
+    if ids is not None and (fixed := ids.size("new")) is not None:
+        return f"a decode step takes {fixed} new token{'s' * (fixed > 1)} only"
+    if any(slot.carry in ("drop-oldest", "extend") for slot in contract.of_kind("self-attention")):
+        return "its loop moves the cache by one token a step"
+    return several_tokens(contract)
+
+
+@Experiment(
+    "chunk",
+    f"{CHUNK} new tokens at once on top of a cache",
+    SHARED,
+    takes_chunks,
+    use=Use("several new tokens on top of a cache", required="chunked-prefill"),
+    order=5,
+)
 def chunk(builder: FeedBuilder) -> Calls:
     """A prompt of 5 tokens, 3 more, and what is left of the sequence."""
     expected = yield from builder.whole()
-    start = builder.scenario.prompt
-    answer = yield builder.prefill(start, expected[:, :start])
-    past = builder.carry(None, answer, "held")
-    while start < builder.scenario.total:
-        before, new = past, min(CHUNK, builder.scenario.total - start)
-        answer = yield builder.decode(start, start + new, past, expected[:, start : start + new])
-        past = builder.carry(past, answer, "held")
-        start += new
-    yield from builder.controls(start - new, start, before, expected)
+    start, total = builder.scenario.prompt, builder.scenario.total
+    past = yield from builder.begin(expected)
+    before, _ = yield from builder.go_on(past, start, total, expected, size=CHUNK)
+    yield from builder.controls(total - 1 - (total - start - 1) % CHUNK, total, before, expected)
 
 
+@unjudged(
+    "why-chunk",
+    "what the first of several new tokens attends to",
+    SHARED,
+    has_content,
+    explains=("chunk",),
+    order=41,
+)
 def why_chunk(builder: FeedBuilder) -> Decision:
-    """What the first of 3 new tokens attends to: all of the past, and nothing behind itself."""
-    start, limit = builder.scenario.prompt, builder.tolerance
+    """What the first of 3 new tokens attends to: all of the past, and no later token."""
+    start = builder.scenario.prompt
+    state = yield from wrong_states(builder, start, start + CHUNK)
+    if state is not None or not by_position(builder.contract):
+        return state
     answer = yield as_probe(builder.prefill(start))
     if answer.failed:
         return None
@@ -56,6 +83,14 @@ def why_chunk(builder: FeedBuilder) -> Decision:
         return cause
     if cause := (yield from _wrong_entries(builder, base)):
         return cause
+    if builder.contract.last_logits_only:
+        return None  # those of the first one are not returned
+    return (yield from _seen_by_first(builder, past, base)) or (yield from _blind_to_new(builder, past, base))
+
+
+def _seen_by_first(builder: FeedBuilder, past: Past, base: Answer) -> Decision:
+    """The first new token must see all of the past, and no later token."""
+    start, limit = builder.scenario.prompt, builder.tolerance
     other = yield as_probe(builder.with_other_tokens(start + 1).decode(start, start + CHUNK, past))
     if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], limit):
         return Cause(
@@ -69,11 +104,11 @@ def why_chunk(builder: FeedBuilder) -> Decision:
                 "mask-not-offset",
                 f"of {CHUNK} new tokens on a past of {start}, the first one does not see entry {place} of the past",
             )
-    return (yield from _blind_to_new(builder, past, base))
+    return None
 
 
 def _moved_logits(made: Array, right: Array, builder: FeedBuilder) -> Cause | None:
-    """Logits of a new token that are the right ones of another: what each token attends to cannot be told from them."""
+    """Whether logits are correct but at the wrong position: they do not show what each token attends to."""
     for one, other in ((i, j) for i in range(CHUNK) for j in range(CHUNK) if i != j):
         if same_logits(made[:, one : one + 1], right[:, other : other + 1], builder.tolerance):
             return Cause("cache-misread", f"new token {one} of {CHUNK} gets the logits of new token {other}")
@@ -94,7 +129,7 @@ def _wrong_entries(builder: FeedBuilder, base: Answer) -> Decision:
                 continue
             return (yield from other_position(builder, place, piece, base)) or Cause(
                 "new-entries-wrong",
-                f"{CHUNK} new tokens on a past of {start} get another entry at {place} of {piece.present}",
+                f"{CHUNK} new tokens on a past of {start} get a different entry at {place} of {piece.present}",
             )
     return None
 
@@ -111,42 +146,3 @@ def _blind_to_new(builder: FeedBuilder, past: Past, base: Answer) -> Decision:
                 f"of {CHUNK} new tokens on a past of {start}, number {place + 1} does not see the one before it",
             )
     return None
-
-
-def takes_chunks(contract: CacheContract) -> str | None:
-    """The decode graph must take several new tokens, and return what each of them gives."""
-    if contract.last_logits_only:
-        return "a call with several new tokens gives the logits of the last one alone"
-    ids = contract.graph("decode").port("token_ids")
-    if ids is not None and ids.shape and isinstance(ids.shape[-1], int):
-        return f"a decode step takes {ids.shape[-1]} new token{'s' * (ids.shape[-1] > 1)} only"
-    kept = [slot for slot in contract.slots if slot.kind == "self-attention"]
-    if not kept:
-        return "no slot keeps tokens"
-    if any(slot.carry in ("drop-oldest", "extend") for slot in kept):
-        return "its loop moves the cache by one token a step"
-    return several_tokens(contract)
-
-
-EXPERIMENTS = (
-    Experiment(
-        "chunk",
-        f"{CHUNK} new tokens at once on top of a cache",
-        chunk,
-        SHARED,
-        takes_chunks,
-        use=Use("several new tokens on top of a cache", required="chunked-prefill"),
-        order=5,
-    ),
-    Experiment(
-        "why-chunk",
-        "what the first of several new tokens attends to",
-        why_chunk,
-        SHARED,
-        can_be_looked_into,
-        judged=False,
-        shown=False,
-        explains=("chunk",),
-        order=41,
-    ),
-)

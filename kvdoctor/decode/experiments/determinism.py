@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, NoPower, Scenario
+from kvdoctor.decode.calls import Answer, Array, ControlFailed
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, several_tokens
 from kvdoctor.decode.experiments.cache_entries import (
     as_probe,
@@ -22,6 +22,7 @@ MORE_TOKENS = 2
 """Tokens that are tried in the place of the last one after the first: some rows of an embedding table may be equal."""
 
 
+@Experiment("same-feed", "the same feed twice", shown=False, order=6)
 def same_feed(builder: FeedBuilder) -> Calls:
     """The reference run a second time, and one decode step twice."""
     expected = yield from builder.whole()
@@ -40,11 +41,14 @@ def same_feed(builder: FeedBuilder) -> Calls:
         yield builder.decode(start, start + 1, past, step.logits)
 
 
+@Experiment(
+    "later-token", "whether logits change with their own token, and not with the next one", shown=False, order=6
+)
 def later_token(builder: FeedBuilder) -> Decision:
     """The reference run with another last token: its own logits and entries change, and none before it.
 
     Raises:
-        NoPower: no token changes the logits, or the entries of a layer.
+        ControlFailed: no token changes the logits, or the entries of a layer.
     """
     total, other = builder.scenario.total, change_token(builder, -1)
     expected = yield as_probe(builder.prefill(total))
@@ -56,8 +60,7 @@ def later_token(builder: FeedBuilder) -> Decision:
         return None
     if gives_all_logits(builder.contract) is None and (cause := _sees_later_token(builder, expected.logits, answer)):
         return cause
-    yield from _token_counts(builder, expected, other, answer)
-    return None
+    return (yield from _token_counts(builder, expected, other, answer))
 
 
 def looks_ahead(builder: FeedBuilder, expected: Array) -> Decision:
@@ -74,13 +77,13 @@ def _sees_later_token(builder: FeedBuilder, expected: Array, other: Answer) -> C
     return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")
 
 
-def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, answer: Answer) -> Calls:
+def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, answer: Answer) -> Decision:
     """Where no other last token changes the logits, or the entries of a layer, wrong ones would look right as well.
 
     `answer` is that of the sequence with an `other` last token.
 
     Raises:
-        NoPower: that is so.
+        ControlFailed: that is so.
     """
     same_last, layers = True, _list_last_entries(builder, expected)
     for more in range(MORE_TOKENS + 1):
@@ -88,24 +91,32 @@ def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, an
             other = change_token(other, -1)
             answer = yield as_probe(other.prefill(builder.scenario.total))
         if answer.failed:
-            return
+            return None
         same_last = same_last and np.array_equal(answer.logits[:, -1], expected.logits[:, -1])
         changed = _list_last_entries(builder, answer)
         layers = {layer: entries for layer, entries in layers.items() if _are_same(entries, changed.get(layer, {}))}
         if not same_last and not layers:
-            return
+            return None
     others = f"{MORE_TOKENS + 1} others in the place"
     if same_last:
-        raise NoPower(f"{NOTHING_CHANGES} the logits: {others} of the last one give the same")
+        alone = builder.without_first(builder.scenario.total - 1)
+        one = yield as_probe(alone.prefill(1))
+        two = yield as_probe(change_token(alone, 0).prefill(1))
+        if not (one.failed or two.failed or same_logits(one.logits, two.logits, builder.tolerance)):
+            text = (
+                f"of {builder.scenario.total} tokens in one call the last one does not change its logits; alone it does"
+            )
+            return Cause("chunk-differs", text)
+        raise ControlFailed(f"{NOTHING_CHANGES} the logits: {others} of the last one give the same")
     layer, entries = next(iter(layers.items()))
     where = f"layer {layer} of the cache" if layer is not None else "the cache"
-    raise NoPower(
+    raise ControlFailed(
         f"{NOTHING_CHANGES} {where}: {others} of the last one leave its entry in {' and '.join(entries)} as it is"
     )
 
 
 def _list_last_entries(builder: FeedBuilder, answer: Answer) -> dict[int | None, dict[str, Array]]:
-    """The entries of the last token by the layer and the output that they are in, as far as they are at its place.
+    """The entries of the last token, where a slot has them at its position, by layer and output.
 
     Of a window of fixed capacity all entries: new ones may come at its end, and the oldest be shifted out.
     """
@@ -129,22 +140,9 @@ def _are_same(one: dict[str, Array], other: dict[str, Array]) -> bool:
 
 
 def gives_all_logits(contract: CacheContract) -> str | None:
-    """The logits of earlier tokens must be there, and must not be rounded by what stands behind them."""
+    """The logits of earlier tokens must be there, and must not be rounded by later tokens."""
     if contract.last_logits_only:
         return "only the last token's logits are returned"
     if contract.exactness == "dynamic-quantization":
         return "dynamic quantization takes one scale from all tokens"
     return several_tokens(contract)
-
-
-EXPERIMENTS = (
-    Experiment("same-feed", "the same feed twice", same_feed, shown=False, order=6),
-    Experiment(
-        "later-token",
-        "whether logits change with their own token, and not with the next one",
-        later_token,
-        Scenario(),
-        shown=False,
-        order=6,
-    ),
-)

@@ -11,14 +11,22 @@ from dataclasses import replace
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
-from kvdoctor.decode.experiments.cache_entries import as_probe, same_logits
-from kvdoctor.decode.experiments.causes import can_be_looked_into, first_wrong, look, why_without_cache
-from kvdoctor.decode.experiments.chunk import takes_chunks
+from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
+from kvdoctor.decode.experiments.cache_entries import (
+    as_probe,
+    by_position,
+    change_token,
+    same_entries,
+    same_logits,
+    take_returned,
+)
+from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.loops import has_exact_rows
+from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into, first_wrong, look, why_without_cache
 from kvdoctor.decode.feeds import FeedBuilder
-from kvdoctor.decode.runs import GENERAL_CAUSES, REFERENCE_CHANGES
+from kvdoctor.decode.runs import GENERAL_CAUSES, KEYS_CHANGE, REFERENCE_CHANGES, Cause
+from kvdoctor.errors import CannotCheck
 
 WALK = 40
 """Tokens of the walk: every past length below is visited."""
@@ -28,80 +36,216 @@ MOST_LENGTH, MOST_THRESHOLDS = 260, 6
 """The longest sequence around a threshold, in tokens, and the number of thresholds that are visited."""
 FAR_LENGTH = 4096
 """The longest sequence where the command asks for what takes long."""
-BEFORE, BEHIND, CHUNK = 2, 4, 3
-"""Tokens before and behind a threshold, since a length may be counted with an offset; tokens of a chunk behind it."""
+MOST_LOGITS = 1 << 22
+"""The numbers in the logits of a call that is small: so long sequences are run by default as well."""
+BEFORE, AFTER, CHUNK = 2, 4, 3
+"""Tokens before and after a threshold, since a length may be counted with an offset; tokens of a chunk after it."""
 
 
+Visit = tuple[FeedBuilder, int, int]
+"""A sequence that goes over a threshold: its builder, and the tokens to begin and to end at."""
+
+
+def has_lengths(contract: CacheContract) -> str | None:
+    """A step at another length must be judged by the logits of a reference run."""
+    if contract.exactness == "dynamic-quantization":
+        return "the noise of dynamic quantization grows with the length"
+    return several_tokens(contract)
+
+
+def takes_rows(contract: CacheContract) -> str | None:
+    """Several rows, each of them exact."""
+    return has_lengths(contract) or has_exact_rows(contract)
+
+
+def takes_long_chunks(contract: CacheContract) -> str | None:
+    """Several new tokens, judged by the logits of each in a reference run."""
+    if contract.last_logits_only:
+        return LAST_ONLY
+    return has_lengths(contract) or takes_chunks(contract)
+
+
+@Experiment(
+    "each-length",
+    f"one step at each past from 1 to {WALK - 1}",
+    Scenario(prompt=1, steps=WALK),
+    has_lengths,
+    use=Use(f"some past below {WALK}", "error", after=("one-token-prompt",)),
+    order=31,
+)
 def each_length(builder: FeedBuilder) -> Calls:
     """A prompt of one token, then one token a step, up to the longest sequence that runs without a cache."""
     builder = _walker(builder)
     total = yield from longest_sequence(builder, 1, builder.scenario.total)
     expected = yield from builder.whole(total)
     if not (yield from _reference_holds(builder, min(SHORT, total), expected)):
-        raise NothingToRun(REFERENCE_CHANGES)
-    answer = yield builder.prefill(1, expected[:, :1])
-    past = builder.carry(None, answer, "held")
+        raise CannotCheck(REFERENCE_CHANGES)
+    past = yield from builder.begin(expected, 1)
     for position in range(1, total):
-        if position == builder.ring and not (yield from _goes_around(builder, past, expected)):
+        if position == builder.contract.ring and not (yield from _goes_on(builder, past, expected)):
             return
         answer = yield builder.decode(position, position + 1, past, expected[:, position : position + 1])
         past = builder.carry(past, answer, "held")
 
 
-def _goes_around(builder: FeedBuilder, past: Past, expected: Array) -> "Generator[Call, Answer, bool]":
-    """Whether the first step on a full ring gets the logits of a call without a cache.
+def _goes_on(builder: FeedBuilder, past: Past, expected: Array) -> "Generator[Call, Answer, bool]":
+    """Whether steps on full buffers are to get the logits of a call without a cache: where such a call forgets as well.
 
-    Such a call forgets what the ring overwrites only where the attention has a window of that size. Where it has none,
-    the two rightly differ, from this step on.
+    One whose attention has no window does not forget what a buffer drops. Where it has none, the two rightly differ.
     """
-    start = builder.ring or 0
+    start, total = builder.contract.ring or 0, expected.shape[1]
     answer = yield as_probe(builder.decode(start, start + 1, past))
-    return not answer.failed and same_logits(answer.logits, expected[:, start : start + 1], builder.tolerance)
+    if not answer.failed and same_logits(answer.logits, expected[:, start : start + 1], builder.tolerance):
+        return True
+    other = yield as_probe(change_token(builder, 0).reference(total))
+    return not other.failed and same_logits(other.logits[:, -1:], expected[:, -1:], builder.tolerance)
 
 
 def _walker(builder: FeedBuilder) -> FeedBuilder:
-    """A builder of the whole walk: up to the last token of a full buffer, or around a ring."""
-    steps = min(WALK, (None if builder.ring else builder.contract.usable_length) or WALK)
+    """A builder of the whole walk: up to the last token of a full buffer, or beyond it where the graph may go on."""
+    contract = builder.contract
+    steps = min(WALK, (contract.context_limit if builder.contract.ring else contract.usable_length) or WALK)
     return replace(builder, scenario=replace(builder.scenario, prompt=1, steps=steps), tokens=builder.tokens[:, :0])
 
 
-def near_thresholds(builder: FeedBuilder) -> Calls:
-    """Single steps over each threshold, and one step behind it after a prefill that goes as far."""
-    yield from _step_over(builder, list(visited(builder.thresholds, builder.contract.usable_length)))
+@Experiment(
+    "near-thresholds",
+    "single steps around the thresholds of the graph, the lengths that it compares with",
+    Scenario(prompt=1, steps=2),
+    has_lengths,
+    changes_feeds=True,
+    use=Use("a length near a threshold of the graph", "error", after=("each-length",)),
+    order=32,
+)
+@Experiment(
+    "rows-near-thresholds",
+    "single steps around the thresholds of the graph with batch 3",
+    Scenario(batch=3, prompt=1, steps=2),
+    takes_rows,
+    changes_feeds=True,
+    use=Use(
+        "a batch of 3 near a threshold",
+        required="batch",
+        after=("each-length", "near-thresholds", "batch", "batch-rows"),
+    ),
+    order=33,
+)
+def near_thresholds(builder: FeedBuilder) -> Decision:
+    """Single steps over each threshold, and one step after it on a prefill that ends there."""
+    return (yield from _step_over(builder, _near(builder)))
 
 
-def far_thresholds(builder: FeedBuilder) -> Calls:
+@Experiment(
+    "far-thresholds",
+    f"single steps around the thresholds of the graph up to {FAR_LENGTH} tokens",
+    Scenario(prompt=1, steps=2),
+    has_lengths,
+    changes_feeds=True,
+    thorough=True,
+    use=Use("a length near a threshold of the graph", "error", after=("each-length", "near-thresholds")),
+    order=32,
+)
+def far_thresholds(builder: FeedBuilder) -> Decision:
     """The same at thresholds that take long sequences."""
-    near = set(visited(builder.thresholds, builder.contract.usable_length))
+    near = set(_near(builder))
     far = visited(builder.thresholds, builder.contract.usable_length, FAR_LENGTH, len(builder.thresholds))
-    yield from _step_over(builder, [length for length in far if length not in near])
+    return (yield from _step_over(builder, [length for length in far if length not in near]))
 
 
-def _step_over(builder: FeedBuilder, lengths: list[int]) -> Calls:
-    for near, start, stop in (yield from _each_threshold(builder, lengths)):
-        expected = yield from _reference_behind(near, start, stop)
-        behind = max(stop - CHUNK, start)
-        for begin in dict.fromkeys((start, behind) if stop > WALK or near.scenario.batch > 1 else (behind,)):
-            answer = yield near.prefill(begin)
-            past = near.carry(None, answer, "held")
+def _near(builder: FeedBuilder) -> list[int]:
+    """The thresholds of the default run: those of short sequences, and of long ones where a call is small."""
+    longest = max(MOST_LENGTH, min(FAR_LENGTH + AFTER, MOST_LOGITS // (builder.contract.vocabulary or MOST_LOGITS)))
+    return list(visited(builder.thresholds, builder.contract.usable_length, longest))
+
+
+def _step_over(builder: FeedBuilder, lengths: list[int]) -> Decision:
+    found, changed = yield from _each_threshold(builder, lengths)
+    for near, start, stop in found:
+        expected = yield from _reference_after(near, start, stop)
+        late = max(stop - CHUNK, start)
+        for begin in dict.fromkeys((start, late) if stop > WALK or near.scenario.batch > 1 else (late,)):
+            past = yield from near.begin(stop=begin)
             for position in range(begin, stop if begin == start else begin + 1):
                 new = position - start
                 answer = yield near.decode(position, position + 1, past, expected[:, new : new + 1])
                 past = near.carry(past, answer, "held")
+    for near, start, stop in changed:
+        if cause := (yield from _find_invalid_keys(near, start, stop)):
+            return cause
+    if not found:
+        raise CannotCheck(f"{REFERENCE_CHANGES} at the thresholds {', '.join(map(str, lengths))}")
+    return None
 
 
+def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
+    """Whether steps are wrong after a threshold beyond which a call without a cache computes earlier tokens otherwise.
+
+    A model of two sets of rotary factors (LongRoPE) rotates all keys by the second set from a length on; those in the
+    cache stay rotated by the first.
+    """
+    short, last, first = (yield near.reference(start)), start, stop
+    whole, before = (yield near.reference(stop)), short
+    while first - last > 1:
+        length = (first + last) // 2
+        made = yield near.reference(length)
+        same = _same_before(near, short, made, start)
+        last, first, before = (length, first, made) if same else (last, length, before)
+    past = yield from near.begin(stop=start)
+    for length in range(start + 1, stop + 1):
+        answer = yield as_probe(near.decode(length - 1, length, past))
+        if answer.failed or (length == last and not _same_last(near, answer, before)):
+            return None  # another fault
+        past = near.carry(past, answer, "held")
+    if _same_last(near, answer, whole):
+        return None
+    again = yield as_probe(near.decode(stop - 1, stop, (yield from near.begin(stop=stop - 1))))
+    right = not again.failed and _same_last(near, again, whole)
+    after = f"a cache filled by one call of {stop - 1} tokens is right" if right else "and so on after each token"
+    what = "keys" if near.contract.last_logits_only else "logits"
+    seen = f"without a cache, the {what} of the first {start} tokens change when there are {first}"
+    return Cause(KEYS_CHANGE, f"{seen}; with a cache, steps differ from there on; {after}", from_length=first)
+
+
+def _same_before(near: FeedBuilder, one: Answer, other: Answer, count: int) -> bool:
+    """Whether two calls without a cache give the first tokens the same logits, or else the same keys at first."""
+    if not near.contract.last_logits_only:
+        return same_logits(other.logits[:, :count], one.logits[:, :count], near.tolerance)
+    slots = [slot for slot in by_position(near.contract)[:1] if {slot.filled_by} <= one.outputs.keys()]
+    entries = [tuple(take_returned(slot, answer, True, 0, count) for answer in (one, other)) for slot in slots]
+    return all(same_entries(first, second, near.tolerance) for first, second in entries)
+
+
+def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
+    return same_logits(one.logits[:, -1:], other.logits[:, -1:], near.tolerance)
+
+
+@Experiment(
+    "chunks-near-thresholds",
+    "chunks around the thresholds of the graph, and chunks of as many tokens",
+    Scenario(prompt=1, steps=2),
+    takes_long_chunks,
+    changes_feeds=True,
+    use=Use(
+        "several new tokens near a threshold of the graph",
+        required="chunked-prefill",
+        after=("each-length", "near-thresholds", "chunk", "second-turn"),
+    ),
+    order=33,
+)
 def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
-    """A chunk over each threshold, one behind it, and chunks of as many tokens; each followed by a single step."""
+    """A chunk over each threshold, one after it, and chunks of as many tokens; each followed by a single step."""
     lengths = list(visited(builder.thresholds, builder.contract.usable_length))
-    for near, start, stop in (yield from _each_threshold(builder, lengths)):
+    found, _ = yield from _each_threshold(builder, lengths)
+    if not found:
+        raise CannotCheck(f"{REFERENCE_CHANGES} at the thresholds {', '.join(map(str, lengths))}")
+    for near, start, stop in found:
         if stop - start < CHUNK:
             continue
         expected = yield from near.whole(stop)
         for begin in dict.fromkeys((start, max(stop - CHUNK, start))):
-            answer = yield near.prefill(begin)
-            yield from _chunk(near, begin, stop, near.carry(None, answer, "held"), expected)
-        answer = yield near.prefill(1)
-        past = near.carry(None, answer, "held")
+            past = yield from near.begin(stop=begin)
+            yield from _chunk(near, begin, stop, past, expected)
+        past = yield from near.begin(stop=1)
         threshold = start + BEFORE
         for size in (threshold, threshold + 1):
             if size > 1 and size + 2 <= stop:
@@ -110,39 +254,38 @@ def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
 
 def _each_threshold(
     builder: FeedBuilder, lengths: list[int]
-) -> "Generator[Call, Answer, list[tuple[FeedBuilder, int, int]]]":
-    """For each threshold a builder of a sequence that goes behind it, and the tokens to begin and to end at.
+) -> "Generator[Call, Answer, tuple[list[Visit], list[Visit]]]":
+    """For each threshold a visit: where a longer call without a cache agrees with a shorter one, and where it does not.
 
     Raises:
-        NothingToRun: the graph has no threshold that can be visited.
+        CannotCheck: the graph has no threshold that can be visited.
     """
-    found = []
+    found: list[Visit] = []
+    changed: list[Visit] = []
     if not lengths:
-        raise NothingToRun("the graph compares no length with a number in reach that was not visited")
+        raise CannotCheck("the graph compares no length with a number in reach that was not visited")
     for length in lengths:
         start = max(length - BEFORE, 1)
-        sizes = replace(builder.scenario, prompt=start, steps=length + BEHIND - start + 1)
+        sizes = replace(builder.scenario, prompt=start, steps=length + AFTER - start + 1)
         near = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
         try:
-            stop = yield from longest_sequence(near, start, length + BEHIND)
-        except NothingToRun:
+            stop = yield from longest_sequence(near, start, length + AFTER)
+        except CannotCheck:
             break  # no sequence is so long, nor as long as the larger ones: the smaller ones are visited all the same
-        if stop > start and (near.contract.last_logits_only or (yield from _holds_up_to(near, start, stop))):
-            found.append((near, start, stop))
-    if not found:
-        raise NothingToRun(f"no reference run goes over the thresholds {', '.join(map(str, lengths))}")
-    return found
-
-
-def _holds_up_to(near: FeedBuilder, start: int, stop: int) -> "Generator[Call, Answer, bool]":
-    expected = yield from near.whole(stop)
-    return (yield from _reference_holds(near, start, expected))
+        if stop == start:
+            continue
+        whole, short = (yield near.reference(stop)), (yield as_probe(near.reference(start)))
+        holds = short.failed or _same_before(near, short, whole, start)
+        (found if holds else changed).append((near, start, stop))
+    if not found and not changed:
+        raise CannotCheck(f"no reference run goes over the thresholds {', '.join(map(str, lengths))}")
+    return found, changed
 
 
 def _reference_holds(builder: FeedBuilder, length: int, expected: Array) -> "Generator[Call, Answer, bool]":
     """Whether a shorter call without a cache gives the same logits as the longer one that others are compared with.
 
-    Some models rotate all keys otherwise from a length on (LongRoPE): their loops fill the cache again there.
+    Some models rotate all keys otherwise from a length on (`_find_invalid_keys`).
     """
     if builder.contract.last_logits_only:
         return True
@@ -152,11 +295,11 @@ def _reference_holds(builder: FeedBuilder, length: int, expected: Array) -> "Gen
 
 def _chunk(near: FeedBuilder, start: int, stop: int, past: Past, expected: Array) -> Calls:
     """All tokens up to the last at once, then the last one on the cache that they leave."""
-    answer = yield near.decode(start, stop - 1, past, expected[:, start : stop - 1])
-    yield near.decode(stop - 1, stop, near.carry(past, answer, "held"), expected[:, stop - 1 : stop])
+    _, past = yield from near.go_on(past, start, stop - 1, expected, size=stop - 1 - start)
+    yield near.decode(stop - 1, stop, past, expected[:, stop - 1 : stop])
 
 
-def _reference_behind(builder: FeedBuilder, start: int, stop: int) -> "Generator[Call, Answer, Array]":
+def _reference_after(builder: FeedBuilder, start: int, stop: int) -> "Generator[Call, Answer, Array]":
     """The logits of the tokens `start` to `stop` without a cache, float[batch, stop - start, vocabulary]."""
     if not builder.contract.last_logits_only:
         logits = yield from builder.whole(stop)
@@ -174,7 +317,7 @@ def longest_sequence(builder: FeedBuilder, least: int, most: int) -> "Generator[
     A table of positions that ends limits every call: a length beyond it is no fault of the cache.
 
     Raises:
-        NothingToRun: not even `least` tokens run.
+        CannotCheck: not even `least` tokens run.
     """
     runs, fails, tried = least - 1, most + 1, most
     while runs + 1 < fails:
@@ -182,12 +325,20 @@ def longest_sequence(builder: FeedBuilder, least: int, most: int) -> "Generator[
         runs, fails = (runs, tried) if answer.failed else (tried, fails)
         tried = (runs + fails) // 2
     if runs < least:
-        raise NothingToRun(f"no sequence of {least} tokens runs without a cache")
+        raise CannotCheck(f"no sequence of {least} tokens runs without a cache")
     return runs
 
 
+@unjudged(
+    "why-each-length",
+    "which hypothesis predicts what the first and the last wrong step show",
+    Scenario(prompt=1, steps=WALK),
+    can_be_looked_into,
+    explains=("each-length",),
+    order=42,
+)
 def why_each_length(builder: FeedBuilder) -> Decision:
-    """The first wrong step, looked at from within; then the last one, where more of the past is behind the fault."""
+    """The cache and the attention of the first wrong step; then of the last one, where more of the past is affected."""
     builder = _walker(builder)
     total = yield from longest_sequence(builder, 1, builder.scenario.total)
     expected = yield from builder.whole(total)
@@ -210,95 +361,5 @@ def visited(
     thresholds: tuple[int, ...], usable: int | None, longest: int = MOST_LENGTH, most: int = MOST_THRESHOLDS
 ) -> Iterator[int]:
     """Yield the thresholds that are visited: the smallest that fit into the longest sequence and the usable length."""
-    fitting = [length for length in sorted(thresholds) if length + BEHIND <= min(longest, usable or longest)]
+    fitting = [length for length in sorted(thresholds) if length + AFTER <= min(longest, usable or longest)]
     yield from fitting[:most]
-
-
-def has_lengths(contract: CacheContract) -> str | None:
-    """A step at another length must be judged by the logits of a reference run."""
-    if contract.exactness == "dynamic-quantization":
-        return "the noise of dynamic quantization grows with the length"
-    return several_tokens(contract)
-
-
-def takes_rows(contract: CacheContract) -> str | None:
-    """Several rows, each of them exact."""
-    return has_lengths(contract) or has_exact_rows(contract)
-
-
-def takes_long_chunks(contract: CacheContract) -> str | None:
-    """Several new tokens, judged by the logits of a reference run."""
-    return has_lengths(contract) or takes_chunks(contract)
-
-
-EXPERIMENTS = (
-    Experiment(
-        "each-length",
-        f"one step at each past from 1 to {WALK - 1}",
-        each_length,
-        Scenario(prompt=1, steps=WALK),
-        has_lengths,
-        use=Use(f"some past below {WALK}", "error", after=("one-token-prompt",)),
-        order=31,
-    ),
-    Experiment(
-        "near-thresholds",
-        "single steps around the thresholds of the graph, the lengths that it compares with",
-        near_thresholds,
-        Scenario(prompt=1, steps=2),
-        has_lengths,
-        changes_feeds=True,
-        use=Use("a length near a threshold of the graph", "error", after=("each-length",)),
-        order=32,
-    ),
-    Experiment(
-        "far-thresholds",
-        f"single steps around the thresholds of the graph up to {FAR_LENGTH} tokens",
-        far_thresholds,
-        Scenario(prompt=1, steps=2),
-        has_lengths,
-        changes_feeds=True,
-        thorough=True,
-        use=Use("a length near a threshold of the graph", "error", after=("each-length", "near-thresholds")),
-        order=32,
-    ),
-    Experiment(
-        "chunks-near-thresholds",
-        "chunks around the thresholds of the graph, and chunks of as many tokens",
-        chunks_near_thresholds,
-        Scenario(prompt=1, steps=2),
-        takes_long_chunks,
-        changes_feeds=True,
-        use=Use(
-            "several new tokens near a threshold of the graph",
-            required="chunked-prefill",
-            after=("each-length", "near-thresholds", "chunk", "second-turn"),
-        ),
-        order=33,
-    ),
-    Experiment(
-        "rows-near-thresholds",
-        "single steps around the thresholds of the graph with batch 3",
-        near_thresholds,
-        Scenario(batch=3, prompt=1, steps=2),
-        takes_rows,
-        changes_feeds=True,
-        use=Use(
-            "a batch of 3 near a threshold",
-            required="batch",
-            after=("each-length", "near-thresholds", "batch", "batch-rows"),
-        ),
-        order=33,
-    ),
-    Experiment(
-        "why-each-length",
-        "which hypothesis predicts what the first and the last wrong step show",
-        why_each_length,
-        Scenario(prompt=1, steps=WALK),
-        can_be_looked_into,
-        judged=False,
-        shown=False,
-        explains=("each-length",),
-        order=42,
-    ),
-)

@@ -89,7 +89,7 @@ def where_from(builder: FeedBuilder, start: int, piece: Piece, step: Answer, who
         return cause
     if cause := (yield from _other_first_entry(builder, start, piece)):
         return cause
-    return Cause("new-entries-wrong", f"the new entry of {piece.present} is wrong already, in the first layer")
+    return Cause("new-entries-wrong", f"the new entry of {piece.present} is wrong in the first layer already")
 
 
 def of_another(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Cause | None:
@@ -97,9 +97,15 @@ def of_another(builder: FeedBuilder, start: int, piece: Piece, step: Answer, who
     new = piece.new_entry(step, start)
     for other in pieces_of(by_position(builder.contract), whole):
         if other != piece and same_entries(new, other.right_entry(whole, start), builder.tolerance):
-            name = "key-value-swapped" if other.layer == piece.layer else "layers-swapped"
+            name = _swapped(piece, other)
             return Cause(name, f"the new entry of {piece.present} is what a prefill returns as {other.filled_by}")
     return None
+
+
+def _swapped(one: Piece, other: Piece) -> str:
+    """The name of two pieces in each other's place: those of one part are of two layers, whatever their numbers."""
+    parts = (one.slot.part, one.at) != (other.slot.part, other.at)
+    return "key-value-swapped" if one.layer == other.layer and parts else "layers-swapped"
 
 
 def other_position(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
@@ -134,9 +140,9 @@ def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> D
         answer = yield as_probe(other.decode(start, start + 1, past))
         if answer.failed or not np.array_equal(piece.new_entry(answer, start), right):
             return None
-    return Cause(
-        "present-does-not-grow", f"the entry of {piece.present} at the new position is the same whatever the token is"
-    )
+    is_scale = (piece.slot.part or "").endswith("scale")  # then the entries themselves are there, with a wrong one
+    name = "new-entries-wrong" if is_scale else "present-does-not-grow"
+    return Cause(name, f"the entry of {piece.present} at the new position is the same whatever the token is")
 
 
 def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Cause | None:
@@ -152,7 +158,7 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
             continue
         return Cause(
             "new-entries-wrong",
-            f"a prefill of {start} tokens returns other entries as {piece.filled_by} than one of more tokens",
+            f"a prefill of {start} tokens returns different entries in {piece.filled_by} than one of more tokens",
         )
     return None
 
@@ -160,21 +166,24 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
 def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: Tolerance) -> Cause | None:
     """A present that begins with the past of another slot."""
     for other in slots:
-        fed = take_entries(other, as_array(past[other.past]), 0, step.past)
-        begin = take_entries(slot, read_returned(slot, step, False), 0, step.past)
+        fed = take_entries(other, as_array(past[other.past]), (0, step.past), step.past)
+        begin = take_returned(slot, step, False, 0, step.past)
         if other is not slot and fed.any() and same_entries(begin, fed, limit):
-            name = "key-value-swapped" if other.layer == slot.layer else "layers-swapped"
+            name = _swapped(Piece(slot, slot.layer), Piece(other, other.layer))
             return Cause(name, f"{slot.present} begins with the entries that were fed as {other.past}")
     return None
 
 
 def same_for_two(slots: tuple[Slot, ...], whole: Answer, limit: Tolerance) -> Cause | None:
     """Two slots that a prefill fills with the same entries: one of them holds what belongs to the other."""
-    for index, slot in enumerate(slots):
-        for other in slots[:index]:
-            if same_entries(read_returned(slot, whole, True), read_returned(other, whole, True), limit):
-                name = "key-value-swapped" if other.layer == slot.layer else "layers-swapped"
-                return Cause(name, f"a prefill returns the same entries as {other.filled_by} and as {slot.filled_by}")
+    pieces = pieces_of(slots, whole)
+    entries = [piece.of(read_returned(piece.slot, whole, True)) for piece in pieces]
+    for index, piece in enumerate(pieces):
+        for other in range(index):
+            if same_entries(entries[index], entries[other], limit):
+                mine, theirs = piece.filled_by, pieces[other].filled_by
+                name = _swapped(piece, pieces[other])
+                return Cause(name, f"a prefill returns the same entries as {theirs} and as {mine}")
     return None
 
 
@@ -207,11 +216,11 @@ def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decisi
             return Cause(
                 "new-entries-wrong",
                 f"from an empty past two tokens get the logits that they get without a past, and the first one gets "
-                f"another entry in {piece.present}: the attention uses other entries than those returned",
+                f"a different entry in {piece.present}: the attention uses other entries than those returned",
             )
     return Cause(
         "branches-disagree",
-        f"from an empty past {piece.present} gets another entry for the first token than without a past",
+        f"from an empty past {piece.present} gets a different entry for the first token than without a past",
     )
 
 
@@ -237,6 +246,6 @@ def other_attention(builder: FeedBuilder, start: int, past: Past, piece: Piece) 
         return None
     return Cause(
         "branches-disagree",
-        f"of two tokens on an empty past the second one sees the first, and gets another entry in {piece.present} than "
-        "without a past",
+        f"of two tokens on an empty past the second one sees the first, and gets a different entry in {piece.present} "
+        "than without a past",
     )

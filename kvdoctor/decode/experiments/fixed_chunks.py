@@ -1,6 +1,6 @@
 """Graphs that take the same number of several tokens in each call: the first call is the one without a cache.
 
-No call takes fewer tokens, so there is no step of one token. But the cache of a call can be cut, and the tokens behind
+No call takes fewer tokens, so there is no step of one token. But the cache of a call can be cut, and the tokens after
 the cut fed again: those that the first call took together must have the same logits there, with a part of them in the
 cache. Later calls are compared with the same tokens after a cut by one, so that each token is computed by two splits.
 """
@@ -8,16 +8,17 @@ cache. Later calls are compared with the same tokens after a cut by one, so that
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.calls import Array, Call, NothingToRun, Past, as_array
+from kvdoctor.decode.calls import Array, Call, Past, as_array
 from kvdoctor.decode.experiments import Calls, first_reason
 from kvdoctor.decode.experiments.cache_entries import as_probe
 from kvdoctor.decode.experiments.multi_turn import cut, find_uncut
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.errors import CannotCheck
 
 MOST_CUTS = 16
 """Lengths to which the cache of the first call is cut: all of a short call, spread ones of a long one."""
-LATER = 3
-"""Calls after the first one."""
+LATER, LEAST = 3, 16
+"""Calls after the first one, and the fewest tokens of them all."""
 
 
 def drives(contract: CacheContract) -> str | None:
@@ -32,25 +33,29 @@ def drives(contract: CacheContract) -> str | None:
     limit = contract.usable_length
     if limit is not None and first + (later or 1) > limit:
         return f"its calls of {first} tokens leave no room for another one in {limit} tokens"
-    uncut = [one for one in find_uncut(contract) if not _are_windows(contract, one.names)]
-    return first_reason(iter(uncut))
+    # From windows of fixed size tokens can be cut before they are full.
+    windows = {
+        slot.past for slot in contract.slots if (slot.growth, slot.carry, slot.first) == ("ring", "feed-back", "zeros")
+    }
+    return first_reason(one for one in find_uncut(contract) if not windows.issuperset(one.names))
 
 
 def count_tokens(contract: CacheContract) -> int:
     """The tokens of a sequence of calls."""
-    return (contract.new_tokens or 1) + LATER * (contract.step_tokens or 1)
+    later = contract.step_tokens or 1
+    return (contract.new_tokens or 1) + max(LATER, -(-LEAST // later)) * later
 
 
 def overlapping(builder: FeedBuilder) -> Calls:
     """The first call again in parts: its first tokens from the cache, the others fed; then later calls, split twice.
 
     Raises:
-        NothingToRun: the calls do not return the logits of each token, or a cache cannot be cut.
+        CannotCheck: the calls do not return the logits of each token, or a cache cannot be cut.
     """
     size, later = builder.contract.new_tokens or 1, builder.contract.step_tokens or 1
     answer = yield builder.prefill(size)
     if answer.logits.shape[1] != size:
-        raise NothingToRun(f"a call of {size} tokens returns {answer.logits.shape[1]} rows of logits")
+        raise CannotCheck(f"a call of {size} tokens returns {answer.logits.shape[1]} rows of logits")
     logits, past, start = answer.logits, builder.carry(None, answer, "plain"), size
     step: Call | None = None
     while start + later <= builder.scenario.total:
@@ -67,7 +72,7 @@ def overlapping(builder: FeedBuilder) -> Calls:
             last = (length, stop, shorter)
         past, start = builder.carry(past, answer, "plain"), start + later
     if step is None:
-        raise NothingToRun("a sequence has no room for a second call")
+        raise CannotCheck("a sequence has no room for a second call")
     yield from builder.controls(*last, logits)
 
 
@@ -81,7 +86,7 @@ def cut_windows(builder: FeedBuilder, past: Past, length: int) -> Past:
     """The first `length` tokens of a past; of a window that is not full, too, whose empty rows are zeros.
 
     Raises:
-        NothingToRun: the rows of a window are neither at its start nor at its end.
+        CannotCheck: the rows of a window are neither at its start nor at its end.
     """
     shorter, held = cut(builder, past, length), builder.past_length(past)
     for slot in builder.contract.slots:
@@ -101,12 +106,6 @@ def _cut_window(slot: Slot, rows: Array, held: int, length: int) -> Array:
     elif np.array_equal(filled, np.arange(held)):
         source, target = range(length), range(length)
     else:
-        raise NothingToRun(f"where {slot.past!r} has the rows of its {held} tokens is not known")
+        raise CannotCheck(f"where {slot.past!r} has the rows of its {held} tokens is not known")
     np.moveaxis(kept, at, 0)[list(target)] = np.moveaxis(rows, at, 0)[list(source)]
     return kept
-
-
-def _are_windows(contract: CacheContract, names: tuple[str, ...]) -> bool:
-    """Whether slots are windows of fixed size, from which tokens can be cut before they are full."""
-    slots = [slot for slot in contract.slots if slot.past in names]
-    return all(slot.growth == "ring" and slot.carry == "feed-back" and slot.first == "zeros" for slot in slots)

@@ -1,4 +1,4 @@
-"""Recurrent and convolution states over many steps, and states that are kept and put back.
+"""Recurrent and convolution states over many steps, and states that are saved and restored.
 
 A state has no entry for each token: an error in it is carried on, and one that each step amplifies shows only after
 many. The walk goes token by token; at a few places its logits are those of a call over all tokens so far, or, where a
@@ -12,26 +12,58 @@ from itertools import pairwise
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, Scenario, Value, as_array
+from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, Value, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
 from kvdoctor.decode.experiments.cache_entries import as_probe, one_step
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.parity import measurable
 from kvdoctor.decode.runs import Cause
+from kvdoctor.errors import CannotCheck
 
 TOKENS = 2000
 PLACES = (16, 125, 250, 500, 1000, TOKENS)
 """Tokens after which the walk is compared."""
 LAST = (500, 1000, 2000)
 """Lengths at which states are measured: each twice the one before."""
+EARLY, MORE = (12, 24, 48), 600
+"""The same of a short walk, and the tokens within which a state that grows eightfold by then leaves every type."""
 AMPLIFIED = 8.0
 """How much larger a state is after twice as many tokens where each step amplifies it. One that adds up all tokens
 doubles, one that adds up what was added up has four times the size."""
 MOST_LOGITS = 1 << 26
 """Numbers in the logits of a call over many tokens, up to which it is made."""
 DETOUR = 3
-"""Tokens that are fed before a kept state is put back."""
+"""Tokens that are fed before a saved state is restored."""
 
 
+def has_states(contract: CacheContract) -> str | None:
+    """There must be a state that is carried on, and a graph that takes one token."""
+    if not list_states(contract):
+        return "no slot is a recurrent or convolution state"
+    fixed = contract.new_tokens
+    return None if fixed in (None, 1) else f"the first step takes {fixed} new tokens only"
+
+
+def can_walk(contract: CacheContract) -> str | None:
+    """So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere."""
+    limit = contract.usable_length
+    if contract.of_kind("self-attention") and limit is None:
+        return "the graph has positions as well, and no config says how many"
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization rounds each split of the tokens in another way"
+    return has_states(contract)
+
+
+@Experiment(
+    "long-states",
+    f"{TOKENS:,} tokens one by one, compared at {len(PLACES)} places",
+    Scenario(prompt=1, steps=TOKENS),
+    can_walk,
+    thorough=True,
+    changes_feeds=True,
+    use=Use(f"up to {TOKENS:,} tokens in a state", after=("one-token-prompt", "each-length", "long-past")),
+    order=37,
+)
 def long_walk(builder: FeedBuilder) -> Decision:
     """Token by token; logits at a few places as without a cache, and states that do not grow with each step."""
     total, past = builder.scenario.total, None
@@ -56,8 +88,34 @@ def long_walk(builder: FeedBuilder) -> Decision:
     return _find_amplified(sizes)
 
 
+@Experiment(
+    "growing-states",
+    f"{EARLY[-1]} tokens one by one, and up to {MORE} where a state grows with each step",
+    Scenario(prompt=1, steps=MORE),
+    can_walk,
+    shown=False,
+    use=Use(f"up to {MORE} tokens in a state", "error"),
+    order=37,
+)
+def short_walk(builder: FeedBuilder) -> Decision:
+    """Token by token, until the logits are not finite; only a state that grows by a factor is followed for long."""
+    past, sizes = None, dict[int, dict[str, float]]()
+    for position in range(builder.scenario.total):
+        if position == EARLY[-1] and _find_amplified(sizes) is None:
+            return None
+        answer = yield as_probe(one_step(builder, position, past))
+        if answer.failed:
+            return None
+        if not measurable(answer.logits):
+            return Cause("non-finite", f"the logits of a loop are not finite after {position + 1} tokens")
+        past = builder.carry(past, answer, "held")
+        if position + 1 in EARLY:
+            sizes[position + 1] = _measure(builder.contract, past)
+    return None
+
+
 def _unoptimized(builder: FeedBuilder) -> "Generator[Call, Answer, dict[int, Array]]":
-    """The logits at the places in a session without graph optimization, as far as that runs."""
+    """The logits at the places in a session without graph optimization, up to where that fails."""
     found: dict[int, Array] = {}
     past: Past | None = None
     for position in range(builder.scenario.total):
@@ -96,20 +154,33 @@ def _measure(contract: CacheContract, past: Past) -> dict[str, float]:
 
 def _find_amplified(sizes: dict[int, dict[str, float]]) -> Cause | None:
     """A state that is not finite, or that grows by a factor with each step: it will not be finite later."""
-    if any(length not in sizes for length in LAST):
+    if len(sizes) < len(LAST):
         return None
-    for name in sizes[LAST[-1]]:
-        seen = [sizes[length][name] for length in LAST]
+    lengths = tuple(sizes)
+    for name in sizes[lengths[-1]]:
+        seen = [sizes[length][name] for length in lengths]
         if not np.isfinite(seen).all():
-            return Cause("non-finite", f"{name} is not finite after {LAST[int(np.argmin(np.isfinite(seen)))]} tokens")
+            return Cause(
+                "non-finite", f"{name} is not finite after {lengths[int(np.argmin(np.isfinite(seen)))]} tokens"
+            )
         if seen[0] and all(later > AMPLIFIED * earlier for earlier, later in pairwise(seen)):
-            words = ", ".join(f"{size:.2g} after {length}" for size, length in zip(seen, LAST, strict=True))
-            return Cause("non-finite", f"{name} grows with each step, and leaves the range of its type: {words} tokens")
+            words = ", ".join(f"{size:.2g} after {length}" for size, length in zip(seen, lengths, strict=True))
+            evidence = f"{name} grows with each step, and leaves the range of its type: {words} tokens"
+            return Cause("non-finite", evidence, slot=name)
     return None
 
 
+@Experiment(
+    "state-put-back",
+    f"a state saved, {DETOUR} other tokens, and the state restored",
+    applies=has_states,
+    thorough=True,
+    changes_feeds=True,
+    use=Use("a state that is saved and restored", after=("one-token-prompt",)),
+    order=26,
+)
 def put_back(builder: FeedBuilder) -> Calls:
-    """A kept state, other tokens, the state put back: the sequence goes on as without them."""
+    """A state is saved, other tokens are fed, the state is restored: the sequence goes on as without them."""
     total, start = builder.scenario.total, builder.scenario.total - DETOUR
     right: list[Array] = []
     pasts: list[Past | None] = [None]
@@ -122,58 +193,15 @@ def put_back(builder: FeedBuilder) -> Calls:
     for position in range(start, total):
         answer = yield as_probe(one_step(other, position, past))
         if answer.failed:
-            raise NothingToRun("other tokens cannot be fed")
+            raise CannotCheck("other tokens cannot be fed")
         past = other.carry(past, answer, "held")
     if kept is None or before is None or past is None:
-        raise NothingToRun("the sequence is too short")
+        raise CannotCheck("the sequence is too short")
     moved = {slot.past: past[slot.past] for slot in list_states(builder.contract)}
     past = kept
     for position in range(start, total):
         answer = yield one_step(builder, position, past, right[position])
         past = builder.carry(past, answer, "held")
-    spoilt = Past({**before, **moved}, before.length)
+    corrupted = Past({**before, **moved}, before.length)
     last = total - 1
-    yield builder.decode(last, total, spoilt, right[last], kind="control", label="the state after other tokens")
-
-
-def has_states(contract: CacheContract) -> str | None:
-    """There must be a state that is carried on, and a graph that takes one token."""
-    if not list_states(contract):
-        return "no slot is a recurrent or convolution state"
-    fixed = contract.new_tokens
-    return None if fixed in (None, 1) else f"the first step takes {fixed} new tokens only"
-
-
-def can_walk(contract: CacheContract) -> str | None:
-    """So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere."""
-    limit = contract.usable_length
-    if contract.of_kind("self-attention") and limit is None:
-        return "the graph has positions as well, and no config says how many"
-    if contract.exactness == "dynamic-quantization":
-        return "dynamic quantization rounds each split of the tokens in another way"
-    return has_states(contract)
-
-
-EXPERIMENTS = (
-    Experiment(
-        "long-states",
-        f"{TOKENS:,} tokens one by one, compared at {len(PLACES)} places",
-        long_walk,
-        Scenario(prompt=1, steps=TOKENS),
-        can_walk,
-        thorough=True,
-        changes_feeds=True,
-        use=Use(f"up to {TOKENS:,} tokens in a state", after=("one-token-prompt", "each-length", "long-past")),
-        order=37,
-    ),
-    Experiment(
-        "state-put-back",
-        f"a state kept, {DETOUR} other tokens, and the state put back",
-        put_back,
-        applies=has_states,
-        thorough=True,
-        changes_feeds=True,
-        use=Use("a state that is kept and put back", after=("one-token-prompt",)),
-        order=26,
-    ),
-)
+    yield builder.decode(last, total, corrupted, right[last], kind="control", label="the state after other tokens")

@@ -1,21 +1,76 @@
-"""The two loops that people write: does decoding with the cache give the logits of the reference run?"""
+"""The loops that people write: does decoding with the cache give the logits of the reference run?
 
+In other sizes, with an adapter (LoRA), and in other sessions too.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value
+from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value, Way
 from kvdoctor.decode.experiments import Calls, Experiment, Use, always, several_tokens
 from kvdoctor.decode.experiments.cache_entries import growing, one_step
 from kvdoctor.decode.experiments.fixed_chunks import overlapping
-from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits
+from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder
 
 FEW = 3
 """Decode steps of an experiment that repeats the loop with other sizes."""
 
 
+def has_exact_rows(contract: CacheContract) -> str | None:
+    """Dynamic quantization has one scale for all rows: they interact by design."""
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization takes one scale from all rows"
+    return takes_any_batch(contract)
+
+
+def has_something_to_hold(contract: CacheContract) -> str | None:
+    """The held loop differs from the plain one only where a returned slot is to be held."""
+    if any(slot.present is not None for slot in contract.held):
+        return several_tokens(contract)
+    return "no returned slot has to be held: the same as the plain loop"
+
+
+def takes_encoder_states(contract: CacheContract) -> str | None:
+    """Encoder lengths can be varied only where there is an encoder, and where its length is not a number."""
+    made = [slot for slot in contract.slots if slot.filled_in == "encode" and "encoder" in slot.axes]
+    if several_tokens(contract) or not (contract.has_encoder_states or made):
+        return several_tokens(contract) or "the decoder takes no encoder states"
+    if contract.encoder_length is not None or any(slot.size("encoder") is not None for slot in made):
+        return "the encoder length is a fixed number"
+    if "encode" in contract.phases and not any(
+        "encoder_input" in port.axes and port.size("encoder_input") is None for port in contract.graph("encode").inputs
+    ):
+        return "the encoder takes one length only"
+    return None
+
+
+def takes_rows(contract: CacheContract) -> str | None:
+    """A batch is compared with a reference run; where a call takes one token, with each row alone."""
+    if contract.new_tokens != 1:
+        return takes_any_batch(contract)
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization takes one scale from all rows"
+    tokens = [p for p in contract.graph("decode").inputs if p.role in ("token_ids", "token_and_position", "embeddings")]
+    states = [slot for slot in contract.slots if slot.kind != "counter" and not slot.is_given]
+    axes = [*(port.axes for port in tokens), *(slot.axes for slot in states)]
+    if not all({"batch", "batch_heads", "batch_codebooks"} & set(one) for one in axes):
+        return "the graph has no batch axis"
+    return has_free_batch(contract)
+
+
+def takes_adapter(contract: CacheContract) -> str | None:
+    """A graph has inputs for the matrices of an adapter."""
+    ports = (port for graph in contract.graphs.values() for port in graph.inputs)
+    if not any(port.role == "adapter" for port in ports):
+        return "no input takes an adapter"
+    return several_tokens(contract)
+
+
+@Experiment("plain-loop", "every returned slot fed back, one token a step", applies=always, order=1)
 def plain(builder: FeedBuilder) -> Calls:
     """Feed every returned slot back."""
     tokens = builder.contract.new_tokens
@@ -25,11 +80,35 @@ def plain(builder: FeedBuilder) -> Calls:
         yield from replayed(builder) if tokens == 1 else overlapping(builder)
 
 
+@Experiment("held-loop", "the cross-attention cache of the prefill held", applies=has_something_to_hold, order=2)
 def held(builder: FeedBuilder) -> Calls:
     """Feed back what grows, hold what the contract holds."""
     yield from decode_loop(builder, "held")
 
 
+@Experiment(
+    "batch",
+    "the held loop with batch 2",
+    Scenario(batch=2),
+    takes_rows,
+    use=Use("a batch of 2", required="batch"),
+    order=3,
+)
+@Experiment(
+    "one-token-prompt",
+    "the held loop after a prompt of one token",
+    Scenario(prompt=1, steps=Scenario().total),
+    use=Use("a prompt of one token", "error"),
+    order=3,
+)
+@Experiment(
+    "other-encoder-length",
+    "the held loop with encoder length 11",
+    Scenario(encoder=11),
+    applies=takes_encoder_states,
+    use=Use("an encoder length other than the first"),
+    order=4,
+)
 def held_shortly(builder: FeedBuilder) -> Calls:
     """The held loop for a few steps of the sequence, which is enough where the whole loop was run before."""
     if builder.contract.new_tokens is not None:
@@ -44,7 +123,7 @@ def rows_together(builder: FeedBuilder) -> Calls:
     expected = yield from each_row_alone(builder, stop)
     for order in (range(builder.scenario.batch), range(builder.scenario.batch)[::-1]):
         together, past = builder.rows(order), None
-        right, before = expected[builder.token_rows(order)], None
+        right, before = expected[builder.logits_rows(order)], None
         for position in range(stop):
             before = past
             answer = yield one_step(together, position, past, right[:, position : position + 1])
@@ -66,17 +145,12 @@ def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Ca
     start = builder.scenario.prompt
     if builder.contract.exactness == "dynamic-quantization":
         yield from own_noise(builder, expected)
-    answer = yield builder.prefill(start, expected[:, :start])
-    past = builder.carry(None, answer, loop)
-    before_last, last = past, builder.scenario.total - 1
-    if most is not None:
-        last = min(last, start + most - 1)
-    for position in range(start, last + 1):
-        before_last = past
-        slots = same_slots(builder.contract, whole) if position == builder.scenario.total - 1 else {}
-        answer = yield builder.decode(position, position + 1, past, expected[:, position : position + 1], slots=slots)
-        past = builder.carry(past, answer, loop)
-    yield from builder.controls(last, last + 1, before_last, expected)
+    last = min(builder.scenario.total, start + (most or builder.scenario.total)) - 1
+    past = yield from builder.begin(expected)
+    _, past = yield from replace(builder, loop=loop).go_on(past, start, last, expected)
+    slots = same_slots(builder.contract, whole) if last == builder.scenario.total - 1 else {}
+    yield builder.decode(last, last + 1, past, expected[:, last : last + 1], slots=slots)
+    yield from builder.controls(last, last + 1, past, expected)
 
 
 def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
@@ -90,7 +164,7 @@ def replayed(builder: FeedBuilder) -> Calls:
 
     The control shows that what is carried matters. More is decided by other histories and sessions (one_token.py).
     """
-    logits: list[Array] = []
+    builder, logits = longer(builder), list[Array]()
     for again in (False, True):
         past: Past | None = None
         for position in range(builder.scenario.total):
@@ -114,6 +188,14 @@ def own_noise(builder: FeedBuilder, expected: Array) -> Calls:
         yield replace(builder.prefill(stop), expected=expected[:, stop - 1 : stop], kind="noise")
 
 
+@Experiment(
+    "batch-rows",
+    "each row of a batch of 2 compared with the same row alone, without a cache",
+    Scenario(batch=2),
+    applies=has_exact_rows,
+    changes_feeds=True,
+    order=3,
+)
 def rows_alone(builder: FeedBuilder) -> Calls:
     """Each row of a batch by itself, without a cache, compared with its logits in the batch."""
     together = yield from builder.whole()
@@ -121,51 +203,9 @@ def rows_alone(builder: FeedBuilder) -> Calls:
         yield replace(builder.row(row).reference(), kind="step", expected=expected)
 
 
-def has_exact_rows(contract: CacheContract) -> str | None:
-    """Dynamic quantization has one scale for all rows: they interact by design."""
-    if contract.exactness == "dynamic-quantization":
-        return "dynamic quantization takes one scale from all rows"
-    return takes_any_batch(contract)
-
-
-def has_something_to_hold(contract: CacheContract) -> str | None:
-    """The held loop differs from the plain one only where a returned slot is to be held."""
-    if any(slot.present is not None for slot in contract.held):
-        return several_tokens(contract)
-    return "no returned slot has to be kept: the same as the plain loop"
-
-
-def takes_encoder_states(contract: CacheContract) -> str | None:
-    """Encoder lengths can be varied only where there is an encoder, and where its length is not a number."""
-    made = [slot for slot in contract.slots if slot.filled_in == "encode" and "encoder" in slot.axes]
-    if several_tokens(contract) or not (contract.has_encoder_states or made):
-        return several_tokens(contract) or "the decoder takes no encoder states"
-    if contract.encoder_length is not None or any(slot.size("encoder") is not None for slot in made):
-        return "the encoder length is a fixed number"
-    if "encode" in contract.phases and not any(
-        "encoder_input" in port.axes and port.size("encoder_input") is None for port in contract.graph("encode").inputs
-    ):
-        return "the encoder takes one length only"
-    return None
-
-
 def takes_any_batch(contract: CacheContract) -> str | None:
     """The batch can be varied only where no decoder input declares it as a number, and a reference run takes it."""
     return several_tokens(contract) or has_free_batch(contract)
-
-
-def takes_rows(contract: CacheContract) -> str | None:
-    """A batch is compared with a reference run; where a call takes one token, with each row alone."""
-    if contract.new_tokens != 1:
-        return takes_any_batch(contract)
-    if contract.exactness == "dynamic-quantization":
-        return "dynamic quantization takes one scale from all rows"
-    tokens = [p for p in contract.graph("decode").inputs if p.role in ("token_ids", "token_and_position", "embeddings")]
-    states = [slot for slot in contract.slots if slot.kind != "counter" and not slot.is_given]
-    axes = [*(port.axes for port in tokens), *(slot.axes for slot in states)]
-    if not all({"batch", "batch_heads", "batch_codebooks"} & set(one) for one in axes):
-        return "the graph has no batch axis"
-    return has_free_batch(contract)
 
 
 def has_free_batch(contract: CacheContract) -> str | None:
@@ -177,44 +217,43 @@ def has_free_batch(contract: CacheContract) -> str | None:
     return None
 
 
-EXPERIMENTS = (
-    Experiment("plain-loop", "every returned slot fed back, one token a step", plain, applies=always, order=1),
-    Experiment(
-        "held-loop", "the cross-attention cache of the prefill kept", held, applies=has_something_to_hold, order=2
-    ),
-    Experiment(
-        "batch",
-        "the held loop with batch 2",
-        held_shortly,
-        Scenario(batch=2),
-        takes_rows,
-        use=Use("a batch of 2", required="batch"),
-        order=3,
-    ),
-    Experiment(
-        "batch-rows",
-        "each row of a batch of 2 compared with the same row alone, without a cache",
-        rows_alone,
-        Scenario(batch=2),
-        applies=has_exact_rows,
-        changes_feeds=True,
-        order=3,
-    ),
-    Experiment(
-        "one-token-prompt",
-        "the held loop after a prompt of one token",
-        held_shortly,
-        Scenario(prompt=1, steps=Scenario().total),
-        use=Use("a prompt of one token", "error"),
-        order=3,
-    ),
-    Experiment(
-        "other-encoder-length",
-        "the held loop with encoder length 11",
-        held_shortly,
-        Scenario(encoder=11),
-        applies=takes_encoder_states,
-        use=Use("an encoder length other than the first"),
-        order=4,
-    ),
+@Experiment(
+    "adapter",
+    "the loop with an adapter of noise (LoRA)",
+    applies=takes_adapter,
+    use=Use("an adapter (LoRA)", severity="error"),
+    changes_feeds=True,
+    order=8,
 )
+def with_adapter(builder: FeedBuilder) -> Calls:
+    """The loop with an adapter of noise in every call; without it the logits must be others."""
+    adapted = replace(builder, adapted=True)
+    expected = yield from adapted.whole()
+    total = builder.scenario.total
+    past = yield from adapted.begin(expected)
+    before, _ = yield from adapted.go_on(past, builder.scenario.prompt, total, expected)
+    yield builder.decode(total - 1, total, before, expected[:, -1:], kind="control", label="adapter left out")
+    yield from adapted.controls(total - 1, total, before, expected)
+
+
+def run_in(mode: Way) -> Callable[[FeedBuilder], Calls]:
+    """The held loop in another way, against the reference run as it is usually run."""
+
+    def loop(builder: FeedBuilder) -> Calls:
+        expected = yield from builder.whole()
+        other = replace(builder, via=mode)
+        past = yield from other.begin(expected)
+        yield from other.go_on(past, builder.scenario.prompt, builder.scenario.total, expected)
+
+    return loop
+
+
+MODES: dict[Way, tuple[str, Use]] = {
+    "basic": ("the held loop with basic graph optimization only", Use("basic graph optimization only")),
+    "off": ("the held loop without graph optimization", Use("graph optimization off", after=("way-basic",))),
+    "io-binding": ("the held loop with bound inputs and outputs", Use("inputs and outputs bound")),
+}
+
+
+for mode, (question, use) in MODES.items():
+    Experiment(f"way-{mode}", question, Scenario(steps=4), thorough=True, use=use, order=35)(run_in(mode))

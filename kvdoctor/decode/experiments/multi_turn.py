@@ -1,17 +1,24 @@
-"""What a conversation does to a cache: several tokens after single ones, and steps taken back."""
+"""What conversations and speculative decoding do to a cache: several tokens after single ones, and tokens taken back.
+
+Speculative decoding feeds drafts in groups, and cuts the cache to those that were accepted. Each group is the last
+token that is certain and two drafts. Of its rows of logits those up to the first wrong draft count; what was fed after
+it must leave no trace. Here one draft of the first group is accepted, none of the second, and both of the last.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Past, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, Obstacle, Use, first_reason, several_tokens
+from kvdoctor.decode.experiments.cache_entries import as_probe
 from kvdoctor.decode.experiments.chunk import BEFORE, SHARED, takes_chunks
 from kvdoctor.decode.feeds import FeedBuilder
 
-TURNS = (1, 2, 2)
-"""New tokens of the calls after the prefill."""
+PAIR = 2
+"""New tokens of the second turn."""
 KEEP_A_COPY = (
     "keep a copy of the cache from before each group of drafts, go back to it, and feed the accepted tokens again"
 )
@@ -19,40 +26,71 @@ INTO_PROMPT = 1
 """Tokens of the prompt that are taken back as well: they came with others in one call."""
 
 
+def can_be_cut(contract: CacheContract) -> str | None:
+    """Every slot must keep its entries apart, and all of them."""
+    return first_reason(find_uncut(contract)) or several_tokens(contract)
+
+
+def find_obstacles(contract: CacheContract) -> Iterator[Obstacle]:
+    """What stands in the way: missing rows of logits, and slots from which no token can be taken back."""
+    if contract.last_logits_only:
+        logits = contract.graph("decode").port("logits")
+        yield Obstacle(
+            (logits.name if logits else "logits",),
+            "a call with several new tokens returns the logits of the last one alone, so no draft can be checked",
+            "export again with the logits of every new token",
+        )
+    yield from find_uncut(contract)
+
+
+@Experiment(
+    "second-turn",
+    f"a single token, then {PAIR} at once, on a past of {BEFORE} with batch 2",
+    replace(SHARED, batch=2),
+    takes_chunks,
+    use=Use(
+        "several new tokens after a single one in a batch of 2",
+        required="chunked-prefill",
+        after=("chunk", "batch", "batch-rows"),
+    ),
+    order=7,
+)
 def second_turn(builder: FeedBuilder) -> Calls:
-    """Single tokens and pairs of them in turn, on a cache that was decoded into before."""
-    expected = yield from builder.whole()
-    start = builder.scenario.prompt
-    answer = yield builder.prefill(start, expected[:, :start])
-    past = builder.carry(None, answer, "held")
-    for new in TURNS:
-        before, stop = past, start + new
-        answer = yield builder.decode(start, stop, past, expected[:, start:stop])
-        past, start = builder.carry(past, answer, "held"), stop
-    yield from builder.controls(stop - new, stop, before, expected)
+    """A pair of tokens on a cache that was decoded into before.
+
+    GroupQueryAttention of onnxruntime takes several tokens on a past in batch 1 alone: then the first row goes on.
+    """
+    expected, start = (yield from builder.whole()), builder.scenario.prompt + 1
+    past = yield from builder.begin(expected)
+    _, past = yield from builder.go_on(past, start - 1, start, expected)
+    together = yield as_probe(builder.decode(start, start + PAIR, past))
+    if together.failed and builder.scenario.batch > 1:
+        past, expected = builder.reorder_past(past, (0,)), expected[builder.logits_rows((0,))]
+        builder = builder.row(0)
+    yield builder.decode(start, start + PAIR, past, expected[:, start : start + PAIR])
+    yield from builder.controls(start, start + PAIR, past, expected)
 
 
+@Experiment(
+    "rewind",
+    "two tokens decoded, removed from the cache with the end of the prompt, and replaced by others",
+    applies=can_be_cut,
+    use=Use("steps taken back by cutting the cache", required="speculation", after=("unread-content",)),
+    order=7,
+)
 def rewind(builder: FeedBuilder) -> Calls:
     """Two other tokens are decoded and taken back with the end of the prompt; then the sequence goes on."""
     expected = yield from builder.whole()
     start = builder.scenario.prompt
-    answer = yield builder.prefill(start, expected[:, :start])
-    past = builder.carry(None, answer, "held")
-    astray = builder.with_other_tokens(start)
-    for position in (start, start + 1):
-        answer = yield astray.decode(position, position + 1, past)
-        past = builder.carry(past, answer, "held")
+    stop, past = start + 2, (yield from builder.begin(expected))
+    _, past = yield from builder.with_other_tokens(start).go_on(past, start, stop)
     start = max(start - INTO_PROMPT, 1)
-    past = cut(builder, past, start)
-    for position in range(start, builder.scenario.prompt + 2):
-        before = past
-        answer = yield builder.decode(position, position + 1, past, expected[:, position : position + 1])
-        past = builder.carry(past, answer, "held")
-    yield from builder.controls(position, position + 1, before, expected)
+    before, _ = yield from builder.go_on(cut(builder, past, start), start, stop, expected)
+    yield from builder.controls(stop - 1, stop, before, expected)
 
 
 def cut(builder: FeedBuilder, past: Past, length: int) -> Past:
-    """The first `length` tokens of a past; a buffer of fixed size keeps its size, and what lies behind is not read.
+    """The first `length` tokens of a past; a buffer of fixed size keeps its size, and the rest is not read.
 
     A counter of tokens is set back by those that are taken back.
     """
@@ -68,11 +106,6 @@ def cut(builder: FeedBuilder, past: Past, length: int) -> Past:
     return Past(shorter, length)
 
 
-def can_be_cut(contract: CacheContract) -> str | None:
-    """Every slot must keep its entries apart, and all of them."""
-    return first_reason(find_uncut(contract)) or several_tokens(contract)
-
-
 def find_uncut(contract: CacheContract) -> Iterator[Obstacle]:
     """The slots from which tokens cannot be taken back, grouped by the reason."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -85,9 +118,10 @@ def find_uncut(contract: CacheContract) -> Iterator[Obstacle]:
 
 def _why_uncut(slot: Slot) -> tuple[str, str] | None:
     """Why no token can be taken back from a slot, and what a loop may do; None where it keeps an entry for each."""
-    if slot.kind in ("cross-attention", "encoder-states", "counter") or slot.growth == "constant":
+    counts = slot.kind == "counter" and len(slot.shape) < 2
+    if counts or slot.kind in ("cross-attention", "encoder-states") or slot.growth == "constant":
         return None
-    if slot.kind in ("recurrent-state", "conv-state"):
+    if slot.kind in ("recurrent-state", "conv-state", "counter"):
         return "a state has no entry for each token, so none can be taken back", KEEP_A_COPY
     if slot.trimmed or slot.growth == "ring":
         return "it keeps the last tokens only, and those that left do not come back", KEEP_A_COPY
@@ -100,22 +134,41 @@ def _why_uncut(slot: Slot) -> tuple[str, str] | None:
     return None
 
 
-EXPERIMENTS = (
-    Experiment(
-        "second-turn",
-        f"single tokens and pairs in turn on a past of {BEFORE} and more",
-        second_turn,
-        SHARED,
-        takes_chunks,
-        use=Use("several new tokens after single ones", required="chunked-prefill", after=("chunk",)),
-        order=7,
+DRAFTS = 2
+"""Drafts of a group."""
+ACCEPTED = (1, 0, DRAFTS)
+"""Drafts that are accepted, group by group."""
+FAILING_ALIKE = ("chunk", "second-turn", "rewind", "unread-content", "chunks-near-thresholds")
+
+
+@Experiment(
+    "speculation",
+    f"{DRAFTS} drafts with each token, of which {', '.join(map(str, ACCEPTED))} are accepted",
+    SHARED,
+    lambda contract: first_reason(find_obstacles(contract)) or takes_chunks(contract),
+    thorough=True,
+    use=Use(
+        "drafts in groups, of which some are taken back",
+        required="speculation",
+        after=FAILING_ALIKE,
+        needed=True,
+        obstacles=find_obstacles,
     ),
-    Experiment(
-        "rewind",
-        "two tokens decoded, removed from the cache with the end of the prompt, and replaced by others",
-        rewind,
-        applies=can_be_cut,
-        use=Use("steps taken back by cutting the cache", required="speculation", after=("unread-content",)),
-        order=7,
-    ),
+    order=24,
 )
+def speculate(builder: FeedBuilder) -> Calls:
+    """Groups of drafts on a prompt: each row must give what one call over the same tokens without a cache gives."""
+    expected = yield from builder.whole()
+    start, total = builder.scenario.prompt, builder.scenario.total
+    past = yield from builder.begin(expected)
+    for accepted in ACCEPTED:
+        before, group, stop = past, builder, min(start + 1 + DRAFTS, total)
+        kept = min(start + 1 + accepted, stop)
+        if kept < stop:
+            group = builder.with_other_tokens(kept)
+        wanted = expected if group is builder else (yield from group.whole())
+        _, past = yield from group.go_on(past, start, stop, wanted, size=1 + DRAFTS)
+        past, start = cut(builder, past, kept), kept
+        if start >= total:
+            break
+    yield from group.controls(stop - 1 - DRAFTS, stop, before, wanted)

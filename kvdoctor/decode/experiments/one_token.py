@@ -1,18 +1,23 @@
-"""Graphs that take one token a call: no call without a cache exists, so other comparisons show what is kept.
+"""Graphs that take one token a call: no call without a cache exists, so other comparisons show what is carried on.
 
 A state that is not read, a token that does not enter a state, tokens that are lost, and numbers that depend on what a
 session ran before all repeat themselves: the same tokens a second time give the same logits. Another history must give
 others, bit for bit, and another session the same.
+
+Tokens without influence on later logits are a loss, unless the attention has a sliding window that leaves them out. A
+window shows in three ways together: at every step the same number of latest tokens counts, the cache still has the
+entries of the others, and the graph compares a length with the width of the window. Attention with a window of W tokens
+in L layers reaches L * (W - 1) tokens back: each layer sees what the layer below has gathered.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
-from kvdoctor.decode.calls import Answer, Array, Call, NothingToRun, Past, as_array
+from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
@@ -22,12 +27,18 @@ from kvdoctor.decode.experiments.cache_entries import (
     read_returned,
     same_entries,
     same_logits,
+    swap_entries,
 )
-from kvdoctor.decode.experiments.lost_tokens import lost_tokens
+from kvdoctor.decode.experiments.long_states import list_states
+from kvdoctor.decode.experiments.state_changes import disturb, find_twins
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, Cause
+from kvdoctor.errors import CannotCheck
+from kvdoctor.records import record
 
 KEPT = "one-token.npy"
+LOOP = 24
+"""Tokens of the loop, one by one."""
 FOLLOWED = 3
 """Steps within which noise in a state must reach the logits: a state may be read by the next layer's state alone."""
 STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
@@ -57,30 +68,71 @@ def each_row_alone(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, 
     return np.concatenate(rows, axis=0)
 
 
+def right_logits(builder: FeedBuilder) -> "Generator[Call, Answer, Array]":
+    """The logits of a reference run; where a call takes one token, of each row by itself."""
+    alone = builder.contract.new_tokens is not None
+    return (yield from (each_row_alone(builder, builder.scenario.total) if alone else builder.whole()))
+
+
+def longer(builder: FeedBuilder) -> FeedBuilder:
+    """A builder of as many tokens as the loop is run with: what a state adds up to shows after some."""
+    steps = min(LOOP, builder.contract.usable_length or LOOP)
+    scenario = replace(builder.scenario, prompt=1, steps=max(steps, builder.scenario.steps))
+    return replace(builder, scenario=scenario, tokens=builder.tokens[:, :0])
+
+
 def keep_logits(builder: FeedBuilder, logits: Sequence[Array]) -> None:
     """Leave the logits of the first pass for the session that is opened for comparison."""
     if builder.scratch is not None and builder.contract.new_tokens == 1:
         np.save(builder.scratch / KEPT, np.concatenate(logits, axis=1))
 
 
+def takes_one(contract: CacheContract) -> str | None:
+    """Where a call takes several tokens, one without a cache shows more."""
+    return None if contract.new_tokens == 1 else "a call without a cache shows more"
+
+
+def takes_history(contract: CacheContract) -> str | None:
+    """Names tell where a loop puts rows that a graph returns alone: after a guess, lost tokens may be its fault."""
+    if not contract.has_known_names and any(slot.growth == "delta" for slot in contract.slots):
+        return "no names tell where the loop puts the new rows"
+    return takes_one(contract)
+
+
+@Experiment(
+    OWN_SESSION,
+    "the loop in a process of its own, in turn with a second sequence",
+    applies=takes_one,
+    one_token=True,
+    fresh=True,
+    order=97,
+)
 def own_session(builder: FeedBuilder) -> Calls:
     """The loop in a process of its own, in turn with a second sequence: the same logits as the loop had alone."""
     if builder.scratch is None or not (file := Path(builder.scratch, KEPT)).exists():
-        raise NothingToRun("the logits of the loop were not kept")
+        raise CannotCheck("the logits of the loop were not saved")
     expected = np.load(file)
     file.unlink()  # what another run of this process would find is not of its model
+    builder = longer(builder)
     if expected.shape[1] < builder.scenario.total:
-        raise NothingToRun("the loop did not come to its end")
+        raise CannotCheck("the loop did not come to its end")
     other: FeedBuilder | None = replace(builder, tokens=builder.tokens[:, ::-1])
-    past = beside = None
+    past = others = None
     for position in range(builder.scenario.total):
         if other is not None:
-            between = yield as_probe(one_step(other, position, beside))
-            other, beside = (None, None) if between.failed else (other, other.carry(beside, between, "plain"))
+            between = yield as_probe(one_step(other, position, others))
+            other, others = (None, None) if between.failed else (other, other.carry(others, between, "plain"))
         answer = yield one_step(builder, position, past, expected[:, position : position + 1])
         past = builder.carry(past, answer, "plain")
 
 
+@Experiment(
+    HISTORY,
+    "whether every state is read and updated by each token, and earlier tokens and their order affect the logits",
+    applies=takes_history,
+    one_token=True,
+    order=5,
+)
 def history(builder: FeedBuilder) -> Decision:
     """Whether each state is read, each token enters it, each earlier token counts, and their order does."""
     pasts: list[Past | None] = [None]
@@ -88,15 +140,29 @@ def history(builder: FeedBuilder) -> Decision:
     for position in range(builder.scenario.total):
         answer = yield as_probe(one_step(builder, position, pasts[-1]))
         if answer.failed:
-            raise NothingToRun("the loop does not come to its end")
+            raise CannotCheck("the loop does not come to its end")
         answers.append(answer)
         pasts.append(builder.carry(pasts[-1], answer, "plain"))
     return (
-        (yield from _unread_slot(builder, pasts, answers))
+        (yield from _twin_slot(builder, pasts, answers))
+        or (yield from _unread_slot(builder, pasts, answers))
         or (yield from _slot_without_token(builder, pasts, answers))
         or (yield from lost_tokens(builder, pasts, answers))
         or (yield from _order(builder, pasts))
     )
+
+
+def _twin_slot(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """A slot that is returned like another one, whatever its own past is."""
+    before = pasts[-2]
+    for slot, twin in find_twins(list_states(builder.contract), answers[-1]):
+        changed = disturb(before, slot) if before is not None else None
+        if changed is None:
+            continue
+        answer = yield as_probe(one_step(builder, builder.scenario.total - 1, changed))
+        if not answer.failed and any(one == slot for one, _ in find_twins([twin, slot], answer)):
+            return Cause("layers-swapped", f"{slot.present} is what the same step returns as {twin.present}", slot.past)
+    return None
 
 
 def _unread_slot(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
@@ -105,10 +171,12 @@ def _unread_slot(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Se
     before = pasts[start]
     assert before is not None  # noqa: S101 - a scenario has two steps or more
     for slot in _list_read(builder.contract):
-        past = _with_noise(slot, before)
+        past = disturb(before, slot)
         if past is not None and not (yield from _differs(builder, start, past, answers)):
             steps = builder.scenario.total - start
-            return Cause("past-ignored", f"noise in all of {slot.past} changes no logit of the next {steps} steps")
+            return Cause(
+                "past-ignored", f"perturbing all of {slot.past} does not change the logits of the next {steps} steps"
+            )
     return None
 
 
@@ -122,19 +190,6 @@ def _list_read(contract: CacheContract) -> list[Slot]:
     unread = {memories[-1].past} if len(memories) > 1 else set()
     kept = [slot for slot in contract.slots if slot.kind not in ("counter", "encoder-states") and not slot.is_given]
     return [slot for slot in kept if slot.past not in unread]
-
-
-def _with_noise(slot: Slot, past: Past) -> Past | None:
-    """The past with noise in all of a slot, as wide as its values; None where it holds nothing."""
-    tensor = as_array(past[slot.past])
-    if not tensor.size:
-        return None
-    wide = max(float(np.std(tensor.astype(np.float64))), 1e-3)
-    noise = np.random.default_rng(17).standard_normal(tensor.shape) * wide
-    changed = (
-        (tensor + noise).astype(tensor.dtype) if tensor.dtype.kind == "f" else np.flip(tensor) + tensor.dtype.type(1)
-    )
-    return Past({**past, slot.past: changed}, past.length)
 
 
 def _differs(
@@ -160,16 +215,12 @@ def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answ
         answer = yield as_probe(one_step(other, last, pasts[last]))
         if answer.failed:
             return None
-        same = [slot for slot in same if _returns_same(slot, answer, answers[last])]
+        pairs = [(slot, read_returned(slot, answer, False), read_returned(slot, answers[last], False)) for slot in same]
+        same = [slot for slot, one, two in pairs if np.array_equal(one, two, equal_nan=one.dtype.kind == "f")]
     if not same:
         return None
     names = ", ".join(slot.present or "" for slot in same[:2]) + (f" and {len(same) - 2} more" if len(same) > 2 else "")
     return Cause("present-does-not-grow", f"a step with another token returns the same {names}")
-
-
-def _returns_same(slot: Slot, one: Answer, other: Answer) -> bool:
-    ours, theirs = read_returned(slot, one, False), read_returned(slot, other, False)
-    return np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
 
 
 def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:
@@ -220,7 +271,8 @@ def _exchanged(builder: FeedBuilder, slot: Slot, pasts: Sequence[Past | None]) -
     if one is None or other is None or past is None:
         return None
     right = yield as_probe(builder.decode(last, last + 1, past))
-    exchanged = builder.decode(last, last + 1, _exchange(builder.contract, past, one, other))
+    swapped = swap_entries(past, builder.contract.of_kind("self-attention"), one, other)
+    exchanged = builder.decode(last, last + 1, swapped)
     answer = yield as_probe(exchanged)
     if right.failed or answer.failed or not same_logits(answer.logits, right.logits, builder.tolerance):
         return None
@@ -247,21 +299,8 @@ def _find_entry(
     return _find_changed(slot, as_array(past[slot.past]), as_array(right[slot.past]))
 
 
-def _exchange(contract: CacheContract, past: Past, one: int, other: int) -> Past:
-    """The past with two entries of each self-attention slot in each other's place."""
-    changed = Past(past, past.length)
-    for slot in contract.of_kind("self-attention"):
-        tensor, at = as_array(past[slot.past]), slot.length_axis
-        if at is None or tensor.shape[at] <= max(one, other):
-            continue
-        order = np.arange(tensor.shape[at])
-        order[[one, other]] = other, one
-        changed[slot.past] = np.take(tensor, order, axis=at)
-    return changed
-
-
 def _find_first_keys(contract: CacheContract, tokens: int) -> Slot | None:
-    """The keys of the first layer, where they rest on the token and its position alone and all are kept."""
+    """The keys of the first layer, where they depend on the token and its position alone and none is dropped."""
     slots = [slot for slot in contract.of_kind("self-attention") if slot.length_axis is not None and slot.present]
     if not slots or {slot.kind for slot in contract.slots} - {"self-attention", "cross-attention"}:
         return None
@@ -270,34 +309,88 @@ def _find_first_keys(contract: CacheContract, tokens: int) -> Slot | None:
     return first if first.layer == 0 and not short else None
 
 
-def takes_one(contract: CacheContract) -> str | None:
-    """Where a call takes several tokens, one without a cache shows more."""
-    return None if contract.new_tokens == 1 else "a call without a cache shows more"
+@record
+class Influence:
+    """The steps whose logits change with a token, and whether the cache of the last step does."""
+
+    steps: frozenset[int]
+    is_kept: bool
 
 
-def takes_history(contract: CacheContract) -> str | None:
-    """Names tell where a loop puts rows that a graph returns alone: after a guess, lost tokens may be its fault."""
-    if not contract.has_known_names and any(slot.growth == "delta" for slot in contract.slots):
-        return "no names tell where the loop puts the new rows"
-    return takes_one(contract)
+def lost_tokens(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """Earlier tokens that have no influence on the last logits, as far back as the slots keep them.
+
+    `pasts` and `answers` are those of a loop of one token a step, with its past before each step.
+    """
+    last, found = builder.scenario.total - 1, {}
+    for place in range(max(last - _reach(builder.contract, last), 0), last):
+        found[place] = yield from _follow(builder, place, pasts, answers)
+    lost = [place for place, influence in found.items() if last not in influence.steps]
+    if not lost or _is_window(builder, found):
+        return None
+    places = ", ".join(map(str, lost))
+    return Cause(
+        "present-drops-past", f"another token at position {places} does not change the logits at position {last}"
+    )
 
 
-EXPERIMENTS = (
-    Experiment(
-        HISTORY,
-        "whether every state is read and updated by each token, and earlier tokens and their order affect the logits",
-        history,
-        applies=takes_history,
-        one_token=True,
-        order=5,
-    ),
-    Experiment(
-        OWN_SESSION,
-        "the loop in a process of its own, in turn with a second sequence",
-        own_session,
-        applies=takes_one,
-        one_token=True,
-        fresh=True,
-        order=97,
-    ),
-)
+def _follow(
+    builder: FeedBuilder, place: int, pasts: Sequence[Past | None], answers: Sequence[Answer]
+) -> "Generator[Call, Answer, Influence]":
+    """Decode with other tokens at a position. A step that fails with one of them counts as one that changes."""
+    last, steps, kept, other = builder.scenario.total - 1, set[int](), False, builder
+    for _ in OTHER_TOKENS:
+        other, past = change_token(other, place), pasts[place]
+        for position in range(place, last + 1):
+            kept = kept or (position == last and _first_layer_differs(builder.contract, past, pasts[last]))
+            answer = yield as_probe(one_step(other, position, past))
+            if answer.failed:
+                return Influence(frozenset({*steps, *range(position, last + 1)}), kept)
+            if not np.array_equal(answer.logits, answers[position].logits, equal_nan=True):
+                steps.add(position)
+            past = other.carry(past, answer, "plain")
+        if last in steps:
+            break
+    return Influence(frozenset(steps), kept)
+
+
+def _first_layer_differs(contract: CacheContract, one: Past | None, other: Past | None) -> bool:
+    """Whether the entries of the first layer differ, of which each rests on its own token alone."""
+    if one is None or other is None:
+        return False
+    slots = contract.of_kind("self-attention")
+    first = min((slot.layer for slot in slots if slot.layer is not None), default=None)
+    return any(
+        not np.array_equal(_first_layer(slot, one), _first_layer(slot, other)) for slot in slots if slot.layer == first
+    )
+
+
+def _first_layer(slot: Slot, past: Past) -> Array:
+    """The entries of the first layer in a slot, which may be one layer's or have all layers on one axis."""
+    tensor = as_array(past[slot.past])
+    return np.take(tensor, 0, axis=slot.axes.index("layers")) if "layers" in slot.axes else tensor
+
+
+def _reach(contract: CacheContract, most: int) -> int:
+    """How many tokens back must count: a state forgets, an attention does not within its window and its buffer."""
+    found = [1]
+    for slot in contract.of_kind("self-attention"):
+        if slot.trimmed:
+            continue
+        limits = [most, *(n - 1 for n in (slot.window, slot.size("capacity")) if n is not None)]
+        found.append(min(limits))
+    return max(found)
+
+
+def _is_window(builder: FeedBuilder, found: Mapping[int, Influence]) -> bool:
+    """Whether the tokens that do not count are those that a sliding window of the graph leaves out."""
+    last = builder.scenario.total - 1
+    reach = max((last - place for place, one in found.items() if last in one.steps), default=0)
+    slides = all(
+        one.is_kept and one.steps - {place} == set(range(place + 1, min(place + reach, last) + 1))
+        for place, one in found.items()
+    )
+    slots = builder.contract.of_kind("self-attention")
+    layers = max((slot.size("layers") or 0 for slot in slots), default=0) or len({slot.layer for slot in slots})
+    # A length is compared with the width as `distance < W`, or as `distance <= W - 1`.
+    return slides and any(layers * (number - 1) == reach or layers * number == reach for number in builder.thresholds)

@@ -11,12 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Port
-from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, NothingToRun, Past, Scenario, Value, as_array
+from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, Past, Value, as_array
 from kvdoctor.decode.experiments import Decision, Experiment
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import random_tokens
 from kvdoctor.decode.runs import SEARCH, Cause
 from kvdoctor.decode.search import OUT_OF_PLAY, Ended, SearchPlan, SearchRules, choose, log_softmax
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 BEAMS = (1, 2, 4)
@@ -64,14 +65,14 @@ class OwnLoop:
 
     def _follow(self, tokens: tuple[int, ...], past: Past | None, answer: Answer) -> Followed:
         if answer.failed:
-            raise NothingToRun("the decoder inside the operator fails in a loop of ours")
+            raise CannotCheck("the decoder inside the operator fails in a loop of ours")
         plan, width = self.builder.search, answer.logits.shape[-1]
         if plan is not None and plan.vocabulary > 0 and plan.vocabulary != width:
             reason = f"vocab_size of the operator is {plan.vocabulary}, and the logits are {width} wide"
-            raise NothingToRun(f"{reason}: onnxruntime reads the logits of a prompt by vocab_size")
+            raise CannotCheck(f"{reason}: onnxruntime reads the logits of a prompt by vocab_size")
         row = answer.logits.reshape(-1, answer.logits.shape[-1])[-1].astype(np.float64)
         if not np.isfinite(row).all():
-            raise NothingToRun("the decoder inside the operator returns logits that are not finite")
+            raise CannotCheck("the decoder inside the operator returns logits that are not finite")
         carried = self.builder.carry(past, answer, "held")
         if self.blind:
             zeros = {s.past: np.zeros_like(as_array(carried[s.past])) for s in self.builder.contract.of_kind(ATTENTION)}
@@ -85,13 +86,26 @@ Found = tuple[tuple[int, ...], float]
 """The tokens of a sequence, and its score."""
 
 
+def searches(contract: CacheContract) -> str | None:
+    """There must be an operator that searches, and one sequence at a time."""
+    if "generate" not in contract.phases:
+        return "no operator runs the loop"
+    return None if contract.fixed_batch in (None, 1) else f"the decoder takes {contract.fixed_batch} sequences only"
+
+
+@Experiment(
+    SEARCH,
+    "the sequences that the operator finds, against kvdoctor's own search over its decoder",
+    applies=searches,
+    order=60,
+)
 def search_operator(builder: FeedBuilder) -> Decision:
     """Compare the searches with each number of beams."""
     plan = builder.search
     if plan is None:
-        raise NothingToRun("nothing is known of the operator")
+        raise CannotCheck("nothing is known of the operator")
     if plan.unknown:
-        raise NothingToRun(f"the search cannot be computed by its definition: {plan.unknown}")
+        raise CannotCheck(f"the search cannot be computed by its definition: {plan.unknown}")
     fixed = plan.fixed.get("num_beams")
     beams = (int(fixed),) if fixed is not None else BEAMS if "num_beams" in plan.fed else (1,)
     seen = False
@@ -107,7 +121,7 @@ def search_operator(builder: FeedBuilder) -> Decision:
                 blind = yield from _search(OwnLoop(prompted, blind=True), rules)
                 seen = ours[0][0] != blind[0][0]
     if not seen:
-        raise NothingToRun("control failed: a search with a corrupted cache finds the same tokens")
+        raise CannotCheck("control failed: a search with a corrupted cache finds the same tokens")
     return None
 
 
@@ -115,7 +129,7 @@ def _rules(plan: SearchPlan, beams: int, prompt: int) -> SearchRules:
     """The settings: those of the file, else ones that let sequences run long."""
     length = int(plan.fixed.get("max_length", prompt + LENGTH))
     if not prompt < length <= MOST_LENGTH:
-        raise NothingToRun(f"the file fixes max_length at {length}")
+        raise CannotCheck(f"the file fixes max_length at {length}")
     returned = int(plan.fixed.get("num_return_sequences", beams))
     return SearchRules(
         plan,
@@ -152,7 +166,7 @@ def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Gen
     answer = yield _call_operator(builder, rules)
     theirs = _read(answer, rules, ours)
     operator = rules.plan.operator
-    beams = "" if operator == "GreedySearch" else f" with {rules.beams} beam{'s' * (rules.beams > 1)}"
+    beams = "" if rules.plan.is_of_one_sequence else f" with {rules.beams} beam{'s' * (rules.beams > 1)}"
     for number, ((tokens, score), (want, best)) in enumerate(zip(theirs, ours, strict=False)):
         own = yield from _score(OwnLoop(builder), rules, tokens)
         if own is None:
@@ -178,7 +192,7 @@ def _show(tokens: tuple[int, ...]) -> str:
 
 @record(slots=False)
 class Scored:
-    """A sequence by our loop: its score, how far each token is behind the likeliest, and the logits' deviation."""
+    """A sequence by our loop: its score, the log probability that each token lacks to the likeliest, the deviation."""
 
     score: float
     gaps: dict[int, float]
@@ -218,8 +232,9 @@ def _adjusted(rules: SearchRules, sequence: Followed) -> Array:
 
     Source: onnxruntime, contrib_ops/cpu/transformers/generation_device_helper.cc.
     """
-    greedy = rules.plan.operator == "GreedySearch"
-    return rules.adjust(sequence.logits if greedy else log_softmax(sequence.logits), sequence.tokens)
+    return rules.adjust(
+        sequence.logits if rules.plan.is_of_one_sequence else log_softmax(sequence.logits), sequence.tokens
+    )
 
 
 def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Generator[Call, Answer, tuple[int, ...]]:
@@ -262,13 +277,13 @@ def _read(answer: Answer, rules: SearchRules, ours: list[Found]) -> list[tuple[t
 
 
 def _cut(row: tuple[int, ...], rules: SearchRules, ours: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """A sequence without the padding behind its end: as long as one of ours that is the same, else without all of it.
+    """Trim trailing padding: to the length of one of our sequences that is the same, else all of it.
 
-    The padding may be a token as well. GreedySearch writes it once, and leaves behind it what was there.
+    The padding may be a token as well. GreedySearch writes it once, and leaves the rest as it was.
     """
     pad = rules.plan.pad
     for tokens in ours:
-        rest = row[len(tokens) :][: 1 if rules.plan.operator == "GreedySearch" else None]
+        rest = row[len(tokens) :][: 1 if rules.plan.is_of_one_sequence else None]
         if row[: len(tokens)] == tokens and set(rest) <= {pad}:
             return tokens
     end = len(row)
@@ -285,7 +300,7 @@ def _call_operator(builder: FeedBuilder, rules: SearchRules) -> Call:
     if plan.prompts:
         prompt = _encoder_feed(builder)
         if np.issubdtype(prompt.dtype, np.integer) and (prompt == plan.pad).any():
-            raise NothingToRun("an ordinary token is the padding of the operator")
+            raise CannotCheck("an ordinary token is the padding of the operator")
     values: dict[str, Array | float] = {
         "input_ids": prompt,
         "max_length": rules.max_length,
@@ -307,7 +322,7 @@ def _call_operator(builder: FeedBuilder, rules: SearchRules) -> Call:
         if len(shape) == value.ndim and any(
             isinstance(dim, int) and dim != size for dim, size in zip(shape, value.shape, strict=True)
         ):
-            raise NothingToRun(f"the graph takes {name} of the sizes {list(shape)} only")
+            raise CannotCheck(f"the graph takes {name} of the sizes {list(shape)} only")
     return Call("generate", feeds, 0, builder.scenario.prompt)
 
 
@@ -325,7 +340,7 @@ def _encoder_feed(builder: FeedBuilder) -> Array:
         ports, given = builder.contract.graph("prefill").inputs, builder.prefill(builder.scenario.prompt).feeds
     names = [port.name for port in ports if port.role == "encoder_input" and port.name in given]
     if not names:
-        raise NothingToRun("the encoder inside the operator does not run on synthetic input")
+        raise CannotCheck("the encoder inside the operator does not run on synthetic input")
     return as_array(given[names[0]])
 
 
@@ -335,22 +350,3 @@ def _declared_size(contract: CacheContract, plan: SearchPlan, axis: int) -> int 
     shape = shapes.get(plan.fed.get("input_ids", "")) or ()
     size = shape[axis] if axis < len(shape) else None
     return size if isinstance(size, int) else None
-
-
-def searches(contract: CacheContract) -> str | None:
-    """There must be an operator that searches, and one sequence at a time."""
-    if "generate" not in contract.phases:
-        return "no operator runs the loop"
-    return None if contract.fixed_batch in (None, 1) else f"the decoder takes {contract.fixed_batch} sequences only"
-
-
-EXPERIMENTS = (
-    Experiment(
-        SEARCH,
-        "the sequences that the operator finds, against kvdoctor's own search over its decoder",
-        search_operator,
-        Scenario(),
-        searches,
-        order=60,
-    ),
-)

@@ -6,32 +6,71 @@ from dataclasses import replace
 import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, Role
-from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe, same_logits
+from kvdoctor.decode.experiments.cache_entries import as_probe, one_step, same_logits
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
-from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states
+from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states, takes_rows
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import fills_from_right
+from kvdoctor.errors import CannotCheck
 
-BEFORE_PADDING = ("batch", "batch-rows", "chunk", "second-turn", "each-length", "near-thresholds")
+BEFORE_PADDING = ("batch", "batch-rows", "chunk", "second-turn", "each-length", "near-thresholds", "numbering")
 """Experiments without padding that fail from the same cause, if they do."""
 PLACES: tuple[Role, ...] = ("cache_position", "write_index", "past_length", "total_length", "last_index")
 """Inputs that give the place where a buffer is written."""
+MASKS = ("attention_mask", "padding_mask", "additive_mask")
+"""Inputs that hide entries of the cache."""
 PADDING = (2, 1, 0)
 """Tokens of padding before each row of the batch."""
-BEHIND = 4
+APART = (5, 3)
+"""Tokens that two rows have before a step of both."""
+STEPS = 4
 """Steps around a threshold of the graph."""
 ENCODER_PADDING = (4, 2, 0)
-"""Encoder states of padding behind those of each row."""
+"""Encoder states of padding after those of each row."""
 
 
+def takes_left_padding(contract: CacheContract) -> str | None:
+    """A mask with a column for each token must hide the padding, in every graph; an operator that counts cannot."""
+    mask = contract.graph("decode").port("attention_mask")
+    if mask is not None and fills_from_right(mask, contract):
+        return "every run has it: the mask hides the entries of the window, on the left, that hold no token yet"
+    counted = any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots)
+    if counted or _is_written_by_count(contract):
+        return "its attention counts the entries of the cache, and cannot leave out the first ones"
+    graph = contract.graph("decode")
+    if graph.port("position_ids") is None and any(
+        port.role in PLACES and "batch" not in port.axes for port in graph.inputs
+    ):
+        return "one number gives the positions of all rows"
+    if any(slot.kind in ("conv-state", "recurrent-state") for slot in contract.slots):
+        return "a state's earlier inputs cannot be masked later"
+    return has_exact_rows(contract) or _has_mask(contract, MASKS, "total")
+
+
+def takes_encoder_padding(contract: CacheContract) -> str | None:
+    """The decoder must take encoder states, or the caches of an encoder, and a mask over them."""
+    if reason := takes_encoder_states(contract) or has_exact_rows(contract):
+        return reason
+    return _has_mask(contract, ("encoder_mask",), "encoder")
+
+
+@Experiment(
+    "left-padding",
+    "the held loop with batch 3, rows with 2, 1 and 0 tokens of padding on the left",
+    Scenario(batch=len(PADDING), prompt=5, steps=3),
+    takes_left_padding,
+    changes_feeds=True,
+    use=Use("padding on the left", required="left-padding", after=BEFORE_PADDING),
+    order=7,
+)
 def left(builder: FeedBuilder) -> Calls:
-    """The held loop, two rows padded behind a mask, at the usual lengths and around each threshold of the graph."""
+    """The held loop, two rows with masked padding, at the usual lengths and around each threshold of the graph."""
     yield from _left(builder)
     for length in visited(builder.thresholds, builder.contract.usable_length):
-        sizes = replace(builder.scenario, prompt=max(length - 1, max(PADDING) + 1), steps=BEHIND)
+        sizes = replace(builder.scenario, prompt=max(length - 1, max(PADDING) + 1), steps=STEPS)
         longer = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
         if (yield from longest_sequence(longer, 1, sizes.total)) == sizes.total:
             yield from _left(longer)
@@ -43,9 +82,35 @@ def _left(builder: FeedBuilder) -> Calls:
     for row, pads in enumerate(PADDING):
         logits = yield from builder.row(row).without_first(pads).whole()
         alone.append(logits[:, max(PADDING) - pads :])
+    yield from _stays(builder, alone[0])
     yield from _loop(replace(builder, padding=PADDING), builder, np.concatenate(alone))
 
 
+def _stays(builder: FeedBuilder, alone: Array) -> Calls:
+    """Where only a mask for each query tells the padding, one padded row must keep its logits by itself.
+
+    Raises:
+        CannotCheck: it does not: the graph counts the padding among the positions, and no input says otherwise.
+    """
+    inputs = builder.contract.graph("decode").inputs
+    if any(port.role == "position_ids" or (port.role in MASKS and port.axes == ("batch", "total")) for port in inputs):
+        return
+    padded = replace(builder.row(0), padding=PADDING[:1])
+    answer = yield as_probe(padded.prefill(builder.scenario.prompt))
+    kept = builder.scenario.prompt - max(PADDING)
+    if not answer.failed and not same_logits(answer.logits[:, -kept:], alone[:, :kept], builder.tolerance):
+        raise CannotCheck("the graph counts padding among the positions, and no input gives others")
+
+
+@Experiment(
+    "encoder-padding",
+    "the held loop with batch 3, rows with 4, 2 and 0 fewer encoder states",
+    Scenario(batch=len(ENCODER_PADDING), encoder=11, steps=3),
+    takes_encoder_padding,
+    changes_feeds=True,
+    use=Use("encoder states of two lengths in one batch", after=(*BEFORE_PADDING, "other-encoder-length")),
+    order=7,
+)
 def two_lengths(builder: FeedBuilder) -> Calls:
     """The held loop, two rows with fewer encoder states and a mask that says so: each row as it is alone."""
     length = builder.encoder_states
@@ -57,6 +122,57 @@ def two_lengths(builder: FeedBuilder) -> Calls:
     for row, pads in enumerate(ENCODER_PADDING):
         alone.append((yield from _shorten(builder.row(row), length - pads).whole()))
     yield from _loop(padded, builder, np.concatenate(alone))
+
+
+def takes_rows_apart(contract: CacheContract) -> str | None:
+    """Caches of fixed size, and inputs that tell each row's own length: the rows need not be equally long."""
+    if reason := takes_rows(contract):
+        return reason
+    graph = contract.graph("decode")
+    if any({"past", "encoder"} & set(slot.axes) or "batch" not in slot.axes for slot in contract.slots):
+        return "the rows of its caches are equally long"
+    places = [port for port in graph.inputs if port.role in (*PLACES, "position_ids") and port.role != "total_length"]
+    if not places or any("batch" not in port.axes for port in places):
+        return "no input tells each row where its buffer is written"
+    return None
+
+
+@Experiment(
+    "rows-apart",
+    "one step of two rows that have other numbers of tokens in their buffers",
+    Scenario(batch=len(APART), prompt=max(APART), steps=2),
+    takes_rows_apart,
+    changes_feeds=True,
+    use=Use("rows of different lengths in one batch", after=BEFORE_PADDING),
+    order=7,
+)
+def rows_apart(builder: FeedBuilder) -> Calls:
+    """Each row alone up to its own length; the next step of both together must give what each one gives alone.
+
+    Raises:
+        CannotCheck: an input that both rows share depends on the length.
+    """
+    calls, right = list[Call](), list[Array]()
+    axes = {port.name: port.axes for port in builder.contract.graph("decode").inputs}
+    axes |= {slot.past: slot.axes for slot in builder.contract.slots}
+    for row, length in enumerate(APART):
+        alone, past = builder.row(row), None
+        for position in range(length):
+            answer = yield one_step(alone, position, past)
+            past = alone.carry(past, answer, "held")
+        calls.append(one_step(alone, length, past))
+        right.append((yield calls[-1]).logits)
+    together: dict[str, Array] = {}
+    for name in calls[0].feeds:
+        given = [as_array(call.feeds[name]) for call in calls]
+        at = axes[name].index("batch") if "batch" in axes[name] else None
+        if len({array.shape for array in given}) > 1 or (at is None and not np.array_equal(given[0], given[1])):
+            raise CannotCheck(f"both rows share {name!r}, which depends on the length")
+        together[name] = given[0] if at is None else np.concatenate(given, axis=at)
+    yield replace(calls[0], feeds=together, expected=np.concatenate(right))
+    moved = builder.reorder_past(Past(together), range(len(APART))[::-1])
+    control = replace(calls[0], kind="control", label="rows of the cache exchanged", expected=np.concatenate(right))
+    yield replace(control, feeds={**together, **moved})
 
 
 def _shorten(builder: FeedBuilder, length: int) -> FeedBuilder:
@@ -100,21 +216,8 @@ def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
     yield unpadded.decode(total - 1, total, before, wanted, kind="control", label="a mask without the padding")
 
 
-def takes_left_padding(contract: CacheContract) -> str | None:
-    """A mask with a column for each token must hide the padding, in every graph; an operator that counts cannot."""
-    mask = contract.graph("decode").port("attention_mask")
-    if mask is not None and fills_from_right(mask, contract):
-        return "every run has it: the mask hides the entries of the window, on the left, that hold no token yet"
-    counted = any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots)
-    if counted or _is_written_by_count(contract):
-        return "its attention counts the entries of the cache, and cannot leave out the first ones"
-    if any(slot.kind in ("conv-state", "recurrent-state") for slot in contract.slots):
-        return "a state's earlier inputs cannot be masked later"
-    return has_exact_rows(contract) or _has_mask(contract, "attention_mask", "total")
-
-
 def _is_written_by_count(contract: CacheContract) -> bool:
-    """Whether a buffer is written behind as many entries as its mask shows, as GroupQueryAttention does.
+    """Whether a buffer is written after as many entries as its mask shows, as GroupQueryAttention does.
 
     No input gives the place, and the mask, which is as long as the tokens, is not that of the buffer.
     """
@@ -127,42 +230,12 @@ def _is_written_by_count(contract: CacheContract) -> bool:
     return mask.size("total") is None
 
 
-def takes_encoder_padding(contract: CacheContract) -> str | None:
-    """The decoder must take encoder states, or the caches of an encoder, and a mask over them."""
-    if reason := takes_encoder_states(contract) or has_exact_rows(contract):
-        return reason
-    return _has_mask(contract, "encoder_mask", "encoder")
-
-
-def _has_mask(contract: CacheContract, role: str, axis: str) -> str | None:
+def _has_mask(contract: CacheContract, roles: tuple[str, ...], axis: str) -> str | None:
+    """A mask over the entries of each row, or of each query of each row."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")
     for phase in phases:
         graph = contract.graph(phase)
-        masks = [port for port in graph.inputs if port.role == role and port.axes == ("batch", axis)]
-        if not masks:
-            return f"{graph.file} takes no {role} of [batch, {axis}]"
+        masks = [port.axes for port in graph.inputs if port.role in roles and port.size("batch") is None]
+        if not any(axes[:1] == ("batch",) and axes[-1] == axis for axes in masks):
+            return f"{graph.file} takes no {roles[0]} of [batch, {axis}]"
     return None
-
-
-EXPERIMENTS = (
-    Experiment(
-        "left-padding",
-        "the held loop with batch 3, rows with 2, 1 and 0 tokens of padding on the left",
-        left,
-        Scenario(batch=len(PADDING), prompt=5, steps=3),
-        takes_left_padding,
-        changes_feeds=True,
-        use=Use("padding on the left", required="left-padding", after=BEFORE_PADDING),
-        order=7,
-    ),
-    Experiment(
-        "encoder-padding",
-        "the held loop with batch 3, rows with 4, 2 and 0 fewer encoder states",
-        two_lengths,
-        Scenario(batch=len(ENCODER_PADDING), encoder=11, steps=3),
-        takes_encoder_padding,
-        changes_feeds=True,
-        use=Use("encoder states of two lengths in one batch", after=(*BEFORE_PADDING, "other-encoder-length")),
-        order=7,
-    ),
-)

@@ -1,4 +1,4 @@
-"""Content that no one may read: the past of a branch that takes none, the places behind the end of a buffer."""
+"""Content that no one may read: the past of a branch that takes none, the places of a buffer after the last token."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +17,21 @@ LARGE, LEFT_OVER = 1e4, 10.0
 an earlier sequence leaves there, since masks hide that, and not every number (0 * NaN is NaN)."""
 
 
+def has_unread_content(contract: CacheContract) -> str | None:
+    """There must be a place whose content does not count, and a first step that takes it."""
+    if not any(_unread_slots(contract)):
+        return "every entry of the cache is read"
+    return several_tokens(contract)
+
+
+@Experiment(
+    "unread-content",
+    "the held loop with large numbers in every place of the cache that counts as empty",
+    Scenario(steps=4),
+    has_unread_content,
+    use=Use("other content than zeros in places of the cache that count as empty", required="speculation"),
+    order=7,
+)
 def unread(builder: FeedBuilder) -> Calls:
     """The held loop where large numbers stand in every place that the contract calls empty."""
     expected = yield from builder.whole()
@@ -34,8 +49,16 @@ def unread(builder: FeedBuilder) -> Calls:
     yield from builder.controls(position, position + 1, before, expected)
 
 
+@Experiment(
+    "written-places",
+    "which places of its buffers a prefill writes",
+    applies=has_unread_content,
+    shown=False,
+    explains=("unread-content",),
+    order=8,
+)
 def written_places(builder: FeedBuilder) -> Decision:
-    """Whether a step writes its tokens at their places: what stood there must be gone, and stay behind them."""
+    """Whether a step writes its tokens at their places: what stood there must be gone, and stay at later places."""
     start = builder.scenario.prompt
     call = builder.prefill(start)
     past = Past({slot.past: call.feeds[slot.past] for slot in builder.contract.slots if slot.past in call.feeds})
@@ -58,7 +81,7 @@ def written_places(builder: FeedBuilder) -> Decision:
 
 
 def _filled(contract: CacheContract, past: Past, length: int, buffers_only: bool = False) -> dict[str, Any]:
-    """The pasts whose content behind the first `length` tokens is not to be read, with large numbers there."""
+    """The pasts whose content after the first `length` tokens is not to be read, with large numbers there."""
     filled = {}
     for slot in _unread_slots(contract):
         if slot.past not in past or (buffers_only and slot.growth != "static"):
@@ -82,33 +105,3 @@ def _unread_slots(contract: CacheContract) -> Iterator[Slot]:
         buffer = slot.growth == "static" and slot.carry in ("feed-back", "write") and "capacity" in slot.axes
         if buffer or (slot.first == "ignored" and slot.growth != "constant"):
             yield slot
-
-
-def has_unread_content(contract: CacheContract) -> str | None:
-    """There must be a place whose content does not count, and a first step that takes it."""
-    if not any(_unread_slots(contract)):
-        return "every entry of the cache is read"
-    return several_tokens(contract)
-
-
-EXPERIMENTS = (
-    Experiment(
-        "unread-content",
-        "the held loop with large numbers in every place of the cache that counts as empty",
-        unread,
-        Scenario(steps=4),
-        has_unread_content,
-        use=Use("other content than zeros in places of the cache that count as empty", required="speculation"),
-        order=7,
-    ),
-    Experiment(
-        "written-places",
-        "which places of its buffers a prefill writes",
-        written_places,
-        Scenario(),
-        has_unread_content,
-        shown=False,
-        explains=("unread-content",),
-        order=8,
-    ),
-)

@@ -1,12 +1,13 @@
 """Not a check: which check explains what the runs show, so that one fault is one finding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Slot
-from kvdoctor.decode.runs import GENERAL_CAUSES, HISTORY, OWN_SESSION, ObservedTensor, Run, Step
+from kvdoctor.decode.runs import GENERAL_CAUSES, HISTORY, OWN_SESSION, WRONG, Cause, ObservedTensor, Run, Step
 from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.errors import Explained
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", "sweep")
 """Experiments with steps of one token, at other lengths than those of the loop."""
+CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
+"""Experiments with steps of several tokens."""
+NAMED_BY_USE = (*AT_LENGTHS, *CHUNKS)
+"""Experiments whose differences have checks of their own, where they have no other cause."""
 
 
 @record
@@ -38,7 +43,7 @@ def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
     if repeated is not None and repeated.outcome == "differs":
         return "nondeterministic", repeated
     loop = context.checked_loop
-    if loop is not None and loop.repeats and loop.shows == "differs":
+    if loop is not None and loop.repeats and loop.shows == "differs" and not loop.not_finite:
         return "nondeterministic", loop
     other = context.find_run(OWN_SESSION)
     if other is not None and other.shows == "differs" and loop is not None and loop.shows == "passed":
@@ -48,32 +53,71 @@ def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
         experiments += ["why", *(["why-fed-back"] if loop.experiment == "plain-loop" else [])]
     for run in map(context.find_run, experiments):
         if run is not None and run.cause is not None:
-            return run.cause.name, run
+            place = loop.location.cause if loop is not None and loop.location is not None else ""
+            return (place, loop) if loop is not None and place and _is_open(run.cause, place) else (run.cause.name, run)
     return None
 
 
+def _is_open(cause: Cause, place: str = "cache-misread") -> bool:
+    """Whether the place in the graph tells more: what all calls store wrong, or whether dropped entries are needed.
+
+    Entries that change on the way to the attention, and come back so, are read wrong in the first place. What a graph
+    chooses by a length says less than that a step does not attend to some entries.
+    """
+    if place == "branches-disagree" and cause.unseen:
+        return False
+    rewritten = cause.name == "present-rewrites-past" and place == "cache-misread" and not cause.read_right
+    return cause.name == "cache-misread" or bool(cause.dropped) or rewritten
+
+
+def rests_on_place(context: ContractContext) -> bool:
+    """Whether the cause of what the loop shows has no name before its place in the graph is known."""
+    leading = leading_cause(context)
+    return leading is not None and leading[1].cause is not None and _is_open(leading[1].cause)
+
+
 def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] | None:
-    """The check that explains why a run of other sizes differs, and the run that decided."""
+    """The check that explains why a run of other sizes differs, and the run that decided.
+
+    The place says more where entries are left out, and of what a token sees where the graph chooses by a length: a mask
+    is no such choice, since it is as large as the tokens.
+    """
     from kvdoctor.decode.experiments import find_explaining
 
-    why = context.find_run(find_explaining(experiment) or "")
-    return (why.cause.name, why) if why is not None and why.cause is not None else None
+    why, run = context.find_run(find_explaining(experiment) or ""), context.find_run(experiment)
+    if why is None or why.cause is None or (run is not None and _is_right_without(context, why.cause, run)):
+        return None
+    place = run.location.cause if run is not None and run.location is not None else ""
+    chosen = why.cause.name == "mask-not-offset" and place == "branches-disagree"
+    if run is not None and place and (why.cause.dropped or chosen):
+        return place, run
+    return why.cause.name, why
 
 
-def is_named(context: RunContext, other: Run) -> bool:
-    """Whether another check names the cause in a run of other sizes."""
+def _is_right_without(context: ContractContext, cause: Cause, run: Run) -> bool:
+    """Whether a run has a right step on a past without the entries that a cause says are left out."""
+    slot = next((slot for slot in context.contract.slots if cause.dropped and slot.past == cause.slot), None)
+    cut = _find_wrong_length(slot, run) if slot is not None else None
+    return cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1
+
+
+def find_named_cause(context: RunContext, other: Run) -> str | None:
+    """The check that names the cause in a run of other sizes; None where none does."""
     if other.cause is not None:
-        return True
+        return other.cause.name
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
-        return True
-    # Rows that interact without a cache do so with one.
-    mixed = other.experiment == "batch" and rows is not None and rows.outcome == "differs"
-    return mixed or any(step.difference and not step.difference.finite for step in other.steps)
+        return cause[0]
+    if other.experiment == "batch" and rows is not None and rows.outcome == "differs":
+        return "batch-rows-interact"  # rows that interact without a cache do so with one
+    place = other.location
+    if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:
+        return place.cause
+    return "non-finite" if other.not_finite else None
 
 
 def find_explanation(context: RunContext, name: str = "cached-differs") -> str | None:
-    """The check that names the cause of what the runs show, in words; None where the check `name` has to."""
+    """Which check names the cause of what the runs show, as text; None where the check `name` has to."""
     if context.declared_faults:
         return f"explained by {', '.join(context.declared_faults)}"
     if fails_where_opened(context):
@@ -88,6 +132,16 @@ def find_explanation(context: RunContext, name: str = "cached-differs") -> str |
     return None
 
 
+def leave_to_other(context: RunContext, name: str = "cached-differs") -> None:
+    """Return where no other check names the cause.
+
+    Raises:
+        Explained: one does.
+    """
+    if reason := find_explanation(context, name):
+        raise Explained(reason)
+
+
 def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
     """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
 
@@ -99,6 +153,18 @@ def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "
 def find_coarse_uses(context: RunContext) -> tuple[tuple[Run, "Use"], ...]:
     """Runs of other sizes whose logits are wrong by a rounded cache alone, where those of the checked loop are not."""
     return tuple((run, use) for run, use in _find_wrong_uses(context, "differs") if run.too_coarse)
+
+
+def find_broken_uses(context: RunContext) -> Iterator[tuple[Run, "Use"]]:
+    """Runs with logits or states that are not finite, where the checked loop shows no fault, whatever it left open."""
+    from kvdoctor.decode.experiments import uses
+
+    loop, found = context.checked_loop, uses()
+    if loop is None or loop.shows not in WRONG:
+        for run in context.runs:
+            broken = run.not_finite or (run.cause is not None and run.cause.name == "non-finite")
+            if broken and run.shows == "differs" and run.experiment in found:
+                yield run, found[run.experiment]
 
 
 def _find_wrong_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
@@ -131,15 +197,36 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
     run, loop = context.find_run("plain-loop"), context.checked_loop
     if context.declared_faults:
         return  # which axis is the length is then not known
+    why = context.find_run("why")
+    cause = why.cause if why is not None else None
+    explained = cause is not None and cause.name not in GENERAL_CAUSES and not cause.dropped
     found = False
     for slot in context.contract.slots if run is not None else ():
-        if slot.trimmed and loop is not None and loop.outcome == "passed":
-            continue  # a window whose width nothing declares: the logits say that it is wide enough
-        if run is not None and (wrong := _find_wrong_length(slot, run)) is not None:
+        wrong = _find_wrong_length(slot, run) if run is not None else None
+        # A window whose width nothing declares: the logits, or another cause, say that it is wide enough.
+        wide = wrong is not None and loop is not None and _is_wide_enough(loop, wrong.step)
+        lost = wrong is not None and (drops_past(wrong) or _is_no_window(slot, context.runs))
+        if wrong is not None and not (slot.trimmed and (wide or (explained and not lost))):
             found = True
             yield wrong
     if not found:
         yield from _find_cut_lengths(context)
+
+
+def _is_no_window(slot: Slot, runs: Iterable[Run]) -> bool:
+    """Whether prompts of two lengths both come back shorter than they are, and by different lengths."""
+    at, found = slot.length_axis or 0, set[int]()
+    for step in (step for run in runs for step in run.steps if step.phase == "prefill" and step.past_length == 0):
+        seen = step.returned.get(slot.filled_by or "")
+        if seen is not None and len(seen.shape) == len(slot.axes) and seen.shape[at] < step.new_tokens:
+            found.add(seen.shape[at])
+    return len(found) > 1
+
+
+def _is_wide_enough(loop: Run, cut: Step) -> bool:
+    """Whether the logits are right with a window whose width nothing declares, or wrong for another cause."""
+    before = loop.failed_step is not None and loop.failed_step <= cut.step
+    return loop.outcome == "passed" or before or bool(loop.location is not None and loop.location.cause)
 
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
@@ -147,7 +234,7 @@ def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
 
     They come from one run, the first that fails or differs in the very step that is fed a present with lost entries.
     """
-    differing = list(find_faulty_uses(context, "differs"))
+    differing = [one for one in find_faulty_uses(context, "differs") if not (one[0].location and one[0].location.cause)]
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):
         differing = []  # which entries are left out is known, and says more than the length

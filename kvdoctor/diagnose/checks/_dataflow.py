@@ -1,13 +1,17 @@
 """Not a check: what the dataflow of the decode graph says of a slot, as evidence for what the runs show."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
+from kvdoctor.analysis.dataflow import entries
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.unread_loops import find_unread_loops
+from kvdoctor.analysis.dataflow.walks import skip_copies
+from kvdoctor.analysis.lost_caches import find_unread_loops
+from kvdoctor.contract import Slot
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import CannotCheck
+from kvdoctor.errors import CannotCheck
 from kvdoctor.model.flatten import FlatNode
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.model.operators import has
+from kvdoctor.report.wording import shorten_names
 
 MOST_NODES = 3
 
@@ -24,6 +28,22 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
     return (f"between {past} and {slot.present}: {words}",) if nodes else ()
 
 
+def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
+    """The entries that a step returns in a slot in place of those that it uses itself, as text; None where it does not.
+
+    Only a part of the cache is followed: a state whose new entries are joined to it.
+    """
+    flow, rank = _follow(context), len(slot.shape)
+    if flow is None or slot.present is None:
+        return None
+    if slot.growth == "replace" and entries.returns_turned(flow, slot.past, rank, slot.present):
+        return f"{slot.present} is returned with the axes of {slot.past} in another order"
+    found = entries.find_other_entries(flow, slot.past, rank, slot.present)
+    if found is None:
+        return None
+    return f"{slot.present} is joined by {_name(found[0])}, and what the step itself uses by {_name(found[1])}"
+
+
 def describe_rounded(context: ContractContext, past: str | None = None) -> tuple[str, ...]:
     """The nodes that round a present on the way to the output alone; () for none.
 
@@ -33,7 +53,7 @@ def describe_rounded(context: ContractContext, past: str | None = None) -> tuple
     for name, processed in context.rounded_presents.items():
         if past is None or name == wanted:
             text = f"between the attention and {name}: {', '.join(processed.words)}"
-            cuts = any(node.op_type == "QuantizeLinear" for node in processed.rounding)
+            cuts = any(has(node.op_type, "quantize") for node in processed.rounding)
             return (text + ("; it would also cut off entries beyond the range of its scale" if cuts else ""),)
     return ()
 
@@ -51,6 +71,41 @@ def describe_unread(context: ContractContext) -> tuple[str, ...]:
     site = next((use.site for use in uses if use is not None), None)
     where = f": {_name(flow.flow.nodes[site])} reads the new entries alone" if site is not None else ""
     return (f"no logit depends on {shorten_names(tuple(slot.past for slot in unread))}{where}",)
+
+
+def find_exchanged_entries(context: ContractContext) -> Iterator[tuple[Slot, Slot]]:
+    """Slots that are returned with the new entries which another one uses, each with that one."""
+    flow, stored, used = _follow(context), dict[str, set[str]](), dict[str, set[str]]()
+    if flow is None:
+        return
+    slots = [slot for slot in context.contract.slots if slot.present is not None]
+    for slot in slots:
+        found = entries.find_other_entries(flow, slot.past, len(slot.shape), slot.present or "")
+        joined = flow.find_joined(slot.past, len(slot.shape))
+        used[slot.past] = set(found[1].inputs) if found is not None else {joined[0]} if joined is not None else set()
+        stored[slot.past] = set(found[0].inputs) if found is not None else set()
+    for slot in slots:
+        for other in slots:
+            if other is not slot and stored[slot.past] & used[other.past] - {slot.past, other.past}:
+                yield slot, other
+
+
+def find_repeated(context: ContractContext) -> dict[str, tuple[str, Slot]]:
+    """The pasts that no output carries on, each with an output that returns another slot once more, and that slot.
+
+    Pasts and outputs go together in their order, where there are as many of both.
+    """
+    flow, graph = _follow(context), context.contract.graph("decode")
+    if flow is None:
+        return {}
+    made = {name: skip_copies(flow.flow, value) for name, value in flow.flow.results.items()}
+    owners = {made[slot.present]: slot for slot in context.contract.slots if slot.present in made}
+    presents = {slot.present for slot in context.contract.slots}
+    again = [port.name for port in graph.outputs if port.name not in presents and made.get(port.name) in owners]
+    lost = [slot.past for slot in context.contract.of_kind("self-attention") if slot.present is slot.filled_by is None]
+    if len(again) != len(lost):
+        return {}
+    return {past: (name, owners[made[name]]) for past, name in zip(lost, again, strict=True)}
 
 
 def unread_in_loops(context: ContractContext) -> dict[str, str]:

@@ -1,24 +1,37 @@
-"""Not a check: the faults whose cause an experiment decided, and the evidence of a fault location."""
+"""Not a check: the faults of runs, and the evidence of a fault location."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import FaultLocation, Run
+from kvdoctor.decode.runs import FaultLocation, Run, Step
+from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.diagnose.checks._attribution import (
     AT_LENGTHS,
     cause_in_use,
-    find_explanation,
     find_faulty_uses,
     leading_cause,
+    leave_to_other,
 )
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Severity
 from kvdoctor.records import record
-from kvdoctor.report.wording.runs import describe_difference
+from kvdoctor.report.wording.runs import describe_difference, describe_growth
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Use
 
 MOST_SHAPES = 3
 MOST_LINES = 2
+SHORT_STATE = Advice(
+    "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
+)
+
+
+HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
+
+EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
 
 
 @record
@@ -37,8 +50,7 @@ def report_cause(context: RunContext, name: str, text: CauseText) -> Iterator[Fa
     Where only runs of other sizes differ for that cause, it is one fault, by the worst of them.
     """
     leading = leading_cause(context)
-    if find_explanation(context, name):
-        return
+    leave_to_other(context, name)
     if leading is None or leading[0] != name:
         yield from _report_cause_in_use(context, name, text)
         return
@@ -77,9 +89,8 @@ def build_fault(
     located = run if run.location is not None or run.experiment in uses() else _find_located_run(context)
     return Fault(
         severity=severity,
-        file=context.decode_file,
         subject=(context.logits_name,),
-        where=f"output {context.logits_name}, experiment {run.experiment}",
+        run=run,
         apart=(run.experiment,),
         declared=text.declared,
         observed=_describe_decision(run),
@@ -138,7 +149,7 @@ def describe_location(run: Run | None) -> tuple[str, ...]:
 
 
 def find_undeclared_size(context: RunContext, run: Run) -> str | None:
-    """The first slot that a run got in another size than the graph declares as a number, in words."""
+    """The first slot that a run returned in another size than the graph declares as a number, as text."""
     for step in run.steps:
         for port in context.contract.graph("decode" if step.phase == "decode" else "prefill").outputs:
             seen = step.returned.get(port.name)
@@ -148,3 +159,49 @@ def find_undeclared_size(context: RunContext, run: Run) -> str | None:
                 declared, got = describe(port.dtype, port.shape), describe(seen.dtype, seen.shape)
                 return f"step {step.step} returns {port.name} as {got}, declared as {declared}"
     return None
+
+
+def build_difference(context: RunContext, run: Run, severity: Severity, cause: str) -> Fault:
+    """The fault of a run whose logits differ, or of a step of it."""
+    mismatch = find_undeclared_size(context, run)
+    exactness = context.contract.exactness
+    limit = find_tolerance("float" if run.hidden else exactness, context.tolerances)
+    words = "in the float32 copy" if run.hidden else exactness
+    step = next((step for step in run.steps if step.step == run.failed_step), None) or _find_worst(run)
+    call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
+    growth = describe_growth(run)
+    seen = describe_difference(run, step) or run.reason or "of another shape"
+    return Fault(
+        severity=severity,
+        subject=(context.logits_name,),
+        run=run,
+        apart=() if run is context.checked_loop else (run.experiment,),
+        declared=f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
+        observed=f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
+        cause=cause + (f": {mismatch}" if mismatch else ""),
+        repair=SHORT_STATE if mismatch else EXPORT_AGAIN,
+        evidence=describe_location(run),
+        nodes=list_nodes(run),
+    )
+
+
+def _find_worst(run: Run) -> Step | None:
+    """The step that is off the most, for a run whose steps are all within the limit of a fault."""
+    compared = [step for step in run.steps if step.difference is not None and run.failed_step is None]
+    return max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
+
+
+def severity_of(run: Run, use: "Use") -> Severity:
+    """One token per step in batch 1 must be right, whatever the lengths: else it is an error."""
+    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
+    return "error" if alone else use.severity
+
+
+def _describe_search(context: RunContext, run: Run) -> str:
+    """The evidence of the search for the cause, if it found none that has a check, and the place tells none."""
+    if run.location is not None and run.location.cause:
+        return ""
+    is_loop = run is context.checked_loop
+    why = context.find_run("why") if is_loop else (cause_in_use(context, run.experiment) or (0, None))[1]
+    return f"; {why.cause.evidence}" if why is not None and why.cause is not None else ""

@@ -1,4 +1,4 @@
-"""An adapter file beside the model does not fit the inputs of its graph.
+"""An adapter file in the folder of the model does not fit the inputs of its graph.
 
 What it means: the graph takes the matrices of a LoRA adapter as inputs, and ONNX Runtime fills them from an
 `.onnx_adapter` file. Here a matrix of the file has no input, an input has no matrix, or one has another type, another
@@ -14,7 +14,7 @@ Repair: make the adapter again for this graph (Olive's ExtractAdapters writes bo
 
 from collections.abc import Iterator
 
-from kvdoctor.analysis.adapter_files import AdapterFile, AdapterParameter, find_misfit
+from kvdoctor.analysis.model_folder import AdapterFile, AdapterParameter, find_misfit
 from kvdoctor.contract import Port
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
@@ -37,6 +37,7 @@ def adapter_misfits(context: ContractContext) -> Iterator[Fault]:
             more = f"; {len(names) - 1} more do not fit" if len(names) > 1 else ""
             yield Fault(
                 severity="error",
+                file=file.name,
                 subject=(file.name, *names),
                 where=f"adapter {file.name}",
                 declared=f"a matrix for each of the {len(wanted)} adapter inputs of {context.decode_file}",

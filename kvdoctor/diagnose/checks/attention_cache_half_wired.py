@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.node_source import name_of
 from kvdoctor.findings import Fault, Severity, check
-from kvdoctor.model.cache_operators import CachePorts, ports_of
+from kvdoctor.model.operators import CachePorts, has, operators_with, ports_of
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import describe_node, name_node
 from kvdoctor.model.view import GraphView, Scope
 
-SAME_NUMBER = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape"}
+SAME_NUMBER = operators_with("copy", "cast", "view")
 
 
 @check("KV108", "attention-cache-half-wired", "contract")
@@ -78,4 +78,4 @@ def counts_whole(node: NodeProto, ports: CachePorts, scope: Scope) -> bool:
     if at is None or not given(node.input, at):
         return False
     source = scope.producers.get(scope.through(node.input[at], SAME_NUMBER))
-    return source is not None and source.op_type == "ReduceSum"
+    return source is not None and has(source.op_type, "sum")

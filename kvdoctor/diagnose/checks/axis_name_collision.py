@@ -20,7 +20,6 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, check
-from kvdoctor.report.wording.units import shorten_names
 
 
 @check("KV113", "axis-name-collision", "contract")
@@ -46,9 +45,7 @@ def axis_name_collision(context: ContractContext) -> Iterator[Fault]:
         names = tuple(present.name for _, present in same)
         yield Fault(
             severity="note",
-            file=context.decode_file,
             subject=names,
-            where=f"output {shorten_names(names)}",
             declared=f"past {describe(past.dtype, past.shape)}",
             observed=f"present {describe(present.dtype, present.shape)}",
             cause="the present is longer than the past, but both lengths have the same axis name",
@@ -60,9 +57,10 @@ def _fails(context: ContractContext, run: Run, presents: tuple[str, ...]) -> Fau
     place = run.node.shown if run.node else f"file {context.decode_file}"
     return Fault(
         severity="error",
-        file=context.decode_file,
         subject=(run.node.name,) if run.node else presents or (context.decode_file,),
         where=place,
+        run=run,
+        error=run.error,
         declared="tensors with equal declared shapes, which can share a buffer",
         observed=f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
         cause="two different lengths have the same axis name, and the runtime plans its memory by axis names",

@@ -5,7 +5,7 @@ batch, or computes all of them from one row. Or this happens only with a past, f
 rows attend to the cache of one row.
 
 How it is decided: each row of a batch of 2 is run alone, without a cache. If those logits agree and a batch of 2 still
-decodes wrongly, noise in the cache of one row, or another token in it, must not change the other row's logits.
+decodes wrongly, the prompt and a step must give each row the entries and the logits that it gets alone.
 A graph that takes one token a call is run with each row alone, and with both in either order.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batch`.
@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from kvdoctor.diagnose.checks._attribution import leading_cause
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.errors import CannotCheck, Explained
+from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.runs import describe_difference
 
 WORDS = CauseText(
-    cause="in steps with a past, a row's logits depend on the other row of the batch",
-    declared="logits that do not depend on the other row",
+    cause="in steps with a past, a row gets other logits or entries in a batch than alone",
+    declared="the logits and entries that the row gets alone",
     advice="export again; until then decode one sequence at a time",
 )
 
@@ -37,9 +38,8 @@ def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
         yield from report_cause(context, "batch-rows-interact", WORDS)
         return
     if leading and leading[0] == "nondeterministic":
-        return
-    alone = context.checked_loop
-    if alone is not None and any(step.difference and not step.difference.finite for step in alone.steps):
+        raise Explained(f"explained by {leading[0]}")
+    if any(one is not None and one.not_finite for one in (context.checked_loop, context.find_run("batch"))):
         raise CannotCheck("logits are not finite, see KV304")
     logits = context.contract.graph("prefill").port("logits")
     step = run.steps[run.failed_step or 0] if run.steps else None
@@ -48,7 +48,7 @@ def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
         severity="warning",
         file=context.contract.graph("prefill").file,
         subject=(logits.name if logits else "logits",),
-        where=f"output {logits.name if logits else 'logits'}, {run.experiment}",
+        run=run,
         declared="the same logits alone and in a batch of 2",
         observed=f"row {run.failed_step}: logits {size}",
         cause="a row's logits depend on the other row of the batch",

@@ -1,10 +1,12 @@
 """The two branches, or the two files, compute different functions.
 
 What it means: the graph that fills the cache and the graph that reads it have different weights or different
-operations: files of two exports were combined, or only one of them was quantized or trained further.
+operations: files of two exports were combined, or only one of them was quantized or trained further. One graph does so
+as well where it chooses weights, constants or operations by the length of the past.
 
 How it is decided: the cached branch is run with an empty past, where no cache, position or mask can be at fault. Its
-logits for the first token differ from those of the branch without a past.
+logits for the first token differ from those of the branch without a past. In one graph, what a step chooses by
+comparing lengths is replaced by what the run without a cache chooses, which makes the logits right.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
@@ -20,11 +22,11 @@ from kvdoctor.findings import Fault, check
 WORDS = CauseText(
     cause="the graph with a past and the graph without one compute different functions",
     declared="the same logits for the first token from both",
-    advice="export both again from one checkpoint",
+    advice="export again, both graphs from one checkpoint",
 )
 
 
 @check("KV311", "branches-disagree", "runs")
 def branches_disagree(context: RunContext) -> Iterator[Fault]:
-    """Branches that differ even without a cache."""
+    """Branches that differ even without a cache, and choices by the length of the past."""
     yield from report_cause(context, "branches-disagree", WORDS)

@@ -13,7 +13,7 @@ from kvdoctor.contract import Dim, Slot, describe
 from kvdoctor.decode.runs import Step
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree")
 
@@ -37,7 +37,6 @@ def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
         names = tuple(s.past for s, _, _ in differing)
         yield Fault(
             severity="error",
-            file=context.decode_file,
             subject=names,
             where=f"input {past.name}, output {now.name}",
             declared=describe(past.dtype, past.shape),
@@ -73,7 +72,6 @@ def cache_shape_mismatch(context: ContractContext) -> Iterator[Fault]:
         _, past, now, seen = differing[0]
         yield Fault(
             severity="error",
-            file=context.decode_file,
             subject=tuple(slot.past for slot, _, _, _ in differing),
             where=f"input {past.name}, output {now.name}",
             declared=describe(past.dtype, past.shape),

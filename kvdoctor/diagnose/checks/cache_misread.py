@@ -3,9 +3,11 @@
 What it means: a step reads the cache, and adds an entry to it; one of the two is wrong.
 
 How it is decided: the entries of a prefill are compared with those of a longer one, and each new entry with the entry
-of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Positions,
-masks, exchanged layers and the like have checks of their own, which go first. A difference that only a float32 copy of
-the model shows is a warning.
+of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Where all
+calls store the same entries, the graph decides at the first value that differs: entries are stored wrong if the
+attention uses other new ones and reads old ones as they are, and read wrong if it uses the new ones that are stored and
+changes old ones. Positions, masks, exchanged layers and the like have checks of their own, which go first. A difference
+that only a float32 copy of the model shows is a warning.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
@@ -16,10 +18,15 @@ again with a current exporter. The evidence names the first layer that is wrong.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.diagnose.checks._attribution import find_explanation, leading_cause
-from kvdoctor.diagnose.checks._dataflow import describe_changes, describe_rounded
-from kvdoctor.diagnose.checks._differences import HIDDEN, build_difference
-from kvdoctor.diagnose.context import RunContext
+from kvdoctor.diagnose.checks._attribution import find_faulty_uses, find_named_cause, leading_cause, leave_to_other
+from kvdoctor.diagnose.checks._dataflow import (
+    describe_changes,
+    describe_rounded,
+    find_exchanged_entries,
+    find_other_entries,
+)
+from kvdoctor.diagnose.checks._faults import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
+from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Fault, Severity, check
 
 
@@ -48,12 +55,41 @@ def new_entries_wrong(context: RunContext) -> Iterator[Fault]:
     yield from _report(context, "new-entries-wrong", text)
 
 
+EXCHANGED = ("layers-swapped", "key-value-swapped")
+"""Causes that say more of entries which a step does not use: they are those of another slot."""
+
+
+@check("KV318", "new-entries-wrong", "contract")
+def other_entries_stored(context: ContractContext) -> Iterator[Fault]:
+    """Slots that a step returns with other new entries than it uses itself."""
+    leading = leading_cause(context)
+    if context.checked_loop is None or context.passes_parity or (leading is not None and leading[0] in EXCHANGED):
+        return
+    others = {*context.rounded_presents, *(slot.present for slot, _ in find_exchanged_entries(context))}
+    slots = (slot for slot in context.contract.slots if slot.present not in others)
+    seen = ((slot.present or "", find_other_entries(context, slot)) for slot in slots)
+    wrong = {name: text for name, text in seen if text is not None}
+    if wrong:
+        yield Fault(
+            severity="error",
+            subject=tuple(wrong),
+            declared="the past followed by the entries that the step itself uses after it",
+            observed=next(iter(wrong.values())),
+            cause="a step stores other new entries than it uses",
+            repair=EXPORT_AGAIN,
+            confidence="confirmed" if context.loop_is_wrong else "suspected",
+        )
+
+
 def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     run, leading = context.checked_loop, leading_cause(context)
+    for other, use in find_faulty_uses(context, "differs"):
+        if find_named_cause(context, other) == name and other.location is not None and other.location.cause == name:
+            found = build_difference(context, other, severity_of(other, use), f"with {use.words}: {cause}")
+            yield replace(found, use=use.required)
     if run is None or run.shows != "differs" or leading is None or leading[0] != name:
         return
-    if find_explanation(context, name):
-        return
+    leave_to_other(context, name)
     severity: Severity = "warning" if run.hidden else "error"
     found = build_difference(context, run, severity, f"{cause}, {HIDDEN}" if run.hidden else cause)
     decided = leading[1].cause

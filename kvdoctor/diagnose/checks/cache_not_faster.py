@@ -33,7 +33,6 @@ def cache_not_faster(context: RunContext) -> Iterator[Fault]:
         return
     yield Fault(
         severity="note",
-        file=context.decode_file,
         subject=(context.decode_file,),
         where=f"file {context.decode_file}, experiment long-past",
         declared=f"a step with the cache that is faster than one call over {TOKENS} tokens",

@@ -28,7 +28,6 @@ def cached_branch_first(context: RunContext) -> Iterator[Fault]:
     wrong = f"wrong logits, off by {step.relative:.3g} standard deviations of the logits" if step else "wrong logits"
     yield Fault(
         severity="note",
-        file=context.decode_file,
         subject=(switch.name if switch else "",),
         where=f"input {switch.name if switch else ''}, {later} on step 0",
         declared=f"{first} on the first step",

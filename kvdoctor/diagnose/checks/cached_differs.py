@@ -37,24 +37,31 @@ from dataclasses import replace
 
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
-    AT_LENGTHS,
+    NAMED_BY_USE,
+    find_broken_uses,
     find_coarse_uses,
-    find_explanation,
     find_faulty_uses,
-    is_named,
+    find_named_cause,
     leading_cause,
+    leave_to_other,
 )
 from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread
-from kvdoctor.diagnose.checks._differences import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.checks.wrong_at_sizes import CHUNKS
+from kvdoctor.diagnose.checks._faults import (
+    EXPORT_AGAIN,
+    HIDDEN,
+    CauseText,
+    build_difference,
+    report_cause,
+    severity_of,
+)
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.errors import CannotCheck, Explained
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording import format_count
 from kvdoctor.report.wording.runs import describe_rounding
-from kvdoctor.report.wording.units import format_count
 
-HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "full-context", *AT_LENGTHS, *CHUNKS)
+HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
 
 LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
@@ -81,17 +88,17 @@ def cached_differs(context: RunContext) -> Iterator[Fault]:
     run = context.checked_loop
     if run is None or run.shows in REASONS:
         return  # the pipeline reports it as not checked, whichever checks are selected
-    if reason := find_explanation(context):
-        raise CannotCheck(reason)
+    leave_to_other(context)
     if _ignores_past(context, run):
-        raise CannotCheck("the past is ignored, see KV302")
-    if _list_not_finite(run):
-        raise CannotCheck("logits are not finite, see KV304")
+        raise Explained("the past is ignored, see KV302")
+    if run.not_finite:
+        raise Explained("logits are not finite, see KV304")
     yield from _judge_loop(context, run)
+    right = "those of the same tokens one by one" if context.contract.new_tokens == 1 else "logits without it"
     for other, use in find_faulty_uses(context, "differs"):
-        if other.experiment in HAVE_OWN_CHECKS or is_named(context, other):
+        if other.experiment in HAVE_OWN_CHECKS or find_named_cause(context, other) is not None:
             continue
-        cause = f"with {use.words}, logits with the cache differ from {_name_right_logits(context)}"
+        cause = f"with {use.words}, logits with the cache differ from {right}"
         yield replace(build_difference(context, other, severity_of(other, use), cause), use=use.required)
     plain = context.find_run("plain-loop")
     if (
@@ -101,11 +108,6 @@ def cached_differs(context: RunContext) -> Iterator[Fault]:
         and plain.outcome in ("failed", "died")
     ):
         raise CannotCheck(f"the plain loop failed at step {plain.failed_step}, so its later logits were not compared")
-
-
-def _name_right_logits(context: RunContext) -> str:
-    """What runs of other sizes are compared with."""
-    return "those of the same tokens one by one" if context.contract.new_tokens == 1 else "logits without it"
 
 
 def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
@@ -143,8 +145,10 @@ def past_ignored(context: RunContext) -> Iterator[Fault]:
     unread = describe_unread(context) if run is not None and run.shows == "differs" else ()
     # A graph that looks ahead has lost its mask, and with it what tells a run whether the past is read.
     looks_ahead = leading is not None and leading[0] == "not-causal"
-    if run is None or (find_explanation(context, "past-ignored") and not (looks_ahead and unread)):
+    if run is None:
         return
+    if not (looks_ahead and unread):
+        leave_to_other(context, "past-ignored")
     if (decided and leading is not None and leading[1].experiment != HISTORY) or unread or _ignores_past(context, run):
         fault = build_difference(context, run, "error", IGNORED.cause)
         yield replace(fault, evidence=(*unread, *fault.evidence))
@@ -160,8 +164,8 @@ def non_finite(context: RunContext) -> Iterator[Fault]:
     mask whose rows hide every token, and a recurrent state that each step amplifies.
 
     How it is decided: the logits of every step are searched for values that are not finite. With `--thorough`,
-    recurrent states are also fed 2,000 tokens. A vocabulary entry that is -inf in the reference run as well is not a
-    fault.
+    recurrent states are also fed 2,000 tokens; one that only grows towards infinity is a warning. A vocabulary entry
+    that is -inf in the reference run as well is not a fault.
 
     Reproduce: `kvdoctor step-test MODEL -v`; the table of steps shows the first one and its past length. `kvdoctor
     inspect MODEL` names constants that overflow in float16.
@@ -169,27 +173,27 @@ def non_finite(context: RunContext) -> Iterator[Fault]:
     Repair: run the model in float32 or bfloat16, or replace the constant that overflows and export again.
     """
     run = context.checked_loop
-    if run is not None and (steps := _list_not_finite(run)):
-        fault = build_difference(context, run, "error", f"logits are not finite at step {', '.join(map(str, steps))}")
+    if run is not None and run.not_finite:
+        cause = f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
+        fault = build_difference(context, run, "error", cause)
         yield replace(fault, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
         return
-    for other, use in find_faulty_uses(context, "differs"):
-        if other.cause is not None and other.cause.name == "non-finite":
-            found = build_difference(context, other, use.severity, f"with {use.words}: {other.cause.evidence}")
-            yield replace(found, declared="states within the range of their type", observed=other.cause.evidence)
-            return
-        if steps := _list_not_finite(other):
-            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, steps))}"
-            yield replace(build_difference(context, other, use.severity, cause), use=use.required)
-            return
-
-
-def _list_not_finite(run: Run) -> list[int]:
-    return [step.step for step in run.steps if step.difference and not step.difference.finite]
+    for other, use in find_broken_uses(context):
+        if other.cause is not None and not other.not_finite:
+            severity = use.severity if other.cause.slot else "error"  # a slot that grows is not infinite yet
+            found = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
+            yield replace(
+                found, declared="logits and states within the range of their type", observed=other.cause.evidence
+            )
+        else:
+            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, other.not_finite))}"
+            fault = build_difference(context, other, "error", cause)
+            yield replace(fault, use=use.required, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+        return
 
 
 def _ignores_past(context: RunContext, run: Run) -> bool:
-    """Whether the call with a spoilt past is off by as much as the loop itself, so that the past has no effect.
+    """Whether the call with a corrupted past is off by as much as the loop itself, so that the past has no effect.
 
     If the search for the cause saw an effect of the past, that decides.
     """
@@ -232,9 +236,10 @@ def _rounded(context: RunContext, run: Run) -> Fault:
     first, processed = next(iter(rounded.items()))
     others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
     coarse = run.too_coarse or bool(uses)
-    words = f" with {_name_uses([use.words for _, use in uses])}" if uses else ""
-    how = f" by so much that the logits are wrong{words}" if coarse else ""
-    cause = f"the graph rounds {first}{others} on the way out{how}, and the attention of the same step does not"
+    more = f", and in {format_count(len(uses) - MOST_USES, 'other use')}" if len(uses) > MOST_USES else ""
+    where = f" with {' or '.join(use.words for _, use in uses[:MOST_USES])}{more}" if uses else ""
+    how = f" by so much that the logits are wrong{where}" if coarse else ""
+    cause = f"{first}{others} is returned rounded{how}, but the same step attends to the unrounded values"
     wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
     found = build_difference(context, run, "error" if wrong else "warning", cause)
     return replace(
@@ -245,11 +250,6 @@ def _rounded(context: RunContext, run: Run) -> Fault:
         nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
         repair=context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}"),
     )
-
-
-def _name_uses(words: list[str]) -> str:
-    more = f", and in {format_count(len(words) - MOST_USES, 'other use')}" if len(words) > MOST_USES else ""
-    return " or ".join(words[:MOST_USES]) + more
 
 
 def _affects_most_steps(context: RunContext, run: Run) -> bool:

@@ -32,4 +32,11 @@ def chunk_fails(context: RunContext) -> Iterator[Fault]:
     fault = build_fault(context, run, WORDS, "warning")
     place = run.node.shown if run.node else fault.where
     observed = f"chunk, step {run.failed_step}: {run.error}"
-    yield replace(fault, use="chunked-prefill", where=place, observed=observed, nodes=list_nodes(run) or fault.nodes)
+    yield replace(
+        fault,
+        use="chunked-prefill",
+        where=place,
+        observed=observed,
+        error=run.error,
+        nodes=list_nodes(run) or fault.nodes,
+    )

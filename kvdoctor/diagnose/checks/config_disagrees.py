@@ -1,36 +1,43 @@
 """A config file and the graph disagree.
 
 What it means: a number or a name in config.json, generation_config.json, genai_config.json, export.json,
-inference_metadata.yaml or the tokenizer differs from the graph. A program that allocates the cache, sizes the logits,
-counts the layers or binds inputs by the config is refused by the runtime, or reads past the end of a table; a program
-that reads the graph is right.
+inference_metadata.yaml or the tokenizer differs from the graph. A program that goes by the config is refused by the
+runtime, or reads past the end of a table; or the export lost what the checkpoint has, and every text comes out worse.
 
 How it is decided: compared are layers, kv heads and head width, vocabulary, and the context with the rows of the
-position table; of onnxruntime-genai also names, templates, the attention window and whether past and present can share
-a buffer; of generation_config.json the token ids with the logits and the embedding table, and the longest sequence with
-the position table; of export.json the files and the traced inputs; of inference_metadata.yaml (onnx-genai; the form
-proposed in onnx/onnx#8184) also files, ports, which present is the next past, and the axis that counts tokens; of the
-tokenizer its end, start and padding tokens and its ordinary vocabulary with the logits and the embedding table. Only
-what both sides state counts. Differences that a correct config may have are not reported: a vocabulary padded to a
-round number, added tokens (for images) that generation does not use, a table longer than the context, layers without a
-cache of their own, several kinds of attention, a config of another model in the same folder.
+position table; of config.json also, with constants of the graph, window, rotary base, width and scaling, epsilon,
+activation, scale and cap of the scores, factors and cap of the logits, embeddings and residuals, tied embeddings,
+biases, feed-forward width, experts and encoder layers; of onnxruntime-genai also names, templates, the attention
+window and whether past and present can share a buffer; of generation_config.json the token ids with the logits and the
+embedding table, and the longest sequence with the position table; end tokens with the tokenizer's; of export.json the
+files and the traced inputs; of inference_metadata.yaml (onnx-genai; the form proposed in onnx/onnx#8184) also files,
+ports, which present is the next past, and the axis that counts tokens; of the tokenizer its end, start and padding
+tokens and its vocabulary. Only what both sides state counts: a constant in an unknown form is no difference. Nor are a
+vocabulary padded to a round number, added tokens (for images), a longer table, layers without a cache of their own,
+several kinds of attention, a config of another model in the folder.
 
 Reproduce: `kvdoctor contract MODEL` shows names and sizes as the graph has them.
 
-Repair: take sizes and names from the graph, and correct the config; export again if the graph is wrong. The right token
-ids are those of the tokenizer of the checkpoint.
+Repair: take sizes and names from the graph, and correct the config. Where the arithmetic differs, the config.json of
+the checkpoint decides: where it has the value too, the export lost it. Token ids are the tokenizer's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.diagnose.checks.side_cars.config_json import config_json, has_usual_name, meant_for
+from kvdoctor.diagnose.checks.side_cars.compare_values import list_open
+from kvdoctor.diagnose.checks.side_cars.config_json import (
+    config_json,
+    export_json,
+    generation_config,
+    has_usual_name,
+    meant_for,
+)
 from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
-from kvdoctor.diagnose.checks.side_cars.export_json import export_json
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
-from kvdoctor.diagnose.checks.side_cars.generation_config import generation_config
 from kvdoctor.diagnose.checks.side_cars.inference_metadata import inference_metadata
+from kvdoctor.diagnose.checks.side_cars.stop_tokens import generation_stops
 from kvdoctor.diagnose.checks.side_cars.tokenizer import special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
@@ -39,7 +46,7 @@ Compare = Callable[[ContractContext], list[Disagreement]]
 
 COMPARED: dict[str, Compare] = {
     "config.json": config_json,
-    "generation_config.json": generation_config,
+    "generation_config.json": lambda context: [*generation_config(context), *generation_stops(context)],
     "genai_config.json": genai_config,
     "export.json": export_json,
     "inference_metadata.yaml": inference_metadata,
@@ -51,12 +58,15 @@ SHOWN_BY_THE_GRAPH = ("config.json", "genai_config.json")
 
 
 @check("KV020", "config-disagrees", "contract")
-def config_disagrees(context: ContractContext) -> Iterator[Fault]:
-    """Compare each config file with the stack that it belongs to."""
+def config_disagrees(context: ContractContext) -> Generator[Fault, None, str | None]:
+    """Compare each config file with the stack that it belongs to. Returned is what the graph does not show."""
     for name, compare in COMPARED.items():
         found = compare(context)
         if found and not _is_reported_elsewhere(context, found, compare):
-            yield _fault(context, name, found)
+            for kind in dict.fromkeys((one.by_graph, one.against) for one in found):
+                yield _fault(context, name, [one for one in found if (one.by_graph, one.against) == kind])
+    keys = list_open(context) if meant_for(context) else []
+    return f"no constant of the graph shows {', '.join(keys)} of config.json" if keys else None
 
 
 def _is_reported_elsewhere(context: ContractContext, found: list[Disagreement], compare: Compare) -> bool:
@@ -79,17 +89,34 @@ def _fault(context: ContractContext, name: str, found: list[Disagreement]) -> Fa
     shown = found[:MOST_SHOWN]
     rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
     keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
-    right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
-    advice = f"take names and sizes from the graph; correct in {name}: {right}"
+    declared = "; ".join([*(f"{one.key} {one.declared}" for one in shown), *rest])
     return Fault(
         severity="warning",
         file=name,
         subject=tuple(one.key for one in found),
         where=name,
         apart=(name,),
-        declared="; ".join([*(f"{one.key} {one.declared}" for one in shown), *rest]),
+        declared=declared,
         observed="; ".join([*(one.observed for one in shown), *rest]),
-        cause=f"{name} and the graph disagree on {', '.join(keys)}",
-        repair=context.advise_graph_repair(f"or {advice}") if name in SHOWN_BY_THE_GRAPH else Advice("caller", advice),
+        cause=f"{name} and {found[0].against} disagree on {', '.join(keys)}"
+        if found[0].by_graph
+        else f"{name} has {declared}, and the graph computes with other values",
+        repair=_advise(context, name, found),
         effects=tuple(dict.fromkeys(one.so for one in shown if one.so)),
+        nodes=tuple(dict.fromkeys(one.node for one in shown if one.node)),
     )
+
+
+def _advise(context: ContractContext, name: str, found: list[Disagreement]) -> Advice:
+    """Correct the config where the graph shows the right value, else let the checkpoint decide."""
+    shown = found[:MOST_SHOWN]
+    rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+    if not found[0].by_graph:
+        keys = ", ".join([*dict.fromkeys(one.key for one in shown), *rest])
+        text = f"compare {keys} with the config.json of the checkpoint: where that is the same, export again with an"
+        return Advice("re-export", f"{text} exporter that has the value; else correct {name}")
+    right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
+    of_graph = found[0].against == "the graph"
+    advice = f"{'take names and sizes from the graph; ' * of_graph}correct in {name}: {right}"
+    repaired = name in SHOWN_BY_THE_GRAPH or not of_graph
+    return context.advise_graph_repair(f"or {advice}") if repaired else Advice("caller", advice)

@@ -2,12 +2,13 @@
 
 What it means: a config, or the size of a buffer, declares how many tokens a sequence may have, but the loop fails or
 differs from the reference run before that: a position table, a rotary table or a mask ends earlier. Or positions stop
-counting: from some token on all tokens have the same position, with and without the cache, so that both agree and both
-are wrong; also where no length is declared, unless a table of positions ends there. A step that fails beyond the
-declared length is not a fault.
+counting: from some token on all tokens have the same position, or the positions from 0 again (a Cast to uint8), with
+and without the cache, so that both agree and both are wrong; also where no length is declared, unless a table of
+positions ends there. A step that fails beyond the declared length is not a fault.
 
 How it is decided: the loop is run to the declared length. One token at each of 50 positions must have a different key
-in the first layer at every position, or, if keys do not encode positions, at none.
+in the first layer at every position, or, if keys do not encode positions, at none. The same is done beyond each length
+that the graph compares with, or at which a type to which it casts positions ends or rounds (float16: 2,048).
 
 Reproduce: `kvdoctor step-test MODEL --thorough -v`, experiments `full-context` and `numbering`.
 
@@ -18,39 +19,35 @@ full-context` runs the experiment and makes the finding an error.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, check
 
 NUMBERS = CauseText(
-    cause="positions stop counting before the declared length",
+    cause="positions stop counting, or repeat, before the declared length",
     declared="a different position for each token, up to the declared length",
     advice="export again with tables of the declared length, or declare the length that the graph supports",
 )
 UNDECLARED = replace(
     NUMBERS,
-    cause="positions stop counting, where no config, buffer or table of positions ends",
+    cause="positions stop counting, or repeat, where no config, buffer or table of positions ends",
     declared="a different position for each token",
 )
-POSITIONS = 50
-"""Positions that the experiment `numbering` compares: a table with fewer rows may be what ends there."""
 
 
 @check("KV209", "context-limit-fails", "runs", needs=("full-context", "numbering"))
 def context_limit_fails(context: RunContext) -> Iterator[Fault]:
     """The full context, where fewer tokens work."""
     usable, rows = context.contract.usable_length, positions(context.stack, context.contract)
-    if find_explanation(context):
-        return
+    leave_to_other(context)
     if usable is not None and rows is not None and rows < usable:
         return  # the config declares more than the rows of the position table, which KV020 reports
     numbering = context.find_run("numbering")
-    if numbering is not None and numbering.cause is not None:
-        # Positions may well stop at the last row of a table, where no length is declared.
-        if usable is not None or rows is None or rows >= POSITIONS:
-            yield build_fault(context, numbering, NUMBERS if usable is not None else UNDECLARED, "warning")
+    at_lengths = [run for run, _ in find_faulty_uses(context, "differs") if run.experiment in AT_LENGTHS]
+    if numbering is not None and numbering.cause is not None and not at_lengths:
+        yield build_fault(context, numbering, NUMBERS if usable is not None else UNDECLARED, "warning")
         return
     if usable is None:
         return
@@ -69,4 +66,4 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
             place = run.node.shown if run.node else fault.where
             observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed
             nodes = list_nodes(run) or fault.nodes
-            yield replace(fault, where=place, observed=observed, use=use.required, nodes=nodes)
+            yield replace(fault, where=place, observed=observed, error=run.error, use=use.required, nodes=nodes)

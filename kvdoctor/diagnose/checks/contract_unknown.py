@@ -1,9 +1,10 @@
 """The graph has a cache, but its contract cannot be read.
 
 What it means: some inputs or outputs look like a cache, but kvdoctor could not read from the graph what a loop must
-feed, feed back and keep. No decode step was run, so nothing is known of the health of the model.
+feed, feed back and keep. No decode step was run, so nothing is known of the health of the model: the exit code is 3,
+and the line says what is missing and which option gives it. It is an error only where the graph contradicts itself.
 
-The same code stands for a cache that the export stored as constants: the module kept it in an attribute or a buffer, so
+The same code stands for a cache that the export stored as constants: the module holds it in an attribute or buffer, so
 the graph appends new keys and values to constants and has neither past inputs nor present outputs. Every call then
 starts from the same cache.
 
@@ -17,12 +18,13 @@ cache inside the module must become inputs and outputs of `forward`.
 from collections.abc import Iterator
 
 from kvdoctor.analysis.completeness import NO_PAST, find_unfilled
-from kvdoctor.analysis.constant_caches import find_constant_caches, returns_logits
+from kvdoctor.analysis.lost_caches import find_constant_caches, returns_logits
 from kvdoctor.contract import MissingPart
 from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext, FileContext
+from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 HAND_OVER = Advice(
     "re-export",
@@ -33,7 +35,7 @@ DESCRIBE = (
     "takes the file that you edited; or export again with the names of Optimum for past and present"
 )
 GIVE_HEADS = (
-    "add num_attention_heads to config.json beside the model, the number of heads that one sequence has in the cache; "
+    "add num_attention_heads to config.json of the model, the number of heads that one sequence has in the cache; "
     "or write it as `heads` into the contract: `kvdoctor contract MODEL --format json` prints one, `step-test "
     "--contract FILE` takes the file that you edited"
 )
@@ -58,16 +60,20 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
     lacks_heads = contract.heads is None and {lack.subject for lack in missing} <= {*counted}
     count = len(contract.slots)
     found = "no slot" if count == 0 else "1 slot" if count == 1 else f"{count} slots"
-    reasons = [f"{lack.subject!r}: {lack.reason}" for lack in missing[:4]]
+    advice = GIVE_HEADS if lacks_heads else DESCRIBE
+    refuted = [lack for lack in missing if lack.contradicts]
+    reasons = [f"{lack.subject!r}: {lack.reason}" for lack in (refuted or missing)[:4]]
+    observed = f"{found}; {'; '.join(reasons)}" + ("; ..." if len(refuted or missing) > len(reasons) else "")
+    if not refuted:
+        raise CannotCheck(f"the cache contract cannot be read from the graph: {observed}; {advice}", essential=True)
     yield Fault(
         severity="error",
-        file=context.decode_file,
-        subject=tuple(dict.fromkeys(lack.subject for lack in missing)),
+        subject=tuple(dict.fromkeys(lack.subject for lack in refuted)),
         where=f"file {context.decode_file}",
         declared="a cache contract that a loop can follow",
-        observed=f"{found}; {'; '.join(reasons)}" + ("; ..." if len(missing) > len(reasons) else ""),
-        cause="the cache contract cannot be read from the graph",
-        repair=Advice("caller", GIVE_HEADS if lacks_heads else DESCRIBE),
+        observed=observed,
+        cause="the graph contradicts itself",
+        repair=Advice("caller", DESCRIBE),
     )
 
 
@@ -84,7 +90,7 @@ def cache_inside_module(context: FileContext) -> Iterator[Fault]:
         where=f"file {file.name}, constant {shorten_names(constants)}",
         declared="a cache with past inputs and present outputs",
         observed="new keys and values are appended to constants; the graph has neither past inputs nor present outputs",
-        cause="the module kept the cache to itself, and the export stored it as constants",
+        cause="the module holds the cache in an attribute, and the export stored it as constants",
         repair=HAND_OVER,
         effects=("every call starts from the same cache, and ignores all earlier tokens",),
         confidence="suspected",

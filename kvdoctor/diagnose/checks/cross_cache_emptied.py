@@ -20,11 +20,10 @@ Source: `_unify_onnx_outputs` in optimum/onnx/transformations_utils.py (optimum-
 from collections.abc import Iterator
 
 from kvdoctor.contract import Slot, describe
-from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, check
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 REPAIR = "or, in your loop, keep the prefill values of these outputs and feed them at every step"
 
@@ -36,37 +35,22 @@ def cross_cache_emptied(context: ContractContext) -> Iterator[Fault]:
         return
     slot, names = context.emptied_slots[0], tuple(s.present for s in context.emptied_slots if s.present)
     plain = context.find_run("plain-loop")
+    branches, shape = context.decode_graph.branches, context.decode_graph.emptied(slot.present or "")
+    graph = f'If "{branches[1].node.name}", cached branch' if branches else "decode graph"
+    constant = f"{graph}: a constant of shape {list(shape or ())} is returned as {shorten_names(names)}, not the past"
     harmless = context.consumer == "held" or (plain is not None and plain.outcome == "passed")
     yield Fault(
         severity="note" if harmless else "error",
-        file=context.decode_file,
         subject=names,
-        where=_where(context, slot),
+        where=f"{graph}, {'computed' if shape is None else 'constant'}",
         declared=describe(slot.dtype, context.decode_graph.outputs[slot.present or ""].shape),
         observed=_observed(context, slot),
         cause=f"a decode step returns {shorten_names(names)} without elements",
         repair=context.advise_graph_repair(REPAIR),
         effects=tuple(_list_effects(context)),
-        evidence=tuple(_list_evidence(context, slot, names)),
+        evidence=(constant,) if shape is not None else (),
         nodes=list_nodes(plain),
     )
-
-
-def _where(context: ContractContext, slot: Slot) -> str:
-    shape = context.decode_graph.emptied(slot.present or "")
-    return f"{_graph(context)}, {'computed' if shape is None else 'constant'}"
-
-
-def _graph(context: ContractContext) -> str:
-    branches = context.decode_graph.branches
-    return f'If "{branches[1].node.name}", cached branch' if branches else "decode graph"
-
-
-def _list_evidence(context: ContractContext, slot: Slot, names: tuple[str, ...]) -> Iterator[str]:
-    shape = context.decode_graph.emptied(slot.present or "")
-    if shape is not None:
-        sizes = ", ".join(map(str, shape))
-        yield f"{_graph(context)}: a constant of shape [{sizes}] is returned as {shorten_names(names)}, not the past"
 
 
 def _observed(context: ContractContext, slot: Slot) -> str:
@@ -85,7 +69,8 @@ def _list_effects(context: ContractContext) -> Iterator[str]:
         yield "when it is fed back, a later decode step fails or computes without the encoder"
         return
     if plain.outcome == "failed":
-        yield f"when it is fed back, decode step {plain.failed_step} fails{_name_node(plain)}"
+        node = f" in {plain.node.shown}" if plain.node else ""
+        yield f"when it is fed back, decode step {plain.failed_step} fails{node}"
     elif plain.outcome == "died":
         yield f"when it is fed back, decode step {plain.failed_step} ends the process of the runtime ({plain.died_by})"
     elif plain.outcome == "differs":
@@ -93,7 +78,3 @@ def _list_effects(context: ContractContext) -> Iterator[str]:
     held = context.find_run("held-loop")
     if held is not None and held.outcome == "passed":
         yield "keeping the prefill values instead makes every step match the reference logits"
-
-
-def _name_node(run: Run) -> str:
-    return f" in {run.node.shown}" if run.node else ""

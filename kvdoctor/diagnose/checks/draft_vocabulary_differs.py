@@ -4,7 +4,7 @@ What it means: speculative decoding feeds the token ids of the draft to the mode
 the same id. With different ids the model refuses almost every draft, and ids that it does not have fail, or read past
 the end of its table.
 
-How it is decided: by the size of the logits of both, and by the tokenizer.json beside both. Where the two files agree
+How it is decided: by the size of the logits of both, and by the tokenizer.json of both. Where the two files agree
 and the logits differ in size, one of them is padded: a warning, since programs compare the sizes.
 
 Reproduce: `kvdoctor step-test MODEL --draft DRAFT`.
@@ -30,7 +30,7 @@ def draft_vocabulary_differs(context: ContractContext) -> Iterator[Fault]:
     draft = context.draft
     if draft is None:
         return
-    from kvdoctor.diagnose.draft import find_other_token, read_tokens
+    from kvdoctor.diagnose.graded_models import find_other_token, read_tokens
 
     ours, theirs = context.contract.vocabulary, draft.contract.vocabulary
     mine = read_tokens(context.folder.root)
@@ -55,7 +55,6 @@ def _quote(token: str) -> str:
 def _fault(context: ContractContext, severity: Severity, declared: str, observed: str, advice: str) -> Fault:
     return Fault(
         severity=severity,
-        file=context.decode_file,
         subject=(context.logits_name,),
         where=f"output {context.logits_name}, --draft {context.draft.shown if context.draft else ''}",
         declared=declared,

@@ -10,7 +10,7 @@ the weights.
 Reproduce: `kvdoctor step-test MODEL`, or `inspect MODEL --weights`, names the copies and their size in bytes.
 
 Repair: export again, or merge the branches with a tool that moves shared weights out of them. Scales and weights of
-quantized MatMuls must stay beside their node.
+quantized MatMuls must stay next to their node.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import FileContext, RunContext
-from kvdoctor.errors import UnreadableError
-from kvdoctor.findings import CannotCheck, Fault, check
+from kvdoctor.errors import CannotCheck, UnreadableError
+from kvdoctor.findings import Fault, check
 from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 SMALLEST = 4096
 """Bytes: smaller copies cost nothing."""

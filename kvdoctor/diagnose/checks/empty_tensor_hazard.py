@@ -25,7 +25,6 @@ from kvdoctor.decode.runs import Step
 from kvdoctor.diagnose.checks._attribution import find_wrong_lengths
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import shorten_names
 from kvdoctor.runtime.targets import Target
 from kvdoctor.runtime.targets.bindings import Hazard, Kind
 
@@ -66,9 +65,7 @@ def _build_fault(
         )
     return Fault(
         severity="error" if affected else "note",
-        file=context.decode_file,
         subject=names,
-        where=f"output {shorten_names(names)}",
         declared="an output that every binding can read",
         observed=f"step {step.step}: {describe(seen.dtype, seen.shape)}, data pointer null",
         cause="an output without elements has a null data pointer",
@@ -93,9 +90,7 @@ def _find_empty_inputs(context: RunContext) -> Iterator[Fault]:
     seen = first.fed[names[0]]
     yield Fault(
         severity="warning",
-        file=context.decode_file,
         subject=names,
-        where=f"input {shorten_names(names)}",
         declared="inputs that the binding can create",
         observed=f"the first step is fed {describe(seen.dtype, seen.shape)}",
         cause="the past of the first step has no elements",

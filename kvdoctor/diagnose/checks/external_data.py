@@ -1,10 +1,10 @@
 """External data is missing, truncated, or outside the folder of the model.
 
-What it means: the weights are stored beside the graph, and cannot be read.
+What it means: the weights are stored in a file of their own, which cannot be read.
 
 Reproduce: `python -c "import onnxruntime; onnxruntime.InferenceSession('FILE')"` fails with an external data error.
 
-Repair: put the complete data file beside the model, under the name in the graph; or save the model again.
+Repair: put the complete data file in the folder of the model, under the name in the graph; or save the model again.
 
 Source: the ONNX specification, external data: `location` is a path relative to the model, inside its folder.
 """
@@ -21,17 +21,17 @@ from kvdoctor.model.external_data import ExternalProblem
 def external_data_missing(context: FileContext) -> Iterator[Fault]:
     """External data that is missing or too short.
 
-    What it means: the weights are stored beside the graph, and a file that the graph names does not exist, or is
+    What it means: the weights are stored outside of the graph, and a file that the graph names does not exist, or is
     shorter than the graph requires. The graph was still inspected; it cannot be run.
     """
-    yield from _find_problems(context, {"missing", "truncated"}, "the complete file beside the model")
+    yield from _find_problems(context, {"missing", "truncated"}, "the complete file in the folder of the model")
 
 
 @check("KV003", "external-data-escapes", "file", incomplete=True)
 def external_data_escapes(context: FileContext) -> Iterator[Fault]:
     """External data outside the folder of the model.
 
-    What it means: the graph names a data file outside both the model's folder and the folder of the real file behind a
+    What it means: the graph names a data file outside both the model's folder and the folder of the target of a
     link. kvdoctor does not open it. A hub cache, where model and data are links into one `blobs` folder, is valid.
 
     Repair: put the data file into the model's folder, and save the model with a `location` relative to it.
@@ -68,7 +68,7 @@ def _advise(problem: ExternalProblem) -> str:
         return "move the file itself into the model's folder, and make its name there the location in the model"
     if problem.wrong == "entry":
         return "the entry in the model is wrong, whatever the file holds: fetch the model again, or save it anew"
-    return f"fetch or restore {problem.location!r} beside the model, or save it again"
+    return f"fetch or restore {problem.location!r} in the folder of the model, or save it again"
 
 
 def _shares(one: OnnxFile, file: OnnxFile, problem: ExternalProblem) -> bool:

@@ -10,15 +10,53 @@ recovered: export again with dynamic axes, and with sample inputs whose sizes di
 fix the sizes 0 and 1.
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator
 
-from kvdoctor.contract import DECODING, Axis, describe
+from kvdoctor.contract import DECODING, Axis, Graph, Slot, describe
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Severity, check
-from kvdoctor.report.wording.units import shorten_names
 
 EXPORT_AGAIN = "export again with dynamic axes; sample sizes of 2 or more, all different"
-TWO_TOKENS = "export again with dynamic axes, and with sample inputs of 2 decoder tokens or more: 1 becomes a constant"
+OPEN_AXES: tuple[Axis, ...] = ("past", "batch", "new", "total", "encoder", "encoder_input", "batch_heads", "batch_new")
+"""The axes that change from call to call; of the first three, the findings on the later ones refer to the earlier."""
+
+
+def write_dynamic_axes(graph: Graph, slots: tuple[Slot, ...]) -> str:
+    """The argument of `torch.onnx.export` that makes the axes of a graph dynamic, equal layers as one entry."""
+    ports = {port.name: _write_axes(port.axes) for port in (*graph.inputs, *graph.outputs)}
+    presents = {slot.present: _write_axes(slot.axes).replace('"past"', '"total"') for slot in slots if slot.present}
+    ports |= {name: axes for name, axes in presents.items() if name in ports}
+    entries, layers = [], dict[tuple[str, str, str], list[int]]()
+    for name, axes in ports.items():
+        parts = re.fullmatch(r"([^\d{}]*)(0|[1-9]\d*)([^{}]*)", name)
+        if parts is not None and axes:
+            layers.setdefault((parts[1], parts[3], axes), []).append(int(parts[2]))
+        elif axes:
+            entries.append(f"{json.dumps(name)}: {{{axes}}}")
+    equal = dict[tuple[str, str, tuple[int, ...]], list[str]]()
+    for (start, end, axes), found in layers.items():
+        equal.setdefault((start, axes, tuple(found)), []).append(end)
+    for (start, axes, counted), ends in equal.items():
+        numbers = f"range({len(counted)})" if counted == tuple(range(len(counted))) else str(counted)
+        pattern = json.dumps(f"{start}{{i}}{ends[0] if len(ends) == 1 else '{end}'}")
+        more = f" for end in {json.dumps(ends)}" if len(ends) > 1 else ""
+        entries.append(f"**{{f{pattern}: {{{axes}}} for i in {numbers}{more}}}")
+    return f"dynamic_axes={{{', '.join(entries)}}}"
+
+
+def _write_axes(axes: tuple[Axis, ...]) -> str:
+    return ", ".join(f'{place}: "{axis}"' for place, axis in enumerate(axes) if axis in OPEN_AXES)
+
+
+def _advise_export(context: ContractContext, graph: Graph, axis: Axis) -> str:
+    """What to export with: the argument itself at the first kind of axis that is frozen, at the others a short text."""
+    kinds = OPEN_AXES[: OPEN_AXES.index(axis)]
+    if any(port.size(kind) is not None for port in graph.inputs for kind in kinds):
+        return EXPORT_AGAIN
+    argument = write_dynamic_axes(graph, context.contract.slots)
+    return f"export again; sample sizes of 2 or more, all different; {argument}"
 
 
 @check("KV110", "past-axis-frozen", "contract")
@@ -31,16 +69,14 @@ def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
     contract = context.contract
     frozen = [slot for slot in contract.growing if slot.size("past") is not None]
     if frozen:
-        slot = frozen[0]
+        slot, graph = frozen[0], context.contract.graphs[context.contract.phases["decode"].graph]
         yield Fault(
             severity="error",
-            file=context.decode_file,
             subject=tuple(slot.past for slot in frozen),
-            where=f"input {shorten_names(tuple(slot.past for slot in frozen))}",
             declared="a past length that grows with each step",
             observed=describe(slot.dtype, slot.shape),
             cause=f"the past length is fixed at {slot.size('past')}",
-            repair=context.advise_graph_repair(TWO_TOKENS if slot.size("past") == 1 else EXPORT_AGAIN),
+            repair=context.advise_graph_repair(_advise_export(context, graph, "past")),
             effects=(_describe_failed_step(context) or "the runtime refuses a step with any other past length",),
         )
 
@@ -70,10 +106,11 @@ def sequence_axis_frozen(context: ContractContext) -> Iterator[Fault]:
     """Token ids with a fixed number of new tokens.
 
     What it means: the number of new tokens is a fixed number in the declared inputs. A prompt of another length, or
-    several tokens on top of a cache, cannot be fed in one call. It is a note in a decode graph beside its own prefill
+    several tokens on top of a cache, cannot be fed in one call. It is a note in a decode graph with its own prefill
     graph, and in a graph in which all sizes are fixed.
     """
-    paired = context.contract.first_step == "no-past-graph" and not _is_buffered(context)
+    buffered = context.contract.capacity is not None and _is_fixed(context)
+    paired = context.contract.first_step == "no-past-graph" and not buffered
 
     def severity(file: str, size: int) -> Severity:
         # The first step of an encoder-decoder may be its one start token.
@@ -93,11 +130,6 @@ def _is_fixed(context: ContractContext) -> bool:
     return bool(contract.slots and not contract.growing) and not free
 
 
-def _is_buffered(context: ContractContext) -> bool:
-    """Whether some slots are buffers of a fixed size, as in graphs for NPUs."""
-    return context.contract.capacity is not None and _is_fixed(context)
-
-
 def _find_fixed_inputs(
     context: ContractContext, axis: Axis, severity: Callable[[str, int], Severity], declared: str
 ) -> Iterator[Fault]:
@@ -109,21 +141,16 @@ def _find_fixed_inputs(
         for port, size in list(frozen.items())[:1]:
             names = tuple(port.name for port in frozen)
             level = severity(graph.file, size)
+            # A repair does not change an axis that is fixed on purpose.
+            text = _advise_export(context, graph, axis)
+            again = Advice("re-export", text) if level == "note" else context.advise_graph_repair(text)
             yield Fault(
                 severity=level,
                 file=graph.file,
                 subject=names,
-                where=f"input {shorten_names(names)}",
                 declared=declared,
                 observed=describe(port.dtype, port.shape),
                 cause=f"the axis {axis!r} is fixed at {size}",
-                repair=_choose_advice(context, level),
+                repair=again,
                 use="batch" if axis == "batch" else "chunked-prefill",
             )
-
-
-def _choose_advice(context: ContractContext, severity: Severity) -> Advice:
-    """A repair does not change an axis that is fixed on purpose."""
-    if severity == "note":
-        return Advice("re-export", EXPORT_AGAIN)
-    return context.advise_graph_repair(EXPORT_AGAIN)

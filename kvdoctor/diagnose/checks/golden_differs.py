@@ -1,6 +1,6 @@
 """The numbers that the model returns differ from the recorded ones.
 
-What it means: `kvdoctor record` kept a small digest of what a healthy model returned. The same tokens give different
+What it means: `kvdoctor record` stored a small digest of what a healthy model returned. The same tokens give different
 logits now, or leave different entries in a cache: weights, graph, runtime or provider changed, by more than the
 arithmetic explains. The logits with and without a cache may still agree.
 
@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from kvdoctor.decode.golden import GoldenDifference
 from kvdoctor.decode.tolerances import UNLIKE, Tolerance
 from kvdoctor.diagnose.context import GoldenComparison, GoldenContext
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.errors import CannotCheck
+from kvdoctor.findings import Advice, Fault, check
 
 FIND_CHANGE = Advice(
     "re-export",
@@ -42,7 +43,6 @@ def golden_differs(context: GoldenContext) -> Iterator[Fault]:
     hardly = not rounded and found.relative <= compared.tolerance.fails
     yield Fault(
         severity="warning" if found.cache is not None or hardly else "error",
-        file=context.decode_file,
         subject=(context.logits_name if found.cache is None else f"cache {found.cache}",),
         where=f"{found.walk.describe(start, found.stop)}",
         declared=f"the numbers of {compared.golden}, {_describe_limit(compared)}",

@@ -44,7 +44,6 @@ def graph_unsorted(context: FileContext) -> Iterator[Fault]:
             advice = "give each node a unique name; until then an error message does not identify the node"
         yield Fault(
             severity="note",
-            file=file.name,
             subject=(title,),
             where=f"{path} of {file.name}",
             declared="nodes in the order of their computation, with unique names",

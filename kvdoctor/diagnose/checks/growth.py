@@ -4,15 +4,16 @@ What it means: after a step with past length P and S new tokens, a growing cache
 fixed size the same length as before.
 
 How it is decided: the lengths that each step returns are compared with those that it was fed: in the loop, and in runs
-at other lengths, where a step that returns a wrong length counts if the step behind it is the first of that run to fail
+at other lengths, where a step that returns a wrong length counts if the step after it is the first of that run to fail
 or to have wrong logits. The new tokens are followed through the graph,
 without a run; a run whose logits match those of a run without the cache overrules this. If the graph does not show it,
 a step with differing logits is run with another token, which must change its entry. A buffer that is written one
-position too far decodes alike with and without a cache; if its logits change with its earlier content, the positions
+position too far decodes the same with and without a cache; if its logits change with its earlier content, the positions
 that a step wrote are compared. If a graph takes one token a call, another token must change every state that a step
 returns, and another token at each place of the history must change the logits, within the reach of a sliding window: as
 many latest tokens count at every step, the cache still has the others, and the graph compares a length with the width
-of the window.
+of the window. A recurrent or convolution state must change with the tokens of a step and with the state before it, and
+a counter by the number of tokens.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 
@@ -30,7 +31,6 @@ from kvdoctor.diagnose.checks._faults import CauseText, describe_location, repor
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Fault, check
 from kvdoctor.report.wording.runs import describe_difference
-from kvdoctor.report.wording.units import shorten_names
 
 EXPORT_AGAIN = "export again, so that present = past followed by the new tokens"
 WORDS = CauseText(
@@ -57,6 +57,16 @@ LOST = CauseText(
     declared="logits that depend on every token that the cache keeps",
     advice="export again with write positions and masks that count the tokens of the past",
 )
+UNCOUNTED = CauseText(
+    cause="a counter of tokens does not grow by the number of new tokens",
+    declared="the number of tokens so far",
+    advice="export again with a counter that adds the length of the tokens",
+)
+LOST_STATE = CauseText(
+    cause="a step returns a state of its own tokens alone; that of the tokens before them is lost",
+    declared="states that depend on the state that the step is fed",
+    advice="export again with another exporter, or with a past in the sample inputs",
+)
 
 
 @check("KV205", "present-does-not-grow", "runs")
@@ -72,28 +82,38 @@ def present_does_not_grow(context: RunContext) -> Iterator[Fault]:
     """
     wrong = [item for item in find_wrong_lengths(context) if not drops_past(item)]
     yield from _report_lengths(context, wrong, "the length of the present is not past + new")
-    if not wrong and _find_history(context, "present-does-not-grow"):
-        yield from report_cause(context, "present-does-not-grow", UNTOUCHED)
-    elif not wrong:
-        places = context.find_run("written-places")
-        misplaced = places is not None and places.cause is not None
-        yield from report_cause(context, "present-does-not-grow", MISPLACED if misplaced else WORDS)
+    if not wrong:
+        yield from report_cause(context, "present-does-not-grow", _choose_words(context))
+
+
+def _choose_words(context: RunContext) -> CauseText:
+    """How a present does not grow: a counter, a state, or entries at the wrong places."""
+    why, places = context.find_run("why"), context.find_run("written-places")
+    named = why.cause.slot if why is not None and why.cause is not None else ""
+    kind = next((slot.kind for slot in context.contract.slots if slot.past == named), None)
+    if kind == "counter":
+        return UNCOUNTED
+    if kind is not None or _find_history(context, "present-does-not-grow"):
+        return UNTOUCHED
+    return MISPLACED if places is not None and places.cause is not None else WORDS
 
 
 @check("KV206", "present-drops-past", "runs")
 def present_drops_past(context: RunContext) -> Iterator[Fault]:
     """Slots that contain only the new tokens after a step with a past.
 
-    What it means: the present contains the new tokens alone. If it is fed back, the history is lost. In a graph that
-    takes one token a call it means that an earlier token, as far back as its cache reaches, has no influence on later
-    logits: it was overwritten, or is masked.
+    What it means: the present contains the new tokens alone. If it is fed back, the history is lost. The same holds for
+    a recurrent state that does not depend on the one that the step is fed. In a graph that takes one token a call it
+    means that an earlier token, as far back as its cache reaches, has no influence on later logits: it was overwritten,
+    or is masked.
 
     Repair: in a loop of your own, append the returned entries to the past; otherwise export again.
     """
     wrong = [item for item in find_wrong_lengths(context) if drops_past(item)]
     yield from _report_lengths(context, wrong, "the present contains the new tokens alone; the past is dropped")
-    if not wrong and _find_history(context, "present-drops-past"):
-        yield from report_cause(context, "present-drops-past", LOST)
+    if not wrong:
+        lost = LOST if _find_history(context, "present-drops-past") else LOST_STATE
+        yield from report_cause(context, "present-drops-past", lost)
 
 
 @check("KV205", "present-does-not-grow", "contract")
@@ -105,9 +125,7 @@ def present_without_new_tokens(context: ContractContext) -> Iterator[Fault]:
     names = tuple(slot.present or "" for slot in lost)
     yield Fault(
         severity="error",
-        file=context.decode_file,
         subject=names,
-        where=f"output {shorten_names(names)}",
         declared=STATE if lost[0].growth == "replace" else WORDS.declared,
         observed=f"{names[0]} does not depend on the tokens of the step",
         cause="a decode step returns a cache without its new tokens",
@@ -133,9 +151,7 @@ def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -
         absent = f"{slot.past} of step {step.step + 1} does not contain the history"
         yield Fault(
             severity=use.severity if use is not None else "error",
-            file=context.decode_file,
             subject=names,
-            where=f"output {shorten_names(names)}",
             declared=_describe_length(slot, step),
             observed=f"{f'{run.experiment}, ' if use else ''}step {step.step}: "
             f"{describe(first.seen.dtype, first.seen.shape)}",
@@ -144,6 +160,7 @@ def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -
             effects=(f"{absent}, and {_describe_next(run)}" if use is not None else absent,),
             evidence=(*describe_changes(context, slot.past), *describe_location(run)) if use is not None else (),
             use=use.required if use is not None else None,
+            run=run if use is not None else None,
         )
 
 

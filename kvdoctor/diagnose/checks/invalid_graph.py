@@ -3,7 +3,7 @@
 What it means: the file has a graph that the standard does not allow: a value computed twice or by nothing, an operator
 with the wrong number of inputs, a missing attribute. If the runtime refuses the file too, this is the reason, and an
 error; if it opens the file anyway, it is a note, and only checked with `--thorough`. `inspect`, which opens no file in
-a runtime, reports a suspected warning.
+a runtime, reports a suspected warning. Where a value has two definitions, none, or itself as a part, nothing is run.
 
 How it is decided: by the rules of ONNX that ONNX Runtime shares, at every node, so all places are listed (with `-v`, in
 JSON and on the page). A step-test asks onnx.checker too, which checks more and stops at the first place: with a graph
@@ -16,12 +16,14 @@ Repair: export again, without the tool that changed the graph afterwards.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
-from kvdoctor.diagnose.context import FileContext, RunContext
+from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
 from kvdoctor.findings import Advice, Confidence, Fault, Severity, check
+from kvdoctor.model.flow import FLAWS
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import payload_left_out
 from kvdoctor.model.traverse import STANDARD, all_nodes, graphs_in
@@ -38,6 +40,17 @@ def invalid_graph_unrun(context: FileContext) -> Iterator[Fault]:
         problems = find_violations(context.file.view)
         if problems:
             yield _report(context.file, problems, "warning", "suspected")
+
+
+@check("KV004", "invalid-graph", "contract")
+def unfollowed_graph(context: ContractContext) -> Iterator[Fault]:
+    """A value without one definition: what the inputs do to the outputs cannot be said, and nothing is run."""
+    found = {
+        lack.subject: f"{lack.subject!r}: {lack.reason}" for lack in context.contract.missing if lack.reason in FLAWS
+    }
+    if found:
+        fault = _report(context.stack.main, tuple(found.values()), "error", "confirmed")
+        yield replace(fault, subject=tuple(found))
 
 
 @check("KV004", "invalid-graph", "runs")
@@ -69,7 +82,6 @@ def _report(
         confidence=confidence,
         file=file.name,
         subject=(file.name,),
-        where=f"file {file.name}",
         declared="a graph that the ONNX specification allows",
         observed=f"{len(problems)} places break its rules" if len(problems) > 1 else _clip(problems[0]),
         cause="the structure of the graph is not valid",

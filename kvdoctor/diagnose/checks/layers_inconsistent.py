@@ -1,7 +1,7 @@
 """Layers differ, or one is missing.
 
 What it means: heads or head width differ between layers, a layer number is skipped, or a layer has a key without a
-value, and nothing in the graph explains it.
+value, and nothing in the graph explains it. It is a note where the decode steps are right: the model is built this way.
 
 Reproduce: `kvdoctor inspect MODEL` lists the slots by layer.
 
@@ -20,6 +20,8 @@ MOST_NAMED = 8
 @check("KV106", "layers-inconsistent", "contract")
 def layers_inconsistent(context: ContractContext) -> Iterator[Fault]:
     """Compare the layers of each kind of cache."""
+    loop = context.checked_loop
+    proved = loop is not None and loop.shows == "passed"
     is_stage = context.contract.graph("decode").port("token_ids") is None
     for kind in ("self-attention", "cross-attention"):
         slots = tuple(slot for slot in context.contract.of_kind(kind) if slot.layer is not None)
@@ -27,13 +29,12 @@ def layers_inconsistent(context: ContractContext) -> Iterator[Fault]:
         reasons = [*_find_gaps(slots, others, is_stage), *_find_lone_parts(slots), *_find_unequal_sizes(slots)]
         if reasons:
             yield Fault(
-                severity="warning",
-                file=context.decode_file,
+                severity="note" if proved else "warning",
                 subject=tuple(slot.past for slot in slots),
                 where=f"{kind} cache",
                 declared="the same slots in every layer",
                 observed="; ".join(reasons),
-                cause="the slots of the layers differ",
+                cause="the slots of the layers differ" + (", and decode steps with them are right" if proved else ""),
                 repair=Advice("re-export", "export again, or ignore this check if the model is built this way"),
             )
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 from kvdoctor.decode.speed import LEAK_BYTES, LEAST_STEPS
 from kvdoctor.diagnose.context import SpeedContext
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
-from kvdoctor.report.wording.units import format_bytes
+from kvdoctor.errors import CannotCheck
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording import format_bytes
 
 
 @check("KV504", "memory-grows", "speed")
@@ -32,7 +33,6 @@ def memory_grows(context: SpeedContext) -> Iterator[Fault]:
         return
     yield Fault(
         severity="error",
-        file=context.decode_file,
         subject=(context.decode_file,),
         where=f"{speed.steps} equal steps on a past of {speed.points[0].past}",
         declared=f"at most {format_bytes(LEAK_BYTES)} more after the last step than after the first ones",

@@ -19,7 +19,6 @@ from itertools import takewhile
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import shorten_names
 
 MOST_PAIRS = 4
 """Pairs that a finding lists; `kvdoctor contract` has them all."""
@@ -35,19 +34,17 @@ BY_CONTRACT = Advice(
 def names_mislead(context: ContractContext) -> Iterator[Fault]:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
-    moved = tuple(_find_other_read_numbers(context, contract)) or tuple(_find_another_order(context, contract))
+    moved = tuple(_find_other_read_numbers(contract)) or tuple(_find_another_order(contract))
     yield from moved
-    told = {name for fault in moved for name in fault.subject}
-    known = {slot.past for slot in contract.slots if slot.present in told}
+    named = {name for fault in moved for name in fault.subject}
+    known = {slot.past for slot in contract.slots if slot.present in named}
     found = [entry for entry in contract.contradictions if entry.subject not in known]
     if not found:
         return
     names = tuple(entry.subject for entry in found)
     yield Fault(
         severity="note",
-        file=context.decode_file,
         subject=names,
-        where=f"input {shorten_names(names)}",
         declared="slots that the graph uses as their names say",
         observed="; ".join(dict.fromkeys(entry.reason for entry in found[:4])),
         cause="the names do not match the cache of the graph",
@@ -55,7 +52,7 @@ def names_mislead(context: ContractContext) -> Iterator[Fault]:
     )
 
 
-def _find_other_read_numbers(context: ContractContext, contract: CacheContract) -> Iterator[Fault]:
+def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
     """Outputs with the numbers of the inputs, in another order."""
     groups: dict[tuple[str, str], list[Slot]] = {}
     for slot in contract.slots:
@@ -65,9 +62,7 @@ def _find_other_read_numbers(context: ContractContext, contract: CacheContract) 
         names = tuple(present for _, present in crossed)
         yield Fault(
             severity="warning",
-            file=context.decode_file,
             subject=names,
-            where=f"output {shorten_names(names)}",
             declared="outputs with the numbers of the inputs to which they are fed back",
             observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
             cause="the numbers in the names of outputs are those of other layers",
@@ -75,7 +70,7 @@ def _find_other_read_numbers(context: ContractContext, contract: CacheContract) 
         )
 
 
-def _find_another_order(context: ContractContext, contract: CacheContract) -> Iterator[Fault]:
+def _find_another_order(contract: CacheContract) -> Iterator[Fault]:
     """Outputs in another order than the inputs, where no names tell which belong together and shapes do not either."""
     slots = [slot for slot in contract.slots if slot.present is not None]
     if contract.has_known_names or _is_told_by_names(slots):
@@ -90,9 +85,7 @@ def _find_another_order(context: ContractContext, contract: CacheContract) -> It
         more = f" and {len(pairs) - MOST_PAIRS} more" if len(pairs) > MOST_PAIRS else ""
         yield Fault(
             severity="warning",
-            file=context.decode_file,
             subject=tuple(slot.present or "" for slot in moved),
-            where=f"output {shorten_names(tuple(slot.present or '' for slot in moved))}",
             declared="outputs in the order of the inputs to which they are fed back, as no names tell it",
             observed=", ".join(pairs[:MOST_PAIRS]) + more,
             cause="the outputs are not in the order of the inputs to which they are fed back",
@@ -102,7 +95,7 @@ def _find_another_order(context: ContractContext, contract: CacheContract) -> It
 
 
 def _is_told_by_names(slots: list[Slot]) -> bool:
-    """Whether each past has more in common with the name of its own present than with that of any other."""
+    """Whether names alone pair each past with its present."""
     return all(
         _in_common(slot.past, slot.present or "") > _in_common(slot.past, other.present or "")
         for slot in slots
@@ -112,7 +105,7 @@ def _is_told_by_names(slots: list[Slot]) -> bool:
 
 
 def _in_common(past: str, present: str) -> tuple[int, int]:
-    """The number of words and numbers that two names share, and of letters that both begin with: `h` and `hn`."""
+    """How many parts (text or number) two names share, and how many letters both begin with: `h` and `hn`."""
     words, others = ({*re.findall(r"[a-z]+|[0-9]+", name.lower())} for name in (past, present))
     begin = takewhile(lambda pair: pair[0] == pair[1], zip(past, present, strict=False))
     return len(words & others), len(list(begin))
@@ -128,12 +121,9 @@ def _find_crossed(slots: list[Slot]) -> list[tuple[str, str]]:
     pairs = [(slot.past, slot.present) for slot in slots if slot.present is not None]
     if len(pairs) < max(len(slots), 2):
         return []
-    pasts, presents = (list(zip(*map(_read_numbers, side), strict=False)) for side in zip(*pairs, strict=True))
+    numbers = ([map(int, re.findall(r"[0-9]{1,6}", name)) for name in side] for side in zip(*pairs, strict=True))
+    pasts, presents = (list(zip(*side, strict=False)) for side in numbers)
     alike = [(into, out) for into in pasts for out in presents if len({*into}) == len(into) and {*into} == {*out}]
     if not alike or any(into == out for into, out in alike):
         return []
     return [pair for pair, into, out in zip(pairs, *alike[0], strict=True) if into != out]
-
-
-def _read_numbers(name: str) -> list[int]:
-    return [int(number) for number in re.findall(r"[0-9]{1,6}", name)]

@@ -21,10 +21,11 @@ from kvdoctor.diagnose.checks._attribution import leading_cause
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import name_node, normalize_domain
 from kvdoctor.model.view import Scope
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 WORDS = CauseText(
     cause="two runs with the same feed give different logits",
@@ -65,7 +66,7 @@ def dropout_left_on(context: ContractContext) -> Iterator[Fault]:
 
 
 def _is_active_dropout(scope: Scope, node: NodeProto) -> bool:
-    if node.op_type != "Dropout" or normalize_domain(node.domain) or len(node.input) < 3:
+    if not has(node.op_type, "dropout") or normalize_domain(node.domain) or len(node.input) < 3:
         return False
     mode, ratio = scope.constant(node.input[2]), scope.constant(node.input[1]) if node.input[1] else None
     return mode is not None and _is_nonzero(mode) and (ratio is None or _is_nonzero(ratio))

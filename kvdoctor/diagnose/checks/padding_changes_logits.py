@@ -2,13 +2,14 @@
 
 What it means: a sequence that is padded to the length of another row, on the left of its tokens or after its encoder
 states, has other logits than alone, although the masks and positions that the graph takes exclude the padding. Batches
-of sequences of the same length are right.
+of sequences of the same length are right. Or rows of a buffer of fixed size, which need no padding, are taken for
+equally long: the index of the first row is used for all.
 
 How it is decided: three rows are decoded, two of them padded, with masks that exclude the padding and with positions,
 if the graph takes them, that do not count it. Each row is compared with the same row alone. The control, a mask that
 includes the padding, must change the logits.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiments `left-padding` and `encoder-padding`.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `left-padding`, `encoder-padding` and `rows-apart`.
 
 Repair: export again with `position_ids` as an input, or with positions and masks computed from the attention mask;
 until then decode only sequences of the same length together. `--require left-padding` makes the finding an error.
@@ -17,7 +18,7 @@ until then decode only sequences of the same length together. `--require left-pa
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses
+from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, check
@@ -27,6 +28,12 @@ TOKENS = CauseText(
     declared="the logits of each row alone, without padding",
     advice="export again with position_ids as an input and masks made from attention_mask; until then decode only "
     "sequences of the same length together",
+)
+APART = CauseText(
+    cause="a row's logits change where the other row of the batch has another number of tokens",
+    declared="the logits of each row alone, with the index and the positions of its own",
+    advice="export again with the index, positions and mask of each row used for it; until then decode only sequences "
+    "of the same length together",
 )
 STATES = CauseText(
     cause="padding after the encoder states changes a row's logits, although the mask excludes it",
@@ -39,10 +46,8 @@ STATES = CauseText(
 @check("KV316", "padding-changes-logits", "runs")
 def padding_changes_logits(context: RunContext) -> Iterator[Fault]:
     """Rows with other logits when padded, where rows without padding are right."""
-    if find_explanation(context):
-        return
+    leave_to_other(context)
     for run, use in find_faulty_uses(context, "differs"):
-        words = {"left-padding": TOKENS, "encoder-padding": STATES}.get(run.experiment)
-        finite = all(step.difference is None or step.difference.finite for step in run.steps)
-        if words is not None and finite:
+        words = {"left-padding": TOKENS, "encoder-padding": STATES, "rows-apart": APART}.get(run.experiment)
+        if words is not None and not run.not_finite:
             yield replace(build_fault(context, run, words, use.severity), use=use.required)

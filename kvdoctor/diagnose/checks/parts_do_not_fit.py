@@ -11,7 +11,7 @@ and that is not there is a note, since text can be decoded without it.
 
 Reproduce: `kvdoctor inspect MODEL -v` lists the inputs and outputs of all files.
 
-Repair: put a missing file beside the others; take all files and configs from one export.
+Repair: put a missing file in the folder of the others; take all files and configs from one export.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 
-ONE_EXPORT = "put a missing file beside the others, and take all files and configs from one export"
+ONE_EXPORT = "put a missing file in the folder of the others, and take all files and configs from one export"
 
 
 @check("KV021", "parts-do-not-fit", "contract")

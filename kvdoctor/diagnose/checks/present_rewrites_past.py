@@ -6,6 +6,7 @@ later tokens attend to them. The cache is wrong for the next step.
 
 How it is decided: the first entries of the present are compared with the past that was fed, after a run whose logits
 differ from the reference run. The finding names the nodes between past and present that change entries or cut them off.
+Where the attention of the same step reads the changed entries, it is KV317.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
@@ -38,7 +39,7 @@ def present_rewrites_past(context: RunContext) -> Iterator[Fault]:
     cause = _find_cause(context)
     for fault in report_cause(context, NAME, DROPPED if cause is not None and cause.dropped else WORDS):
         changes = describe_changes(context, cause.slot) if cause is not None else ()
-        # What is cut off is missing everywhere behind it: the first value that differs says nothing of the place.
+        # What is cut off is missing from every later value: the first value that differs says nothing of the place.
         first = fault.evidence if cause is None or not (cause.dropped and changes) else ()
         yield replace(fault, evidence=(*changes, *first))
 

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._faults import list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
-from kvdoctor.report.wording.parts import describe_parts
+from kvdoctor.errors import CannotCheck
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording.runs import describe_parts
 
 EXPORT_AGAIN = Advice(
     "re-export", "export again from this checkpoint, or compare with the one from which it was exported"
@@ -42,10 +43,9 @@ def reference_differs(context: RunContext) -> Iterator[Fault]:
         )
     yield Fault(
         severity="error",
-        file=context.decode_file,
         subject=(context.logits_name,),
-        where=(name_node(run.location) if run.location is not None else None)
-        or f"output {context.logits_name}, against-checkpoint",
+        where=(name_node(run.location) if run.location is not None else None) or "",
+        run=run,
         declared="the logits of the PyTorch checkpoint",
         observed=run.reason or "the logits differ",
         cause="logits differ from the PyTorch checkpoint"

@@ -44,11 +44,11 @@ def search_differs(context: RunContext) -> Iterator[Fault]:
     name = context.stack.operator or SEARCH
     yield Fault(
         severity="error",
-        file=context.decode_file,
         subject=(name,),
         where=f"operator {name} of {context.decode_file}",
         declared="the sequences of a loop over its decoder",
         observed=f"the runtime fails: {run.error}" if fails else run.cause.evidence if run.cause else OTHERS,
         cause=f"{name} fails" if fails else f"the sequences of {name} differ from those of a loop over its decoder",
         repair=FAILS if fails else EXPORT,
+        error=run.error if fails else None,
     )

@@ -54,7 +54,6 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
             severity="error",
             file=file,
             subject=(file,),
-            where=f"file {file}",
             declared="a model that the runtime opens",
             observed=text,
             cause=cause,

@@ -3,12 +3,13 @@
 What it means: the names say which present is fed back as which past, and the graph says how each is used.
 
 How it is decided: each past is followed to the output with its content and to the attention that uses it, before the
-Softmax as a key or after it as a value; and each output that first fills a past to its own attention. A run whose
+Softmax as a key or after it as a value; each output that first fills a past to its own attention; and new entries that
+are stored in one slot are those that the attention reads from another. A run whose
 logits match those of a run without the cache overrules this. If the graph does not show it, the entries of a step with
 differing logits are compared with those of the other slots.
 
 Reproduce: `kvdoctor contract MODEL --format json`: `used_as`, `used_at`, `continues_as`, `made_as` and `made_at` of a
-slot beside its `part`, `layer` and `present`.
+slot with its `part`, `layer` and `present`.
 
 Repair: rename the outputs, or export again with the output names in the order in which the graph returns them.
 """
@@ -16,11 +17,11 @@ Repair: rename the outputs, or export again with the output names in the order i
 from collections.abc import Iterator
 
 from kvdoctor.contract import Slot
+from kvdoctor.diagnose.checks._dataflow import find_exchanged_entries, find_repeated
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.records import record
-from kvdoctor.report.wording.units import shorten_names
 
 EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
 
@@ -58,13 +59,11 @@ def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
     ones.
     """
     slots = context.contract.slots
-    crossed = [item for item in _find_crossings(slots) if item.holds in ("the key", "the value")]
+    crossed = [item for item in _find_crossings(context) if item.holds in ("the key", "the value")]
     yield from _report_crossings(context, crossed, "keys and values of the cache are swapped")
     misnamed = tuple(slot for slot in slots if (slot.part, slot.used_as) in (("key", "value"), ("value", "key")))
     if misnamed and not crossed:
-        yield _report_names(
-            context, misnamed, f"the {misnamed[0].part}", f"the {misnamed[0].used_as}", "keys and values"
-        )
+        yield _report_names(misnamed, f"the {misnamed[0].part}", f"the {misnamed[0].used_as}", "keys and values")
 
 
 @check("KV307", "layers-swapped", "contract")
@@ -77,12 +76,12 @@ def layers_swapped(context: ContractContext) -> Iterator[Fault]:
     wrong, loops work and it is a note: a tool that drops layers would take the wrong ones.
     """
     slots = context.contract.slots
-    crossed = [item for item in _find_crossings(slots) if item.holds.startswith("layer")]
+    crossed = [item for item in _find_crossings(context) if item.holds.startswith("layer")]
     yield from _report_crossings(context, crossed, "layers of the cache are swapped")
     misnamed = tuple(slot for slot, rank in _number_by_layer(slots) if slot.used_at != rank)
     if misnamed and not crossed:
         slot = misnamed[0]
-        yield _report_names(context, misnamed, f"layer {slot.layer}", f"attention number {slot.used_at}", "layers")
+        yield _report_names(misnamed, f"layer {slot.layer}", f"attention number {slot.used_at}", "layers")
 
 
 @check("KV306", "key-value-swapped", "runs")
@@ -106,22 +105,26 @@ def _number_by_layer(slots: tuple[Slot, ...]) -> Iterator[tuple[Slot, int]]:
         counts[group] = counts.get(group, 0) + 1
 
 
-def _report_names(context: ContractContext, slots: tuple[Slot, ...], named: str, used: str, what: str) -> Fault:
+def _report_names(slots: tuple[Slot, ...], named: str, used: str, what: str) -> Fault:
     names = tuple(slot.past for slot in slots)
     return Fault(
         severity="note",
-        file=context.decode_file,
         subject=names,
-        where=f"input {shorten_names(names)}",
         declared=f"{names[0]} is {named}",
         observed=f"the graph uses it as {used}",
-        cause=f"{what} have each other's names, in every graph alike: no loop is affected",
+        cause=f"{what} have each other's names, in every graph: no loop is affected",
         repair=Advice("re-export", EXPORT_AGAIN),
     )
 
 
-def _find_crossings(slots: tuple[Slot, ...]) -> Iterator[_Crossing]:
+def _find_crossings(context: ContractContext) -> Iterator[_Crossing]:
     """Slots whose present, or first filling, has the content of another slot."""
+    slots, repeated = context.contract.slots, find_repeated(context)
+    for slot in (slot for slot in slots if slot.past in repeated):
+        output, other = repeated[slot.past]
+        yield _Crossing(slot, output, _name_owner(other, slot))
+    for slot, other in find_exchanged_entries(context):
+        yield _Crossing(slot, slot.present or "", _name_owner(other, slot))
     owners = {slot.present: slot for slot in slots if slot.present is not None}
     for slot in slots:
         owner = owners.get(slot.continues_as or "")
@@ -136,7 +139,9 @@ def _find_crossings(slots: tuple[Slot, ...]) -> Iterator[_Crossing]:
 
 
 def _name_owner(holder: Slot, slot: Slot) -> str:
-    return f"layer {holder.layer} ({holder.past})" if holder.layer != slot.layer else f"the {holder.part}"
+    if holder.layer == slot.layer and holder.part != slot.part:
+        return f"the {holder.part}"
+    return f"layer {holder.layer} ({holder.past})" if holder.layer is not None else f"layer of {holder.past}"
 
 
 def _find_layer(slots: tuple[Slot, ...], slot: Slot) -> int | None:
@@ -147,25 +152,16 @@ def _find_layer(slots: tuple[Slot, ...], slot: Slot) -> int | None:
 def _report_crossings(context: ContractContext, crossed: list[_Crossing], cause: str) -> Iterator[Fault]:
     if not crossed or context.passes_parity:
         return
-    first = crossed[0]
+    first, run = crossed[0], context.checked_loop if context.loop_is_wrong else None
     names = tuple(dict.fromkeys(item.output for item in crossed))
     of = f"{first.slot.part} of layer {first.slot.layer}" if first.slot.layer is not None else first.slot.part
     yield Fault(
         severity="error",
-        file=context.decode_file,
         subject=names,
-        where=f"output {shorten_names(names)}",
         declared=f"{first.output} is the {of}, and is fed back as {first.slot.past}",
         observed=f"the graph returns {first.holds} as {first.output}",
         cause=cause,
         repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
-        effects=tuple(_list_effects(context)),
-        confidence="confirmed" if context.loop_is_wrong else "suspected",
+        effects=(f"{run.experiment}: {run.outcome} at step {run.failed_step}",) if run is not None else (),
+        confidence="confirmed" if run is not None else "suspected",
     )
-
-
-def _list_effects(context: ContractContext) -> Iterator[str]:
-    """The outcome of the checked loop."""
-    run = context.checked_loop
-    if run is not None and context.loop_is_wrong:
-        yield f"{run.experiment}: {run.outcome} at step {run.failed_step}"

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from kvdoctor.decode.speed import SpeedDifference
 from kvdoctor.diagnose.context import SpeedContext
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import format_bytes, format_milliseconds
+from kvdoctor.report.wording import format_bytes, format_milliseconds
 
 FIND_CHANGE = Advice(
     "re-export",
@@ -38,7 +38,6 @@ def slower(context: SpeedContext) -> Iterator[Fault]:
         at = f"a past of {found.past}"
         yield Fault(
             severity="error",
-            file=context.decode_file,
             subject=(f"{found.what}, {at}",),
             where=at,
             declared=f"{_format(found, found.before)}, and at most {found.tolerance:.0%} more",

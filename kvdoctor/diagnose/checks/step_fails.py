@@ -15,17 +15,17 @@ from dataclasses import replace
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import ObservedTensor, Run, Step
-from kvdoctor.diagnose.checks._attribution import find_explanation, find_faulty_uses, rejects_empty_past
-from kvdoctor.diagnose.checks._faults import describe_location, find_undeclared_size, list_nodes, name_node
+from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other, rejects_empty_past
+from kvdoctor.diagnose.checks._faults import SHORT_STATE, describe_location, find_undeclared_size, list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, CannotCheck, Fault, Severity, check
+from kvdoctor.errors import CannotCheck
+from kvdoctor.findings import Fault, Severity, check
+from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
 
-SHORT_STATE = Advice(
-    "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
-)
 EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
+OTHER_ATTENTION = "or export again with another attention operator, or with that one as its kernel takes it"
 
 
 @check("KV201", "empty-past-rejected", "runs")
@@ -51,8 +51,7 @@ def step_fails(context: RunContext) -> Iterator[Fault]:
     run = context.checked_loop
     if run is None:
         return
-    if reason := find_explanation(context):
-        raise CannotCheck(reason)
+    leave_to_other(context)
     if run.outcome == "failed":
         yield _build_fault(context, run, "error", _name_failed_step(run), "a step that passes")
         return
@@ -98,11 +97,13 @@ def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, 
     mismatch = find_undeclared_size(context, run)
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _list_fed(context, step)[:3])
     call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
+    again = OTHER_ATTENTION if node is not None and has(node.op, "attend") else EXPORT_AGAIN
     return Fault(
         severity=severity,
-        file=context.decode_file,
         subject=(node.name,) if node else (context.decode_file,),
         where=place,
+        run=run,
+        error=run.error,
         apart=(
             *(() if run is context.checked_loop else (run.experiment,)),
             *((node.op,) if node and not node.name else ()),
@@ -110,7 +111,7 @@ def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, 
         declared=declared,
         observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
         cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {mismatch}" if mismatch else ""),
-        repair=SHORT_STATE if mismatch else context.advise_graph_repair(EXPORT_AGAIN),
+        repair=SHORT_STATE if mismatch else context.advise_graph_repair(again),
         evidence=describe_location(run),
         nodes=list_nodes(run),
     )

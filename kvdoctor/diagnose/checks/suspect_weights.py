@@ -20,14 +20,13 @@ from math import isfinite
 
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.locate.runnable import LAYER
-from kvdoctor.errors import UnreadableError
-from kvdoctor.findings import Advice, CannotCheck, Fault, check
+from kvdoctor.errors import CannotCheck, UnreadableError
+from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.weights import Weight, list_weights
 from kvdoctor.records import record
 
-ROUNDED = ("DequantizeLinear", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat")
-"""Operators that compute with weights of 8 bits."""
 FEW_ROWS = 16
 """Of a table that may be zero: of the types of tokens, which RoBERTa does not use."""
 SMALLEST = 64
@@ -68,7 +67,6 @@ def suspect_weights(context: FileContext) -> Iterator[Fault]:
         more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
         yield Fault(
             severity="error" if kind in ("NaN", "Inf") else "warning",
-            file=context.file.name,
             subject=tuple(names[kind]),
             where=f"weights of {context.file.name}",
             declared="values of a trained weight",
@@ -93,7 +91,7 @@ def _judge(weight: Weight) -> Iterator[str]:
     if not weight.is_float and not _is_rounded(weight):
         return
     facts = _read(weight)
-    if facts.nans and (weight.size > 1 or weight.op in ROUNDED):
+    if facts.nans and (weight.size > 1 or has(weight.op, "weights")):
         yield "NaN"
     if facts.infinite and weight.is_multiplied:
         yield "Inf"
@@ -104,12 +102,13 @@ def _judge(weight: Weight) -> Iterator[str]:
 
 
 def _is_rounded(weight: Weight) -> bool:
-    return weight.op in ROUNDED and weight.data_type in (TensorProto.INT8, TensorProto.UINT8)
+    held = has(weight.op, "weights") and weight.input == operator_of(weight.op).weight
+    return held and weight.data_type in (TensorProto.INT8, TensorProto.UINT8)
 
 
 def _is_matrix(weight: Weight) -> bool:
     """Whether one number everywhere is damage: not of a small table, nor of a new LoRA adapter."""
-    table = weight.op == "Gather" and weight.dims[:1] >= (FEW_ROWS,)
+    table = has(weight.op, "embed") and weight.dims[:1] >= (FEW_ROWS,)
     known = weight.is_multiplied or table or _is_rounded(weight)
     lora = "lora" in f"{weight.name} {weight.reader}".lower()
     return known and len(weight.dims) > 1 and weight.size >= SMALLEST and not lora

@@ -16,13 +16,12 @@ from collections.abc import Iterator
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import WRONG, Run, Step
+from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Advice, Fault, Severity, check
-from kvdoctor.runtime.targets import Target
-from kvdoctor.runtime.targets.result import LogitsGap, TargetResult
+from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
 
 ANOTHER = Advice("re-export", "use a release that runs the model as it is, or export it again for this one")
 
@@ -100,12 +99,14 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     if not bad or bad[0].outcome not in outcomes:
         return
     run, severity, use = bad[0], *_rate(bad[0].experiment)
+    node = f", {run.fault_node.shown}" if run.fault_node is not None else ""
     yield Fault(
         severity=severity,
-        file=context.decode_file,
         subject=tuple(run.experiment for run in bad),
         apart=(result.target.asked,),
-        where=_describe_where(run, result.target),
+        where=f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}",
+        run=run,
+        error=run.error if run.outcome == "failed" else None,
         declared=f"{run.experiment} as with {_name_local(context)}, where it passes",
         observed=_describe_observed(run),
         cause=_describe_cause(run, result.target),
@@ -137,11 +138,6 @@ def _rate(experiment: str) -> tuple[Severity, Required | None]:
     return ("error", None) if use is None else (use.severity, use.required)
 
 
-def _describe_where(run: Run, target: Target) -> str:
-    place = f", {run.fault_node.shown}" if run.fault_node is not None else ""
-    return f"{run.experiment}, step {run.failed_step or 0}{place}, under {target.words}"
-
-
 def _describe_observed(run: Run) -> str:
     if run.outcome == "died":
         return run.reason or "the process ended"
@@ -164,14 +160,10 @@ def _describe_cause(run: Run, target: Target) -> str:
             return f"the process of {target.words} ends in {run.experiment}, which passes in the local runtime"
         case "failed":
             last = next((step for step in run.steps if step.step == failed), None)
-            fed = f" on {_describe_feed(last)}" if last is not None else ""
+            fed = f" on {last.new_tokens} new tokens and a past of {last.past_length}" if last is not None else ""
             return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes in the local runtime"
         case _:
             return f"the logits of {run.experiment} are wrong with {target.words}, and right in the local runtime"
-
-
-def _describe_feed(step: Step) -> str:
-    return f"{step.new_tokens} new tokens and a past of {step.past_length}"
 
 
 def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
@@ -185,7 +177,6 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault
     shapes = _find_other_shape(context.find_run(name), result.run(name))
     yield Fault(
         severity=severity,
-        file=context.decode_file,
         subject=tuple(sorted(apart)),
         apart=(result.target.asked, "other logits"),
         where=f"{name}, step {apart[name].step}, under {result.target.words}",

@@ -10,7 +10,7 @@ is run, the run decides: a file that it opens is not reported.
 
 Reproduce: `kvdoctor inspect MODEL --target onnxruntime==1.16.3`, or open the file with that release.
 
-Repair: `kvdoctor re-export MODEL -o FIXED --target ...` lowers IR version and opset as far as the operators of the
+Repair: `kvdoctor re-export MODEL -o FIXED --target ...` lowers IR version and opset where the operators of the
 graph allow, and proves the copy under the target. It names what cannot be lowered, and the export that would help.
 
 Source: ONNX Runtime, docs/Versioning.md, for the rule; the numbers are measured.
@@ -23,11 +23,9 @@ from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Fault, check
 from kvdoctor.records import record
-from kvdoctor.report.wording.units import shorten_names
-from kvdoctor.runtime.targets import Target, of_release
-from kvdoctor.runtime.targets.demands import Demands, read_demands
-from kvdoctor.runtime.targets.limits import ReleaseLimits, describe_feature, newest_limits, operator_of
-from kvdoctor.runtime.targets.result import TargetResult
+from kvdoctor.report.wording import shorten_names
+from kvdoctor.runtime.targets import Target, TargetResult, of_release
+from kvdoctor.runtime.targets.limits import Demands, ReleaseLimits, newest_limits, read_demands
 
 
 @record
@@ -45,8 +43,7 @@ def is_ruled_out(file: OnnxFile, limits: ReleaseLimits | None) -> bool:
     """Whether a release does not open a file, by its limits."""
     if file.view is None or limits is None:
         return False
-    asked = read_demands(file.view)
-    return asked.ir > limits.ir or asked.opset > limits.opset or bool(asked.lacking(limits))
+    return bool(read_demands(file.view).first_lacking(limits))
 
 
 @check("KV401", "ir-too-new", "targets")
@@ -83,19 +80,15 @@ def operator_unsupported(context: TargetContext) -> Iterator[Fault]:
     attributes. The graph uses one that the target does not have.
     """
     found = _find_excesses(context, lambda asked, limits: bool(asked.lacking(limits)))
-    names = tuple(dict.fromkeys(name for excess in found for name in _list_lacking(excess)))
+    names = tuple(dict.fromkeys(name for excess in found for name in excess.demands.describe_lacking(excess.limits)))
     what = shorten_names(names) if names else ""
     lacking = sorted({name for excess in found for name in excess.demands.lacking(excess.limits)})
-    for fault in _report_excesses(context, found, what, lambda excess: f"has no {', no '.join(_list_lacking(excess))}"):
+
+    def describe(excess: LimitExceeded) -> str:
+        return f"has no {', no '.join(excess.demands.describe_lacking(excess.limits))}"
+
+    for fault in _report_excesses(context, found, what, describe):
         yield replace(fault, apart=(*fault.apart, *lacking))
-
-
-def _list_lacking(excess: LimitExceeded) -> tuple[str, ...]:
-    """The operators and attributes that a target lacks, without attributes of operators that it lacks."""
-    names = excess.demands.lacking(excess.limits).keys()
-    return tuple(
-        describe_feature(name) for name in names if operator_of(name) == name or operator_of(name) not in names
-    )
 
 
 def _report_excesses(
@@ -124,7 +117,7 @@ def _report_excesses(
         observed="; ".join(observed),
         cause=f"{what}: too new for {named}",
         repair=context.advise_graph_repair(
-            "lowers the versions as far as the operators of the file allow, and names what prevents more"
+            "lowers the versions where the operators of the file allow it, and names what prevents more"
         ),
         effects=(f"{refused.target.words} refuses the file: {refused.text}",) if refused is not None else (),
         confidence="confirmed" if confirmed or refused is not None else "suspected",
@@ -154,10 +147,8 @@ def _list_targets(context: TargetContext) -> Iterator[tuple[Target, TargetResult
     if context.targets:
         for target in context.targets:
             result = results.get(target.asked)
-            yield (
-                (result.target if result is not None else target),
-                result,
-            )  # one that was run may have been measured there
+            # One that was run may have been measured there.
+            yield (result.target if result is not None else target), result
     elif context.local_runtime is not None:
         yield context.local_runtime, TargetResult(context.local_runtime, context.runs, context.refusals, is_local=True)
     else:

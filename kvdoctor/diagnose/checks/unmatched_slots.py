@@ -10,10 +10,10 @@ Repair: add the missing file, or export again with the task that ends in `-with-
 from collections.abc import Iterator
 
 from kvdoctor.analysis.completeness import find_unfilled
-from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
+from kvdoctor.diagnose.checks._dataflow import find_repeated, refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 EXPORT_AGAIN = Advice("re-export", "add the missing file of the export, or export again with the task ...-with-past")
 
@@ -25,13 +25,14 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
     What it means: no present output in the whole set of files can fill a past input. Often a file is missing:
     `decoder_with_past_model.onnx` needs its `decoder_model.onnx`. A cross-attention cache that a single decoder takes
     and no file of the folder makes is no fault: the caller's encoder gives it. A cache that passes through a Loop or
-    Scan which cannot be followed is not checked: some output may return it.
+    Scan which cannot be followed is not checked: some output may return it. An output in its place that returns another
+    slot once more is KV306 or KV307.
     """
     contract = context.contract
     if context.stack.operator is not None:
         return  # the operator fills the slots of the graphs within it
-    unread = unread_in_loops(context)
-    empty = [lack.subject for lack in find_unfilled(contract)]
+    unread, repeated = unread_in_loops(context), find_repeated(context)
+    empty = [lack.subject for lack in find_unfilled(contract) if lack.subject not in repeated]
     lost = [
         slot.past
         for slot in contract.slots
@@ -42,7 +43,6 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
         if subject:
             yield Fault(
                 severity="error",
-                file=context.decode_file,
                 subject=subject,
                 where=f"inputs of {context.decode_file}",
                 declared=f"a present output for {shorten_names(subject)}",

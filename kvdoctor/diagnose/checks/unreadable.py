@@ -21,9 +21,7 @@ def unreadable(context: FileContext) -> Iterator[Fault]:
         return
     yield Fault(
         severity="error",
-        file=context.file.name,
         subject=(context.file.name,),
-        where=f"file {context.file.name}",
         declared="an ONNX model",
         observed=context.file.problem.reason,
         cause="the file cannot be read as an ONNX model, so nothing in it was checked",

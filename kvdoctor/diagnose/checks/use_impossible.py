@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.context import ContractContext, DraftModel
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 
 @check("KV115", "use-impossible", "contract")
 def use_impossible(context: ContractContext) -> Iterator[Fault]:
     """What in the contract stands in the way of the uses that are required."""
     if context.draft is not None:
-        yield from _judge_draft(context, context.draft)
+        yield from _judge_draft(context.draft)
     if not context.required or context.contract.missing or not context.contract.slots:
         return
     from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
@@ -41,7 +41,6 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
             port = ports.get(obstacle.names[0])
             yield Fault(
                 severity="error",
-                file=context.decode_file,
                 subject=obstacle.names,
                 where=shorten_names(obstacle.names),
                 declared=f"--require {use.required}",
@@ -53,14 +52,13 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
             )
 
 
-def _judge_draft(context: ContractContext, draft: DraftModel) -> Iterator[Fault]:
+def _judge_draft(draft: DraftModel) -> Iterator[Fault]:
     """What keeps a draft from going back to the tokens that were accepted."""
     from kvdoctor.decode.experiments.multi_turn import find_uncut
 
     for obstacle in find_uncut(draft.contract):
         yield Fault(
             severity="warning",
-            file=context.decode_file,
             subject=obstacle.names,
             where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}",
             declared="a draft that takes refused tokens back",

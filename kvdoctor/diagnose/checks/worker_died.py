@@ -30,7 +30,6 @@ def worker_died(context: RunContext) -> Iterator[Fault]:
         limit = {"timeout": "--timeout SECONDS", "memory": "--max-memory MIB"}.get(how)
         yield Fault(
             severity="error",
-            file=context.decode_file,
             subject=tuple(experiments),
             where=f"experiment {', '.join(experiments)}",
             declared="an answer from the runtime",

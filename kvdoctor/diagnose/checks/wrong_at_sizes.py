@@ -3,8 +3,9 @@
 What it means: the loop of a few single tokens gives the logits of the reference run; other lengths do not.
 
 How it is decided: one step at each past from 1 to 39, steps, chunks and prefills around each number that the graph
-compares a length with, and one step after 49 tokens; chunks of 3 and of 2 tokens. All logits are compared with those of
-one call over the same tokens without a cache. A cause that has a check of its own is reported by that check.
+compares a length with, and one step after 49 tokens; chunks of 3 tokens, and of 2 in a batch of 2. All logits are
+compared with those of one call over the same tokens without a cache. A cause that has a check of its own is reported by
+that check.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `far-thresholds`, `long-past`,
 `chunk`, `second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
@@ -18,16 +19,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
-from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, find_explanation, find_faulty_uses, is_named
-from kvdoctor.diagnose.checks._differences import build_difference, severity_of
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, CHUNKS, find_faulty_uses, find_named_cause, leave_to_other
+from kvdoctor.diagnose.checks._faults import CauseText, build_difference, report_cause, severity_of
 from kvdoctor.diagnose.context import RunContext
+from kvdoctor.errors import Explained
 from kvdoctor.findings import Advice, Fault, check
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
 
-CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
-
+OTHER_TOKEN = CauseText(
+    cause="a call with several tokens gives one of them the logits of another, with and without a cache",
+    declared="logits of each token that depend on it",
+    advice="export again; until then feed one token a call, the prompt as well",
+)
 OTHER_SIZES = Advice("re-export", "export again with other sample sizes, and test the result")
 ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or export again")
 
@@ -53,11 +58,13 @@ def chunk_differs(context: RunContext) -> Iterator[Fault]:
     """Wrong logits of several new tokens at once.
 
     What it means: single tokens on a cache give the logits of the reference run, and several new tokens at once do not
-    (chunked prefill, a second turn, speculation). It is a warning, since a loop can feed one token per step.
+    (chunked prefill, a second turn, speculation). It is a warning, since a loop can feed one token per step, and an
+    error where no call with several tokens is right: the last token of a prompt does not change its own logits.
 
     Repair: feed one token per step once there is a cache, or export again with several new tokens on a past in the
     sample inputs.
     """
+    yield from report_cause(context, "chunk-differs", OTHER_TOKEN)
     for run, use in _unnamed(context, CHUNKS):
         cause = f"with {use.words}, logits with the cache differ from logits without it"
         yield replace(build_difference(context, run, use.severity, cause), use=use.required, repair=ONE_TOKEN)
@@ -65,11 +72,12 @@ def chunk_differs(context: RunContext) -> Iterator[Fault]:
 
 def _unnamed(context: RunContext, experiments: tuple[str, ...]) -> "Iterator[tuple[Run, Use]]":
     """The runs of some experiments that differ for no cause that has a check of its own."""
-    if find_explanation(context):
-        return
-    for run, use in find_faulty_uses(context, "differs"):
-        if run.experiment in experiments and not is_named(context, run):
-            yield run, use
+    leave_to_other(context, "chunk-differs")
+    wrong = [(run, use) for run, use in find_faulty_uses(context, "differs") if run.experiment in experiments]
+    named = {run.experiment: name for run, _ in wrong if (name := find_named_cause(context, run)) is not None}
+    yield from ((run, use) for run, use in wrong if run.experiment not in named)
+    if named and len(named) == len(wrong):
+        raise Explained("; ".join(f"{experiment} is explained by {name}" for experiment, name in named.items()))
 
 
 def _describe_lengths(context: RunContext, run: Run) -> Iterator[str]:

@@ -4,10 +4,12 @@ The attention of the same call does not use what is rounded. A copy that returns
 else is wrong; how far the logits of the model itself are off is then the error that the rounding makes.
 """
 
-from kvdoctor.analysis.dataflow.operators import COMPUTES
+from kvdoctor.analysis.dataflow.walks import COMPUTES
 from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
 from kvdoctor.contract import DECODING, CacheContract
-from kvdoctor.diagnose.float32.widen import FLOAT, NoFloat32Copy, cast, unrounded_name
+from kvdoctor.diagnose.float32.widen import FLOAT, cast, unrounded_name
+from kvdoctor.errors import CannotCheck
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
 from kvdoctor.model.traverse import Readers, find_attribute, names_in, readers
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
@@ -25,7 +27,7 @@ def unround_presents(model: ModelProto, contract: CacheContract) -> None:
     cache that is returned in integers stays as it is.
 
     Raises:
-        NoFloat32Copy: an operator that has no counterpart for real numbers reads the integers.
+        CannotCheck: an operator that has no counterpart for real numbers reads the integers.
     """
     known = names_in(model)
     for phase in DECODING:
@@ -42,7 +44,7 @@ def _find_pairs(chains: dict[str, ProcessedPresent]) -> set[str]:
     """The values that are quantized, and that nothing reads but a DequantizeLinear by the same scale."""
     graph = next((one.graph for one in chains.values()), GraphProto())
     read, returned = readers(graph), {value.name for value in graph.output}
-    nodes = [node for one in chains.values() for node in one.nodes if node.op_type == "QuantizeLinear"]
+    nodes = [node for one in chains.values() for node in one.nodes if has(node.op_type, "quantize")]
     return {node.output[0] for node in nodes if node.output[0] not in returned and _is_undone(node, read)}
 
 
@@ -50,7 +52,7 @@ def _is_undone(node: NodeProto, read: Readers) -> bool:
     """Whether all that reads what a QuantizeLinear makes is its counterpart."""
     found = read.get(node.output[0], ())
     return bool(found) and all(
-        other.op_type == "DequantizeLinear" and at == 0 and _scale_of(other) == _scale_of(node) for other, at in found
+        has(other.op_type, "dequantize") and at == 0 and _scale_of(other) == _scale_of(node) for other, at in found
     )
 
 
@@ -77,14 +79,14 @@ class _ChainRewriter:
     def run(self) -> None:
         for node in self.nodes:
             given, made = set(node.input), set(node.output)
-            if self.pairs & (given | made) and node.op_type != "Identity":
+            if self.pairs & (given | made) and not has(node.op_type, "copy"):
                 _pass_on(node)
-            elif node.op_type == "Round":
+            elif has(node.op_type, "round"):
                 _pass_on(node)
                 self.whole |= made
             elif self.real & given:
                 self._rewrite_integers(node)
-            elif node.op_type == "Cast":
+            elif has(node.op_type, "cast"):
                 self._rewrite_cast(node)
             elif self.whole & given:
                 self.whole |= made
@@ -103,11 +105,11 @@ class _ChainRewriter:
 
     def _rewrite_integers(self, node: NodeProto) -> None:
         """An operator on what was integers: the same one on real numbers."""
-        if node.op_type == "DequantizeLinear":
+        if has(node.op_type, "dequantize"):
             self._scale(node)
             return
-        if node.op_type not in COMPUTES | {"Identity", "Cast"}:
-            raise NoFloat32Copy(f"the operator {node.op_type} reads integers of the cache that is returned")
+        if node.op_type not in COMPUTES | operators_with("copy", "cast"):
+            raise CannotCheck(f"the operator {node.op_type} reads integers of the cache that is returned")
         target = find_attribute(node, "to")
         if target is not None and "int" not in ELEMENT_TYPES.get(target.i, ""):
             return
@@ -123,7 +125,7 @@ class _ChainRewriter:
         value, scale, *zeros = node.input
         number = self.scope.constant(scale)
         if number is None or any(size != 1 for size in number.dims):
-            raise NoFloat32Copy("a DequantizeLinear of the cache that is returned has no single scale")
+            raise CannotCheck("a DequantizeLinear of the cache that is returned has no single scale")
         for zero in filter(None, zeros):
             shift, value_less = self._cast_before(node, zero), unrounded_name(value, self.known)
             self._put_before(node, NodeProto(op_type="Sub", input=[value, shift], output=[value_less]))

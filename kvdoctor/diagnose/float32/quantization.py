@@ -11,7 +11,9 @@ belongs to the mathematics of the graph and stays; the rounding goes.
 import struct
 from collections.abc import Iterator
 
-from kvdoctor.diagnose.float32.widen import FLOAT, NoFloat32Copy, cast, unrounded_name
+from kvdoctor.diagnose.float32.widen import FLOAT, cast, unrounded_name
+from kvdoctor.errors import CannotCheck
+from kvdoctor.model.operators import has
 from kvdoctor.model.precision import DYNAMIC, INT8_LEVEL, activations_rounded
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import all_nodes, graphs_in, names_in, node_lists
@@ -26,7 +28,7 @@ def unround_integers(model: ModelProto) -> None:
     """Replace integer products by products of real numbers, in place.
 
     Raises:
-        NoFloat32Copy: an operator that is no product reads a quantized value, or an operator rounds internally.
+        CannotCheck: an operator that is no product reads a quantized value, or an operator rounds internally.
     """
     view = GraphView(model)
     used = set(view.operators)
@@ -37,7 +39,7 @@ def unround_integers(model: ModelProto) -> None:
     for nodes in node_lists(model):
         for node in nodes:
             if node.op_type in DYNAMIC:
-                raise NoFloat32Copy(f"the operator {node.op_type} rounds internally")
+                raise CannotCheck(f"the operator {node.op_type} rounds internally")
             if node.op_type == "MatMulNBits":
                 _compute_in_float(node)
 
@@ -60,7 +62,7 @@ class _IntegerRewriter:
 
     def run(self) -> None:
         every = [node for nodes in node_lists(self.model) for node in nodes]
-        self.real = {node.output[0] for node in every if node.op_type == "DynamicQuantizeLinear"}
+        self.real = {node.output[0] for node in every if has(node.op_type, "quantize-dynamically")}
         self._refuse_other_readers(every)
         for nodes in node_lists(self.model):
             changed: list[NodeProto] = []
@@ -73,21 +75,21 @@ class _IntegerRewriter:
         products = {node.output[0] for node in every if node.op_type in PRODUCTS and self.real & {*node.input[:2]}}
         for node in every:
             if self.real.intersection(node.input) and node.op_type not in TAKES_QUANTIZED:
-                raise NoFloat32Copy(f"the operator {node.op_type} reads the output of DynamicQuantizeLinear")
-            if products.intersection(node.input) and node.op_type != "Cast":
-                raise NoFloat32Copy(f"the operator {node.op_type} reads the integers of a product")
+                raise CannotCheck(f"the operator {node.op_type} reads the output of DynamicQuantizeLinear")
+            if products.intersection(node.input) and not has(node.op_type, "cast"):
+                raise CannotCheck(f"the operator {node.op_type} reads the integers of a product")
         if self.given_out & (self.real | products):
-            raise NoFloat32Copy("a quantized value is an output of the graph")
+            raise CannotCheck("a quantized value is an output of the graph")
 
     def _rewrite(self, node: NodeProto) -> list[NodeProto]:
-        if node.op_type == "DynamicQuantizeLinear":
+        if has(node.op_type, "quantize-dynamically"):
             quantized, scale, zero = node.output
             return [
                 NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=[quantized]),
                 scalar(scale, FLOAT, 1.0),
                 scalar(zero, int(TensorProto.UINT8), 0),
             ]
-        if node.op_type == "DequantizeLinear" and node.input[0] in self.real:
+        if has(node.op_type, "dequantize") and node.input[0] in self.real:
             return [NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=list(node.output))]
         if node.op_type in PRODUCTS and self.real & {*node.input[:2]}:
             return self._product(node)
@@ -105,7 +107,7 @@ class _IntegerRewriter:
         made: list[NodeProto] = []
         zeros = [*node.input[2:], "", ""]
         if node.op_type == "ConvInteger" and any(n > 1 for n in self.sizes.get(zeros[1], [])):
-            raise NoFloat32Copy("a ConvInteger has a zero point for each channel")
+            raise CannotCheck("a ConvInteger has a zero point for each channel")
         operands = [self._real(made, name, zero) for name, zero in zip(node.input[:2], zeros, strict=False)]
         kind = PRODUCTS[node.op_type]
         product = NodeProto(op_type=kind, name=node.name, input=operands, output=list(node.output))
@@ -129,7 +131,7 @@ class _IntegerRewriter:
         return made
 
     def _real(self, made: list[NodeProto], name: str, zero: str) -> str:
-        """The real number behind an operand: itself, or the integer less its zero point."""
+        """The real number of an operand: itself, or the integer less its zero point."""
         if name in self.real:
             return name
         number = unrounded_name(name, self.known)
@@ -164,9 +166,9 @@ def unround_scales(model: ModelProto) -> None:
     for nodes in node_lists(model):
         changed: list[NodeProto] = []
         for node in nodes:
-            if node.op_type == "QuantizeLinear" and node.output[0] in chosen:
+            if has(node.op_type, "quantize") and node.output[0] in chosen:
                 changed += _clip(node, chosen[node.output[0]], known)
-            elif node.op_type == "DequantizeLinear" and node.input[0] in chosen:
+            elif has(node.op_type, "dequantize") and node.input[0] in chosen:
                 changed.append(NodeProto(op_type="Identity", input=[node.input[0]], output=list(node.output)))
             else:
                 changed.append(node)
@@ -186,10 +188,10 @@ def _pairs(model: ModelProto) -> dict[str, int]:
     for graph in graphs_in(model.graph):
         for value in graph.output:
             kinds.pop(value.name, None)
-    scales = {node.output[0]: list(node.input[1:3]) for node in all_nodes(model) if node.op_type == "QuantizeLinear"}
+    scales = {node.output[0]: list(node.input[1:3]) for node in all_nodes(model) if has(node.op_type, "quantize")}
     for node in all_nodes(model):
         for name in kinds.keys() & set(node.input):
-            if node.op_type != "DequantizeLinear" or list(node.input) != [name, *scales[name]]:
+            if not has(node.op_type, "dequantize") or list(node.input) != [name, *scales[name]]:
                 kinds[name] = None
     return {name: kind for name, kind in kinds.items() if kind is not None}
 

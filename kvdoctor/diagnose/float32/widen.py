@@ -7,7 +7,9 @@ opens the file. Small ones, such as those of shapes and scales, are widened in p
 import struct
 from typing import Any
 
+from kvdoctor.errors import CannotCheck
 from kvdoctor.model.edit import fresh_name
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import graphs_in, names_in, node_lists
 
@@ -19,13 +21,6 @@ SMALL = 64
 
 TYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "output_datatype", "softmax_precision", "stash_type", "qk_dtype"}
 """Attributes that name an element type. Sources: the operator schemas of ONNX and of ONNX Runtime."""
-
-BITS = {"BitCast"}
-"""Operators that read the bits of a number: their meaning depends on its width."""
-
-
-class NoFloat32Copy(Exception):
-    """The rounding cannot be taken out of a graph; the text says why."""
 
 
 def unrounded_name(name: str, known: set[str]) -> str:
@@ -43,7 +38,7 @@ def widen(model: ModelProto) -> None:
     """Change a model in place.
 
     Raises:
-        NoFloat32Copy: it holds a 16-bit number whose bits are read, or one outside the file that cannot be cast.
+        CannotCheck: it holds a 16-bit number whose bits are read, or one outside the file that cannot be cast.
     """
     known = names_in(model)
     for graph in graphs_in(model.graph):
@@ -98,8 +93,8 @@ def _put_first(nodes: Any, first: list[NodeProto]) -> None:
 
 
 def _widen_node(node: NodeProto, parameters: set[str]) -> None:
-    if node.op_type in BITS:
-        raise NoFloat32Copy(f"the operator {node.op_type} reads the bits of numbers")
+    if has(node.op_type, "reinterpret"):  # its meaning depends on the width of a number
+        raise CannotCheck(f"the operator {node.op_type} reads the bits of numbers")
     for attribute in node.attribute:
         _widen_attribute(attribute, attribute.name in TYPE_ATTRIBUTES or attribute.name in parameters)
 
@@ -133,11 +128,11 @@ def _widen_tensor(tensor: TensorProto) -> None:
     if tensor.data_type not in NARROW:
         return
     if tensor.data_location == TensorProto.EXTERNAL:
-        raise NoFloat32Copy(f"the value of {tensor.name!r} is stored outside the file, where it cannot be cast")
+        raise CannotCheck(f"the value of {tensor.name!r} is stored outside the file, where it cannot be cast")
     half, count = tensor.data_type == HALF, _count(tensor)
     stored = tensor.raw_data or struct.pack(f"<{len(tensor.int32_data)}H", *(n & 0xFFFF for n in tensor.int32_data))
     if len(stored) != 2 * count:
-        raise NoFloat32Copy(f"the tensor {tensor.name!r} holds {len(stored)} bytes, its dims need {2 * count}")
+        raise CannotCheck(f"the tensor {tensor.name!r} holds {len(stored)} bytes, its dims need {2 * count}")
     tensor.ClearField("int32_data")
     tensor.raw_data = _floats(stored, half)
     tensor.data_type = FLOAT

@@ -7,12 +7,16 @@ from pathlib import Path
 from kvdoctor.contract import CacheContract, PhaseName, Slot
 from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor, Step
+from kvdoctor.diagnose.locate.cache_sides import change_entries, find_wrong_side
 from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, Take
-from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
+from kvdoctor.diagnose.locate.graph_runner import GraphRunner
 from kvdoctor.diagnose.locate.match_values import FlatFile
 from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts
+from kvdoctor.errors import CannotCheck
+from kvdoctor.model.operators import operator_of
 from kvdoctor.records import record
+from kvdoctor.report.wording import shorten_names
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
 LEVELS = ("basic", "extended", "all")
@@ -49,7 +53,7 @@ class DifferenceSearch:
         """Locate the fault.
 
         Raises:
-            CannotLocate: it cannot be found.
+            CannotCheck: it cannot be found.
             TrialFailed: the runtime does not run the graph with other outputs.
         """
         sides = self._sides()
@@ -59,7 +63,7 @@ class DifferenceSearch:
             return self._locate_outside(search.pairs[sides.logits[0]][1])
         if divergence.node is None:
             return self._describe_cache(search)
-        return self._describe(sides.left.flat, divergence, self._find_exchanged(search, divergence))
+        return self._describe(sides.left, divergence, self._find_exchanged(search, divergence))
 
     def _sides(self) -> CallPair:
         flat = self.runner.flatten(self.left.file, self.left.taken)
@@ -89,7 +93,7 @@ class DifferenceSearch:
     def _logits_value(flat: RunnableGraph, port: object) -> str:
         name = getattr(port, "name", "")
         if name not in flat.results:
-            raise CannotLocate("a graph returns no logits")
+            raise CannotCheck("a graph returns no logits")
         return flat.results[name]
 
     def _batch(self) -> int:
@@ -118,7 +122,7 @@ class DifferenceSearch:
             return slot.past
         name = slot.present if phase == "decode" else slot.filled_by
         value = flat.results.get(name or "")
-        while value is not None and (node := flat.producers.get(value)) is not None and node.op == "Identity":
+        while value is not None and (node := flat.producers.get(value)) is not None and node.has("copy"):
             value = node.input(0) or None
         return value
 
@@ -143,30 +147,11 @@ class DifferenceSearch:
         holders = search.holders(divergence.value, caches[past][1])
         return None if past in holders or not holders else (past, holders[0])
 
-    def _describe(
-        self, flat: RunnableGraph, divergence: Divergence, exchanged: tuple[str, str] | None
-    ) -> FaultLocation:
-        node = divergence.node
+    def _describe(self, graph: FlatFile, divergence: Divergence, exchanged: tuple[str, str] | None) -> FaultLocation:
+        node, flat = divergence.node, graph.flat
         assert node is not None  # noqa: S101 - asked only where there is one
-        off = f"off by {divergence.relative:g} standard deviations"
-        if divergence.relative < 0:
-            off = "not finite in the same entries as the reference"
-        elif divergence.relative > MOST_DEVIATIONS:
-            off = "different from a reference whose entries are all equal"
-        root = flat.label(divergence.root) if divergence.root is not None else None
-        source: FaultSource = "graph" if divergence.sudden or root is not None else "precision"
-        if exchanged is not None:
-            words = f"{exchanged[0]} does not hold the expected entries, {exchanged[1]} does"
-        elif root is not None and divergence.numbers is not None and divergence.numbers[0] != divergence.numbers[1]:
-            got, wanted = map(list, divergence.numbers)
-            words = f"{root} is {got}, and {wanted} in the run without a cache: with that value the logits are right"
-        elif root is not None:
-            of_root = "" if divergence.root == divergence.value else f" of {root}"
-            words = f"its output is {off}; with the reference value{of_root} the logits are right"
-        elif source == "graph":
-            words = f"its output is {off}, and so are values behind it"
-        else:
-            words = f"no single node stands out: differences grow from node to node, and its output is {off}"
+        source: FaultSource = "graph" if divergence.sudden or divergence.root is not None else "precision"
+        words, cause = self._explain(graph, divergence, exchanged)
         lines = []
         same = [flat.label(name) for name in divergence.equal if exchanged is None or name != exchanged[0]]
         if same:
@@ -185,7 +170,40 @@ class DifferenceSearch:
             frozen_by=None,
             source=source,
             words=words,
+            cause=cause,
         )
+
+    def _explain(self, graph: FlatFile, divergence: Divergence, exchanged: tuple[str, str] | None) -> tuple[str, str]:
+        """How the value differs, and the check whose fault that is, empty where the place alone does not tell."""
+        off = f"off by {divergence.relative:g} standard deviations"
+        if divergence.relative < 0:
+            off = "not finite in the same entries as the reference"
+        elif divergence.relative > MOST_DEVIATIONS:
+            off = "different from a reference whose entries are all equal"
+        if exchanged is not None:
+            layers = {slot.layer for slot in self.contract.slots if slot.past in exchanged}
+            name = "key-value-swapped" if len(layers) == 1 else "layers-swapped"
+            return f"{exchanged[0]} does not hold the expected entries, {exchanged[1]} does", name
+        if divergence.switches:
+            chosen = shorten_names(tuple(map(graph.flat.label, divergence.switches)))
+            words = f"the graph chooses {chosen} by a length: with the values of the run without a cache"
+            name = "cache-misread" if change_entries(graph, divergence.switches) else "branches-disagree"
+            return f"its output is {off}; {words} the logits are right", name
+        root = graph.flat.label(divergence.root) if divergence.root is not None else None
+        if root is not None and divergence.numbers is not None and divergence.numbers[0] != divergence.numbers[1]:
+            got, wanted = map(list, divergence.numbers)
+            words = f"{root} is {got}, and {wanted} in the run without a cache: with that value the logits are right"
+            return words, name_numbers(graph.flat, divergence.root or "")
+        packed = {slot.past for slot in self.contract.slots if {"layers", "parts"} & set(slot.axes)}
+        side = find_wrong_side(graph, divergence.value, packed) if divergence.sudden else None
+        if side is not None:
+            return f"its output is {off}: {side[1]}", side[0]
+        if root is not None:
+            of_root = "" if divergence.root == divergence.value else f" of {root}"
+            return f"its output is {off}; with the reference value{of_root} the logits are right", ""
+        if divergence.sudden:
+            return f"its output is {off}, and so are later values", ""
+        return f"no single node stands out: differences grow from node to node, and its output is {off}", ""
 
     def _fed(self, flat: RunnableGraph, name: str) -> ObservedTensor | None:
         return self.step.fed.get(name) if name not in flat.producers else None
@@ -209,6 +227,7 @@ class DifferenceSearch:
             frozen_by=None,
             source="graph",
             words=words,
+            cause="new-entries-wrong",
         )
 
     def _locate_outside(self, take: Take) -> FaultLocation:
@@ -225,7 +244,7 @@ class DifferenceSearch:
                 found = find_pass(lambda disabled: not self._wrong(names, level, None, take, disabled))  # noqa: B023
                 words = f"the step is wrong from optimization level {level!r} on, and right below it"
                 return locate_outside_graph("optimization", words + name_pass(found))
-        raise CannotLocate("run alone, the step returns the logits of the run without a cache")
+        raise CannotCheck("run alone, the step returns the logits of the run without a cache")
 
     def _wrong(
         self, names: Sequence[str], level: str, provider: str | None, take: Take, disabled: tuple[str, ...] = ()
@@ -239,6 +258,20 @@ class DifferenceSearch:
         )
         found = self.runner.compare(left, right, [(names[0], names[-1], take)])[0]
         return found is None or not 0 <= found.relative <= self.passes
+
+
+def name_numbers(flat: RunnableGraph, value: str) -> str:
+    """The check whose fault wrong numbers are: of positions, or of a mask; empty where they are neither."""
+    reached = {value}
+    for node in flat.nodes:
+        places = operator_of(node.op).places
+        if any(node.input(at) in reached for at in places):
+            return "positions-not-offset"
+        if not reached.isdisjoint(node.reads):
+            if node.has("compare"):
+                return "mask-not-offset"
+            reached.update(node.makes)
+    return ""
 
 
 def locate_outside_graph(source: FaultSource, words: str) -> FaultLocation:

@@ -1,27 +1,176 @@
-"""A failing node: its inputs, which of their sizes do not fit, where those come from, and what is at fault."""
+"""A failing node: its inputs, which of their sizes do not fit, where those come from, and what is at fault.
+
+Which sizes conflict is decided by the rule of the operator (ONNX operator schemas).
+"""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Axis
 from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor
-from kvdoctor.diagnose.locate.conflicts import Suspect, find_conflict, find_empty_axes
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, ObservedValues, TrialFailed
 from kvdoctor.diagnose.locate.origins import Origins, SizeSource, describe_origin
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
+from kvdoctor.model.node_sizes import AxisOf, NodeSizes, NumberOf, find_unequal
+from kvdoctor.model.operator_axes import axes_of, read_equation
+from kvdoctor.model.operators import has, ports_of
 from kvdoctor.model.view import ELEMENT_TYPES
+from kvdoctor.records import record
+from kvdoctor.report.wording import format_count
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
 
+
 MOST_PROOFS = 4
 """Fed lengths that are changed to see whether an axis depends on them."""
-
 SHORT = 64
+
+
+@record(slots=False)
+class Suspect:
+    """An axis of a value, or a number in it, that the node cannot take; `fits` is a size that it would take."""
+
+    value: str
+    axis: int
+    is_number: bool = False
+    fits: int | None = None
+
+
+def find_conflict(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str]:
+    """The sizes or numbers that do not fit together, and in one clause why; nothing where no rule is known."""
+    found = _RULES.get(node.op, _unequal)(node, o)
+    attends = ports_of(node.domain, node.op) is not None  # a past of length 0 is one
+    empty = [] if attends else find_empty_axes(node, o)
+    return found or (([*empty], "an input has an axis of length 0") if empty else ([], ""))
+
+
+def find_empty_axes(node: RunnableNode, o: Origins) -> list[Suspect]:
+    """Axes of length 0: the standard allows them, and a kernel may still refuse them."""
+    sizes = [(name, axis, size) for name in node.inputs if name for axis, size in enumerate(o.shape(name) or ())]
+    return [Suspect(name, axis, fits=1) for name, axis, size in sizes if size == 0]
+
+
+def _unequal(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    """Sizes that must be equal, or broadcast to each other, by the rule for the axes of the outputs."""
+    known = o.node_sizes(node)
+    found = find_unequal(known, axes_of(known) or ())
+    if found is None:
+        return None
+    how, ((one, first), (other, second)) = found
+    pairs = ((one, second), (other, first))
+    suspects = [Suspect(node.inputs[part.input], part.at, isinstance(part, NumberOf), fits) for part, fits in pairs]
+    return suspects, _explain(known, how, one, first, second)
+
+
+def _explain(node: NodeSizes, how: str, at: AxisOf | NumberOf, first: int, other: int) -> str:
+    """Why two sizes do not fit; `at` is where the first of them stands."""
+    if has(node.op, "join"):
+        joined = node.axis(0, len(node.axes(at.input)))
+        return f"inputs joined along axis {joined} must agree in axis {at.at}, and have {first} and {other}"
+    if node.op == "Einsum":
+        return f"{read_equation(node.attribute('equation'))[0][at.input][at.at]!r} cannot be {first} and {other}"
+    if how == "equal":
+        columns, rows = format_count(first, "column"), format_count(other, "row")
+        return f"{columns} {'does' if first == 1 else 'do'} not fit {rows}"
+    return f"{first} and {other} cannot be broadcast"
+
+
+def _reshape(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    data, target = node.inputs[0], node.inputs[1]
+    into, numbers = o.shape(data), o.numbers(target)
+    if into is None or numbers is None:
+        return None
+    copies = not node.number("allowzero", 0)
+    wrong = [i for i, n in enumerate(numbers) if n == 0 and copies and i >= len(into)]
+    if wrong:
+        return [
+            Suspect(target, i, True) for i in wrong
+        ], f"the target {list(numbers)} copies an axis that does not exist"
+    wanted = [into[i] if n == 0 and copies else n for i, n in enumerate(numbers)]
+    fixed, total = prod(n for n in wanted if n != -1), prod(into)
+    if (-1 not in wanted and fixed == total) or (-1 in wanted and fixed and total % fixed == 0):
+        return None
+    needed = f"{'a multiple of ' if -1 in wanted else ''}{fixed} elements"
+    clause = f"the target {list(numbers)} needs {needed}, the input has {total}"
+    suspects = [
+        Suspect(data, i, fits=wanted[i] if len(wanted) == len(into) and wanted[i] > 0 else None)
+        for i, size in enumerate(into)
+        if i >= len(wanted) or wanted[i] not in (-1, size)
+    ]
+    suspects = suspects or [Suspect(data, i) for i, size in enumerate(into) if size != 1]
+    unlike = len(into) != len(numbers)
+    fixing = [i for i, n in enumerate(numbers) if n > 0 and (unlike or into[i] != n)]
+    return [*suspects, *(Suspect(target, i, True) for i in fixing)], clause
+
+
+def _gather(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    data, picks = o.shape(node.inputs[0]), o.numbers(node.inputs[1])
+    if data is None or picks is None:
+        return None
+    axis = node.number("axis", 0) % max(len(data), 1)
+    outside = [i for i, pick in enumerate(picks) if not -data[axis] <= pick < data[axis]]
+    if not outside:
+        return None
+    suspects = [Suspect(node.inputs[1], outside[0], True), Suspect(node.inputs[0], axis)]
+    return suspects, f"index {picks[outside[0]]} is outside an axis of length {data[axis]}"
+
+
+def _split(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    data = o.shape(node.inputs[0])
+    sizes = o.numbers(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    sizes = sizes or node.numbers("split")
+    if data is None or sizes is None:
+        return None
+    axis = node.number("axis", 0) % max(len(data), 1)
+    if sum(sizes) == data[axis]:
+        return None
+    return [Suspect(node.inputs[0], axis)], f"parts of {list(sizes)} do not add up to {data[axis]}"
+
+
+def _conv(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    data, weight = o.shape(node.inputs[0]), o.shape(node.inputs[1])
+    if data is None or weight is None or len(data) != len(weight):
+        return None
+    padding, places = node.attribute("auto_pad"), len(data) - 2
+    if padding is not None and padding.s not in (b"", b"NOTSET"):
+        return None
+    pads, spread = node.numbers("pads") or (0,) * 2 * places, node.numbers("dilations") or (1,) * places
+    for place in range(places):
+        reach = (weight[place + 2] - 1) * spread[place] + 1
+        if data[place + 2] + pads[place] + pads[place + places] < reach:
+            size = data[place + 2]
+            return [
+                Suspect(node.inputs[0], place + 2, fits=reach)
+            ], f"an axis of length {size} is shorter than the reach of the kernel, {reach}"
+    return None
+
+
+def _rotary(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
+    """The head size that ONNX Runtime rotates by eights of pairs (contrib_ops, group_query_attention_helper.h)."""
+    key, past = o.shape(node.inputs[1]) if len(node.inputs) > 1 else None, o.shape(node.inputs[3])
+    width = past[-1] if past else (key or (0,))[-1] // max(node.number("kv_num_heads", 1), 1)
+    if not node.number("do_rotary", 0) or width % 16 == 0:
+        return None
+    return [Suspect(node.inputs[3], 3)], f"with do_rotary the head size must be a multiple of 16, and it is {width}"
+
+
+_RULES: dict[str, Callable[[RunnableNode, Origins], tuple[list[Suspect], str] | None]] = {
+    "Conv": _conv,
+    "Reshape": _reshape,
+    "Gather": _gather,
+    "GroupQueryAttention": _rotary,
+    "Split": _split,
+}
+
+
+NO_LENGTHS = ("GroupQueryAttention",)
+"""Operators whose rule compares no lengths."""
 
 SourcedSuspect = tuple[Suspect, list[SizeSource]]
 """A size that does not fit, and where it comes from."""
@@ -47,7 +196,7 @@ class FailingNode:
         """Describe the fault.
 
         Raises:
-            CannotLocate: the worker process crashed, or time is up.
+            CannotCheck: the worker process crashed, or time is up.
         """
         known = self._known(feeds)
         origins = Origins(self.flat, known, {name: tuple(array.shape) for name, array in self.feeds.items()})
@@ -209,7 +358,7 @@ class FailingNode:
         if odd:
             shape, returned = list(self.feeds[odd[0].name].shape), self.carried.get(odd[0].name)
             return "feed", f"{clash}: {odd[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
-        return "graph", f"{clash}, although the fed lengths agree"
+        return "graph", clash if self.node.op in NO_LENGTHS else f"{clash}, although the fed lengths agree"
 
     def _kind(self, source: SizeSource) -> Axis | None:
         """What a fed axis counts."""
@@ -257,7 +406,7 @@ def _moves(sources: list[SizeSource]) -> bool:
 
 
 def _find_frozen(sourced: list[SourcedSuspect]) -> str | None:
-    """The constant or weight behind the first size that no feed influences, or that is one factor of a size."""
+    """The constant or weight that makes the first size that no feed influences, or that is one factor of a size."""
     alone = [sources[0] for _, sources in sourced if sources and not _moves(sources)]
     parts = [source for _, sources in sourced for source in sources if source.kind == "constant" and source.size > 1]
     for source in (*alone, *parts):

@@ -3,7 +3,7 @@
 Corresponding values are compared in portions of bounded size, in the order of the graph. From the first token-dependent
 value that differs, the search goes back over inputs that differ as well. The root is the earliest of these that makes
 the logits right when the reference value replaces it: that is an experiment, and holds for masks, positions and swapped
-caches alike.
+caches.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,10 @@ from math import prod
 from pathlib import Path
 
 from kvdoctor.decode.messages import ValueDifference
-from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner, side
+from kvdoctor.diagnose.locate.graph_runner import GraphRunner, side
 from kvdoctor.diagnose.locate.match_values import FlatFile, chunks, match_entries, match_values
 from kvdoctor.diagnose.locate.runnable import RunnableNode
+from kvdoctor.errors import CannotCheck
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.records import record
 
@@ -54,7 +55,7 @@ class Divergence:
     """The result of the comparison.
 
     `node` is where the runs first diverge and `value` its output, off by `relative` standard deviations; `sudden` says
-    that its token-dependent inputs are not. `root` is the value behind it whose reference value makes the logits right,
+    that its token-dependent inputs are not. `root` is the later value whose reference value makes the logits right,
     None where no single one does; `numbers` are its elements in both runs, where they are few integers. `compared` of
     `values` token-dependent values had a counterpart. `equal` are the inputs that do not differ.
     """
@@ -68,6 +69,7 @@ class Divergence:
     compared: int
     values: int
     equal: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
 
 
 @dataclass
@@ -85,16 +87,18 @@ class DivergenceSearch:
         """Find the first divergence; None where no value that depends on tokens differs, the logits included.
 
         Raises:
-            CannotLocate: it cannot be found.
+            CannotCheck: it cannot be found.
             TrialFailed: the runtime does not run the graph with other outputs.
         """
         left = self.sides.left
         listed = match_values(left, self.sides.right)
+        if left.flat is self.sides.right.flat:  # what is made of a past alone has no counterpart in a run without one
+            listed = [pair for pair in listed if pair[0] not in left.old]
         self.pairs = dict(self.sides.caches) | self._pair_entries(listed)
         order = [name for node in left.flat.nodes for name in node.makes if name in self.pairs]
         order = [*self.sides.caches, *order]
         if self.sides.logits[0] not in self.pairs:
-            raise CannotLocate("the logits of the two runs could not be matched")
+            raise CannotCheck("the logits of the two runs could not be matched")
         first = self._find_first(order)
         if first is None:
             return None
@@ -111,6 +115,7 @@ class DivergenceSearch:
             compared=sum(name in left.token_dependent and name in left.flat.producers for name in order),
             values=sum(name in left.token_dependent for node in left.flat.nodes for name in node.makes),
             equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self._differs(n)),
+            switches=self._find_switches() if root is None or numbers is None or not numbers.actual else (),
         )
 
     def differing_caches(self) -> list[str]:
@@ -182,7 +187,7 @@ class DivergenceSearch:
         return min(reads, default=0.0) >= 0 and (own < 0 or own > SUDDEN * max(reads, default=0.0))
 
     def _find_root(self, first: str) -> str | None:
-        """The first value behind another, itself included, whose reference value makes the logits right."""
+        """The first value from another one on, itself included, whose reference value makes the logits right."""
         if first == self.sides.logits[0]:
             return None
         flat, found = self.sides.left.flat, {first}
@@ -196,18 +201,53 @@ class DivergenceSearch:
         tried = [*[n for n in found if n not in flat.producers], *ordered][:MOST_PATCHES]
         return next((name for name in dict.fromkeys([*tried, first]) if self._makes_logits_right(name)), None)
 
-    def _makes_logits_right(self, name: str) -> bool:
-        """Whether the logits are right where the reference value replaces one value."""
-        sides, (other, rules) = self.sides, self.pairs[name]
-        kind = element_type(self.found[name].dtype)
-        given = {name: kind} if name in sides.left.flat.producers else {}
-        left = self.runner.variant(sides.left.flat, sides.left.source, values=[sides.logits[0]], given=given)
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=[other, sides.logits[1]])
+    def _find_switches(self) -> tuple[str, ...]:
+        """Values that one graph chooses by comparing lengths, and otherwise in the other run, if they are the cause."""
+        left, right = self.sides.left, self.sides.right
+        if left.flat is not right.flat:
+            return ()
+        names = find_switches(left)
+        known = (self.runner.sizes(s.flat, s.source, names, f) for s, f in self._both())
+        own, whole = known if names else ({}, {})
+        names = [name for name in names if name in own and own[name] == whole.get(name)]
+        self.pairs |= {name: (name, [None] * len(own[name])) for name in names}
+        if names:
+            self._compare(names)
+        chosen = tuple(name for name in names if self._differs(name))
+        return chosen if chosen and self._makes_logits_right(*chosen) else ()
+
+    def _both(self) -> tuple[tuple[FlatFile, Path], tuple[FlatFile, Path]]:
+        return (self.sides.left, self.sides.left_feeds), (self.sides.right, self.sides.right_feeds)
+
+    def _makes_logits_right(self, *names: str) -> bool:
+        """Whether the logits are right where the reference values replace some values."""
+        sides, flat = self.sides, self.sides.left.flat
+        given = {name: element_type(self.found[name].dtype) for name in names if name in flat.producers}
+        left = self.runner.variant(flat, sides.left.source, values=[sides.logits[0]], given=given)
+        others = dict.fromkeys(self.pairs[name][0] for name in names)
+        right = self.runner.variant(sides.right.flat, sides.right.source, values=[*others, sides.logits[1]])
         two, take = self.pairs[sides.logits[0]]
         pairs = [(left.outputs[sides.logits[0]], right.outputs[two], take)]
-        inject = [(name, right.outputs[other], rules)]
+        inject = [(name, right.outputs[self.pairs[name][0]], self.pairs[name][1]) for name in names]
         results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs, inject)
         return bool(results[0] is not None and 0 <= results[0].relative <= self.sides.passes)
+
+
+def find_switches(graph: FlatFile) -> list[str]:
+    """Values that are chosen by comparing lengths, whatever the tokens are, and that token-dependent ones rest on.
+
+    What chooses between a cache and something else is none: in a run without a cache it chooses otherwise.
+    """
+    flat, told = graph.flat, graph.token_dependent
+    compared = [name for node in flat.nodes if node.has("compare", "clamp") for name in node.makes if name not in told]
+    chosen = flat.depending_on(compared) - told
+    found, kept = dict[str, None](), set[str]()
+    for node in flat.nodes:
+        if told.isdisjoint(node.makes):
+            continue
+        read = [name for name in node.reads if name in chosen]
+        (kept.update if not graph.old.isdisjoint(node.reads) else found.update)(dict.fromkeys(read))
+    return [name for name in found if name not in kept]
 
 
 def element_type(dtype: str) -> int:

@@ -6,18 +6,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdoctor.decode.messages import (
-    CompareJob,
-    TrialDone,
-    TrialJob,
-    TrialModel,
-    TrialValue,
-    ValueDifference,
-    ValuePair,
-)
+from kvdoctor.decode.messages import CompareJob, TrialDone, TrialJob, TrialModel, TrialValue, ValueDifference, ValuePair
 from kvdoctor.decode.runs import ObservedTensor
-from kvdoctor.diagnose.locate.runnable import NotRunnable, RunnableGraph, Variant, flatten, read_located, write_variant
-from kvdoctor.errors import UnreadableError, WorkerDied
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, Variant, flatten, read_located, write_variant
+from kvdoctor.errors import CannotCheck, UnreadableError, WorkerDied
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.runtime.client import Runtime
 
@@ -32,10 +24,6 @@ SHORT = 64
 
 SECONDS = 45.0
 """How long the search for one fault may take."""
-
-
-class CannotLocate(Exception):
-    """The fault cannot be located; the text says why."""
 
 
 class TrialFailed(Exception):
@@ -61,7 +49,11 @@ class ObservedValues:
 
 @dataclass
 class GraphRunner:
-    """Runs variants of the files of one stack. `folder` is private; `deadline` is a moment of `time.monotonic`."""
+    """Runs variants of the files of one stack. `folder` is private; `deadline` is a moment of `time.monotonic`.
+
+    What runs a graph raises `TrialFailed` where the runtime fails, and `CannotCheck` where the graph cannot be read or
+    written, the worker process crashes, or time is up.
+    """
 
     runtime: Runtime
     folder: Path
@@ -71,40 +63,22 @@ class GraphRunner:
     written: int = 0
 
     def model(self, source: Path) -> ModelProto:
-        """The model in a file, its weights left where they are.
-
-        Raises:
-            CannotLocate: it cannot be read.
-        """
+        """The model in a file, its weights left where they are."""
         if source not in self.models:
             try:
                 self.models[source] = read_located(source)
             except UnreadableError as error:
-                raise CannotLocate(f"the graph cannot be read again: {error}") from None
+                raise CannotCheck(f"the graph cannot be read again: {error}") from None
         return self.models[source]
 
     def flatten(self, source: Path, taken: Mapping[str, bool]) -> RunnableGraph:
-        """The flat graph of a file; `taken` says which branch an `If` takes, by the first value that it makes.
-
-        Raises:
-            CannotLocate: it cannot be written out.
-        """
-        try:
-            return flatten(self.model(source), taken)
-        except NotRunnable as error:
-            raise CannotLocate(str(error)) from None
+        """The flat graph of a file; `taken` says which branch an `If` takes, by the first value that it makes."""
+        return flatten(self.model(source), taken)
 
     def variant(self, flat: RunnableGraph, source: Path, **wanted: Any) -> Variant:
-        """Write a part of a graph; see `write_variant`.
-
-        Raises:
-            CannotLocate: that part cannot be written.
-        """
+        """Write a part of a graph; see `write_variant`."""
         self.written += 1
-        try:
-            return write_variant(flat, source, self.folder / f"variant{self.written}.onnx", **wanted)
-        except NotRunnable as error:
-            raise CannotLocate(str(error)) from None
+        return write_variant(flat, source, self.folder / f"variant{self.written}.onnx", **wanted)
 
     def feeds(self, arrays: "Mapping[str, Array]") -> Path:
         """Write feeds for a call of our own."""
@@ -116,45 +90,25 @@ class GraphRunner:
         return path
 
     def run(self, variant: Variant, feeds: Path) -> dict[str, TrialValue]:
-        """Run a variant: for each value its dtype and shape, and its numbers where it is short.
-
-        Raises:
-            TrialFailed: the runtime failed.
-            CannotLocate: the worker process crashed, or time is up.
-        """
-        found = self._trial(TrialJob(side(variant, feeds), self.provider)).outputs
+        """Run a variant: for each value its dtype and shape, and its numbers where it is short."""
+        found = self._trial(TrialJob(side(variant, feeds), provider=self.provider)).outputs
         return {value: found[output] for value, output in variant.outputs.items() if output in found}
 
     def run_file(self, model: TrialModel) -> None:
-        """Run a file of the user as it is.
-
-        Raises:
-            TrialFailed: the runtime failed.
-            CannotLocate: the worker process crashed, or time is up.
-        """
-        self._trial(TrialJob(model, self.provider))
+        """Run a file of the user as it is."""
+        self._trial(TrialJob(model, provider=self.provider))
 
     def compare(
         self, left: TrialModel, right: TrialModel, pairs: Iterable[Pair], inject: Iterable[Pair] = ()
     ) -> tuple[ValueDifference | None, ...]:
-        """Compare outputs of two models.
-
-        Raises:
-            TrialFailed: the runtime failed.
-            CannotLocate: the worker process crashed, or time is up.
-        """
-        job = CompareJob(left, right, tuple(map(_make_pair, pairs)), tuple(map(_make_pair, inject)), self.provider)
+        """Compare outputs of two models."""
+        job = CompareJob(left, right, *(tuple(map(_make_pair, one)) for one in (pairs, inject)), provider=self.provider)
         return self._trial(job).differences
 
     def sizes(
         self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path
     ) -> dict[str, tuple[int, ...]]:
-        """The shapes of values, without reading the values.
-
-        Raises:
-            TrialFailed: the runtime failed.
-            CannotLocate: the worker process crashed, or time is up.
-        """
+        """The shapes of values, without reading the values."""
         wanted = [value for value in dict.fromkeys(values) if flat.is_tensor(value)]
         found = self.run(self.variant(flat, source, shapes=wanted), feeds)
         return {value: output.values or () for value, output in found.items()}
@@ -165,10 +119,6 @@ class GraphRunner:
         """Sizes of values, and types and numbers of those that are short or wanted `whole`.
 
         Two runs: the first shows which values are short, so that no others are held in memory.
-
-        Raises:
-            TrialFailed: the runtime failed.
-            CannotLocate: the worker process crashed, or time is up.
         """
         known = ObservedValues(self.sizes(flat, source, values, feeds))
         short = {value for value, shape in known.shapes.items() if len(shape) < 2 and prod(shape) <= SHORT}
@@ -182,17 +132,12 @@ class GraphRunner:
     def arrays(
         self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path, level: str = "off"
     ) -> "dict[str, Array]":
-        """The values themselves, through a file of the private folder: the caller bounds their size.
-
-        Raises:
-            TrialFailed: the runtime failed.
-            CannotLocate: the worker process crashed, or time is up.
-        """
+        """The values themselves, through a file of the private folder: the caller bounds their size."""
         from kvdoctor.decode.calls import load_call
 
         variant = self.variant(flat, source, values=values)
         kept = variant.path.with_suffix(".values.npz")
-        self._trial(TrialJob(side(variant, feeds, level), self.provider, keep=kept))
+        self._trial(TrialJob(side(variant, feeds, level), provider=self.provider, keep=kept))
         found = load_call(kept)
         kept.unlink()
         return {value: found[output] for value, output in variant.outputs.items() if output in found}
@@ -201,11 +146,11 @@ class GraphRunner:
         import time
 
         if time.monotonic() > self.deadline:
-            raise CannotLocate(f"the search took longer than {SECONDS:g} s")
+            raise CannotCheck(f"the search took longer than {SECONDS:g} s")
         try:
             done = self.runtime.trial(job)
         except WorkerDied as death:
-            raise CannotLocate(f"the worker process crashed during the search: {death.how}") from None
+            raise CannotCheck(f"the worker process crashed during the search: {death.how}") from None
         if done.error is not None:
             raise TrialFailed(done.error, done.names)
         return done

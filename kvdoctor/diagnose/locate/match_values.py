@@ -17,10 +17,11 @@ from pathlib import Path
 
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
 from kvdoctor.model.external_data import read_reference
+from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.records import record
 
-ANCHORS = {"MatMul", "Gemm", "Conv", "Gather", "LayerNormalization", "MatMulInteger", "MatMulNBits"}
+ANCHORS = operators_with("product", "convolve", "embed", "normalize")
 LEAST_ANCHOR = 16
 SAMPLE = 512
 """Bytes read at either end of a weight: enough to tell it from others of its size."""
@@ -44,12 +45,18 @@ class FlatFile:
 
     @cached_property
     def token_dependent(self) -> set[str]:
-        """Values that depend on the content of tokens, not on lengths alone."""
-        found = set(self.content)
-        for node in self.flat.nodes:
-            if node.op not in ("Shape", "Size") and any(name in found for name in node.reads):
-                found.update(node.makes)
-        return found
+        """Values that depend on the content of tokens or of the cache, not on lengths alone."""
+        return self.flat.depending_on(self.content)
+
+    @cached_property
+    def new(self) -> set[str]:
+        """Values that depend on the tokens of the call itself."""
+        return self.flat.depending_on(set(self.content) - self.slots.keys())
+
+    @cached_property
+    def old(self) -> set[str]:
+        """Values that depend on the content of the cache that was fed, and on no token of the call."""
+        return self.flat.depending_on(self.slots) - self.new
 
 
 def match_values(left: FlatFile, right: FlatFile) -> list[tuple[str, str]]:
@@ -68,7 +75,7 @@ def match_values(left: FlatFile, right: FlatFile) -> list[tuple[str, str]]:
 
 
 class _Numbering:
-    """Keys of all values of a graph, made from their computation as far as it depends on tokens."""
+    """Keys of all values of a graph, made from the part of their computation that depends on tokens."""
 
     def __init__(self, graph: FlatFile, other: "_Numbering | None" = None) -> None:
         self.graph, self.other = graph, other

@@ -1,29 +1,40 @@
 """Places a difference to a PyTorch checkpoint: the first module whose inputs agree and whose output does not.
 
-What the modules of the checkpoint were given and gave in one call comes from its own process. The value of the graph
-that corresponds to the output of a module is one that leaves the nodes of its scope (`node_source`), with as many
-elements; where there are several, the closest. A module without a scope counts as equal where a value of the graph
-equals its output, and is never called different. So nothing is placed in a graph whose names tell nothing.
+What the modules of the checkpoint were given and gave in one call comes from its own process. They are grouped by their
+names into the parts of the decoder: the embedding, each layer's attention and MLP, the final norm and the head. A norm
+of a layer is a part by its own name, such as `input_layernorm`: it is applied before or after the attention. The value
+of the graph that corresponds to the output of a module is one that leaves the nodes of its scope (`node_source`), with
+as many elements; where there are several, the closest. A module without a scope counts as equal where a value of the
+graph equals its output, and is never called different. So nothing is placed in a graph whose names tell nothing.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import FaultLocation, PartDifference
-from kvdoctor.diagnose.locate.graph_runner import CannotLocate, GraphRunner
-from kvdoctor.diagnose.locate.module_call import Module, ModuleCall, list_parts
+from kvdoctor.diagnose.locate.graph_runner import GraphRunner
 from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode
-from kvdoctor.diagnose.locate.scopes import match_scopes
 from kvdoctor.diagnose.node_source import module_of
+from kvdoctor.errors import CannotCheck
+from kvdoctor.model.operators import operators_with
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
 
+
+NORM = re.compile(r"norm|\bln_|(?:^|[._])ln\d?(?:[._]|$)", re.IGNORECASE)
+CROSS = re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE)
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+MIXER = re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE)
+MLP = re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE)
 MOST_BYTES = 512 << 20
 """Bytes of values of the graph that are read at once."""
 SENSITIVE = 0.1
@@ -32,15 +43,83 @@ NOISE = 1e-6
 SUDDEN = 20.0
 """Factor between the differences of an output and of its inputs that separates a fault from accumulated rounding."""
 SHOWN_NODES = 8
-MOVING = {"Reshape", "Transpose", "Cast", "Identity", "Squeeze", "Unsqueeze", "Expand", "Slice", "Concat", "Split"}
+MOVING = operators_with("copy", "cast", "view", "permute", "repeat", "pick", "join") - operators_with("embed")
 """Operators that compute nothing new: they are left out where other nodes stand between."""
 UNKNOWN = -1.0
 """The difference of a value that is finite on one side only."""
+MOST_LEADING = 2
+"""Leading parts of a name that may be left out."""
+
+
+@record(slots=False)
+class Module:
+    """A module of the checkpoint: all its names, its class, and what it was given and gave."""
+
+    names: tuple[str, ...]
+    kind: str
+    given: "Array | None"
+    gave: "Array | None"
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def shown(self) -> str:
+        """How people call it."""
+        return f"{self.name} ({self.kind})" if self.name else f"the model itself ({self.kind})"
+
+
+@record(slots=False)
+class ModuleCall:
+    """One call of the checkpoint: its modules in the order in which they ended, the names of two, and the feeds."""
+
+    modules: tuple[Module, ...]
+    embedding: str
+    head: str
+    feeds: Path
+
+
+def list_parts(call: ModuleCall, differences: Mapping[str, float], limit: float) -> tuple[PartDifference, ...]:
+    """The parts in the order of the graph, each with the largest difference of its modules."""
+    found: dict[tuple[int | None, str], float] = {}
+    for module in call.modules:
+        key = part_of(module.names, call.embedding, call.head)
+        if key is None or module.name not in differences:
+            continue
+        relative, worst = differences[module.name], found.get(key, 0.0)
+        found[key] = -1.0 if min(relative, worst) < 0 else max(relative, worst)
+    off = [key for key, relative in found.items() if not 0 <= relative <= limit]
+    return tuple(
+        PartDifference(name, layer, float(f"{relative:.3g}"), (layer, name) in off)
+        for (layer, name), relative in found.items()
+    )
+
+
+def part_of(names: tuple[str, ...], embedding: str, head: str) -> tuple[int | None, str] | None:
+    """The layer and the part that a module belongs to; None for those that hold several parts."""
+    for name in names:
+        if name and name in (embedding, head):
+            return None, "embedding" if name == embedding else "head"
+    match = LAYER.search(names[0])
+    if match is None:
+        last = names[0].rsplit(".", 1)[-1]
+        return (None, "final norm") if last and NORM.search(last) and "embed" not in last else None
+    rest = [part for part in names[0][match.end() :].split(".") if part]
+    for part in rest:
+        if not NORM.search(part):
+            for pattern, kind in ((CROSS, "cross-attention"), (ATTENTION, "attention"), (MIXER, "mixer"), (MLP, "MLP")):
+                if pattern.search(part):
+                    return int(match[1]), kind
+        elif part is rest[-1]:
+            return int(match[1]), part
+    return None
 
 
 @record(slots=False)
 class Placed:
-    """The output of a module beside the value of the graph: off by `relative`; `by_scope` false if found by value."""
+    """The output of a module and its value in the graph, off by `relative`; `by_scope` is false if found by value."""
 
     module: Module
     value: str
@@ -72,11 +151,11 @@ class ModuleSearch:
         """Compare all modules that can be found.
 
         Raises:
-            CannotLocate: no module can be found, or the graph cannot be run.
+            CannotCheck: no module can be found, or the graph cannot be run.
             TrialFailed: the runtime does not run the graph with other outputs.
         """
         if not any(module.name and LAYER.search(module.name) for module in self._named.values()):
-            raise CannotLocate("no node of the graph is named after a module of the checkpoint")
+            raise CannotCheck("no node of the graph is named after a module of the checkpoint")
         self.arrays = self._read()
         placed = [found for module in self.call.modules if (found := self._place(module)) is not None]
         parts = list_parts(self.call, {one.module.name: one.relative for one in placed}, self._limit)
@@ -198,7 +277,7 @@ class ModuleSearch:
             before = self._off_before(module)
             if before is not None and not self._differs(before):
                 return self._describe(first, module, placed, sudden=True)
-        raise CannotLocate(f"the output of {first.module.shown} differs, and no inputs around it could be matched")
+        raise CannotCheck(f"the output of {first.module.shown} differs, and no inputs around it could be matched")
 
     def _describe(self, first: Placed, at: Module, placed: Sequence[Placed], sudden: bool) -> FaultLocation:
         equal = {one.value for one in placed if not self._differs(one.relative)}
@@ -235,16 +314,12 @@ class ModuleSearch:
 
     def _is_of_lengths(self, node: RunnableNode) -> bool:
         """Whether a node computes sizes and the like: nothing of its outputs depends on what was fed."""
-        return node.op in ("Shape", "Size", "Constant", "ConstantOfShape") or not self._fed_values & set(node.makes)
+        return node.has("measure", "constant", "fill") or not self._fed_values & set(node.makes)
 
     @cached_property
     def _fed_values(self) -> set[str]:
         """Values that depend on the content of what was fed."""
-        found = set(self._entering(self.flat.nodes))
-        for node in self.flat.nodes:
-            if node.op not in ("Shape", "Size") and any(name in found for name in node.reads):
-                found.update(node.makes)
-        return found
+        return self.flat.depending_on(self._entering(self.flat.nodes))
 
 
 def _around(scope: str) -> Iterable[str]:
@@ -274,3 +349,38 @@ def measure(actual: "Array", expected: "Array") -> float:
     finite = want[both]
     scale = max(float(finite.std()), 0.1 * float(np.sqrt(np.mean(finite**2))), 1e-12)
     return float(np.abs(got[both] - finite).max()) / scale
+
+
+def match_scopes(scopes: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
+    """The module of each scope that has one: the leading parts are left out that make most names equal.
+
+    Only names of modules inside layers count: `lm_head` alone shows no relation.
+    """
+    found = sorted({scope for scope in scopes if scope})
+    best: dict[str, str] = {}
+    for more, less in sorted(product(_leading(found), _leading(modules)), key=lambda pair: len(pair[0] + pair[1])):
+        named = _without(modules, less)
+        matched = {scope: named[short] for short, scope in _without(found, more).items() if short in named}
+        if _count_layered(matched) > _count_layered(best):
+            best = matched
+    return best
+
+
+def _count_layered(matched: Mapping[str, str]) -> int:
+    return sum(LAYER.search(scope) is not None for scope in matched)
+
+
+def _leading(names: Iterable[str]) -> list[str]:
+    """What may be left out at the front of names, the empty text first."""
+    counted = Counter(
+        ".".join(parts[:length]) + "."
+        for parts in (name.split(".") for name in names)
+        for length in range(1, min(MOST_LEADING, len(parts) - 1) + 1)
+    )
+    return ["", *(prefix for prefix, _ in counted.most_common(6))]
+
+
+def _without(names: Iterable[str], prefix: str) -> dict[str, str]:
+    """Names by what is left without a prefix; those that do not have it keep all, if that is free."""
+    cut = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    return {name: name for name in names if not name.startswith(prefix) and name not in cut} | cut

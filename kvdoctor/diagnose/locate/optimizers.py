@@ -7,7 +7,8 @@ transformers and rewrite rules in onnxruntime 1.16 to 1.31, `core/optimizer`.
 
 from collections.abc import Callable
 
-from kvdoctor.diagnose.locate.graph_runner import CannotLocate, TrialFailed
+from kvdoctor.diagnose.locate.graph_runner import TrialFailed
+from kvdoctor.errors import CannotCheck
 
 Holds = Callable[[tuple[str, ...]], bool]
 """Whether the step is right with these passes disabled."""
@@ -102,7 +103,7 @@ def find_pass(is_right: Holds) -> str | None:
     """
     try:
         return _halve(is_right)
-    except (CannotLocate, TrialFailed):
+    except (CannotCheck, TrialFailed):
         return None
 
 

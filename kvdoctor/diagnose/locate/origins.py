@@ -5,23 +5,20 @@ of a shape needs no algebra. Each step follows the rule of the operator where it
 about a fed length is proved afterwards by feeding another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from kvdoctor.diagnose.locate.graph_runner import ObservedValues
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
+from kvdoctor.model.node_sizes import AxisOf, Computed, NodeSizes, NumberOf, Size, Sizes
+from kvdoctor.model.operator_axes import axes_of, numbers_of
+from kvdoctor.model.operators import operator_of
 from kvdoctor.model.view import integers
 from kvdoctor.records import record
 
 MOST_STEPS = 4000
 MOST_THROUGH = 2
 """Nodes on the way that a report names."""
-
-SAME = {"Identity", "Cast", "Dropout", "Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "CumSum"}
-
-PASSES = {"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Neg", "Abs", "Expand", "Transpose"}
-"""Operators whose numbers are those of their first input."""
 
 
 @record(slots=False)
@@ -39,16 +36,6 @@ class SizeSource:
     size: int
     through: tuple[str, ...] = ()
     text: str = ""
-
-
-@record(slots=False)
-class _Back:
-    """One step back: from an axis of a value over the node that makes it; `seen` are the axes already passed."""
-
-    node: RunnableNode
-    value: str
-    axis: int
-    seen: frozenset[tuple[str, int]]
 
 
 @dataclass
@@ -88,6 +75,17 @@ class Origins:
         tensor = self.flat.constants.get(value)
         return integers(tensor) if tensor is not None else None
 
+    def node_sizes(self, node: RunnableNode) -> NodeSizes:
+        """A node with what is known of its inputs."""
+        return NodeSizes(
+            node.op,
+            node.inputs,
+            len(node.outputs),
+            node.attribute,
+            lambda index: self.shape(node.input(index)),
+            lambda index: self.numbers(node.input(index)),
+        )
+
     def _axis(self, value: str, axis: int, seen: frozenset[tuple[str, int]]) -> list[SizeSource]:
         shape, key = self.shape(value), (value, axis)
         self.steps += 1
@@ -99,27 +97,62 @@ class Origins:
         node = self.flat.producers.get(value)
         if node is None:
             return [SizeSource("weight", self.flat.label(value), axis, size)]
-        found = self._back(_Back(node, value, axis, seen | {key}), size)
-        return [_by(source, node) for source in found]
+        known = self.node_sizes(node)
+        sizes = dict(zip(node.outputs, axes_of(known) or [], strict=False)).get(value, ())
+        part = sizes[axis] if len(sizes) == len(shape) else None
+        part = part.parts[1] if isinstance(part, Computed) and part.how == "part" else part
+        if isinstance(part, int) and not node.has("measure"):
+            return [_by(SizeSource("constant", f"{node.op} {node.proto.name}", axis, size), node)]
+        parts = [part] if part is not None else self._alike(known, len(shape) - axis, size)
+        return [_by(source, node) for one in parts for source in self._back(known, one, size, seen | {key})]
 
-    def _back(self, back: _Back, size: int) -> list[SizeSource]:
-        node = back.node
-        rule = _RULES.get(node.op) if not node.domain else None
-        found = rule(self, back) if rule is not None else None
-        if found is not None:
-            return found
-        given = [(name, self.shape(name) or ()) for name in node.inputs if name]
-        if node.op in SAME and given:
-            return self._axis(given[0][0], back.axis, back.seen)
-        # Broadcast, from the last axis on: the axis has its size from every input that has this size there.
-        rank = len(self.shape(back.value) or ())
-        places = [(name, back.axis - rank + len(shape), shape) for name, shape in given]
-        alike = [(name, at) for name, at, shape in places if at >= 0 and shape[at] == size]
-        if alike:
-            alike = [(name, at) for name, at in alike if name not in self.flat.constants] or alike[:1]
-        else:
-            alike = [(name, at) for name, shape in given for at, other in enumerate(shape) if other == size]
-        return [source for name, at in alike for source in self._axis(name, at, back.seen)]
+    @staticmethod
+    def _alike(node: NodeSizes, back: int, size: int) -> Sizes:
+        """Where an axis may come from in a node without a rule: by its place from the last, or by its size alone."""
+        shapes = [(index, node.shape(index) or ()) for index in range(len(node.inputs))]
+        column = tuple(AxisOf(index, len(shape) - back) for index, shape in shapes if len(shape) >= back)
+        if any(node.value(axis) == size for axis in column):
+            return (Computed("broadcast", column),)
+        return tuple(AxisOf(index, at) for index, shape in shapes for at, other in enumerate(shape) if other == size)
+
+    def _back(
+        self, node: NodeSizes, part: Size, size: int | None, seen: frozenset[tuple[str, int]]
+    ) -> list[SizeSource]:
+        if isinstance(part, Computed):
+            chosen = self._chosen(node, part, size)
+            return [source for one in chosen for source in self._back(node, one, None, seen)]
+        if isinstance(part, AxisOf | NumberOf):
+            way = self._axis if isinstance(part, AxisOf) else self._number
+            return way(node.inputs[part.input], part.at, seen)
+        return []
+
+    def _chosen(self, node: NodeSizes, made: Computed, size: int | None) -> Sequence[Size]:
+        """The parts that a size was computed from in this run, those that settle it."""
+        how, parts = made.how, made.parts[1:] if made.how == "choice" else made.parts
+        sizes = [None if isinstance(part, Computed | None) else node.value(part) for part in parts]
+        alike = [part for part, known in zip(parts, sizes, strict=True) if known == size]
+        axes = [part for part in alike if isinstance(part, AxisOf)]
+        fed = [part for part in axes if node.inputs[part.input] not in self.flat.constants]
+        if how in ("broadcast", "letter"):
+            target = [part for part in parts if isinstance(part, NumberOf)]  # of an Expand: it decides about a 1
+            return target if target and size == 1 else fed or alike[:1]
+        if how in ("equal", "min", "max", "choice"):
+            return (fed or alike)[:1]
+        if how == "cut":
+            return self._cut(parts, sizes, size)
+        if how == "range":
+            return parts[1:2] if sizes[0] == 0 else (parts[1], parts[0])
+        if how == "quotient" and isinstance(parts[0], Computed):
+            return [axis for axis in parts[0].parts if isinstance(axis, AxisOf) and node.value(axis) != 1]
+        return parts
+
+    @staticmethod
+    def _cut(parts: Sizes, sizes: Sequence[int | None], size: int | None) -> Sequence[Size]:
+        axis, start, end, _ = parts
+        length, first, last, _ = sizes
+        if length is None or size == length:
+            return [axis]
+        return [end if last is not None and -length < last < length else axis, *([start] if first else [])]
 
     def _number(self, value: str, index: int, seen: frozenset[tuple[str, int]]) -> list[SizeSource]:
         numbers, key = self.numbers(value), (value, -1 - index)
@@ -131,188 +164,24 @@ class Origins:
         node = self.flat.producers.get(value)
         if node is None:
             return [SizeSource("constant", self.flat.label(value), index, numbers[index], text=self._text(value))]
-        if node.op in ("Constant", "ConstantOfShape"):
+        if node.has("constant", "fill"):
             return [SizeSource("constant", self.flat.label(value), index, numbers[index], text=str(list(numbers)))]
-        return [_by(source, node) for source in self._number_back(node, index, numbers, seen | {key})]
+        known = self.node_sizes(node)
+        made = numbers_of(known) or ()
+        parts = [made[index]] if len(made) == len(numbers) else self._operands(known, index, len(numbers))
+        return [_by(s, node) for part in parts for s in self._back(known, part, numbers[index], seen | {key})]
 
-    def _number_back(
-        self, node: RunnableNode, index: int, numbers: tuple[int, ...], seen: frozenset[tuple[str, int]]
-    ) -> list[SizeSource]:
-        inputs = [name for name in node.inputs if name]
-        if node.op == "Shape":
-            return self._axis(inputs[0], _wrapped(node.number("start", 0), self.shape(inputs[0])) + index, seen)
-        if node.op == "Size":
-            return [s for at in range(len(self.shape(inputs[0]) or ())) for s in self._axis(inputs[0], at, seen)]
-        if node.op == "Concat":
-            for name in inputs:
-                count = len(self.numbers(name) or ())
-                if index < count:
-                    return self._number(name, index, seen)
-                index -= count
-        if node.op in ("Gather", "Slice") and len(inputs) > 1:
-            data, picks = self.numbers(inputs[0]), self.numbers(inputs[1])
-            if data and picks:
-                at = picks[index] if node.op == "Gather" and index < len(picks) else picks[0] + index
-                return self._number(inputs[0], at % len(data), seen)
-        found: list[SizeSource] = []
-        for name in self._givers(node, numbers[index]):
-            count = len(self.numbers(name) or ())
-            if count:
-                found += self._number(name, index if count == len(numbers) else 0, seen)
-        return found
-
-    def _givers(self, node: RunnableNode, number: int) -> list[str]:
-        """The inputs of a node that a number which it makes can come from."""
-        inputs = [name for name in node.inputs if name]
-        if node.op in PASSES:
-            return inputs[:1]
-        if node.op in ("Where", "Min", "Max"):
-            chosen = inputs[1:] if node.op == "Where" else inputs
-            return [name for name in chosen if number in (self.numbers(name) or ())][:1]
-        return inputs
+    @staticmethod
+    def _operands(node: NodeSizes, index: int, count: int) -> Iterator[NumberOf]:
+        """The numbers that another may come from in a node without a rule: those at its place in each input."""
+        for at in (0,) if operator_of(node.op).keeps and node.numbers(0) else range(len(node.inputs)):
+            known = len(node.numbers(at) or ())
+            if known:
+                yield NumberOf(at, index if known == count else 0)
 
     def _text(self, value: str) -> str:
         numbers = self.numbers(value)
         return str(list(numbers)) if numbers is not None else ""
-
-
-def _concat(o: "Origins", back: "_Back") -> list[SizeSource]:
-    inputs, rank = [name for name in back.node.inputs if name], len(o.shape(back.value) or ())
-    if back.node.number("axis", 0) % max(rank, 1) != back.axis:
-        inputs = [name for name in inputs if name not in o.flat.constants][:1] or inputs[:1]
-    return [source for name in inputs for source in o._axis(name, back.axis, back.seen)]
-
-
-def _transpose(o: "Origins", back: "_Back") -> list[SizeSource]:
-    rank = len(o.shape(back.value) or ())
-    order = back.node.numbers("perm") or tuple(reversed(range(rank)))
-    return o._axis(back.node.inputs[0], order[back.axis], back.seen)
-
-
-def _reshape(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    data, target = back.node.inputs[0], back.node.inputs[1]
-    numbers, into, out = o.numbers(target), o.shape(data), o.shape(back.value)
-    if numbers is None or into is None or out is None or back.axis >= len(numbers):
-        return None
-    if numbers[back.axis] > 0 or (numbers[back.axis] == 0 and back.node.number("allowzero", 0)):
-        return o._number(target, back.axis, back.seen)
-    if numbers[back.axis] == 0:
-        return o._axis(data, back.axis, back.seen)
-    before = prod(out[: back.axis])
-    for at, size in enumerate(into):
-        if size == out[back.axis] and prod(into[:at]) == before:
-            return o._axis(data, at, back.seen)
-    return [source for at, size in enumerate(into) if size != 1 for source in o._axis(data, at, back.seen)]
-
-
-def _expand(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    data, target, out = o.shape(back.node.inputs[0]), o.numbers(back.node.inputs[1]), o.shape(back.value)
-    if data is None or target is None or out is None:
-        return None
-    at = back.axis - len(out) + len(data)
-    if at >= 0 and data[at] == out[back.axis] and data[at] != 1:
-        return o._axis(back.node.inputs[0], at, back.seen)
-    return o._number(back.node.inputs[1], back.axis - len(out) + len(target), back.seen)
-
-
-def _matmul(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    left, right, out = (o.shape(name) for name in (*back.node.inputs[:2], back.value))
-    if left is None or right is None or out is None or min(len(left), len(right)) < 2:
-        return None
-    if back.axis == len(out) - 1:
-        return o._axis(back.node.inputs[1], len(right) - 1, back.seen)
-    if back.axis == len(out) - 2:
-        return o._axis(back.node.inputs[0], len(left) - 2, back.seen)
-    return None
-
-
-def _gather(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    data, picks = o.shape(back.node.inputs[0]), o.shape(back.node.inputs[1])
-    if data is None or picks is None:
-        return None
-    at = back.node.number("axis", 0) % max(len(data), 1)
-    if back.axis < at:
-        return o._axis(back.node.inputs[0], back.axis, back.seen)
-    if back.axis < at + len(picks):
-        return o._axis(back.node.inputs[1], back.axis - at, back.seen)
-    return o._axis(back.node.inputs[0], back.axis - len(picks) + 1, back.seen)
-
-
-def _slice(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    data, out, inputs = o.shape(back.node.inputs[0]), o.shape(back.value), list(back.node.inputs)
-    if data is None or out is None:
-        return None
-    if data[back.axis] == out[back.axis] or len(inputs) < 3:
-        return o._axis(inputs[0], back.axis, back.seen)
-    axes = o.numbers(inputs[3]) if len(inputs) > 3 and inputs[3] else tuple(range(len(data)))
-    starts, ends = o.numbers(inputs[1]) or (), o.numbers(inputs[2]) or ()
-    for index, number in enumerate(axes or ()):
-        if number % len(data) == back.axis and index < min(len(starts), len(ends)):
-            cut = -data[back.axis] < ends[index] < data[back.axis]
-            found = o._number(inputs[2], index, back.seen) if cut else o._axis(inputs[0], back.axis, back.seen)
-            return found + (o._number(inputs[1], index, back.seen) if starts[index] else [])
-    return None
-
-
-def _squeezed(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    """Squeeze and Unsqueeze keep the order of the axes that they do not name."""
-    node, into, out = back.node, o.shape(back.node.inputs[0]), o.shape(back.value)
-    if into is None or out is None:
-        return None
-    wide, grows = max(into, out, key=len), len(out) > len(into)
-    named = node.numbers("axes") or (o.numbers(node.inputs[1]) if len(node.inputs) > 1 else None)
-    if named is None:
-        named = tuple(axis for axis, size in enumerate(wide) if size == 1)
-    kept = [axis for axis in range(len(wide)) if axis not in {number % len(wide) for number in named}]
-    if not grows:
-        return o._axis(node.inputs[0], kept[back.axis], back.seen) if back.axis < len(kept) else None
-    if back.axis not in kept:
-        return [SizeSource("constant", f"{node.op} {node.proto.name}", back.axis, 1)]
-    return o._axis(node.inputs[0], kept.index(back.axis), back.seen)
-
-
-def _range(o: "Origins", back: "_Back") -> list[SizeSource]:
-    found = o._number(back.node.inputs[1], 0, back.seen)
-    start = o.numbers(back.node.inputs[0])
-    return found if start == (0,) else found + o._number(back.node.inputs[0], 0, back.seen)
-
-
-def _sized(o: "Origins", back: "_Back") -> list[SizeSource]:
-    return o._number(back.node.inputs[0], back.axis, back.seen)
-
-
-def _einsum(o: "Origins", back: "_Back") -> list[SizeSource] | None:
-    equation = back.node.attribute("equation")
-    text = equation.s.decode("utf-8", "replace").replace(" ", "") if equation is not None else ""
-    terms, _, result = text.partition("->")
-    if "." in text or back.axis >= len(result):
-        return None
-    letter = result[back.axis]
-    given = zip(back.node.inputs, terms.split(","), strict=False)
-    places = [(name, term.index(letter)) for name, term in given if letter in term]
-    moving = [place for place in places if place[0] not in o.flat.constants] or places
-    return [source for name, axis in moving for source in o._axis(name, axis, back.seen)]
-
-
-_Rule = Callable[[Origins, _Back], "list[SizeSource] | None"]
-_RULES: dict[str, _Rule] = {
-    "Concat": _concat,
-    "Transpose": _transpose,
-    "Reshape": _reshape,
-    "Expand": _expand,
-    "MatMul": _matmul,
-    "Einsum": _einsum,
-    "Gather": _gather,
-    "Slice": _slice,
-    "Squeeze": _squeezed,
-    "Unsqueeze": _squeezed,
-    "Range": _range,
-    "ConstantOfShape": _sized,
-}
-
-
-def _wrapped(start: int, shape: tuple[int, ...] | None) -> int:
-    return start + len(shape or ()) if start < 0 else start
 
 
 def _by(source: SizeSource, node: RunnableNode) -> SizeSource:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import Node
+from kvdoctor.errors import CannotCheck
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.external_data import external_tensors
 from kvdoctor.model.flatten import (
@@ -45,13 +46,6 @@ MOST_NODES = 200_000
 
 LAYER = re.compile(r"(?:^|[./_])(?:layers?|h|blocks?|decoder_layers?)[./_]?(\d+)(?=[./_]|$)")
 """How exporters number layers in names: `/model/layers.0/...`, `transformer.h.3.`, `block.1`."""
-
-SEQUENCES = ("Sequence", "Optional", "SplitToSequence")
-"""How the names of operators begin whose results are no tensors."""
-
-
-class NotRunnable(Exception):
-    """The graph holds something that cannot be written out and run again; the text says what."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,9 +122,17 @@ class RunnableGraph(FlatGraph[RunnableNode]):
         return self.labels.get(value, value)
 
     def is_tensor(self, value: str) -> bool:
-        """Whether a value is a tensor, as far as its operator tells."""
+        """Whether a value is a tensor by its operator."""
         node = self.producers.get(value)
-        return node is None or not node.op.startswith(SEQUENCES)
+        return node is None or not node.has("sequence")
+
+    def depending_on(self, values: Iterable[str]) -> set[str]:
+        """All values that depend on the content of some values, themselves included, not on lengths alone."""
+        found = set(values)
+        for node in self.nodes:
+            if not node.has("measure") and any(name in found for name in node.reads):
+                found.update(node.makes)
+        return found
 
     def before(self, values: Iterable[str], stop: Iterable[str] = ()) -> list[RunnableNode]:
         """The nodes that values are computed by, in the order of the graph; `stop` are values that are given."""
@@ -149,7 +151,7 @@ def flatten(model: ModelProto, taken: Mapping[str, bool]) -> RunnableGraph:
     """Write a model out. `taken` says which branch an `If` takes, by the first value that it makes.
 
     Raises:
-        NotRunnable: the graph cannot be written out.
+        CannotCheck: the graph cannot be written out.
     """
     writer, names = _RunnableWriter(model, taken), ScopeNames()
     site = Site(names)
@@ -157,10 +159,10 @@ def flatten(model: ModelProto, taken: Mapping[str, bool]) -> RunnableGraph:
     try:
         writer.write_graph(model.graph, site)
     except TooLarge as error:
-        raise NotRunnable(str(error)) from None
+        raise CannotCheck(str(error)) from None
     order, cyclic = stable_order([node.reads for node in writer.nodes], [node.makes for node in writer.nodes])
     if cyclic:
-        raise NotRunnable("a value of the graph depends on itself")
+        raise CannotCheck("a value of the graph depends on itself")
     nodes = [writer.nodes[index] for index in order]
     for index, node in enumerate(nodes):
         node.index, node.copy.name = index, f"n{index}"
@@ -184,7 +186,7 @@ class _RunnableWriter(Flattener[RunnableNode]):
         return flat
 
     def sparse_constant(self, _sparse: Any) -> TensorProto:
-        raise NotRunnable("the graph holds sparse initializers")
+        raise CannotCheck("the graph holds sparse initializers")
 
     def constant_tensor(self, proto: NodeProto) -> TensorProto | None:
         return constant_tensor(proto)
@@ -271,7 +273,7 @@ def write_variant(  # noqa: PLR0913 - by keyword
     `given` are values of the graph that become inputs, with the numbers of their element types.
 
     Raises:
-        NotRunnable: the part needs what cannot be had, such as weights that lie on two drives.
+        CannotCheck: the part needs what cannot be had, such as weights that lie on two drives.
     """
     shapes, values, given = list(shapes), list(values), given or {}
     nodes = flat.before([*shapes, *values], given)
@@ -285,7 +287,7 @@ def write_variant(  # noqa: PLR0913 - by keyword
     for name, tensor in flat.constants.items():
         if name in reads and name not in given:
             if payload_left_out(tensor):
-                raise NotRunnable(
+                raise CannotCheck(
                     f"the values of {tensor.name!r} are in no form that an external reference can point to"
                 )
             copy = graph.initializer.add()
@@ -322,7 +324,7 @@ def share_root(model: ModelProto, source: Path) -> Path:
     try:
         folder = Path(os.path.commonpath([str(Path(path).parent) for path in real.values()]))
     except ValueError:
-        raise NotRunnable("the weights are on two drives") from None
+        raise CannotCheck("the weights are on two drives") from None
     for entry in entries:
         entry.value = Path(real[entry.value]).relative_to(folder).as_posix()
     return folder

@@ -1,7 +1,7 @@
 """Locates the fault of one failed or differing run, and the node that fails: by the name that the runtime gives it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from kvdoctor.decode.runs import FaultLocation, Run, Step
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, locate_outside_graph
 from kvdoctor.diagnose.locate.failing_node import FailingNode
-from kvdoctor.diagnose.locate.graph_runner import SECONDS, CannotLocate, GraphRunner, TrialFailed
+from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, TrialFailed
 from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
 
@@ -39,9 +40,14 @@ class LocateContext:
 def locate_fault(run: Run, context: LocateContext) -> Run:
     """The run with the location of its fault, or with the reason why that was not found."""
     runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
+    return guard_search(run, lambda: replace(run, location=_locate(run, context, runner)))
+
+
+def guard_search(run: Run, search: Callable[[], Run]) -> Run:
+    """The run that a search returns; where it fails, the run with the reason."""
     try:
-        return replace(run, location=_locate(run, context, runner))
-    except CannotLocate as reason:
+        return search()
+    except CannotCheck as reason:
         return replace(run, no_location=str(reason))
     except TrialFailed:
         return replace(run, no_location="the runtime does not run the instrumented graph")
@@ -51,12 +57,12 @@ def locate_fault(run: Run, context: LocateContext) -> Run:
 
 def _locate(run: Run, context: LocateContext, runner: GraphRunner) -> FaultLocation:
     if context.stack.stages:
-        raise CannotLocate("the decoder is a pipeline of several files, in which no node is searched for")
+        raise CannotCheck("the decoder is a pipeline of several files, in which no node is searched for")
     feeds = context.calls / f"{run.experiment}.npz"
     if run.outcome == "differs" and not feeds.is_file():
-        raise CannotLocate("the logits have a different shape, so intermediate values cannot be compared")
+        raise CannotCheck("the logits have a different shape, so intermediate values cannot be compared")
     if not feeds.is_file():
-        raise CannotLocate("the feeds of the call were not saved")
+        raise CannotCheck("the feeds of the call were not saved")
     if run.outcome == "failed":
         return _locate_failure(run, context, runner, feeds)
     return _locate_difference(run, context, runner, feeds)
@@ -72,7 +78,7 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
     if run.passes_with == "no-buffer-reuse":
         return locate_outside_graph("buffer-reuse", "the same call passes when the runtime reuses no buffers")
     if run.passes_with == "no-optimization":
-        level = _lowest_failing_level(runner, called)
+        level = next((level for level in LEVELS if not _runs(runner, replace(called, level=level))), "all")
         found = find_pass(lambda disabled: _runs(runner, replace(called, level=level, disabled=disabled)))
         words = f"the call fails from optimization level {level!r} on"
         return locate_outside_graph("optimization", words + name_pass(found))
@@ -90,7 +96,7 @@ def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, fe
     reference = context.calls / f"{run.experiment}-reference.npz"
     index = next((i for i, step in enumerate(run.steps) if step.step == run.failed_step), None)
     if index is None or not reference.is_file():
-        raise CannotLocate("no reference run covers this step, so no node was searched for")
+        raise CannotCheck("no reference run covers this step, so no node was searched for")
     step = run.steps[index]
     left, right = (
         PhaseGraph(name, file_of(context, name), branches_taken(context, name))
@@ -108,11 +114,6 @@ def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, fe
         provider=context.provider,
         passes=context.tolerance.passes,
     ).locate()
-
-
-def _lowest_failing_level(runner: GraphRunner, called: TrialModel) -> str:
-    """The lowest level of optimization at which a call fails."""
-    return next((level for level in LEVELS if not _runs(runner, replace(called, level=level))), "all")
 
 
 def _runs(runner: GraphRunner, model: TrialModel) -> bool:
@@ -173,7 +174,7 @@ class FailureSearch:
         """Find the node, in the graph written out as deep as the node is nested.
 
         Raises:
-            CannotLocate: it cannot be found.
+            CannotCheck: it cannot be found.
         """
         for _ in range(MOST_ROUNDS):
             flat = self.runner.flatten(self.source, self.taken)
@@ -182,7 +183,7 @@ class FailureSearch:
             if branch is None:
                 return flat, node
             self.taken[node.makes[0]] = branch
-        raise CannotLocate("the failing node is nested deeper than branches were written out")
+        raise CannotCheck("the failing node is nested deeper than branches were written out")
 
     def _find_first(self, flat: RunnableGraph) -> RunnableNode:
         """The first node that fails."""
@@ -190,11 +191,11 @@ class FailureSearch:
         for _ in range(MOST_ROUNDS):
             node = self._find_failing(flat, wanted)
             if node is None:
-                raise CannotLocate("the same call passes once branches and functions are written out")
+                raise CannotCheck("the same call passes once branches and functions are written out")
             wanted = [name for name in node.reads if name in flat.producers]
             if not wanted or self._find_failing(flat, wanted) is None:
                 return node
-        raise CannotLocate("no single node fails each time")
+        raise CannotCheck("no single node fails each time")
 
     def _find_failing(self, flat: RunnableGraph, wanted: list[str]) -> RunnableNode | None:
         """The node that fails while some values are computed, None where all can be."""
@@ -218,12 +219,12 @@ class FailureSearch:
             except TrialFailed:
                 fails = middle
         if not nodes:
-            raise CannotLocate("the runtime fails before any node")
+            raise CannotCheck("the runtime fails before any node")
         return nodes[fails - 1]
 
     def _branch_taken(self, flat: RunnableGraph, node: RunnableNode) -> bool | None:
         """Which branch a failing `If` takes; None for other nodes."""
-        if node.op != "If" or node.domain or not node.makes:
+        if not node.has("branch") or node.domain or not node.makes:
             return None
         condition = node.inputs[0]
         variant = self.runner.variant(flat, self.source, values=[condition])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from kvdoctor.errors import KvdoctorError, WorkerDied
-from kvdoctor.repair.export.exporters.registry import load
+from kvdoctor.repair.export.exporters import EXPORTERS
 from kvdoctor.report.info_document import Component, EnvironmentDocument
 from kvdoctor.runtime.environments import Requirements, find_uv, transformers_for
 
@@ -33,7 +33,7 @@ def _list_components() -> Iterator[Component]:
     else:
         yield Component("absent", "uv, for other versions of onnxruntime and for exporters: pip install uv")
     yield _source("checkpoints for --reference", transformers_for({}))
-    yield from (_source(f"exporter {exporter.name}", exporter.needs) for exporter in load())
+    yield from (_source(f"exporter {exporter.name}", exporter.needs) for exporter in EXPORTERS)
     yield Component("limits", "time per answer, and resident memory of the worker (sampled every 20 ms)")
 
 

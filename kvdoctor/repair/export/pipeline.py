@@ -1,37 +1,38 @@
 """`re-export --from CHECKPOINT`: export again, repair the faults of the exporter, compare the result with PyTorch.
 
-The model to be replaced is diagnosed, if there is one; an exporter and its flags are chosen from that; it runs in a
-Python of its own. Repairs of the graph follow, then a diagnosis that compares the result with the checkpoint.
+A request that cannot be carried out is refused before any work is done. The model to be replaced is diagnosed, if there
+is one; an exporter and its flags are chosen from that; it runs in a Python of its own. Repairs of the graph follow,
+then a diagnosis that compares the result with the checkpoint.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.decode.runs import LOOPS, Run
-from kvdoctor.diagnose.checkpoint import GREEDY, NAME
-from kvdoctor.diagnose.facts import environment
+from kvdoctor.diagnose.build_report import environment
+from kvdoctor.diagnose.checkpoint import GREEDY, NAME, Checkpoint
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
-from kvdoctor.model.output_folder import whole_folder
-from kvdoctor.options import Options
+from kvdoctor.model.output_folder import refuse_unfit, whole_folder
+from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.apply import RepairChoice, apply_repairs
 from kvdoctor.repair.check_advice import check_advice
-from kvdoctor.repair.convert_layout import apply_layout, refuse_unknown_layout
-from kvdoctor.repair.export.check_request import refuse_impossible
-from kvdoctor.repair.export.choose_exporter import list_plans
+from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
 from kvdoctor.repair.export.run_exporter import (
     FOLDER,
     ExportedModel,
     ExportFailed,
     ExportWorkspace,
+    list_plans,
     run_first_working,
     write_recipe,
 )
@@ -44,20 +45,79 @@ from kvdoctor.repair.export.source_model import (
     read_source,
 )
 from kvdoctor.repair.fix_report import report_fix, report_unproved
-from kvdoctor.repair.output import copy_export, write_reports
+from kvdoctor.repair.pipeline import repair_and_prove
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
-from kvdoctor.repair.request import ExportRequest, RepairRequest
-from kvdoctor.repair.rounds import accept_unrepaired, repair_and_prove
-from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairSession
+from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairChoice, RepairRequest, RepairSession, apply_repairs
+from kvdoctor.repair.workspace import copy_export, write_reports
 from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
 from kvdoctor.report.repair_record import ExportRecord, Proof, RepairRecord
 from kvdoctor.runtime.client import Runtime
 
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
+MOST_CONFIG_BYTES = 8 << 20
 Announce = Callable[[str], None]
 MOST_LOGS = 100
-"""Logs of failed exports that are kept beside one OUT; none is overwritten."""
+"""Logs of failed exports that stay next to one OUT; none is overwritten."""
 PYTORCH_CLAIMS = {NAME: "logits are those of PyTorch", GREEDY: "greedy tokens are those of PyTorch"}
+
+
+def refuse_impossible(request: RepairRequest, checkpoint: str, offline: bool) -> None:
+    """Refuse a request that cannot be carried out.
+
+    Raises:
+        UsageError: no checkpoint, no weights in it, an OUT that must not be written, an option that the exporter lacks.
+    """
+    Checkpoint(checkpoint, offline).close()
+    folder = Path(checkpoint)
+    if folder.is_dir():
+        _refuse_unfit_checkpoint(checkpoint, folder)
+    if request.out is not None:
+        for source in (request.path, checkpoint if folder.is_dir() else None):  # a name of the hub is no file
+            if source is not None:
+                refuse_unfit(Path(request.out), Path(source), request.force)
+    if request.how.exporter is not None:
+        _refuse_unfit_options(request.how, find_exporter(request.how.exporter))
+
+
+def _refuse_unfit_checkpoint(shown: str, folder: Path) -> None:
+    file = folder / "config.json"
+    try:
+        if file.stat().st_size > MOST_CONFIG_BYTES:
+            raise UsageError(f"config.json of {shown!r} is larger than 8 MiB, which no config of a checkpoint is")
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"config.json of {shown!r} cannot be read ({type(error).__name__}); give a checkpoint"
+        ) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            f"config.json of {shown!r} names no model_type; --from takes a folder that save_pretrained wrote"
+        )
+    if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
+        onnx = next(folder.rglob("*.onnx"), None)
+        hint = f"it holds an ONNX export ({onnx.name}), and" if onnx is not None else "it has a config.json, and"
+        raise UsageError(
+            f"no weights in {shown!r}: {hint} --from takes a PyTorch checkpoint with model.safetensors or "
+            "pytorch_model.bin, as save_pretrained writes it"
+        )
+
+
+def _refuse_unfit_options(export: ReExportChoices, exporter: Exporter) -> None:
+    name = exporter.name
+    if export.dtype is not None and export.dtype not in exporter.dtypes:
+        raise UsageError(f"--dtype {export.dtype}: the exporter {name} writes {', '.join(exporter.dtypes)}")
+    if export.task is not None and not exporter.takes_task:
+        takers = ", ".join(other.name for other in EXPORTERS if other.takes_task)
+        raise UsageError(f"--task is for the exporter {takers}; {name} takes the task from the checkpoint")
+    if export.opset is None:
+        return
+    if exporter.opsets is None:
+        raise UsageError(f"--opset: the exporter {name} writes an opset of its own choice; leave it out")
+    if not exporter.opsets[0] <= export.opset <= exporter.opsets[1]:
+        raise UsageError(
+            f"--opset {export.opset}: the exporter {name} writes {exporter.opsets[0]} to {exporter.opsets[1]}"
+        )
 
 
 @record(slots=False)
@@ -65,7 +125,7 @@ class _ExportSession:
     """One call under way: the request, the tools, a private folder, and the listener for progress messages."""
 
     request: RepairRequest
-    export: ExportRequest
+    checkpoint: str
     options: Options
     runtime: Runtime
     scratch: Path
@@ -79,7 +139,7 @@ class _ExportSession:
     @property
     def replaced(self) -> str:
         """The path of the model to be replaced, or the checkpoint if there is none."""
-        return self.request.path or self.export.checkpoint
+        return self.request.path or self.checkpoint
 
     @property
     def plain_options(self) -> Options:
@@ -99,14 +159,13 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
         UsageError: the request cannot be carried out, or OUT must not be written; nothing was written.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    export = request.export
-    if export is None:
+    checkpoint = request.how.from_
+    if checkpoint is None:
         raise UsageError("give --from CHECKPOINT to export from a checkpoint")
-    refuse_unknown_repairs(request.fix)
-    refuse_unknown_layout(request.layout)
-    refuse_impossible(request, export, options.offline)
+    refuse_unknown_repairs(request.how.fix)
+    refuse_impossible(request, checkpoint, options.offline)
     with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
-        session = _ExportSession(request, export, options, runtime, Path(scratch), listener)
+        session = _ExportSession(request, checkpoint, options, runtime, Path(scratch), listener)
         source = _read_source(session)
         with _export_folder(session) as folder:
             try:
@@ -115,8 +174,8 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
                 return _report_failure(session, source, str(reason))
             with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
                 report, proved = _repair_export(session, source, exported, folder, pending.path)
-                if request.out is not None and (proved or request.keep_unproved):
-                    write_recipe(pending.path, exported, export.checkpoint, Path(scratch, "log.txt"))
+                if request.out is not None and (proved or request.how.keep_unproved):
+                    write_recipe(pending.path, exported, checkpoint, Path(scratch, "log.txt"))
                     write_reports(pending.path, report)
                     pending.kept = True
         return report
@@ -124,13 +183,13 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
 
 def _read_source(session: _ExportSession) -> SourceModel:
     """The model that is replaced, from an earlier report or from a diagnosis of its own."""
-    path, because = session.request.path, session.export.because
+    path, because = session.request.path, session.request.how.because
     if path is not None and not Path(path).exists():
         raise UsageError(f"{path!r} does not exist; leave it out if there is no ONNX model yet")
     if because is not None:
         return read_because(because)
     if path is None:
-        return no_source(session.export.checkpoint)
+        return no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
     return read_source(
         step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice)).to_dict()
@@ -139,7 +198,7 @@ def _read_source(session: _ExportSession) -> SourceModel:
 
 @contextlib.contextmanager
 def _export_folder(session: _ExportSession) -> Iterator[Path]:
-    """The folder of the exporter: beside OUT, so the copy may share blocks; after a kill the next run sweeps it."""
+    """The folder of the exporter: next to OUT, so the copy may share blocks; after a kill the next run sweeps it."""
     out = session.request.out
     folder = session.scratch / "export"
     if out is not None:
@@ -154,10 +213,10 @@ def _export_folder(session: _ExportSession) -> Iterator[Path]:
 
 
 def _run_exporter(session: _ExportSession, source: SourceModel, folder: Path) -> ExportedModel:
-    export, offline = session.export, session.options.offline
+    offline = session.options.offline
     with (session.scratch / "log.txt").open("w", encoding="utf-8", errors="replace") as log:
-        workspace = ExportWorkspace(export.checkpoint, folder, log, offline, session.listener)
-        return run_first_working(list_plans(export, source.facts), workspace)
+        workspace = ExportWorkspace(session.checkpoint, folder, log, offline, session.listener)
+        return run_first_working(list_plans(session.request.how, source.facts), workspace)
 
 
 def _repair_export(
@@ -166,16 +225,17 @@ def _repair_export(
     """Repair the new export into its place, prove it, and report; gives whether it was proved."""
     deleted = delete_surplus_decoders(folder, source)
     before = _diagnose(session, session.plain_options, folder, "before")
-    opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.fix)
+    opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.how.fix)
     copy_export(replace(opened, shown=str(folder)), target)
     repair = RepairSession(
         session.plain_options, session.runtime, session.scratch, opened, before, session.shown, target, "."
     )
     first = apply_repairs(opened, before.report, choice, session.runtime, session.plain_options)
-    outcome = repair_and_prove(repair, first, choice) if first.applied else accept_unrepaired(before, first)
-    outcome = apply_layout(repair, session.request.layout, outcome)
+    outcome = Outcome(before, before, (), first.not_repaired, ())
+    if first.applied:
+        outcome = repair_and_prove(repair, first, choice)
     session.announce("comparing it with PyTorch")
-    compared = replace(session.options, reference=session.export.checkpoint)
+    compared = replace(session.options, reference=session.checkpoint)
     after = _diagnose(session, compared, target, "compared")
     proof = (*outcome.proof, *_prove_export(after.report, {entry.stack for entry in outcome.proof}))
     outcome = replace(outcome, after=after, proof=proof)
@@ -242,8 +302,8 @@ def _report(
     session: _ExportSession, source: SourceModel, repair: RepairSession, outcome: Outcome, export: ExportRecord
 ) -> Report:
     """The fix report of the model that was replaced: its findings are those before, those of the copy after."""
-    request, asked = session.request, session.export
-    if outcome.holds or request.keep_unproved:
+    request, asked = session.request, session.request.how
+    if outcome.holds or request.how.keep_unproved:
         report = report_fix(repair, outcome, request.out)
     else:  # the last diagnosis is the one that was compared with PyTorch
         report = report_unproved(repair, replace(outcome, before=outcome.after))
@@ -258,7 +318,7 @@ def _report(
         undo=(f"To undo, delete the folder {request.out}",) if written else (),
     )
     arguments = report.arguments | {
-        "from": asked.checkpoint,
+        "from": asked.from_,
         "exporter": asked.exporter,
         "opset": asked.opset,
         "dtype": asked.dtype,
@@ -278,7 +338,7 @@ def _report_failure(session: _ExportSession, source: SourceModel, reason: str) -
     before, options = source.before, session.options
     return Report(
         command="re-export",
-        arguments=options.as_arguments() | {"from": session.export.checkpoint},
+        arguments=options.as_arguments() | {"from": session.checkpoint},
         seed=options.seed,
         verdict=decide("re-export", before.findings, missing, options.fail_on),
         environment=environment(),
@@ -291,7 +351,7 @@ def _report_failure(session: _ExportSession, source: SourceModel, reason: str) -
 
 
 def _keep_log(session: _ExportSession) -> str | None:
-    """Keep the exporter's log beside the place of OUT; None if it is empty or nothing may be written."""
+    """Keep the exporter's log next to the place of OUT; None if it is empty or nothing may be written."""
     log = session.scratch / "log.txt"
     if session.request.out is None or not log.is_file() or not log.stat().st_size:
         return None

@@ -1,22 +1,124 @@
-"""Runs an exporter in a Python of its own, and writes the recipe beside the model: script, pins and command."""
+"""Chooses an exporter, runs it in a Python of its own, and writes the recipe next to the model: script, pins, command.
+
+The exporter and its flags are as asked for, else from the diagnosis, each with its reason.
+"""
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from kvdoctor.errors import KvdoctorError
+from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.export.choose_exporter import ExportPlan
-from kvdoctor.repair.export.exporters.registry import load
+from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
+from kvdoctor.repair.export.source_model import SourceFacts
+from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptLog, ScriptProcess
 
+DTYPES = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""The element types of a cache by the names that exporters use."""
+ASKED = "asked for"
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "run.py"
 FOLDER = "kvdoctor-export"
 """The folder in OUT with the scripts, pins and command."""
 COMMAND = "python run.py arguments.json"
+
+
+@record
+class ExportPlan:
+    """An exporter with its flags, and the reasons for them."""
+
+    exporter: Exporter
+    opset: int | None
+    dtype: str
+    task: str | None
+    flags: dict[str, Any]
+    choices: tuple[ExportChoice, ...]
+
+
+def list_plans(request: ReExportChoices, source: SourceFacts) -> Iterator[ExportPlan]:
+    """The plans for an export, the best first; the others are for the case that an exporter fails.
+
+    The options of the user are the same in all of them.
+    """
+    exporter, why = _choose_exporter(request, source)
+    first = _make_plan(request, source, exporter, why)
+    yield first
+    if first.opset is not None and request.opset is None:
+        because = f"with the opset {first.opset} of {source.name} it fails"
+        choices = tuple(
+            c if c.what != "opset" else ExportChoice("opset", "the exporter's own", because) for c in first.choices
+        )
+        yield replace(first, opset=None, choices=choices)
+    if request.exporter is None and request.task is None:
+        for other in EXPORTERS:
+            if other.name != exporter.name and not other.own_layout and _supports(other, request):
+                yield _make_plan(request, source, other, f"{exporter.name} cannot export it")
+
+
+def _choose_exporter(request: ReExportChoices, source: SourceFacts) -> tuple[Exporter, str]:
+    if request.exporter is not None:
+        return find_exporter(request.exporter), ASKED
+    for exporter in EXPORTERS:
+        layout = next((layout for layout in source.layouts if layout.startswith(exporter.writes)), None)
+        if layout is not None and _supports(exporter, request):
+            return exporter, f"{source.name} has its layout, {layout}"
+    default = next(exporter for exporter in EXPORTERS if _supports(exporter, request))
+    if source.layouts:
+        return (
+            default,
+            f"no exporter writes the layout of {source.name}, {source.layouts[0]}; most loops know these names",
+        )
+    return default, "nothing else was asked for, and most loops know its names"
+
+
+def _supports(exporter: Exporter, request: ReExportChoices) -> bool:
+    """Whether an exporter supports the options of the user."""
+    fits = request.opset is None or (exporter.opsets is not None and request.opset in _span(exporter))
+    return fits and (request.dtype is None or request.dtype in exporter.dtypes)
+
+
+def _span(exporter: Exporter) -> range:
+    return range(exporter.opsets[0], exporter.opsets[1] + 1) if exporter.opsets is not None else range(0)
+
+
+def _make_plan(request: ReExportChoices, source: SourceFacts, exporter: Exporter, why: str) -> ExportPlan:
+    opset, opset_choice = _choose_opset(request, source, exporter)
+    dtype, dtype_choice = _choose_dtype(request, source, exporter)
+    flags, choices = exporter.flags(source)
+    faults = f"; it has {', '.join(source.faults)}" if source.faults and why != ASKED else ""
+    decided = (ExportChoice("exporter", exporter.name, why + faults), opset_choice, dtype_choice)
+    task = (ExportChoice("task", request.task, ASKED),) if request.task is not None else ()
+    return ExportPlan(exporter, opset, dtype, request.task, flags, (*decided, *task, *choices))
+
+
+def _choose_opset(request: ReExportChoices, source: SourceFacts, exporter: Exporter) -> tuple[int | None, ExportChoice]:
+    if request.opset is not None:
+        return request.opset, ExportChoice("opset", str(request.opset), ASKED)
+    theirs = source.opset
+    if theirs is not None and theirs in _span(exporter):
+        return theirs, ExportChoice("opset", str(theirs), f"that of {source.name}")
+    why = "nothing else was asked for"
+    if theirs is not None:
+        why = f"{source.name} has {theirs}, which {exporter.name} "
+        why += "does not let you choose" if exporter.opsets is None else "cannot write"
+    return None, ExportChoice("opset", "the exporter's own", why)
+
+
+def _choose_dtype(request: ReExportChoices, source: SourceFacts, exporter: Exporter) -> tuple[str, ExportChoice]:
+    if request.dtype is not None:
+        return request.dtype, ExportChoice("dtype", request.dtype, ASKED)
+    theirs = DTYPES.get(source.dtype or "")
+    if theirs is not None and theirs in exporter.dtypes:
+        return theirs, ExportChoice("dtype", theirs, f"that of the cache of {source.name}")
+    why = "nothing else was asked for"
+    if source.dtype is not None:
+        why = f"the cache of {source.name} is {source.dtype}, which {exporter.name} does not write"
+    return "fp32", ExportChoice("dtype", "fp32", why)
 
 
 class ExportFailed(KvdoctorError):
@@ -78,7 +180,7 @@ def run_first_working(plans: Iterable[ExportPlan], workspace: ExportWorkspace) -
 
 def _advice(plan: ExportPlan) -> str:
     """Other options to try after an exporter failed."""
-    others = [exporter.name for exporter in load() if exporter is not plan.exporter and plan.dtype in exporter.dtypes]
+    others = [one.name for one in EXPORTERS if one is not plan.exporter and plan.dtype in one.dtypes]
     ways = [f"--exporter {' or '.join(others)}", *(["--dtype fp32"] if plan.dtype != "fp32" else [])]
     return f"; try {', or '.join(ways)}"
 
@@ -98,7 +200,7 @@ def script_arguments(plan: ExportPlan, checkpoint: str, out: str, local: bool = 
 
 
 def write_recipe(target: Path, made: ExportedModel, checkpoint: str, log: Path) -> None:
-    """Write the recipe beside the model: the scripts, their arguments, the pins, and the log.
+    """Write the recipe next to the model: the scripts, their arguments, the pins, and the log.
 
     Raises:
         OSError: a file cannot be written.
@@ -126,7 +228,7 @@ def _run_exporter(plan: ExportPlan, workspace: ExportWorkspace) -> tuple[str, di
         SCRIPTS / RUN, arguments, plan.exporter.needs, workspace.offline, ScriptLog(workspace.log, workspace.announce)
     )
     try:
-        answer = script.wait()
+        answer = script.ask()
         return script.way, {str(name): str(version) for name, version in answer["versions"].items()}
     finally:
         script.stop()

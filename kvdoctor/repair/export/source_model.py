@@ -63,7 +63,7 @@ def read_source(document: dict[str, Any]) -> SourceModel:
                 layouts=tuple(str(stack["layout"]) for stack in stacks),
                 roles=tuple(dict.fromkeys(str(file["role"]) for file in files)),
                 opset=max(_opsets(files), default=None),
-                dtype=next(_dtypes(stacks), None),
+                dtype=next((str(slot["dtype"]) for stack in stacks for slot in stack["contract"]["slots"]), None),
                 faults=tuple(dict.fromkeys(f.name for f in findings if f.severity != "note")),
             ),
             RepairSide(verdict, findings),
@@ -109,12 +109,6 @@ def _opsets(files: tuple[dict[str, Any], ...]) -> Iterator[int]:
                 yield version
 
 
-def _dtypes(stacks: list[dict[str, Any]]) -> Iterator[str]:
-    for stack in stacks:
-        for slot in stack["contract"]["slots"]:
-            yield str(slot["dtype"])
-
-
 DECODERS = ("decoder-merged", "decoder", "decoder-with-past")
 
 
@@ -143,7 +137,7 @@ def compare_ports(known: SourceModel, files: tuple[dict[str, Any], ...]) -> Iter
         if before is None:
             continue
         for kind in ("inputs", "outputs"):
-            was, now = (_ports(each, kind) for each in (before, file))
+            was, now = ({str(port["name"]): port for port in each.get(kind) or ()} for each in (before, file))
             for name in dict.fromkeys([*was, *now]):
                 if not _is_compatible(was.get(name), now.get(name)):
                     yield PortChange(
@@ -160,10 +154,6 @@ def _find_counterpart(
     same = [other for other in old if other["role"] == file["role"]]
     alone = sum(other["role"] == file["role"] for other in new) == 1
     return same[0] if len(same) == 1 and alone else None
-
-
-def _ports(file: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
-    return {str(port["name"]): port for port in file.get(kind) or ()}
 
 
 def _is_compatible(was: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:

@@ -13,7 +13,7 @@ from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 from kvdoctor.runtime.targets import Target
-from kvdoctor.runtime.targets.demands import read_demands
+from kvdoctor.runtime.targets.limits import read_demands
 
 LOWERED_CHECKS = ("ir-too-new", "opset-too-new", "operator-unsupported")
 """The checks whose findings a lowering can remove."""

@@ -14,19 +14,19 @@ import onnx
 from onnx import checker, defs, helper, shape_inference, version_converter
 
 from kvdoctor.model.edit import drop_unread_constants
+from kvdoctor.model.operators import has
 from kvdoctor.model.traverse import STANDARD, bodies_of, graphs_in, opset_version, subgraphs
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
 from kvdoctor.repair.lowering.limits import CannotChangeVersion, Way
 from kvdoctor.repair.lowering.other_schema import drop_default_attributes, fit_to_schema, means_other
 from kvdoctor.report.repair_record import Change
-from kvdoctor.report.wording.units import shorten_names
+from kvdoctor.report.wording import shorten_names
 
 Types = dict[tuple[int, str], onnx.TypeProto]
 """By the identity of the graph and the name; under 0 the values of the main graph, which its bodies see."""
 MOST_BYTES = 1024
 """A constant of more bytes is not a shape."""
-CONTROL_FLOW = ("If", "Loop", "Scan")
 CONTROL_FLOW_SINCE = 13
 """From this opset on only their supported types have changed."""
 SCAN_SINCE = 9
@@ -164,11 +164,12 @@ def _rewrite_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.N
         _Blocked: there are none.
     """
     if _since(node.op_type, opset) is None:
-        first = min(s.since_version for s in defs.get_all_schemas_with_history() if _is(s, node.op_type))
+        known = (s for s in defs.get_all_schemas_with_history() if s.name == node.op_type and s.domain == "")
+        first = min(schema.since_version for schema in known)
         raise _Blocked(f"{node.op_type} needs opset {first}")
     if _since(node.op_type, site.opset) is None:
         raise _Blocked(f"{node.op_type} of opset {site.opset} is the runtime's own: opset {opset} has one of that name")
-    if node.op_type in CONTROL_FLOW:
+    if has(node.op_type, "branch", "loop"):
         if opset < CONTROL_FLOW_SINCE:
             raise _Blocked(f"{node.op_type} has another schema before opset {CONTROL_FLOW_SINCE}")
         if node.op_type == "Scan" and site.opset < SCAN_SINCE:
@@ -184,10 +185,6 @@ def _rewrite_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.N
     if site.opset < opset and node.op_type not in ADAPTED and means_other(node, site.opset, opset):
         raise _Blocked(f"{node.op_type} of opset {_since(node.op_type, site.opset)} means something else in {opset}")
     return _convert_node(node, site, opset)
-
-
-def _is(schema: defs.OpSchema, operator: str) -> bool:
-    return bool(schema.name == operator and schema.domain == "")
 
 
 def _convert_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...]:

@@ -31,7 +31,7 @@ SAME_IN_NEWER = {"Attention": (24,)}
 LENGTHS = ("Split", "num_outputs")
 """Without it and without lengths, an older Split makes as many equal parts as it has outputs."""
 LENGTHS_SINCE = 18
-"""The version of Split that must be told one of the two."""
+"""The version of Split that needs one of the two."""
 
 
 def fit_to_schema(
@@ -39,18 +39,15 @@ def fit_to_schema(
 ) -> onnx.NodeProto | None:
     """The node as the schema of another opset allows it; None if its meaning would differ or is unknown.
 
-    `own` is the opset of the node, `types` are those of the inputs as far as they are known.
+    `own` is the opset of the node, `types` are those of the inputs, None where unknown.
     """
     now, then = (defs.get_schema(node.op_type, version, "") for version in (own, other))
     if then.deprecated or means_other(node, own, other) or _lacks_lengths(node, own, other):
         return None
     if not _same_ports(node, now, then) or not _types_allowed(then, types):
         return None
-    if any(
-        _default(schema) != _default_of(then, name)
-        for name, schema in now.attributes.items()
-        if name in then.attributes
-    ):
+    theirs = then.attributes
+    if any(_default(ours) != _default(theirs[name]) for name, ours in now.attributes.items() if name in theirs):
         return None
     fitting = drop_default_attributes(node, own, other)
     given = {attribute.name for attribute in fitting.attribute}
@@ -66,7 +63,7 @@ def means_other(node: onnx.NodeProto, own: int, other: int) -> bool:
 
 
 def _lacks_lengths(node: onnx.NodeProto, own: int, other: int) -> bool:
-    """Whether a node is a Split into equal parts, whose number a newer version must be told."""
+    """Whether a node is a Split into equal parts, whose number a newer version needs."""
     return node.op_type == LENGTHS[0] and own < LENGTHS_SINCE <= other and not any(node.input[1:])
 
 
@@ -115,10 +112,6 @@ def _has_default_meaning(node: onnx.NodeProto, attribute: onnx.AttributeProto, n
         return bool(attribute.i == len(node.output))
     default = _default(now.attributes[attribute.name]) if attribute.name in now.attributes else None
     return default is not None and not attribute.ref_attr_name and helper.get_attribute_value(attribute) == default
-
-
-def _default_of(schema: defs.OpSchema, name: str) -> Any:
-    return _default(schema.attributes[name])
 
 
 def _default(attribute: defs.OpSchema.Attribute) -> Any:

@@ -10,8 +10,8 @@ Sources: ONNX, operator Attention 23; ONNX Runtime, docs/ContribOperators.md, Gr
 from collections.abc import Iterator
 
 from kvdoctor.diagnose.checks.attention_cache_half_wired import counts_whole, given
-from kvdoctor.model.cache_operators import CachePorts, ports_of
 from kvdoctor.model.edit import new_name
+from kvdoctor.model.operators import CachePorts, ports_of
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node, name_node
 from kvdoctor.model.view import Scope

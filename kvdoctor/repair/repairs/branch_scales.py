@@ -14,6 +14,7 @@ Source: onnxruntime issue 28306 and pull request 28326.
 from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import Readers, describe_node, output_of, own_names, readers
 from kvdoctor.model.view import Scope
@@ -41,9 +42,9 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
     copied: dict[str, str] = {}
     reads = readers(scope.graph)
     for node in scope.graph.node:
-        if node.op_type != "DequantizeLinear" or (way := _find_matmul(reads, node)) is None:
+        if not has(node.op_type, "dequantize") or (transposed := _reaches_product(reads, node)) is None:
             continue
-        wanted = (SCALE, ZERO_POINT) if way == "Transpose" else (SCALE, ZERO_POINT, WEIGHT)
+        wanted = (SCALE, ZERO_POINT) if transposed else (SCALE, ZERO_POINT, WEIGHT)
         for at in wanted:
             tensor = _find_outer(scope, node.input[at]) if at < len(node.input) else None
             if tensor is None:
@@ -59,16 +60,14 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
             )
 
 
-def _find_matmul(reads: Readers, node: NodeProto) -> str | None:
-    """The operator between a node and a MatMul: `Transpose`, or empty if there is none; None without a MatMul."""
-    found = set()
-    for reader, _ in reads.get(output_of(node), ()):
-        if reader.op_type in ("MatMul", "Gemm"):
-            found.add("")
-        elif reader.op_type == "Transpose":
-            further = reads.get(output_of(reader), ())
-            found |= {"Transpose"} if any(each.op_type in ("MatMul", "Gemm") for each, _ in further) else set()
-    return None if not found else "" if "" in found else "Transpose"
+def _reaches_product(reads: Readers, node: NodeProto) -> bool | None:
+    """Whether a node reaches a MatMul by a Transpose alone; None where it reaches none."""
+    following = [reader for reader, _ in reads.get(output_of(node), ())]
+    if any(has(reader.op_type, "product") for reader in following):
+        return False
+    transposed = [reader for reader in following if has(reader.op_type, "permute")]
+    further = (each for reader in transposed for each, _ in reads.get(output_of(reader), ()))
+    return True if any(has(each.op_type, "product") for each in further) else None
 
 
 def _find_outer(scope: Scope, name: str) -> TensorProto | None:

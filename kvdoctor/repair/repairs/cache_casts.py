@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from kvdoctor.contract import describe
 from kvdoctor.model.edit import describe_graph, describe_maker, new_name, return_value
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto
 from kvdoctor.model.traverse import input_of, producer
 from kvdoctor.model.view import GraphView, Scope, declared
@@ -63,9 +64,9 @@ def _cast_output(model: ModelProto, graph: GraphProto, name: str, wanted: int) -
     """Cast a returned value; an earlier Cast of it is bypassed, so that nothing is rounded twice."""
     for index in reversed([index for index, known in enumerate(graph.value_info) if known.name == name]):
         del graph.value_info[index]
-    source = Scope(graph, "").through(name, {"Identity"})
+    source = Scope(graph, "").through(name)
     maker = producer(graph, source)
-    source = input_of(maker, 0) if maker is not None and maker.op_type == "Cast" else name
+    source = input_of(maker, 0) if maker is not None and has(maker.op_type, "cast") else name
     made = new_name(model, f"{name}.cast")
     to = AttributeProto(name="to", type=AttributeProto.INT, i=wanted)
     return_value(model, graph, name, source)

@@ -1,8 +1,9 @@
 """Corrects values in a config that the graph contradicts.
 
-Requires: a key of config.json or genai_config.json whose right value the graph shows beyond doubt.
-Ensures: those keys, and no others, have the values of the graph. Keys with several possible values are left and
-reported.
+Requires: a key of config.json or genai_config.json whose right value the graph shows beyond doubt, or an end token of
+generation_config.json or genai_config.json that the tokenizer names.
+Ensures: those keys, and no others, have the values of the graph; end tokens are added. Keys with several possible
+values are left and reported.
 """
 
 import json
@@ -14,6 +15,7 @@ from kvdoctor.analysis.configs import DECODER_PARTS
 from kvdoctor.diagnose.checks.side_cars.config_json import config_json
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
+from kvdoctor.diagnose.checks.side_cars.stop_tokens import END, generation_stops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
@@ -22,6 +24,7 @@ from kvdoctor.report.repair_record import Change
 COMPARED: dict[str, Callable[[ContractContext], list[Disagreement]]] = {
     "config.json": config_json,
     "genai_config.json": genai_config,
+    "generation_config.json": generation_stops,
 }
 
 
@@ -51,11 +54,15 @@ def _correct_keys(name: str, content: dict[str, Any], found: list[Disagreement])
             yield from _remove_entry(name, *_find_holder(name, content, one.key.rpartition(".")[0]), one)
             continue
         value = _parse_value(one.right)
-        if holder is None or value is None or key not in holder or holder[key] == value:
+        if holder is None or value is None or (key not in holder and key != END) or holder.get(key) == value:
             continue
-        before = holder[key]
+        before = json.dumps(holder[key]) if key in holder else "left out"
         holder[key] = value
-        yield Change(name, one.key, json.dumps(before), f"{json.dumps(value)}, since the graph shows {one.observed}")
+        yield Change(name, one.key, before, f"{json.dumps(value)}, {_reason(one)}")
+
+
+def _reason(one: Disagreement) -> str:
+    return f"since {one.against} {'shows' if one.against == 'the graph' else 'has'} {one.observed}"
 
 
 def _remove_entry(name: str, holder: dict[str, Any] | None, key: str, one: Disagreement) -> Iterator[Change]:
@@ -75,10 +82,12 @@ def _find_holder(name: str, content: dict[str, Any], path: str) -> tuple[dict[st
     return (holder if isinstance(holder, dict) else None), key
 
 
-def _parse_value(right: str) -> int | bool | str | None:
-    """A right value as JSON; None if it is described in words or may be one of several."""
+def _parse_value(right: str) -> int | bool | str | list[int] | None:
+    """A right value as JSON; None if it is described as text or may be one of several."""
     if match := re.fullmatch(r"(\d+)( at most)?", right):
         return int(match[1])
+    if re.fullmatch(r"\[\d+(, \d+)*\]", right):
+        return [int(number) for number in re.findall(r"\d+", right)]
     if right in ("true", "false"):
         return right == "true"
     if right.startswith('"'):

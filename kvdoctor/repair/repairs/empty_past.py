@@ -1,7 +1,7 @@
 """Makes Reshapes accept a past of length 0.
 
 Requires: `empty-past-rejected`, and a Reshape whose target is undefined or refers to another axis if the past is empty:
-a -1 beside a 0, or a computed 0 that the operator takes for "copy this axis".
+a -1 together with a 0, or a computed 0 that the operator takes for "copy this axis".
 Ensures: the target gives the same axes for an empty past as for every other length; nothing else is changed.
 """
 
@@ -11,13 +11,7 @@ from kvdoctor.model.traverse import describe_node
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, compare_with_original, find_graph, list_changes
 from kvdoctor.repair.shapes.facts import WalkedReshape
-from kvdoctor.repair.shapes.freeing import (
-    AxisFreeing,
-    CannotFree,
-    Edit,
-    read_declared_sizes,
-    set_allowzero,
-)
+from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, Edit, read_declared_sizes, set_allowzero
 from kvdoctor.repair.shapes.reshapes import write_target
 from kvdoctor.repair.shapes.terms import Term, read_lengths, whole
 from kvdoctor.repair.shapes.writing import Writer

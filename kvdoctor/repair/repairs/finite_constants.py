@@ -9,6 +9,7 @@ Ensures: such constants are finite where they are read; everything else stays as
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node
 from kvdoctor.model.view import Scope
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
-PRODUCTS = ("Mul", "Div", "MatMul")
+PRODUCTS = operators_with("scale", "product")
 MOST_VALUES = 64
 
 IN_FLOAT32 = "export again in float32, and check that the checkpoint's own weights are finite"
@@ -40,7 +41,7 @@ def _find_infinite(context: RepairContext, file: str) -> Iterator[tuple[Scope, N
     """Every input of a node that is a constant with infinite values."""
     for scope in context.view(file).scopes():
         for node in scope.graph.node:
-            for at, name in enumerate(node.input if node.op_type != "Identity" else ()):
+            for at, name in enumerate(node.input if not has(node.op_type, "copy") else ()):
                 tensor = scope.constant(name) if name else None
                 if tensor is not None and _is_infinite(context, file, tensor):
                     yield scope, node, at

@@ -8,8 +8,8 @@ Ensures: every present of such a slot is that value; logits, names and declarati
 from collections.abc import Mapping
 
 from kvdoctor.contract import Slot
-from kvdoctor.model.cache_operators import ports_of
 from kvdoctor.model.edit import describe_graph, describe_maker, return_values
+from kvdoctor.model.operators import has, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.traverse import Readers, input_of, needed_for, output_of, producers, readers
 from kvdoctor.records import record
@@ -83,14 +83,14 @@ class JoinedValues:
         """A value and its copies by Identity."""
         names = [name]
         for known in names:
-            copies = (node for node, _ in self.readers.get(known, ()) if node.op_type == "Identity")
+            copies = (node for node, _ in self.readers.get(known, ()) if has(node.op_type, "copy"))
             names += filter(None, map(output_of, copies))
         return names
 
 
 def _joined_output(node: NodeProto, index: int) -> str | None:
     """The output of a node that holds the past at that input followed by the new entries."""
-    if node.op_type == "Concat" and not node.domain:
+    if has(node.op_type, "join") and not node.domain:
         # New entries follow the past: a Concat in front of it has another meaning.
         return output_of(node) or None if index == 0 and len(node.input) == 2 else None
     ports = ports_of(node.domain, node.op_type)
@@ -101,10 +101,10 @@ def _joined_output(node: NodeProto, index: int) -> str | None:
 
 
 def _skip_identities(made: Mapping[str, NodeProto], name: str) -> str:
-    """The value behind Identity nodes."""
+    """The value that Identity nodes pass on."""
     for _ in made:
         node = made.get(name)
-        if node is None or node.op_type != "Identity":
+        if node is None or not has(node.op_type, "copy"):
             break
         name = input_of(node, 0)
     return name

@@ -1,4 +1,4 @@
-"""Lowers the IR version and the opset as far as the runtime needs it.
+"""Lowers the IR version and the opset to what the runtime accepts.
 
 Requires: a target, or without one the local runtime, accepts less than the model asks for, and every operator of the
 graph has a form there.
@@ -18,7 +18,7 @@ from kvdoctor.runtime.targets import of_release
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
-    """Lower the files of a stack, including the encoder beside the decoder."""
+    """Lower the files of a stack, including the encoder next to the decoder."""
     here = context.running.versions.get("onnxruntime")
     targets = context.options.targets or ((of_release(here),) if here else ())
     want = limit_for_targets(

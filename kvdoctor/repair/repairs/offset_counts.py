@@ -11,6 +11,7 @@ without a cache keeps its logits, and the steps can be compared with it.
 from collections.abc import Iterator
 
 from kvdoctor.contract import Graph
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
@@ -25,11 +26,8 @@ from kvdoctor.report.repair_record import Change
 
 PAST, NEW = symbol("past"), symbol("new")
 TOTAL = PAST + NEW
-COMPARING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"}
-NUMBERING = {"Gather", "Cos", "Sin", "Mul", "MatMul", "Einsum", "Sub", "Add"}
-RESHAPING = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+NUMBERING = operators_with("embed", "wave", "scale", "product", "add", "subtract")
 MOST_STEPS = 12
-BEFORE = {"Range": "0 to new", "Slice": "0 to new", "Trilu": "the diagonal at 0"}
 
 
 @record(slots=False)
@@ -48,8 +46,13 @@ class Offsets:
                 yield edit
 
     def _edit(self, r: NodeInputs) -> Edit | None:
-        changed = {"Range": self._range, "Slice": self._slice, "Trilu": self._trilu}[r.node.op_type](r)
-        return Edit(describe_place(r.node, r.scope.path), BEFORE[r.node.op_type], changed) if changed else None
+        before, change = {
+            "Range": ("0 to new", self._range),
+            "Slice": ("0 to new", self._slice),
+            "Trilu": ("the diagonal at 0", self._trilu),
+        }[r.node.op_type]
+        changed = change(r)
+        return Edit(describe_place(r.node, r.scope.path), before, changed) if changed else None
 
     def _numbers(self, r: NodeInputs, index: int) -> list[Term] | None:
         return self._settle(r.at(index).numbers)
@@ -115,19 +118,19 @@ class Offsets:
         readers, front = self._readers(), list(node.output)
         for _ in range(MOST_STEPS):
             following = [reader for name in front for reader in readers.get(name, ())]
-            if any(reader.op_type in COMPARING for reader in following):
+            if any(has(reader.op_type, "compare") for reader in following):
                 return True
             front = [name for reader in following if reader.op_type not in NUMBERING for name in reader.output]
         return False
 
     def _is_offset(self, r: NodeInputs) -> bool:
-        """Whether the past is added to the numbers right behind the node: they need no other start."""
+        """Whether the past is added to the numbers right after the node: they need no other start."""
         readers, front = self._readers(), list(r.node.output)
         for name in front:
             for reader in readers.get(name, ()):
-                if reader.op_type in RESHAPING:
+                if has(reader.op_type, "copy", "cast", "view"):
                     front += reader.output
-                elif reader.op_type == "Add":
+                elif has(reader.op_type, "add"):
                     others = (r.scope.known(other) for other in reader.input if other != name)
                     if any(known is not None and self._settle(known.numbers) == [PAST] for known in others):
                         return True

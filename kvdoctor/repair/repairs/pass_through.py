@@ -18,7 +18,7 @@ from kvdoctor.report.repair_record import Change
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
-    """Replace the node behind every emptied output of the decode step."""
+    """Replace the node that makes every emptied output of the decode step."""
     contract, file = context.drivable, context.file_of("decode")
     model, view = context.model(file), context.view(file)
     # Read before the graph is changed.
@@ -40,7 +40,7 @@ def _find_other_origin(view: GraphView, slot: Slot) -> tuple[Scope, str] | None:
     if slot.present is None or slot.present not in view.outputs:
         return None
     scope, name = view.behind(slot.present)
-    return None if scope.through(name, {"Identity"}) == slot.past else (scope, name)
+    return None if scope.through(name) == slot.past else (scope, name)
 
 
 def _pass_through(model: ModelProto, graph: GraphProto, slot: Slot, name: str, at: tuple[str, str]) -> list[Change]:
@@ -63,7 +63,7 @@ def _pass_through(model: ModelProto, graph: GraphProto, slot: Slot, name: str, a
 
 
 def _remove(graph: GraphProto, name: str) -> tuple[str, int]:
-    """Remove the node or weight behind a value unless other outputs need it; gives its description and index."""
+    """Remove the node or weight that makes a value unless other outputs need it; gives its description and index."""
     shared = sum(value.name == name for value in graph.output) > 1
     for index, node in enumerate(graph.node):
         if name in node.output:

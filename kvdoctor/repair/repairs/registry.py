@@ -19,7 +19,7 @@ STAGES: tuple[Stage, ...] = ("file", "session", "ports", "slots", "axes", "value
 
 file: order and names of nodes. session: causes that keep the runtime from loading the file. ports: which input or
 output belongs to which slot. slots: the values that each slot returns. axes: frozen or baked-in sizes. values: wrong
-computations. names: declared names and sizes. weights: duplicates. side-cars: the configs beside the model.
+computations. names: declared names and sizes. weights: duplicates. side-cars: the configs next to the model.
 """
 
 Keeps = Literal["bits", "first-step", "reference", "own", "sizes"]
@@ -96,6 +96,8 @@ def refuse_unknown_repairs(names: tuple[str, ...]) -> None:
     """
     known = [repair.name for repair in load()]
     for name in names:
+        if "=" in name:
+            raise UsageError(f"--fix takes the names of repairs; sizes: kvdoctor convert PATH --sizes {name} -o OUT")
         if name not in known:
             parts = f"there is no repair {name!r};", did_you_mean(name, known, 0.4), "the repairs are"
             raise UsageError(f"{' '.join(filter(None, parts))} {', '.join(sorted(known))}")

@@ -31,7 +31,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     made = {s.past: (s.kind, s.made_as, s.made_at) for s in contract.slots if s.made_as and s.made_at is not None}
     crossed_in, crossed_out = (_find_swaps(named, found) for found in (used, made))
     if crossed_in and crossed_in == crossed_out:
-        return ()  # all graphs are swapped alike: the fault is in the outputs of the steps
+        return ()  # all graphs have the same swap: the fault is in the outputs of the steps
     changes: list[Change] = []
     if crossed_in:
         changes += _swap_inputs(context, crossed_in)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvdoctor.diagnose.checks.duplicate_weights import StoredWeight, alike, locate_weight
 from kvdoctor.model.edit import new_name, rename_reads
+from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.traverse import graphs_in, nodes_in, own_names
 from kvdoctor.model.view import GraphView, Scope
@@ -18,8 +19,8 @@ from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
-QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "MatMulInteger", "MatMulNBits", "GatherBlockQuantized", "QLinear")
-"""Beginnings and ends of the names of operators that need their weights in their own graph."""
+QUANTIZED = operators_with("weights", "quantize", "static")
+"""Operators that need their weights in their own graph."""
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
@@ -67,7 +68,7 @@ def _group_mergeable(
 
 def _find_read_quantized(scope: Scope) -> set[str]:
     """The values that quantized operators of a graph read, at any depth."""
-    nodes = (n for n in nodes_in(scope.graph.node) if n.op_type.startswith(QUANTIZED) or n.op_type.endswith(QUANTIZED))
+    nodes = (node for node in nodes_in(scope.graph.node) if node.op_type in QUANTIZED)
     return {name for node in nodes for name in node.input}
 
 

@@ -68,7 +68,7 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
             pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
             done = runtime.trial(CompareJob(side(sides[0], feeds), side(sides[1], feeds), pairs, provider=provider))
             if done.error is not None:
-                alone = runtime.trial(TrialJob(side(sides[0], feeds), provider))
+                alone = runtime.trial(TrialJob(side(sides[0], feeds), provider=provider))
                 if alone.error is not None:
                     continue
                 raise OutputsDiffer(f"at the traced sizes it no longer runs: {done.error}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from kvdoctor.model.node_sizes import MOST_NUMBERS
 from kvdoctor.model.proto import AttributeProto, GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute
 from kvdoctor.records import record
@@ -15,9 +16,6 @@ from kvdoctor.repair.shapes.terms import Term, symbol, whole
 
 MARK = "#"
 """Prefix of the names of stand-ins."""
-
-MOST_NUMBERS = 64
-"""Elements of an integer tensor up to which its numbers are followed."""
 
 Dims = tuple[Term | None, ...]
 
@@ -234,13 +232,6 @@ class NodeInputs:
     def has(self, index: int) -> bool:
         """Whether an input is present."""
         return index < len(self.inputs) and self.inputs[index] is not None
-
-    def numbers(self, attribute: str, index: int) -> tuple[int, ...] | None:
-        """Numbers that are an attribute in old opsets and an input in newer ones."""
-        found = self.attribute(attribute)
-        if found is not None:
-            return tuple(found.ints)
-        return self.facts.known_numbers(self.at(index)) if self.has(index) else None
 
     def note_conflict(self, words: str, *sizes: Term) -> None:
         """Note that sizes cannot agree."""

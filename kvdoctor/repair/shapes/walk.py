@@ -1,14 +1,20 @@
-"""The walk through a graph: from the axes of its inputs to the facts on every value."""
+"""The walk through a graph: from the axes of its inputs to the facts on every value, by the rules of the operators.
 
-from collections.abc import Mapping
+Numbers of the graph that must agree with a length are bound to it on the way. A size that is not known is None: it
+binds no stand-in, and a run will show it.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import STANDARD, bodies_of, describe_node, input_of, nodes_in
+from kvdoctor.model.node_sizes import MOST_NUMBERS, VARIES, AxisOf, Computed, How, NodeSizes, NumberOf, Size, compute
+from kvdoctor.model.operator_axes import axes_of, numbers_of
+from kvdoctor.model.operators import has, operator_of, operators_with
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
+from kvdoctor.model.traverse import STANDARD, bodies_of, constant_value, describe_node, input_of, nodes_in
 from kvdoctor.model.view import integers
 from kvdoctor.repair.shapes.facts import (
-    MOST_NUMBERS,
     UNKNOWN,
     ConstantUse,
     Dims,
@@ -19,27 +25,205 @@ from kvdoctor.repair.shapes.facts import (
     WalkNotes,
     read_constant,
 )
-from kvdoctor.repair.shapes.rules import infer_outputs
-from kvdoctor.repair.shapes.terms import Term
+from kvdoctor.repair.shapes.reshapes import infer_reshape
+from kvdoctor.repair.shapes.terms import Term, product, symbol, whole
+
+PASSING = operators_with("copy", "cast", "view", "permute") | {"Expand", "Slice"}
+"""Operators whose result has the values of the same constant."""
+
+
+def infer_outputs(reading: NodeInputs) -> list[ValueFacts]:
+    """The facts on each output of a node."""
+    node, first = reading.node, reading.at(0)
+    known = NodeSizes(
+        node.op_type,
+        node.input,
+        len(node.output),
+        reading.attribute,
+        lambda index: _integers(reading, reading.at(index).shape, VARIES),
+        lambda index: _integers(reading, reading.at(index).numbers, None),
+    )
+    if node.op_type == "Reshape":
+        found = infer_reshape(reading)
+    else:
+        found = _infer_axes(reading, known, first if node.op_type in PASSING else UNKNOWN)
+    if found:
+        numbers, others = _infer_numbers(reading, known)
+        found[0] = ValueFacts(found[0].shape, numbers, others, table=found[0].table)
+    return [*found, *[UNKNOWN] * (len(node.output) - len(found))]
+
+
+def _integers(r: NodeInputs, terms: Dims | None, varying: int | None) -> list[int | None] | None:
+    """Terms as integers, with something else in place of each that depends on a length."""
+
+    def integer(term: Term) -> int | None:
+        number = r.facts.real(term).number
+        return varying if number is None else number
+
+    return None if terms is None else [None if term is None else integer(term) for term in terms]
+
+
+def _infer_axes(r: NodeInputs, known: NodeSizes, passed: ValueFacts) -> list[ValueFacts]:
+    """The axes of each output, with the constant whose values it has."""
+    made = axes_of(known)
+    if made is None:
+        return []
+    for group in known.required:
+        _infer_size(r, group)
+    found = [ValueFacts(tuple(_infer_size(r, size) for size in sizes), table=passed.table) for sizes in made]
+    shape = r.at(0).shape
+    if r.node.op_type == "Expand" and shape is not None:
+        r.notes.expanded[id(r.node)] = shape
+    if operator_of(r.node.op_type).axes == "broadcast":
+        _note_candidates(r, [one for one in r.inputs if one is not None], found[0].shape or ())
+    return found
+
+
+def _infer_numbers(r: NodeInputs, known: NodeSizes) -> tuple[Dims | None, tuple[Dims, ...]]:
+    """The numbers of the first output, and others that it may have: a Where without a known condition has two."""
+    made = numbers_of(known)
+    if made is None or len(made) > MOST_NUMBERS:
+        return None, ()
+    numbers, other = (tuple(_infer_size(r, size) for size in sizes) for sizes in (made, [_other(r, s) for s in made]))
+    same = made == tuple(NumberOf(0, at) for at in range(len(r.at(0).numbers or ())))
+    return numbers, (other,) if other != numbers else r.at(0).others if same else ()
+
+
+def _other(r: NodeInputs, size: Size) -> Size:
+    undecided = isinstance(size, Computed) and size.how == "choice" and _infer_size(r, size.parts[0]) is None
+    return size.parts[2] if undecided and isinstance(size, Computed) else size
+
+
+def _infer_size(r: NodeInputs, size: Size) -> Term | None:
+    def given(one: int | AxisOf | NumberOf) -> Term | None:
+        if isinstance(one, int):
+            return whole(one)
+        terms = r.at(one.input).shape if isinstance(one, AxisOf) else r.at(one.input).numbers
+        return terms[one.at] if terms is not None and one.at < len(terms) else None
+
+    return compute(size, given, lambda how, parts: _combine(r, how, parts))
+
+
+def _combine(r: NodeInputs, how: How, parts: list[Term | None]) -> Term | None:
+    """A size that is computed from others."""
+    if how == "broadcast":
+        return _broadcast_axis(r, parts)
+    if how in ("equal", "letter"):
+        return _equal_axis(r, parts)
+    if how == "part":
+        return parts[1]
+    if how == "choice":
+        return parts[1] if parts[0] is None or parts[0].parts else parts[2]
+    known = [part for part in parts if part is not None]
+    rule = _OF_TERMS.get(how)
+    return rule(r, known) if rule is not None and len(known) == len(parts) else None
+
+
+def _cut(r: NodeInputs, parts: list[Term]) -> Term | None:
+    """The length of a slice; it is assumed to lie within the axis if it does so in the file."""
+    axis, start, end, step = parts
+    if step.number != 1:
+        return None
+    size, real = r.facts.size, r.facts.real
+    length, first, last = size(real(axis)), size(real(start)), size(real(end))
+    low = whole(0) if first <= -length else axis + start if first < 0 else start
+    if not r.at(0).fed and real(end).symbols and real(axis).number is not None and r.at(0).numbers is None:
+        r.notes.ends.append((r.node, length))
+    high = axis if last >= length and real(end).number is not None else axis + end if last < 0 else end
+    return high - low if size(real(high)) >= size(real(low)) else None
+
+
+def _same(r: NodeInputs, known: list[Term]) -> Term | None:
+    """1 or 0 if the result is the same at every length; no length is below 0."""
+    difference = r.facts.real(known[0]) - r.facts.real(known[1])
+    if difference.number is not None:
+        return whole(int(difference.number == 0))
+    signs = {number > 0 for _, number in difference.parts}
+    return whole(0) if len(signs) == 1 and () in [monomial for monomial, _ in difference.parts] else None
+
+
+def _equal_axis(r: NodeInputs, column: list[Term | None]) -> Term | None:
+    """Axes that must be equal: that of a length, if one is."""
+    known = [term for term in column if term is not None]
+    for other in known[1:]:
+        require_equal(r, known[0], other)
+    return next((term for term in known if r.facts.real(term).symbols), known[0] if known else None)
+
+
+_OF_TERMS: dict[How, Callable[[NodeInputs, list[Term]], Term | None]] = {
+    "sum": lambda _, known: sum(known[1:], known[0]) if known else whole(0),
+    "product": lambda _, known: product(known),
+    "difference": lambda _, known: known[0] - known[1],
+    "quotient": lambda r, known: r.facts.real(known[0]).divided(r.facts.real(product(known[1:]))),
+    "cut": _cut,
+    "range": lambda r, known: known[1] - known[0] if r.facts.real(known[2]).number == 1 else None,
+    "same": _same,
+}
+
+
+def _broadcast_axis(r: NodeInputs, column: list[Term | None]) -> Term | None:
+    known = [term for term in column if term is not None]
+    if len(known) != len(column):
+        # An unknown size may be 1 or the size of the others.
+        return next((term for term in known if r.facts.real(term).number not in (None, 1)), None)
+    moving = [term for term in known if r.facts.real(term).symbols]
+    kept = moving[0] if moving else next((term for term in known if r.facts.real(term).number != 1), known[0])
+    for term in known:
+        if r.facts.real(term).number == 1 and not _stands_for(r, term, kept):
+            continue
+        require_equal(r, kept, term)
+    return r.facts.real(kept) if moving else kept
+
+
+def _stands_for(r: NodeInputs, term: Term, kept: Term) -> bool:
+    """Whether a 1 may be a length that was traced at 1: a number that a size was computed from.
+
+    Axes of constants do not count, because most of them hold one row for all.
+    """
+    opened = r.facts.open(term)
+    free = [r.facts.baked[name] for name in opened.symbols if name in r.facts.baked]
+    return bool(free) and all(one.kind == "number" for one in free) and r.facts.size(r.facts.real(kept)) == 1
+
+
+def require_equal(r: NodeInputs, one: Term | None, other: Term | None) -> None:
+    """Require two sizes to be equal."""
+    if one is None or other is None:
+        return
+    if r.facts.agree(one, other) is None:
+        left, right = r.facts.real(one), r.facts.real(other)
+        r.note_conflict(f"{left} and {right} must be equal", left, right)
+
+
+def _note_candidates(r: NodeInputs, given: list[ValueFacts], dims: Dims) -> None:
+    """Note constants with one row in place of one for each new token: it may be that of the traced position."""
+    rows = r.notes.rows
+    if rows is None or not any(known.fed for known in given):
+        return
+    for known in given:
+        if known.fed or known.even or known.shape is None or _has_entry_per_sequence(r, known):
+            continue
+        for axis, dim in enumerate(known.shape):
+            whole_dim = dims[len(dims) - len(known.shape) + axis]
+            if whole_dim is None or dim is None or r.facts.real(whole_dim) != rows:
+                continue
+            if r.facts.real(dim) == whole(1) and r.facts.size(rows) == 1:
+                r.notes.candidates.append(TraceCandidate(known.table, r.node, r.scope.path, axis))
+
+
+def _has_entry_per_sequence(r: NodeInputs, known: ValueFacts) -> bool:
+    """Whether a value has one entry for each sequence, the same for all positions."""
+    sizes = [None if dim is None else r.facts.real(dim) for dim in known.shape or ()]
+    return all(size is not None and size in (whole(1), symbol("batch")) for size in sizes)
+
 
 MOST_ROUNDS = 8
 """Largest number of walks; a stand-in that is bound late adds facts on earlier values."""
 
 
-SHAPING = {"Expand": 1, "Tile": 1, "Reshape": 1, "ConstantOfShape": 0, "Unsqueeze": 1, "Squeeze": 1}
-"""Operators with an input that only gives a shape or axes, not values."""
-
-FUSED = ("Attention", "RotaryEmbedding", "TensorScatter")
-"""Operators of the ONNX standard that take positions or lengths."""
-
 COUNTING = ("Range", "Slice", "Trilu")
 """Operators that number rows; they are noted for repairs of masks and positions."""
 
-EVEN = {
-    *("Expand", "Tile", "Reshape", "ConstantOfShape", "Unsqueeze", "Squeeze", "Transpose", "Cast", "Identity", "Not"),
-    *("Add", "Sub", "Mul", "Div", "Where", "And", "Or", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"),
-    *("Min", "Max", "Neg", "Exp", "Log", "Sqrt"),
-}
+EVEN = operators_with("elementwise", "copy", "cast", "view", "permute", "repeat", "fill")
 """Operators that return equal elements for inputs with equal elements."""
 
 
@@ -78,16 +262,16 @@ class ShapeWalk:
             self._node(node, inside)
 
     def _node(self, node: NodeProto, inside: GraphScope) -> None:
-        if node.op_type == "Constant" and node.output:
-            tensor = _tensor(node)
+        if has(node.op_type, "constant") and node.output:
+            tensor = constant_value(node)
             if tensor is not None:
                 inside.constants[node.output[0]] = tensor
                 return
-        aliased = inside.constant(input_of(node, 0)) if node.op_type == "Identity" and node.output else None
+        aliased = inside.constant(input_of(node, 0)) if has(node.op_type, "copy") and node.output else None
         if aliased is not None and inside.known(input_of(node, 0)) is None:
             inside.constants[node.output[0]] = aliased
             return
-        if node.op_type == "If" and not node.domain:
+        if has(node.op_type, "branch") and not node.domain:
             self._branches(node, inside)
             return
         reading = NodeInputs(
@@ -111,18 +295,15 @@ class ShapeWalk:
 
     def _made(self, reading: NodeInputs) -> list[ValueFacts]:
         key = (reading.node.domain, reading.node.op_type)
-        if reading.node.domain not in STANDARD or reading.node.op_type in FUSED:
+        if reading.node.domain not in STANDARD or has(reading.node.op_type, "attend", "rotate", "write"):
             self._note_constants(reading)
         if reading.node.op_type in COUNTING:
             self.notes.counting.append(reading)
-        shaping = SHAPING.get(reading.node.op_type)
-        fed = any(k is not None and k.fed for i, k in enumerate(reading.inputs) if i != shaping)
+        shapes = operator_of(reading.node.op_type).shapes
+        given = [known for at, known in enumerate(reading.inputs) if known is not None and at not in shapes]
+        fed = any(known.fed for known in given)
         found = [UNKNOWN] * len(reading.node.output) if key in self.functions else infer_outputs(reading)
-        even = reading.node.op_type in EVEN and all(
-            known.even
-            for index, known in enumerate(reading.inputs)
-            if known is not None and index not in (shaping, None)
-        )
+        even = reading.node.op_type in EVEN and all(known.even for known in given)
         return [replace(known, fed=fed and self._counts(known), even=even) for known in found]
 
     def _note_constants(self, reading: NodeInputs) -> None:
@@ -157,16 +338,3 @@ class ShapeWalk:
         if known.shape is None:
             return None
         return tuple(None if term is None else self.notes.facts.real(term) for term in known.shape)
-
-
-def _tensor(node: NodeProto) -> TensorProto | None:
-    """The tensor that a Constant gives, also one written as plain integers."""
-    for attribute in node.attribute:
-        if attribute.name == "value" and attribute.HasField("t"):
-            value: TensorProto = attribute.t
-            return value
-        if attribute.name == "value_int":
-            return TensorProto(data_type=TensorProto.INT64, int64_data=[attribute.i])
-        if attribute.name == "value_ints":
-            return TensorProto(data_type=TensorProto.INT64, dims=[len(attribute.ints)], int64_data=list(attribute.ints))
-    return None

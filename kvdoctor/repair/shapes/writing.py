@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvdoctor.model.edit import fresh_name
-from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import names_in, opset_version
+from kvdoctor.model.edit import GraphWriter
+from kvdoctor.model.operators import operators_with
+from kvdoctor.model.proto import NodeProto, TensorProto
+from kvdoctor.model.traverse import opset_version
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.terms import Lengths, Term, symbol, whole
 
@@ -22,63 +23,24 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-PREFIX = "kvdoctor"
-
-
 @dataclass(eq=False)
-class Writer:
-    """New nodes for a model, each written once; `done` inserts them.
+class Writer(GraphWriter):
+    """New nodes for a model, which `done` inserts in front of its own.
 
     `given` are values int64[1] that hold a length, by its symbol; other lengths are read from the inputs' shapes.
     """
 
-    model: ModelProto
     lengths: Lengths
-    nodes: list[NodeProto] = field(default_factory=list)
     given: Mapping[str, str] = field(default_factory=dict)
-    made: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.used = names_in(self.model)
+        super().__post_init__()
+        self.nodes = []
 
     @property
     def opset(self) -> int:
         """The version of the standard operators."""
         return opset_version(self.model.opset_import)
-
-    def node(self, key: str, op: str, inputs: Sequence[str], **attributes: int) -> str:
-        """The output of a new node; the same one for the same key."""
-        if key not in self.made:
-            name = self.fresh(key)
-            node = NodeProto(op_type=op, name=name, input=inputs, output=[name])
-            for attribute, number in attributes.items():
-                node.attribute.add(name=attribute, i=number, type=2)
-            self.nodes.append(node)
-            self.made[key] = name
-        return self.made[key]
-
-    def fresh(self, hint: str) -> str:
-        """A name that nothing has yet."""
-        return fresh_name(f"{PREFIX}.{hint}", self.used)
-
-    def numbers(self, values: Sequence[int], dims: Sequence[int] | None = None) -> str:
-        """A constant of integers, int64."""
-        dims = [len(values)] if dims is None else list(dims)
-        key = f"numbers{list(dims)}{list(values)}".replace(" ", "")
-        return self._constant(key, TensorProto(data_type=TensorProto.INT64, dims=dims, int64_data=values))
-
-    def tensor(self, hint: str, tensor: TensorProto) -> str:
-        """A new initializer; gives its name."""
-        tensor.name = self.fresh(hint)
-        self.model.graph.initializer.append(tensor)
-        return str(tensor.name)
-
-    def _constant(self, key: str, tensor: TensorProto) -> str:
-        if key not in self.made:
-            tensor.name = self.fresh(key)
-            self.model.graph.initializer.append(tensor)
-            self.made[key] = tensor.name
-        return self.made[key]
 
     def size(self, term: Term) -> str:
         """A size, int64[1]."""
@@ -135,13 +97,13 @@ class Writer:
         found = self.vector(entries)
         if len(dims) != 1:
             found = self.node(
-                f"{found.removeprefix(PREFIX + '.')}.as{list(dims)}".replace(" ", ""),
+                f"{found.removeprefix(self.prefix + '.')}.as{list(dims)}".replace(" ", ""),
                 "Reshape",
                 [found, self.numbers(dims)],
             )
         if element != TensorProto.INT64:
             kind = "int32" if element == TensorProto.INT32 else f"type{element}"
-            found = self.node(f"{found.removeprefix(PREFIX + '.')}.{kind}", "Cast", [found], to=element)
+            found = self.node(f"{found.removeprefix(self.prefix + '.')}.{kind}", "Cast", [found], to=element)
         return found
 
     def count_up(self, start: Term, length: Term, column: bool = False) -> str:
@@ -167,10 +129,7 @@ def _key(term: Term) -> str:
     return str(term).replace(" ", "")
 
 
-BROADCASTING = {
-    *("Add", "Sub", "Mul", "Div", "Where", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater", "Expand"),
-    *("GreaterOrEqual", "Min", "Max", "Pow", "Unsqueeze", "Cast", "Not", "Identity"),
-}
+BROADCASTING = operators_with("broadcast", "cast", "copy", "logic") | {"Expand", "Unsqueeze"}
 """Readers that broadcast an axis of 1 to any length."""
 
 
@@ -202,7 +161,8 @@ class Table:
                 del left[axis]
         if not left:
             return self._one_for_all(writer, values)
-        if len(left) == 2 and set(left) == {values.ndim - 2, values.ndim - 1} and values.size == _last_two(values):
+        are_last = len(left) == 2 and set(left) == {values.ndim - 2, values.ndim - 1}
+        if are_last and values.size == values.shape[-2] * values.shape[-1]:
             return self._causal(writer, values, left)
         if len(left) == 1 and values.dtype.kind in "iu":
             return self._counted(writer, values, *next(iter(left.items())))
@@ -286,7 +246,3 @@ class Table:
         self.node.op_type = "Reshape"
         del self.node.attribute[:]
         return RewrittenConstant(target, "a Reshape, because every index picks its own entry")
-
-
-def _last_two(values: "Array") -> int:
-    return int(values.shape[-2] * values.shape[-1])

@@ -1,4 +1,4 @@
-"""The parts of the HTML page, one file each; `report/html.py` puts them together.
+"""The HTML page: elements, drawings, and the writer of blocks; `report/html.py` puts a page together.
 
-They take parts of a report and return elements. The sentences come from `report/wording`; no part decides a verdict.
+The sections come from `report/sections`; no part of this package decides a verdict.
 """

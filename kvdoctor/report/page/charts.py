@@ -1,17 +1,22 @@
-"""Measurements as pictures: logits differences by step, cache differences by layer, and the time of a step."""
+"""Measurements as pictures: the cache over time, logits differences by step, cache differences by layer, step times."""
 
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.runs import LogitsDifference, Run
+from kvdoctor.decode.experiments import by_name
+from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.records import record
 from kvdoctor.report.document import Report
-from kvdoctor.report.page.blocks import PagePosition, chip, fold, scrollable, table
+from kvdoctor.report.page.contract_diagram import Group, group_slots
+from kvdoctor.report.page.elements import PagePosition, appendix, chip, fold, scrollable, table
 from kvdoctor.report.page.markup import Content, Element, h
-from kvdoctor.report.wording.runs import describe_fault_location, format_cache_speedup, format_outcome
-from kvdoctor.report.wording.units import format_milliseconds
+from kvdoctor.report.sections.cache_lengths import STATE_TEXTS, CacheLength, trace_slot
+from kvdoctor.report.sections.stack import CHARTED, find_step_seconds
+from kvdoctor.report.wording import format_milliseconds
+from kvdoctor.report.wording.runs import format_outcome
 
 MOST_STEPS, MOST_RUNS, MOST_LAYERS = 24, 24, 512
 IN_A_ROW = 32
@@ -21,26 +26,26 @@ LOWEST, HIGHEST = -7, 0
 BAR_WIDTH, AMOUNT, BAR_HEIGHT, GAP = 170, 76, 16, 10
 CHARACTER = 6.6
 """Pixels of a letter, at most, in the usual faces."""
-CACHE_WORDS = {"cached": "with the cache", "uncached": "without the cache"}
+CACHE_USES = {"cached": "with the cache", "uncached": "without the cache"}
 
 
 def draw_differences(
-    runs: Sequence[Run], contract: CacheContract, tolerance: Tolerance, place: PagePosition
+    place: PagePosition, runs: Sequence[Run], contract: CacheContract, tolerance: Tolerance
 ) -> Content:
     """A row for each run whose logits were compared, a column for each step."""
     compared = [run for run in runs if any(step.difference for step in run.steps)]
     if not compared:
         return h("p", "No step was compared with a reference run.")
     longest = max(len(run.steps) for run in compared)
-    kept = _select_steps(longest)
-    header: list[Content] = ["experiment", "outcome", *(str(step) for step in kept)]
-    rows = [_row(run, kept) for run in compared[:MOST_RUNS]]
+    shown = _select_steps(longest)
+    header: list[Content] = ["experiment", "outcome", *(str(step) for step in shown)]
+    rows = [_row(run, shown) for run in compared[:MOST_RUNS]]
     sentences: list[Content] = [
         "Largest difference of the logits in each step, in standard deviations of the logits. For this arithmetic "
         f"({contract.exactness}), up to {tolerance.passes:g} passes and more than {tolerance.fails:g} is a fault."
     ]
-    if longest > len(kept):
-        sentences.append(f" {longest - len(kept)} steps in the middle are not shown.")
+    if longest > len(shown):
+        sentences.append(f" {longest - len(shown)} steps in the middle are not shown.")
     if len(compared) > MOST_RUNS:
         sentences.append(f" {len(compared) - MOST_RUNS} more experiments are not shown.")
     caption = f"Difference from {' or '.join(sorted({run.yardstick for run in compared}))}, by step"
@@ -54,10 +59,10 @@ def _select_steps(count: int) -> list[int]:
     return [*range(half), *range(count - half, count)]
 
 
-def _row(run: Run, kept: Sequence[int]) -> list[Content]:
+def _row(run: Run, shown: Sequence[int]) -> list[Content]:
     by_step = {step.step: step for step in run.steps}
     cells: list[Content] = [run.experiment, chip(format_outcome(run), run.shows)]
-    for number in kept:
+    for number in shown:
         step = by_step.get(number)
         if step is None:
             cells.append(h("td", class_="none"))
@@ -66,20 +71,14 @@ def _row(run: Run, kept: Sequence[int]) -> list[Content]:
         elif step.difference is None:
             cells.append(h("td", "\u2013", class_="none"))
         else:
-            cells.append(h("td", _amount(step.difference), class_=_heat(step.difference)))
+            finite, relative = step.difference.finite, step.difference.relative
+            shown_as, heat = (_short(relative), _degree(relative)) if finite else ("not finite", 7)
+            cells.append(h("td", shown_as, class_=f"t{heat}"))
     return cells
-
-
-def _amount(difference: LogitsDifference) -> str:
-    return _short(difference.relative) if difference.finite else "not finite"
 
 
 def _short(relative: float) -> str:
     return "0" if relative == 0 else f"{relative:.0e}".replace("e-0", "e-").replace("e+00", "")
-
-
-def _heat(difference: LogitsDifference) -> str:
-    return f"t{_degree(difference.relative)}" if difference.finite else "t7"
 
 
 def _degree(relative: float) -> int:
@@ -91,25 +90,16 @@ def _degree(relative: float) -> int:
 
 def _scale() -> Element:
     """The legend of the colors."""
-    words = ["under 1e-6", *(f"1e{power}" for power in range(LOWEST + 1, HIGHEST)), "1 or more"]
-    entries = (h("li", h("span", class_=f"swatch t{n}"), word) for n, word in enumerate(words))
+    limits = ["under 1e-6", *(f"1e{power}" for power in range(LOWEST + 1, HIGHEST)), "1 or more"]
+    entries = (h("li", h("span", class_=f"swatch t{n}"), limit) for n, limit in enumerate(limits))
     return h("ul", entries, class_="legend", aria_label="Colors of the differences")
 
 
-def draw_layers(runs: Sequence[Run], contract: CacheContract, place: PagePosition) -> Content:
-    """The cache after the last step compared with that of one call over the same tokens; the first divergence."""
+def draw_layers(place: PagePosition, runs: Sequence[Run], contract: CacheContract) -> Content:
+    """The cache after the last step compared with that of one call over the same tokens."""
     by_name = {slot.present: slot for slot in contract.slots if slot.present is not None and slot.layer is not None}
     made = [part for number, run in enumerate(runs) for part in _of_run(run, by_name, place.id(f"layers-{number}"))]
-    diverging = list(_divergences(runs))
-    if not made and not diverging:
-        return None
-    return (
-        place.heading("By layer", class_="by-layer"),
-        made,
-        (h("p", "First divergence from the run without a cache:"), h("ul", (h("li", line) for line in diverging)))
-        if diverging
-        else None,
-    )
+    return appendix(place.heading("By layer", class_="by-layer"), made) if made else None
 
 
 def _of_run(run: Run, by_name: dict[str, Slot], label: str) -> Iterator[Content]:
@@ -158,59 +148,31 @@ def _strip(parts: dict[str, dict[int, float]], numbers: Sequence[int], caption: 
     return h("svg", drawn, width=width, height=height, viewBox=f"0 0 {width} {height}", role="img", aria_label=label)
 
 
-def _divergences(runs: Sequence[Run]) -> Iterator[Content]:
-    for run in runs:
-        if run.location is not None:
-            rows = list(describe_fault_location(run))
-            yield h("strong", run.experiment), ": ", "; ".join(f"{label} {text}" for label, text in rows[:8])
-
-
-def draw_times(report: Report, stack: str, place: PagePosition) -> Content:
+def draw_times(place: PagePosition, report: Report, stack: str) -> Content:
     """Bars of milliseconds; None where no step was timed."""
     rows = list(_times(report, stack))
     if not rows:
         return None
-    measured = _of_stack(report, stack)
-    line = format_cache_speedup(measured) or "The time of a step, in milliseconds."
-    longest = max(seconds for _, seconds, _ in rows)
-    caption = "Time of one step, in milliseconds"
-    label = place.id("time")
-    figures = [(words, f"{seconds * 1000:.3f}") for words, seconds, _ in rows]
-    return (
-        h(
-            "figure",
-            h("figcaption", line[0].upper() + line[1:] + ".", id=label),
-            scrollable(label, _bars(rows, longest)),
-            h(
-                "details",
-                h("summary", "The same as a table"),
-                table(f"{label}-table", caption, ("tokens and mode", "time, ms"), figures),
-            ),
-        ),
-    )
-
-
-def _of_stack(report: Report, stack: str) -> dict[str, float]:
-    for measured in (report.measured, report.measured.get("after")):
-        if isinstance(measured, dict) and isinstance(found := measured.get(stack), dict):
-            times = found.get("step_seconds")
-            return times if isinstance(times, dict) else {}
-    return {}
+    label, title = place.id("time"), "Time of one step, in milliseconds"
+    figures = [(name, f"{seconds * 1000:.3f}") for name, seconds, _ in rows]
+    numbers = table(f"{label}-table", title, ("tokens and mode", "time, ms"), figures)
+    bars = scrollable(label, _bars(rows, max(seconds for _, seconds, _ in rows)))
+    return h("figure", h("figcaption", f"{title}.", id=label), bars, fold("The same as a table", numbers))
 
 
 def _times(report: Report, stack: str) -> Iterator[tuple[str, float, str]]:
-    """Words, seconds and kind of each bar; of a repaired stack those before the repair as well."""
+    """Label, seconds and kind of each bar; of a repaired stack those before the repair as well."""
     cost: Any = report.measured.get("cost")
     pairs = cost.get("step_seconds", {}).get(stack, {}) if isinstance(cost, dict) else {}
-    times = _of_stack(report, stack)
+    times = find_step_seconds(report, stack)
     for label in sorted({*times, *pairs}, key=lambda label: (_length(label), label)):
         kind = label.partition(":")[0]
-        words = f"{_length(label)} tokens {CACHE_WORDS.get(kind, kind)}"
+        title = f"{_length(label)} tokens {CACHE_USES.get(kind, kind)}"
         before, after = pairs.get(label, (None, times.get(label)))
         if before:
-            yield f"{words}, before", before, f"{kind} before"
+            yield f"{title}, before", before, f"{kind} before"
         if after:
-            yield f"{words}{', after' if before else ''}", after, kind
+            yield f"{title}{', after' if before else ''}", after, kind
 
 
 def _length(label: str) -> int:
@@ -220,15 +182,200 @@ def _length(label: str) -> int:
 
 def _bars(rows: list[tuple[str, float, str]], longest: float) -> Element:
     drawn: list[Element] = []
-    left, y = int(CHARACTER * max(len(words) for words, _, _ in rows)) + 12, 2
-    for words, seconds, kind in rows:
+    left, y = int(CHARACTER * max(len(label) for label, _, _ in rows)) + 12, 2
+    for label, seconds, kind in rows:
         width = max(round(BAR_WIDTH * seconds / longest, 1), 2.0)
-        drawn.append(h("text", words, x=left - 8, y=y + 12, class_="row-label"))
+        drawn.append(h("text", label, x=left - 8, y=y + 12, class_="row-label"))
         drawn.append(h("rect", x=left, y=y, width=width, height=BAR_HEIGHT, rx=2, class_=f"time-{kind}"))
         drawn.append(h("text", format_milliseconds(seconds), x=left + width + 6, y=y + 12, class_="amount"))
         y += BAR_HEIGHT + (GAP if kind.startswith("uncached") else 4)
     width = left + BAR_WIDTH + AMOUNT
-    label = "; ".join(f"{words}: {format_milliseconds(seconds)}" for words, seconds, _ in rows)
+    label = "; ".join(f"{label}: {format_milliseconds(seconds)}" for label, seconds, _ in rows)
     return h(
         "svg", drawn, width=width, height=y, viewBox=f"0 0 {width} {y}", role="img", aria_label=label, class_="lane"
     )
+
+
+MOST_LANES = 6
+GUTTER, CELL, BAR, TALL = 12, 42, 22, 62
+AXIS = 36
+TOP, TOP_WITH_FAULT = 20, 40
+"""Room above the tallest bar: for its number, or for what went wrong."""
+NARROW, LEAST_WIDTH = 10, 124
+"""Steps that fit on a telephone, and the width that what is written under them takes."""
+
+
+def draw_loops(place: PagePosition, runs: Sequence[Run], contract: CacheContract) -> Content:
+    """A picture for each loop that was run, with how to read them; None where no loop was."""
+    shown = [run for run in runs if run.experiment in CHARTED and run.steps]
+    scale = _share_scale(shown, contract)
+    made = [_figure(run, contract, (place, place.id(f"loop-{n}")), scale) for n, run in enumerate(shown)]
+    return (_legend(), h("div", made, class_="loops")) if made else None
+
+
+@record
+class Scale:
+    """What the pictures of one stack share: the largest length of each kind of slot, and the room above the bars."""
+
+    highest: dict[str, int]
+    top: int
+
+
+def _share_scale(runs: Sequence[Run], contract: CacheContract) -> Scale:
+    found: dict[str, int] = {}
+    faulty = False
+    for slot in contract.slots:
+        cells = [cell for run in runs for cell in trace_slot(run, slot)]
+        lengths = [length for cell in cells for length in (cell.fed, cell.returned) if length]
+        found[slot.kind] = max([found.get(slot.kind, 1), *lengths])
+        faulty = faulty or any(cell.state in ("fails", "emptied") for cell in cells)
+    return Scale(found, TOP_WITH_FAULT if faulty else TOP)
+
+
+def _legend() -> Element:
+    """How to read the pictures."""
+    entries = (
+        ("fed", "fed into the step"),
+        ("new", "added by the step"),
+        ("held", "held: the value of step 0 is fed again"),
+        ("emptied", "emptied: the step returns the slot without elements"),
+        ("fails", "the step fails"),
+    )
+    items = (h("li", _swatch(kind), h("span", text)) for kind, text in entries)
+    return h(
+        "ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend"
+    )
+
+
+def _swatch(kind: str) -> Element:
+    box = h("rect", x=1, y=1, width=16, height=12, class_=f"bar-{kind}")
+    shape = h("path", d="M4 3l9 9m0-9l-9 9", class_="cross") if kind == "fails" else box
+    return h("svg", shape, width=18, height=14, viewBox="0 0 18 14", aria_hidden="true", focusable="false")
+
+
+def _figure(run: Run, contract: CacheContract, at: tuple[PagePosition, str], scale: Scale) -> Element:
+    place, name = at
+    groups = group_slots(
+        contract.slots, lambda slot: tuple((c.fed, c.returned, c.state) for c in trace_slot(run, slot))
+    )
+    lanes = [(group, trace_slot(run, group.first)) for group in groups]
+    experiment = by_name().get(run.experiment)
+    question = "the steps of the caller's own loop" if experiment is None else experiment.question
+    outcome = format_outcome(run)
+    title = place.heading(run.experiment, " ", chip(outcome, run.shows), id_=name, class_="loop-title")
+    more = len(lanes) - MOST_LANES
+    return h(
+        "figure",
+        title,
+        h("p", question, class_="hint"),
+        [_lane(group, cells, f"{name}-{number}", scale) for number, (group, cells) in enumerate(lanes[:MOST_LANES])],
+        h("p", f"{more} more groups of slots are in the table of slots.", class_="hint") if more > 0 else None,
+        class_="loop",
+        aria_labelledby=name,
+    )
+
+
+def _lane(group: Group, cells: Sequence[CacheLength], label: str, scale: Scale) -> Content:
+    counts = "encoder states" if "encoder" in group.first.axes else "tokens"
+    unit = f"length in {counts}" if group.first.length_axis is not None else "state of fixed size"
+    title = h("p", h("strong", group.title), f" \u00b7 {group.count} \u00b7 {unit}", class_="lane-title", id=label)
+    drawn, skipped = _select_cells(cells)
+    width = max(GUTTER + CELL * (len(drawn) + (1 if skipped else 0)) + 8, LEAST_WIDTH)
+    floor, highest = TALL + scale.top, scale.highest[group.first.kind]
+    height = floor + AXIS + 12
+    drawing = h(
+        "svg",
+        h("line", x1=GUTTER, x2=width - 4, y1=floor + 0.5, y2=floor + 0.5, class_="base"),
+        list(_draw(drawn, skipped, highest, floor)),
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width} {height}",
+        class_="lane" if len(drawn) <= NARROW else None,
+        role="img",
+        aria_label=_describe(group, cells, counts),
+    )
+    scroll = scrollable(label, drawing)
+    omitted = h("p", f"{skipped} steps in the middle are not drawn.", class_="hint") if skipped else None
+    return title, scroll, omitted
+
+
+def _select_cells(cells: Sequence[CacheLength]) -> tuple[list[CacheLength], int]:
+    """The first steps and the last ones, and how many are left out between them."""
+    if len(cells) <= MOST_STEPS:
+        return list(cells), 0
+    half = MOST_STEPS // 2
+    return [*cells[:half], *cells[-half:]], len(cells) - 2 * half
+
+
+def _draw(cells: Sequence[CacheLength], skipped: int, highest: int, floor: int) -> Iterator[Content]:
+    for index, cell in enumerate(cells):
+        gap = 1 if skipped and index >= MOST_STEPS // 2 else 0
+        x = GUTTER + CELL * (index + gap)
+        if gap and index == MOST_STEPS // 2:
+            yield h("text", "\u2026", x=x - CELL / 2, y=floor - 6, class_="value")
+        elif index:
+            yield _arrow(x, floor - 8, cells[index - 1], cell)
+        yield from _bar(x + (CELL - BAR) / 2, floor, cell, highest)
+        middle = x + CELL / 2
+        yield h("text", cell.step, x=middle, y=floor + 16, class_="tick")
+        yield h("text", f"+{cell.new_tokens}", x=middle, y=floor + 30, class_="tick quiet")
+    yield h("text", "step, new tokens", x=GUTTER, y=floor + AXIS + 8, class_="axis")
+
+
+def _bar(x: float, floor: int, cell: CacheLength, highest: int) -> Iterator[Element]:
+    """The bar of a step: what was fed, what was added on top of it, or what is wrong."""
+    middle = x + BAR / 2
+    fed = _height(cell.fed, highest)
+    if cell.state == "fails":
+        yield h("rect", x=x, y=floor - max(fed, 2), width=BAR, height=max(fed, 2), class_="bar-fed")
+        top = floor - max(fed, 0)
+        yield h("path", d=f"M{x + 4:.0f} {top - 19:.0f}l14 14m0-14l-14 14", class_="cross")
+        yield h("text", "fails", x=middle, y=top - 25, class_="value bad")
+        return
+    returned = _height(cell.returned, highest)
+    if cell.state == "held":
+        yield h("rect", x=x, y=floor - fed, width=BAR, height=fed, class_="bar-held")
+        yield h("text", cell.fed if cell.fed is not None else "\u2013", x=middle, y=floor - fed - 5, class_="value")
+        return
+    if cell.state == "emptied":
+        tall = max(fed, 24)
+        yield h("rect", x=x, y=floor - tall, width=BAR, height=tall, class_="bar-emptied")
+        yield h("text", "0", x=middle, y=floor - tall / 2 + 4, class_="value bad")
+        yield h("text", "empty", x=middle, y=floor - tall - 5, class_="value bad")
+        return
+    if cell.returned is None:
+        tall = max(fed, 14)
+        yield h("rect", x=x, y=floor - tall, width=BAR, height=tall, class_="bar-fed")
+        return
+    below = min(fed, returned)
+    yield h("rect", x=x, y=floor - below, width=BAR, height=below, class_="bar-fed")
+    yield h("rect", x=x, y=floor - returned, width=BAR, height=returned - below, class_="bar-new")
+    bad = " bad" if cell.state == "shrunk" else ""
+    yield h("text", cell.returned, x=middle, y=floor - returned - 5, class_=f"value{bad}")
+
+
+def _height(length: int | None, highest: int) -> float:
+    return round(TALL * (length or 0) / highest, 1)
+
+
+def _arrow(x: float, y: int, before: CacheLength, cell: CacheLength) -> Element:
+    """From one bar to the next: the returned cache is fed, or that of step 0."""
+    start, end = x - (CELL - BAR) / 2 + 2, x + (CELL - BAR) / 2 - 2
+    if cell.state == "held":
+        return h("path", d=f"M{start:.0f} {y}H{end:.0f}", class_="keep-line")
+    kind = "feed-line bad-line" if before.state == "emptied" else "feed-line"
+    return h("path", d=f"M{start:.0f} {y}H{end:.0f}m-4 -4l4 4l-4 4", class_=kind)
+
+
+def _describe(group: Group, cells: Sequence[CacheLength], counts: str) -> str:
+    """The picture in text, for who cannot see it."""
+    steps = [_step(cell) for cell in _select_cells(cells)[0]]
+    return f"{group.title}, {group.count}, length in {counts}. {'; '.join(steps)}."
+
+
+def _step(cell: CacheLength) -> str:
+    fed = "nothing" if cell.fed is None else str(cell.fed)
+    if cell.state in ("fails", "held", "not-returned"):
+        return f"step {cell.step}: {fed} fed, {STATE_TEXTS[cell.state]}"
+    back = "a state" if cell.returned is None else str(cell.returned)
+    return f"step {cell.step}: {fed} fed, {back} returned, {STATE_TEXTS[cell.state]}"

@@ -1,14 +1,20 @@
-"""The cache contract as a diagram: past -> graph -> present, and the way back to the next step."""
+"""The cache contract as a diagram: past -> graph -> present, and the way back to the next step.
 
+Slots that differ in their layer alone are one box or row: 24 layers are shown once with a count, not 24 times.
+"""
+
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from kvdoctor.contract import CacheContract, Port, Role
+from kvdoctor.contract import CacheContract, Port, Role, Slot
 from kvdoctor.records import record
-from kvdoctor.report.page.grouping import Group, fit, group_slots, merge_names
+from kvdoctor.report.page.elements import PagePosition, scrollable
 from kvdoctor.report.page.markup import Content, Element, h
-from kvdoctor.report.wording.contract import GROWTH_WORDS, format_slot_type
+from kvdoctor.report.wording.contract import GROWTH_TEXTS, fixed_axes, format_layers, format_slot_type
 
+DIGITS = re.compile(r"(\d+)", re.ASCII)
+LONGEST_NAME = 2000
 WIDTH = 780
 LEFT, BOX = 8, 250
 GRAPH, GRAPH_BOX = 296, 188
@@ -31,6 +37,73 @@ CARRIED = {
 
 
 @record
+class Group:
+    """Slots that differ in their layer, or in being key or value, alone."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def first(self) -> Slot:
+        """The slot that stands for all."""
+        return self.slots[0]
+
+    @property
+    def title(self) -> str:
+        """`self-attention, layers 0 to 23`."""
+        return f"{self.first.kind}, {format_layers(self.slots)}"
+
+    @property
+    def count(self) -> str:
+        """`48 slots`."""
+        return f"{len(self.slots)} slot{'s' if len(self.slots) > 1 else ''}"
+
+
+def group_slots(slots: Iterable[Slot], more: Callable[[Slot], Hashable] = lambda _: None) -> list[Group]:
+    """The groups in the order of their first slots; slots of a group also agree in `more`."""
+    found: dict[Hashable, list[Slot]] = {}
+    for slot in slots:
+        facts = (slot.kind, slot.growth, slot.window, slot.dtype, slot.carry, slot.emptied, slot.filled_in)
+        key = (facts, fixed_axes(slot), slot.present is None, more(slot))
+        found.setdefault(key, []).append(slot)
+    return [Group(tuple(slots)) for slots in found.values()]
+
+
+def merge_names(names: Iterable[str]) -> list[str]:
+    """Names that differ in their numbers alone as one: `present.0…23.key`."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        parts = DIGITS.split(name[:LONGEST_NAME])
+        found.setdefault(tuple(parts[::2]), []).append(parts[1::2])
+    return [_pattern(parts, numbers) for parts, numbers in found.items()]
+
+
+def _pattern(parts: tuple[str, ...], numbers: list[list[str]]) -> str:
+    ranges = [_range([row[place] for row in numbers]) for place in range(len(parts) - 1)]
+    return "".join(piece for pair in zip(parts, [*ranges, ""], strict=True) for piece in pair)
+
+
+def _range(numbers: list[str]) -> str:
+    """The lowest and the highest; what is too long for a number of a layer stays as it is."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    low, high = min(numbers, key=_order), max(numbers, key=_order)
+    return f"{low}\u2026{high}"
+
+
+def _order(number: str) -> tuple[int, str]:
+    short = number.lstrip("0")
+    return len(short), short
+
+
+def fit(text: str, characters: int) -> str:
+    """A text that is no longer than its box: the middle of a longer one is left out."""
+    if len(text) <= characters:
+        return text
+    head = (characters - 1) // 2
+    return f"{text[:head]}\u2026{text[len(text) - (characters - 1 - head) :]}"
+
+
+@record
 class Box:
     """A box of lines of text; the class of each line says its face."""
 
@@ -43,8 +116,11 @@ class Box:
         return 2 * PAD + LINE * len(self.lines)
 
 
-def draw_contract(contract: CacheContract, name: str) -> Element:
-    """The picture; `name` is the id of what names it."""
+def draw_contract(place: PagePosition, contract: CacheContract) -> Content:
+    """The picture; None of a contract without slots, or that lacks a phase."""
+    if not contract.slots or not {"prefill", "decode"} <= contract.phases.keys():
+        return None
+    name = place.id("diagram")
     groups = group_slots(contract.slots)
     drawn: list[Content] = []
     fed, given = _fed_box(contract), _given_box(contract)
@@ -52,7 +128,9 @@ def draw_contract(contract: CacheContract, name: str) -> Element:
     height = max(fed.height, given.height, 2 * PAD + LINE * len(graph))
     y = 22
     drawn += _row(y, height, fed, given)
-    drawn += _graph_text(y, graph)
+    for number, (line, face) in enumerate(graph):
+        at = y + PAD + 12 + LINE * number
+        drawn.append(h("text", line, x=GRAPH + GRAPH_BOX / 2, y=at, class_=f"{face} middle"))
     y += height + 16
     for group in groups[:MOST_GROUPS]:
         past, present = _past_box(group), _present_box(group)
@@ -71,17 +149,10 @@ def draw_contract(contract: CacheContract, name: str) -> Element:
         ("outputs of a step", RIGHT + BOX / 2),
     )
     heads = [h("text", word, x=x, y=10, class_="column") for word, x in titles]
-    return h(
-        "svg",
-        heads,
-        box,
-        drawn,
-        viewBox=f"0 -4 {WIDTH} {y + 12}",
-        class_="wide",
-        role="img",
-        aria_label=_describe(contract, groups),
-        id=name,
-    )
+    label = _describe(contract, groups)
+    box_of_all = f"0 -4 {WIDTH} {y + 12}"
+    drawing = h("svg", heads, box, drawn, viewBox=box_of_all, class_="wide", role="img", aria_label=label, id=name)
+    return scrollable(name, drawing)
 
 
 def _fed_box(contract: CacheContract) -> Box:
@@ -128,11 +199,6 @@ def _wrapped(text: str, face: str) -> list[tuple[str, str]]:
     return [(piece, face) for piece in pieces] or [("?", face)]
 
 
-def _graph_text(y: int, lines: Sequence[tuple[str, str]]) -> Iterator[Element]:
-    for number, (line, face) in enumerate(lines):
-        yield h("text", line, x=GRAPH + GRAPH_BOX / 2, y=y + PAD + 12 + LINE * number, class_=f"{face} middle")
-
-
 def _past_box(group: Group) -> Box:
     names = merge_names(slot.past for slot in group.slots)
     typed = textwrap.wrap(fit(format_slot_type(group.first), 3 * SANS), SANS + 3)
@@ -155,11 +221,11 @@ def _present_box(group: Group) -> Box:
         )
         first = made if filled else "given by the caller"
         return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
-    return Box((("present", "box-title"), *_wide(GROWTH_WORDS[slot.growth]), *_names(names)), "box present")
+    return Box((("present", "box-title"), *_wide(GROWTH_TEXTS[slot.growth]), *_names(names)), "box present")
 
 
-def _wide(words: str) -> list[tuple[str, str]]:
-    return [(line, "sans") for line in textwrap.wrap(words, SANS)]
+def _wide(text: str) -> list[tuple[str, str]]:
+    return [(line, "sans") for line in textwrap.wrap(text, SANS)]
 
 
 def _names(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -186,20 +252,20 @@ def _back(y: int, group: Group) -> Iterator[Element]:
     low, start, end = y + 20, RIGHT + BOX / 2, LEFT + BOX / 2
     kind = "carry keep" if slot.carry == "hold" else "carry"
     if slot.carry == "hold":
-        words = "keep the value that the caller gave" if slot.is_given else CARRIED["hold"]
+        text = "keep the value that the caller gave" if slot.is_given else CARRIED["hold"]
         if slot.filled_in == "encode":
-            words = "keep the encoder's output, feed it at every step"
+            text = "keep the encoder's output, feed it at every step"
     else:
-        words = CARRIED[slot.carry]
+        text = CARRIED[slot.carry]
     yield h("path", d=f"M{start:.0f} {y}V{low}H{end:.0f}V{y + 6}m-5 5l5 -5l5 5", class_=kind)
-    width = 6.6 * len(words) + 24
+    width = 6.6 * len(text) + 24
     middle = GRAPH + GRAPH_BOX / 2
     yield h("rect", x=middle - width / 2, y=low - 11, width=width, height=22, rx=11, class_=f"pill {kind}")
-    yield h("text", words, x=middle, y=low + 4, class_="pill-text")
+    yield h("text", text, x=middle, y=low + 4, class_="pill-text")
 
 
 def _describe(contract: CacheContract, groups: Sequence[Group]) -> str:
-    """The diagram in words."""
+    """The diagram in text, for who cannot see it."""
     lines = []
     for group in groups[:MOST_GROUPS]:
         emptied = ", emptied by later steps" if group.first.emptied else ""

@@ -11,11 +11,11 @@ from html import escape
 from typing import Union
 
 from kvdoctor.records import record
-from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
+from kvdoctor.report.escaping import LONGEST_QUOTED, printable, shortened
 
+FRAME_HEIGHT = "40rem"
 Value = str | int | float | bool | None
 Content = Union[str, int, "Element", None, Iterable["Content"]]
-
 VOID = {"br", "input", "meta", "wbr"}
 NEVER = {"script", "style", "iframe", "object", "embed", "form", "base", "link", "img"}
 NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
@@ -88,3 +88,21 @@ def _written(element: Element) -> Iterator[str]:
 def _number(value: Value) -> str:
     """Coordinates with at most one decimal: pages stay small."""
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def frame(page: str, title: str) -> str:
+    """A page in a frame of its own, as HTML for a notebook. `title` names the frame, and stands above it.
+
+    The page is a whole document, with a style sheet for `body`, `table` and `h1` and a content security policy. Written
+    among the cells as it is, its styles would reach the notebook and the reverse, and the policy would be lost.
+    A frame with `srcdoc` holds the whole document and needs no second file; `sandbox` without permissions forbids what
+    the policy forbids, in the terms of the notebook: scripts, forms, its origin.
+    Where a notebook is shown without its frames (not trusted, or as a preview on a web site), the title is left.
+    """
+    # A link of a `srcdoc` is relative to the notebook: one to a section would load the notebook into the frame.
+    page = page.replace("<head>", '<head><base href="about:srcdoc">', 1)
+    # The page is escaped already: as the value of an attribute it is escaped once more, and not shortened.
+    source = page.replace("&", "&amp;").replace('"', "&quot;")
+    named = text(title)
+    style = f"width:100%;height:{FRAME_HEIGHT};border:1px solid #888;resize:vertical"
+    return f'<p>{named}</p>\n<iframe sandbox srcdoc="{source}" title="{named}" style="{style}"></iframe>\n'

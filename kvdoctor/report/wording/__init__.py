@@ -1,6 +1,35 @@
 """The sentences and table rows that all formats share: one module for each thing that a report describes.
 
 Functions take parts of a report and return text, pairs of label and text, or a header with rows; where these stand on a
-page is decided by the formats.
+page is decided by the formats. Figures with units, counts with nouns and long lists of names are written here.
 `summary` is quoted by the document itself, so it and its imports take `report.document` for types only.
 """
+
+KIBI = 1024
+
+
+def format_bytes(number: int) -> str:
+    """`512 B`, `1.5 KiB`."""
+    if number < KIBI:
+        return f"{number} B"
+    value, units = float(number), ["KiB", "MiB", "GiB", "TiB"]
+    for unit in units:
+        value /= KIBI
+        if value < KIBI or unit == units[-1]:
+            return f"{value:.1f} {unit}"
+    return f"{number} B"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """`0.51 ms`."""
+    return f"{seconds * 1000:.2f} ms"
+
+
+def format_count(number: int, noun: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def shorten_names(names: tuple[str, ...]) -> str:
+    """Name one of many: `present.0.encoder.key and 3 more`."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,15 +1,26 @@
-"""What the files of a model declare, in words: the files, their ports, and the cache contract of a stack."""
+"""What the files of a model declare, in text: the files, their ports, and the cache contract of a stack."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Carry, Features, First, Growth, Port, Slot, describe
-from kvdoctor.decode.embeddings import embedded_inputs
+from kvdoctor.contract import (
+    DECODING,
+    ITEM_BYTES,
+    Ambiguity,
+    CacheContract,
+    Carry,
+    Features,
+    First,
+    Growth,
+    Port,
+    Slot,
+    describe,
+)
 from kvdoctor.report.facts import FileFacts, StackFacts
-from kvdoctor.report.wording.units import format_bytes, format_count, shorten_names
+from kvdoctor.report.wording import format_bytes, format_count, shorten_names
 
-GROWTH_WORDS: dict[Growth, str] = {
+GROWTH_TEXTS: dict[Growth, str] = {
     "grow": "grows by the new tokens",
     "static": "a buffer of fixed capacity, written in place",
     "shared": "grows, or stays a fixed buffer if it is fed as one",
@@ -20,7 +31,7 @@ GROWTH_WORDS: dict[Growth, str] = {
     "paged": "blocks of a pool, addressed by the block table",
 }
 
-CARRY_WORDS: dict[Carry, tuple[str, str]] = {
+CARRY_TEXTS: dict[Carry, tuple[str, str]] = {
     "feed-back": ("feed back", "{present} -> {past}"),
     "hold": ("keep", "{filled_by} -> {past} at every later step"),
     "append": ("append", "next {past} = {past} followed by {present}"),
@@ -30,7 +41,7 @@ CARRY_WORDS: dict[Carry, tuple[str, str]] = {
     "extend": ("feed back", "{present} followed by one row of zeros -> {past}"),
 }
 
-FIRST_WORDS: dict[First, str] = {
+FIRST_TEXTS: dict[First, str] = {
     "empty": "a past of length 0",
     "dummy": "a past of length 1, masked out",
     "zeros": "zeros",
@@ -41,8 +52,10 @@ FIRST_WORDS: dict[First, str] = {
 
 STATES = {"hidden-memory": "hidden memory", "encoder-states": "encoder states", "conv-state": "convolution state"}
 MOST_NUMBERED = 6
+NUMBERED = re.compile(r"\d+|key|value")
 MOST_SLOTS = 8
 MOST_MISSING = 6
+MOST_READINGS = 3
 
 
 def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
@@ -59,18 +72,36 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
+    yield from (("reading", describe_reading(each)) for each in contract.ambiguities if each.settled or each.unknown)
     if adapters := _adapters(contract):
         yield "adapter", adapters
     if "embed" in contract.phases:
         yield "embed", _embedded(contract)
     for one in contract.features:
         yield one.phase, _rows(one, contract)
-    for carry, (verb, rule) in CARRY_WORDS.items():
+    for carry, (verb, rule) in CARRY_TEXTS.items():
         for slots in _group_by_source([slot for slot in contract.slots if slot.carry == carry]):
             yield verb, _carry_rule(slots, rule)
     yield from _memory(stack)
     for part in contract.missing[:MOST_MISSING]:
         yield "missing", f"{part.subject}: {part.reason}"
+
+
+def describe_reading(ambiguity: Ambiguity) -> str:
+    """How a port with more than one reading is read, and by what that was settled."""
+    texts = list(dict.fromkeys(reading.text for reading in ambiguity.readings))
+    if ambiguity.settled:
+        return f"{ambiguity.subject}: {texts[0]} ({ambiguity.settled})"
+    tried = "; ".join(texts[:MOST_READINGS])
+    return f"{ambiguity.subject}: nothing says what to feed; step-test tries {tried}; --feed NAME=VALUE decides"
+
+
+def list_fed(stacks: Sequence[StackFacts]) -> Iterator[str]:
+    """What inputs were fed of which nothing in the file says it, and the runs did."""
+    ambiguities = (one for stack in stacks if stack.contract is not None for one in stack.contract.ambiguities)
+    found = [f"{one.subject}, {one.readings[0].text}" for one in ambiguities if one.unknown and len(one.readings) > 1]
+    if found:
+        yield "; ".join(found[:MOST_READINGS])
 
 
 def _stages(contract: CacheContract) -> Iterator[tuple[str, str]]:
@@ -80,9 +111,9 @@ def _stages(contract: CacheContract) -> Iterator[tuple[str, str]]:
         for number, stage in enumerate(stages, 1):
             later = {name: (one.file, own) for one in stages[number:] for own, name in one.inputs.items()}
             handed = [(own, *later[name]) for own, name in stage.outputs.items() if name in later]
-            words = ", ".join(f"{own} -> {name} of {file}" for own, file, name in handed)
+            handed_on = ", ".join(f"{own} -> {name} of {file}" for own, file, name in handed)
             last = "logits" if number == len(stages) else "nothing"
-            yield label, f"{number}. {stage.file}: {words or last}"
+            yield label, f"{number}. {stage.file}: {handed_on or last}"
             label = ""
 
 
@@ -103,13 +134,26 @@ def describe_logits(stack: StackFacts) -> Iterator[tuple[str, str]]:
         yield "logits", f"{one} per sequence for a prompt of any length: those of the last token"
         return
     chosen = contract.graph("prefill").port("logits_to_keep")
-    less = f"; {one} with re-export --logits last" if stack.logits_can_be_cut else ""
+    less = f"; {one} with convert --logits last" if stack.logits_can_be_cut else ""
     less = f"; {one} with {chosen.name} = 1" if chosen is not None else less
     prompt = min(PROMPT, contract.usable_length or PROMPT)
     yield "logits", f"{format_bytes(prompt * width * item)} for a prompt of {prompt:,} tokens{less}"
 
 
-OUTLINED = ("layout", "stages", "cache", "first step", "embed", "vision", "audio", "memory", "logits", "missing")
+OUTLINED = (
+    "layout",
+    "stages",
+    "cache",
+    "axes",
+    "first step",
+    "reading",
+    "embed",
+    "vision",
+    "audio",
+    "memory",
+    "logits",
+    "missing",
+)
 
 
 def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]:
@@ -207,7 +251,7 @@ def _slots(slots: list[Slot]) -> str:
     parts = " and ".join(dict.fromkeys(s.part for s in slots if s.part != "state"))
     window = f"; attention window of {slot.window} tokens" if slot.window is not None else ""
     kind = f"{STATES.get(slot.kind, slot.kind.replace('-state', ' state'))}, {format_layers(slots)}"
-    return f"{kind}, {parts + ' ' if parts else ''}{format_slot_type(slot)}: {GROWTH_WORDS[slot.growth]}{window}"
+    return f"{kind}, {parts + ' ' if parts else ''}{format_slot_type(slot)}: {GROWTH_TEXTS[slot.growth]}{window}"
 
 
 def _axes(contract: CacheContract) -> str:
@@ -219,12 +263,11 @@ def _axes(contract: CacheContract) -> str:
             for axis, size in zip(port.axes, port.shape or (), strict=False):
                 if axis != "fixed":
                     (fixed if isinstance(size, int) else dynamic).setdefault(axis, {})[str(size or "unnamed")] = None
-    parts = [f"{title} {_axis_names(found)}" for title, found in (("dynamic:", dynamic), ("fixed:", fixed)) if found]
+    parts = []
+    for title, found in (("dynamic:", dynamic), ("fixed:", fixed)):
+        names = ", ".join(f"{axis} = {' or '.join(names)}" for axis, names in found.items())
+        parts += [f"{title} {names}"] if names else []
     return "; ".join(parts)
-
-
-def _axis_names(found: dict[str, dict[str, None]]) -> str:
-    return ", ".join(f"{axis} = {' or '.join(names)}" for axis, names in found.items())
 
 
 def _first_step(contract: CacheContract) -> str:
@@ -232,13 +275,13 @@ def _first_step(contract: CacheContract) -> str:
     switch, prefill = contract.graph("decode").port("branch_switch"), contract.graph("prefill").file
     if contract.first_step == "no-past-graph" and all(slot.first == "prefill" for slot in contract.slots):
         return f"{prefill}, which takes no past; every later step {contract.graph('decode').file}"
-    words = []
+    firsts = []
     for first in dict.fromkeys(slot.first for slot in contract.slots):
         slots = [slot for slot in contract.slots if slot.first == first]
         kinds = ", ".join(dict.fromkeys(slot.kind for slot in slots))
         whose = "past inputs of " if first == "ignored" else f"{kinds}: " if len(slots) < len(contract.slots) else ""
-        words.append(whose + FIRST_WORDS[first].format(prefill=prefill))
-    text = "; ".join(words) or "no past"
+        firsts.append(whose + FIRST_TEXTS[first].format(prefill=prefill))
+    text = "; ".join(firsts) or "no past"
     if contract.first_step == "no-past-branch":
         off, on = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
         return f"{switch.name if switch else 'the switch'} = {off}, {text}; {on} at every later step"
@@ -263,6 +306,8 @@ def _adapters(contract: CacheContract) -> str:
 
 def _embedded(contract: CacheContract) -> str:
     """The embedding graph, what it is fed, and which of its outputs go where."""
+    from kvdoctor.decode.embeddings import embedded_inputs  # loads numpy, which other contracts do not need
+
     graph = contract.graph("embed")
     pairs = {name: made for phase in DECODING for name, made in embedded_inputs(contract, phase).items()}
     fed = [p.name if p.role == "token_ids" else f"{p.name} (features, none for text)" for p in graph.inputs]
@@ -288,23 +333,21 @@ def _is_fed(port: Port) -> bool:
 
 def _port_names(ports: list[Port]) -> str:
     """Names, with role and type where the name does not say the role."""
-    return ", ".join(
-        f"{port.name}" if _says_its_role(port) else f"{port.name} ({port.role} {_port_type(port)})" for port in ports
-    )
-
-
-def _port_type(port: Port) -> str:
-    kind = describe(port.dtype, port.shape)
-    return kind if port.value is None else f"{kind}, fed {port.value:g}"
+    made = []
+    for port in ports:
+        fed = "" if port.value is None else f", fed {port.value:g}"
+        kind = f" ({port.role} {describe(port.dtype, port.shape)}{fed})"
+        made.append(port.name if _says_its_role(port) else port.name + kind)
+    return ", ".join(made)
 
 
 def _says_its_role(port: Port) -> bool:
-    words = {"token_ids": "input_ids", "embeddings": "embeds", "encoder_states": "encoder_hidden_states"}
-    return words.get(port.role, port.role) in port.name or (port.role == "encoder_mask" and "mask" in port.name)
+    names = {"token_ids": "input_ids", "embeddings": "embeds", "encoder_states": "encoder_hidden_states"}
+    return names.get(port.role, port.role) in port.name or (port.role == "encoder_mask" and "mask" in port.name)
 
 
 def _carry_rule(slots: list[Slot], rule: str) -> str:
-    """The rule for the first slot where the others follow from it by their numbers and words, else for each."""
+    """The rule for the first slot where the others follow from it by their numbers and parts, else for each."""
     rules = [_slot_rule(slot, rule) for slot in slots]
     patterns = {_pattern(text) for text in rules}
     if len(rules) == 1 or (len(patterns) == 1 and min(patterns)[1]):
@@ -320,7 +363,7 @@ def _slot_rule(slot: Slot, rule: str) -> str:
 
 
 def _pattern(text: str) -> tuple[str, bool]:
-    """A line without its numbers and words for key and value, and whether both names have the same of them."""
+    """A line without its numbers, and without what says key or value, and whether both names have the same of them."""
     before, _, after = text.partition(" -> ")
     marks = re.compile(r"\d+|key|value|[kv](?=_|\b|\d)", re.ASCII)
     return marks.sub("", text), marks.findall(before)[:1] == marks.findall(after)[:1]
@@ -351,13 +394,13 @@ def list_file_facts(file: FileFacts) -> list[str]:
     return [file.path + weights, file.role, size, str(file.ir_version or "-"), opsets, producer]
 
 
-def list_ports(file: FileFacts, everything: bool) -> Iterator[list[str]]:
-    """Inputs and outputs: direction, name, type. Cache tensors that look alike are one row unless all are asked for."""
+def list_ports(file: FileFacts) -> Iterator[list[str]]:
+    """Inputs and outputs: direction, name, type. Those that differ in their layer, or in key and value, are one row."""
     for direction, ports in (("in", file.inputs), ("out", file.outputs)):
         groups: dict[tuple[str, str], list[str]] = {}
         for port in ports:
-            is_cache = port["name"].startswith(("past", "present")) and not everything
-            groups.setdefault((_declared_type(port), "" if is_cache else port["name"]), []).append(port["name"])
+            name = NUMBERED.sub("*", port["name"]) if re.search(r"\d", port["name"]) else port["name"]
+            groups.setdefault((_declared_type(port), name), []).append(port["name"])
         for (declared, _), names in groups.items():
             yield [direction, shorten_names(tuple(names)), declared]
 

@@ -1,14 +1,18 @@
-"""A finding in words: its headline, and the labeled lines below it."""
+"""A finding in text: its headline and labeled lines; findings with the same facts as one, and open checks as well."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from kvdoctor.findings import Finding, Issue, NodeSource
+from kvdoctor._version import __version__
+from kvdoctor.findings import Check, Finding, Issue, NodeSource, NotChecked
+from kvdoctor.records import record
+from kvdoctor.report.escaping import cut
 
-MOST_SOURCES = 4
+HOME = "https://github.com/kvdoctor/kvdoctor"
+MOST_SOURCES, MOST_PLACES, LONGEST_PLACE = 4, 4, 60
 
 
 def format_headline(finding: Finding, places: Sequence[str] = ()) -> str:
-    """`error[KV203] cross-cache-emptied (merged): a decode step returns ...`; `places` are the stacks of all alike."""
+    """`error[KV203] cross-cache-emptied (merged): a decode step returns ...`; `places` are the stacks of its group."""
     where = ", ".join(places) if len(places) > 1 else finding.stack
     stack = f" ({where})" if where else ""
     return f"{format_name(finding)}{stack}: {finding.cause}"
@@ -21,6 +25,14 @@ def format_name(finding: Finding) -> str:
 
 def list_details(finding: Finding) -> Iterator[tuple[str, str]]:
     """The lines under a headline in their fixed order, as label and text; the label is empty where it repeats."""
+    yield from list_facts(finding)
+    yield from list_advice(finding)
+    for issue in finding.issues:
+        yield "issue", format_issue(issue)
+
+
+def list_facts(finding: Finding) -> Iterator[tuple[str, str]]:
+    """Where a finding is, what shows it, and what follows from it."""
     if (reason := known_reason(finding)) is not None:
         yield "known", reason
     yield "where", _location(finding)
@@ -33,24 +45,26 @@ def list_details(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "effect", consequence
     if finding.confidence == "suspected":
         yield "confidence", "suspected, not confirmed by a run"
+
+
+def list_advice(finding: Finding) -> Iterator[tuple[str, str]]:
+    """The command that fixes it, and what else would."""
     if finding.repair.command:
         yield "fix", finding.repair.command
         yield "", finding.repair.text
     else:
         yield "fix", finding.repair.text
-    for issue in finding.issues:
-        yield "issue", format_issue(issue)
 
 
 def list_sources(finding: Finding) -> list[str]:
     """The source of each node that a finding names, with the names of the nodes where they differ; of many the first.
 
-    `model.layers.0.self_attn (LlamaAttention), llama/modeling_llama.py:257 forward`, as far as it is known.
+    `model.layers.0.self_attn (LlamaAttention), llama/modeling_llama.py:257 forward`, or the known part of it.
     """
-    told = {source: _format_source(source) for source in finding.sources}
-    texts = list(dict.fromkeys(told.values()))
+    written = {source: _format_source(source) for source in finding.sources}
+    texts = list(dict.fromkeys(written.values()))
     if len(texts) > 1:
-        texts = [f'"{source.node}" in {text}' for source, text in told.items()]
+        texts = [f'"{source.node}" in {text}' for source, text in written.items()]
     more = len(texts) - MOST_SOURCES
     return [*texts[:MOST_SOURCES], *([f"and {more} more"] if more > 0 else [])]
 
@@ -66,6 +80,11 @@ def format_issue(issue: Issue) -> str:
     return f"{issue.url}: {issue.title}" + (f"; fixed in {issue.fixed_in}" if issue.fixed_in else "")
 
 
+def link_check(named: Finding | Check) -> str:
+    """The address of the text about a check."""
+    return f"{HOME}/blob/v{__version__}/docs/checks.md#{named.code.lower()}-{named.name}"
+
+
 def known_reason(finding: Finding) -> str | None:
     """The baseline's reason why a known finding does not count; None for a finding that counts."""
     return None if finding.known is None else str(finding.known)
@@ -75,3 +94,70 @@ def _location(finding: Finding) -> str:
     if finding.file is None or finding.file in finding.where:
         return finding.where
     return f"{finding.file}, {finding.where}"
+
+
+@record
+class FindingGroup:
+    """Findings of one check with the same facts, on several stacks or files."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def first(self) -> Finding:
+        """The finding that stands for all."""
+        return self.findings[0]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The stack of each finding, or its file where it has none."""
+        named = (finding.stack or finding.file for finding in self.findings)
+        return tuple(dict.fromkeys(place for place in named if place))
+
+
+def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
+    """The groups in the order of their first findings: the location of a fault may differ, the fault does not."""
+    found: dict[Hashable, list[Finding]] = {}
+    for one in findings:
+        facts = (one.declared, one.observed, one.cause, one.repair, one.use, one.known)
+        found.setdefault((one.code, one.severity, one.confidence, *facts), []).append(one)
+    return [FindingGroup(tuple(group)) for group in found.values()]
+
+
+@record
+class OpenChecks:
+    """Checks that could not run for one reason."""
+
+    entries: tuple[NotChecked, ...]
+
+    @property
+    def title(self) -> str:
+        """`KV202, KV301 (merged, pair)`."""
+        codes = dict.fromkeys("everything" if entry.code == "*" else entry.code for entry in self.entries)
+        stacks = dict.fromkeys(entry.stack for entry in self.entries if entry.stack)
+        return ", ".join(codes) + (f" ({', '.join(stacks)})" if stacks else "")
+
+    @property
+    def reason(self) -> str:
+        """Why they could not run."""
+        return self.entries[0].reason
+
+    @property
+    def essential(self) -> bool:
+        """Whether the model cannot be called healthy without them."""
+        return self.entries[0].essential
+
+
+def group_open_checks(entries: Iterable[NotChecked]) -> list[OpenChecks]:
+    """The groups, those first that the verdict needs."""
+    found: dict[Hashable, list[NotChecked]] = {}
+    for entry in entries:
+        found.setdefault((entry.essential, entry.reason), []).append(entry)
+    groups = [OpenChecks(tuple(group)) for group in found.values()]
+    return sorted(groups, key=lambda group: not group.essential)
+
+
+def format_places(places: Sequence[str]) -> str:
+    """`merged, pair`; of many the first ones and a count."""
+    more = len(places) - MOST_PLACES
+    named = [cut(place, LONGEST_PLACE) for place in places[:MOST_PLACES]]
+    return ", ".join([*named, *([f"{more} more"] if more > 0 else [])]) or "the model"

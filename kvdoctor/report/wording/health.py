@@ -6,32 +6,64 @@ from typing import TYPE_CHECKING
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import means_incomplete
-from kvdoctor.report.document import Report
-from kvdoctor.report.facts import StackFacts
-from kvdoctor.report.safe import shortened
-from kvdoctor.report.wording.alike import group_open_checks
-from kvdoctor.report.wording.deciding import advise_missing
-from kvdoctor.report.wording.runs import describe_comparisons, describe_result, format_difference
-from kvdoctor.report.wording.targets import select_local_runs
-from kvdoctor.report.wording.units import format_count
+from kvdoctor.report.blocks import Span, Text
+from kvdoctor.report.document import TOTAL_SECONDS, Report, exit_code
+from kvdoctor.report.escaping import shortened
+from kvdoctor.report.facts import Ground, StackFacts
+from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording.finding import group_open_checks
+from kvdoctor.report.wording.runs import describe_comparisons, select_local_runs
+from kvdoctor.report.wording.summary import format_counts, format_seconds, name_verdict
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Experiment
 
-GOLDEN = "KV321"
-"""The code of what compares with golden numbers."""
+GOLDEN, TARGETS, REFERENCE = "KV321", "KV404", "KV320"
+"""The codes of what compares with golden numbers, a target runtime, and a checkpoint."""
 
-MOST_NAMES, MOST_REASONS = 6, 3
+MOST_NAMES, MOST_REASONS, MOST_SIZES = 6, 3, 4
+
+LOOP, MANY, BATCH = "one token a step", "several at once", "batch"
+USES = {
+    "plain-loop": (LOOP, "feed every present back"),
+    **dict.fromkeys(("frozen-past", "paged-loop", "empty-past"), (LOOP, "feed one token a step")),
+    "held-loop": (LOOP, "keep the cross-attention cache of the prefill"),
+    **dict.fromkeys(("chunk", "chunks-near-thresholds"), (MANY, "feed several tokens on a cache")),
+    **dict.fromkeys(("batch", "batch-rows", "rows-near-thresholds"), (BATCH, "feed several sequences at once")),
+    "one-token-prompt": ("a prompt of one token", "begin with a prompt of one token"),
+    "rows-apart": ("rows of different lengths", "feed rows of different lengths"),
+    "beam-reorder": ("beams", "reorder the rows of the cache (beams)"),
+    "left-padding": ("left padding", "pad a batch on the left"),
+    "encoder-padding": ("padded encoder rows", "pad the encoder rows of a batch"),
+    "other-encoder-length": ("another encoder length", "change the encoder length"),
+    **dict.fromkeys(("encoder-rows", "rows-in-prompt"), ("images or audio", "feed images or audio with the prompt")),
+    "rewind": ("going back", "take tokens back"),
+    "second-turn": ("a second turn", "go on with several tokens after single ones"),
+    "speculation": ("drafts", "check several drafts in a call"),
+    "unread-content": ("buffers with old content", "reuse a buffer with old content"),
+    "history": ("other histories", "change earlier tokens"),
+    "own-session": ("a session of its own", "run two sequences in turn"),
+    "adapter": ("an adapter (LoRA)", "feed an adapter (LoRA)"),
+    "full-context": ("the full context", "fill the context"),
+    "state-put-back": ("a state put back", "save and restore a state"),
+    **dict.fromkeys(("prefix-sharing", "saved-prefix", "restored-prefix"), ("a shared prefix", "share a prefix")),
+    **dict.fromkeys(("one-buffer", "one-buffer-batch"), ("one buffer for past and present", "bind them to one buffer")),
+    **dict.fromkeys(("way-basic", "way-off"), ("other optimization levels", "change the graph optimization")),
+    "way-io-binding": ("bound inputs and outputs", "bind inputs and outputs"),
+    "operator-search": ("its own search", "let the operator search"),
+}
+"""Experiments in plain English: what works, and what somebody does with whom it does not. Others try more lengths."""
+FAILS = {"failed": "the runtime stops with an error", "differs": "wrong logits", "died": "the process ends"}
 
 
 def list_uses(report: Report, stack: StackFacts) -> list[Run]:
     """The runs that were done of the uses which a verdict rests on: loops, other sizes, padding and so on."""
     runs = select_local_runs(report, stack.name)
-    experiments = _load(runs)
+    experiments = load_experiments(runs)
     return [run for run in runs if run.outcome != "skipped" and _is_use(experiments.get(run.experiment))]
 
 
-def count_uses(report: Report) -> str | None:
+def _count_uses(report: Report) -> str | None:
     """`21 of 26 uses work`, over all stacks; None where no model was run.
 
     What a float32 copy alone shows, and no finding calls an error, does not keep a use from working.
@@ -43,34 +75,53 @@ def count_uses(report: Report) -> str | None:
     return f"{working} of {len(runs)} uses{whose} work" if runs else None
 
 
+def format_tally(report: Report) -> str:
+    """The last line of a report: verdict, counts, uses that work, time and exit code."""
+    of_copy = ""
+    if report.repair is not None and report.repair.out is not None:
+        of_copy = "the copy is "
+    elif report.repair is not None and report.repair.proof and not report.repair.is_planned:
+        of_copy = "no copy was written; the original is "
+    found, seconds = format_counts(report), report.measured.get(TOTAL_SECONDS)
+    parts = (
+        of_copy + name_verdict(report) + (f": {found}" if found else ""),
+        _count_uses(report),
+        format_seconds(seconds) if isinstance(seconds, float) else None,
+        f"exit {exit_code(report, report.fail_on)}",
+    )
+    return " \u00b7 ".join(filter(None, parts))
+
+
 def list_working(report: Report) -> list[StackFacts]:
     """The stacks that work: a loop passed, no error is about them, and nothing essential stayed open."""
     return [stack for stack in report.stacks if _is_working(report, stack)]
 
 
-def format_working(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
-    """`merged, pair work: plain-loop, batch, rewind; these do not: chunk`: a line for stacks in which the same works.
+def describe_health(report: Report) -> tuple[list[str], list[str]]:
+    """What works, a line for stacks in which the same works; of a healthy model also how closely.
 
     Of a report that is not healthy the uses that work are only counted: it is read for what does not.
     """
-    for uses, names in _group_names(stacks, lambda stack: _name_uses(report, stack)).items():
-        yield f"{_join_names(names)} {'work' if len(names) > 1 else 'works'}: {uses}"
-
-
-def describe_closeness(report: Report, stacks: Sequence[StackFacts]) -> Iterator[str]:
-    """How many decode steps agree with a run without a cache, how closely, and the controls that could have failed."""
-    found = _group_names(stacks, lambda stack: _describe_loop(report, stack))
-    for text, names in found.items():
-        yield f"{_join_names(names)}: {text}" if len(found) > 1 else text
+    stacks, closely = list_working(report), dict[str, list[str]]()
+    works = [
+        f"{_join_names(names)} {'work' if len(names) > 1 else 'works'}: {uses}"
+        for uses, names in _group_names(stacks, lambda stack: _name_uses(report, stack)).items()
+    ]
+    if report.verdict == "healthy":
+        closely = _group_names(stacks, lambda stack: _describe_loop(report, stack))
+    return works, [f"{_join_names(names)}: {one}" if len(closely) > 1 else one for one, names in closely.items()]
 
 
 def name_not_tried(report: Report, stacks: Sequence[StackFacts]) -> str | None:
     """The uses that `--require` names and the model does not allow, and the options that try more; None for none."""
-    parts = {use: f"{use} ({reason})" for stack in stacks for use, reason in _find_not_allowed(report, stack)}
+    reasons: dict[str, list[str]] = {}
+    for use, reason in {use: reason for stack in stacks for use, reason in _find_not_allowed(report, stack)}.items():
+        reasons.setdefault(reason, []).append(use)
+    parts = [f"{', '.join(uses)} ({reason})" for reason, uses in reasons.items()]
     more = [] if report.arguments.get("thorough") else ["longer runs (--thorough)"]
     if report.command in ("step-test", "gate") and report.arguments.get("reference") is None:
         more.append("the checkpoint (--reference)")
-    return ", ".join([*parts.values(), *more]) or None
+    return ", ".join([*parts, *more]) or None
 
 
 def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], str]) -> dict[str, list[str]]:
@@ -93,11 +144,31 @@ def _is_working(report: Report, stack: StackFacts) -> bool:
 
 
 def _name_uses(report: Report, stack: StackFacts) -> str:
+    """`one token a step (pasts 0 to 49), batch (2, 3); if you take tokens back: wrong logits`."""
     runs = list_uses(report, stack)
-    passed = [run.experiment for run in runs if run.shows == "passed"]
-    working = ", ".join(passed) if report.verdict == "healthy" else f"{len(passed)} of {len(runs)} uses"
-    failing = ", ".join(run.experiment for run in runs if run.shows in WRONG)
-    return working + (f"; these do not: {failing}" if failing else "")
+    passed = [run for run in runs if run.shows == "passed"]
+    working = f"{len(passed)} of {len(runs)} uses"
+    if report.verdict == "healthy":
+        wrong = {USES[run.experiment][0] for run in runs if run.shows in WRONG and run.experiment in USES}
+        named = {USES[run.experiment][0] for run in passed if run.experiment in USES} - (wrong - {LOOP})
+        ordered = (name for name in dict.fromkeys(name for name, _ in USES.values()) if name in named)
+        working = ", ".join(name + _name_sizes(report.ground, name) for name in ordered)
+    failing: dict[str, dict[str, None]] = {}
+    for run in (run for run in runs if run.shows in WRONG):
+        doing = USES[run.experiment][1] if run.experiment in USES else f"feed more lengths ({run.experiment})"
+        failing.setdefault(FAILS.get(run.outcome, FAILS["differs"]), {})[doing] = None
+    return working + "".join(f"; if you {', or '.join(doing)}: {what}" for what, doing in failing.items())
+
+
+def _name_sizes(ground: Ground | None, name: str) -> str:
+    """The sizes with which a use was tried, in brackets."""
+    if ground is None or name not in (LOOP, MANY, BATCH):
+        return ""
+    if name == LOOP:
+        return f" (pasts {ground.pasts[0]} to {ground.pasts[1]})"
+    sizes = [str(size) for size in (ground.chunks if name == MANY else ground.batch) if size > 1]
+    sizes[3:-1] = ["..."] if len(sizes) > MOST_SIZES else sizes[3:-1]
+    return f" ({', '.join(sizes)})" if sizes else ""
 
 
 def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, str]]:
@@ -121,79 +192,108 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
 
 
 def _describe_loop(report: Report, stack: StackFacts) -> str:
+    """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; a corrupted cache gives 3.5)`."""
     loop = next(run for run in list_uses(report, stack) if run.experiment in LOOPS and run.shows == "passed")
-    steps = [step for step in loop.steps if step.phase == "decode" and step.difference is not None]
     others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
     same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
-    close = describe_result(loop).removeprefix("the same result twice: ")
-    count = f"{format_count(len(steps), 'decode step')} of {loop.experiment}"
-    if loop.by_rounding:
-        worst = max((step.difference.relative for step in steps if step.difference is not None), default=0.0)
-        text = f"{count} are within {format_difference(worst)} of {same}, by rounding alone{_in_float32(loop)}"
-    else:
-        text = f"{count} agree with {same}: {close}"
+    worst = max((step.difference.relative for step in loop.steps if step.difference is not None), default=0.0)
+    float32 = f", {loop.unrounded.worst:.1e} in a float32 copy" if loop.unrounded is not None else ""
+    close = f"largest difference {worst:.1e} of the logits' standard deviation{float32}" if worst else "no difference"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
-    if visible:
-        off = format_difference(min(visible))
-        text += f"; the check could have failed: a corrupted cache changes the logits by {off}"
-    return text
+    control = f"; a corrupted cache gives {min(visible):.2g}" if visible else ""
+    verb = "differs by rounding alone from" if loop.by_rounding else "agrees with"
+    return f"{verb} {same} ({close}{control})"
 
 
-def _in_float32(loop: Run) -> str:
-    """The difference that is left where nothing is rounded."""
-    float32 = loop.unrounded
-    return f" ({format_difference(float32.worst)} in a float32 copy)" if float32 is not None else ""
-
-
-def explain_undecided(report: Report, rest: str) -> list[tuple[str, str]]:
+def explain_undecided(report: Report, rest: str) -> list[tuple[str, Text]]:
     """Label and text: why there is no verdict, and what decides. Of many reasons `rest` names where the others are."""
     groups = [group for group in group_open_checks(report.not_checked) if group.essential]
-    reasons = [("why", f"{group.title}: {shortened(group.reason, 600)}") for group in groups[:MOST_REASONS]]
+    rows: list[tuple[str, Text]] = []
+    rows += [("why", f"{group.title}: {shortened(group.reason, 600)}") for group in groups[:MOST_REASONS]]
+    if report.verdict == "not-applicable" and rows:
+        return [("why", groups[0].reason.removeprefix("not run: "))]
     if len(groups) > MOST_REASONS:
-        reasons.append(("", f"{format_count(len(groups) - MOST_REASONS, 'more reason')} ({rest})"))
-    return [*reasons, ("decide", advise_decision(report))]
+        rows.append(("", f"{format_count(len(groups) - MOST_REASONS, 'more reason')} ({rest})"))
+    return [*rows, ("decide", advise_decision(report))]
 
 
-def advise_decision(report: Report) -> str:
+def advise_decision(report: Report) -> Text:
     """What decides about a model that is neither healthy nor unhealthy: a command, or why there is none."""
     model = as_argument(report.model.path)
     again = f"kvdoctor step-test {model}"
     blocking = next((f.repair for f in report.findings if means_incomplete(f.code)), None)
     if blocking is not None:
-        return blocking.command or blocking.text
+        return _advise(blocking.command) if blocking.command else blocking.text
     if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
         return "say whether your loop takes tokens back; a trace with all values decides more (docs/trace.md)"
     if report.command == "speed":
         if report.arguments.get("against") is None:
-            return f"{again}   (shows whether it can be run at all)"
-        new = f"kvdoctor speed {model} --output speed.json"
-        return f"{new}   (a new report to compare with: of this model, on this machine, while nothing else runs)"
-    if report.command == "judge":
-        return "run the probe again until it ends, then `kvdoctor judge` with the same model and seed"
-    if (advice := advise_missing(report, again) or _advise_by_runs(report, model)) is not None:
+            return _advise(again, "shows whether it can be run at all")
+        remark = "a new report to compare with: of this model, on this machine, while nothing else runs"
+        return _advise(f"kvdoctor speed {model} --output speed.json", remark)
+    if any(one.code == "KV420" and one.essential for one in report.not_checked):
+        return "record the trace again, until the program ends and with the model of `kvdoctor loop` (docs/trace.md)"
+    advice = _advise_missing(report, again) or _advise_by_runs(report, model) or _advise_feeds(report, again)
+    if advice is not None:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
-        return f"{again} --contract FILE   (`kvdoctor contract` prints what was read; complete it)"
-    if not report.model.files and report.command != "gate":
+        return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
+    if not report.model.files and any(entry.reason.startswith("no .onnx file") for entry in report.not_checked):
         return "give the folder of an export, or an .onnx file"
     if not report.stacks or report.command == "inspect":
-        return f"kvdoctor inspect {model} -v   (shows what was read)"
+        return _advise(f"kvdoctor inspect {model} -v", "shows what was read")
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
 
 
-def _advise_by_runs(report: Report, model: str) -> str | None:
+def _advise(command: str, remark: str = "") -> Text:
+    """A command to copy, and what it is good for."""
+    return (Span(command, "command"), f"   ({remark})") if remark else Span(command, "command")
+
+
+def _advise_missing(report: Report, again: str) -> Text | None:
+    """What decides where all that is missing is a target runtime or a checkpoint that was named by an option.
+
+    `again` is the command without these options; None where something else is missing.
+    """
+    missing = {entry.code for entry in report.not_checked if entry.essential}
+    targets, reference = report.arguments.get("target"), report.arguments.get("reference")
+    if targets and missing and missing <= {TARGETS}:
+        command, repairs = f"{again} --target {','.join(targets)}", "install what the reason names, then the same again"
+    elif reference and missing == {REFERENCE}:
+        command = f"{again} --reference {as_argument(reference)}"
+        repairs = "fix the checkpoint by the reason above, then the same again"
+    else:
+        return None
+    once = "once without --offline; what is downloaded then is cached"
+    return _advise(command, once if report.arguments.get("offline") else repairs)
+
+
+def _advise_feeds(report: Report, again: str) -> Text | None:
+    """The option that says what an input takes of which the file says nothing; None where there is no such input."""
+    ambiguities = (one for stack in report.stacks if stack.contract for one in stack.contract.ambiguities)
+    open_ports = {one.subject: one.readings[0].port for one in ambiguities if one.unknown and not one.settled}
+    if not open_ports:
+        return None
+    if any(port.role != "setting" for port in open_ports.values()):
+        names = ", ".join(map(repr, open_ports))
+        return _advise(f"{again} --contract FILE", f"`kvdoctor contract` prints one; write the role of {names} into it")
+    feeds = " ".join(f"--feed {as_argument(name)}=VALUE" for name in open_ports)
+    return _advise(f"{again} {feeds}", "the constant that your loop feeds there")
+
+
+def _advise_by_runs(report: Report, model: str) -> Text | None:
     """What decides by what the runs show; None where the loop was not run. `model` is the argument of a command."""
     again = f"kvdoctor step-test {model}"
     loops = [run for run in report.runs if run.experiment in LOOPS]
     if any(run.without_tokens for run in report.runs):
-        return f"kvdoctor inspect {model} --weights   (shows weights that are zero or all equal)"
+        return _advise(f"kvdoctor inspect {model} --weights", "shows weights that are zero or all equal")
     if any(run.outcome == "died" for run in loops):
         return f"{again} --timeout SECONDS --max-memory MIB, with larger limits"
     if any(run.outcome not in ("skipped", "failed") for run in loops):
         if report.command != "record" and all(entry.code == GOLDEN for entry in report.not_checked if entry.essential):
-            new = f"kvdoctor record {model} -o FILE"
-            return f"{new}   (golden numbers of this model; those that were given compare nothing)"
-        return f"{again} --reference CHECKPOINT   (compares every step with PyTorch)"
+            remark = "golden numbers of this model; those that were given compare nothing"
+            return _advise(f"kvdoctor record {model} -o FILE", remark)
+        return _advise(f"{again} --reference CHECKPOINT", "compares every step with PyTorch")
     return None
 
 
@@ -204,7 +304,7 @@ def list_unshown(report: Report) -> Iterator[str]:
             yield f"{finding.code} {finding.name}"
 
 
-def _load(runs: list[Run]) -> "Mapping[str, Experiment]":
+def load_experiments(runs: Sequence[Run]) -> "Mapping[str, Experiment]":
     """The experiments by name; nothing is loaded where nothing was run, since that loads numpy."""
     if not runs:
         return {}

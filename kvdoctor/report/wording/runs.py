@@ -1,18 +1,29 @@
-"""Runs in words: outcome, steps, differences of the logits, fault location, and the speed-up by the cache.
+"""Runs in text, here and on targets: outcome, steps, differences of the logits, fault location, speed-up by the cache.
 
 Differences of logits are given in standard deviations of the logits, `SD` for short.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.decode.runs import HISTORY, OWN_SESSION, PLAIN_LOOP, LogitsDifference, ObservedTensor, Run, Step
-from kvdoctor.report.wording.units import format_milliseconds
+from kvdoctor.decode.runs import (
+    HISTORY,
+    OWN_SESSION,
+    PLAIN_LOOP,
+    LogitsDifference,
+    ObservedTensor,
+    PartDifference,
+    Run,
+    Step,
+)
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import TargetFacts
+from kvdoctor.report.wording import format_milliseconds
 
-UNIT = "differences in standard deviations (SD) of the logits"
-"""Stands above tables in which differences have the unit SD."""
 HEADER = ["step", "max diff", "max diff, SD", "1 - cosine", "KL, nats", "top 1", "top 5"]
 FLOAT32 = "float32, SD"
+MOST_PARTS = 12
 
 
 def format_outcome(run: Run) -> str:
@@ -29,7 +40,7 @@ def format_difference(relative: float) -> str:
 
 
 def describe_result(run: Run, why: str = "") -> str:
-    """What stands beside an outcome: the node that fails, the largest difference, the reason of a skip.
+    """What is printed next to an outcome: the node that fails, the largest difference, the reason of a skip.
 
     `why` is the known reason for an experiment that no verdict rests on to fail.
     """
@@ -97,8 +108,8 @@ def _past_and_present(step: Step, slot: Slot, run: Run) -> str:
     name = slot.filled_by if step.phase == "prefill" else slot.present
     seen = step.returned.get(name or "")
     marks = [word for word, is_so in (("empty", seen and seen.empty), ("null", seen and seen.null)) if is_so]
-    kept = " kept" if run.experiment == "held-loop" and slot.carry == "hold" and step.phase == "decode" else ""
-    return f"{fed}{kept} -> {_shape(seen)}" + (f" {', '.join(marks)}" if marks else "")
+    held = " held" if run.experiment == "held-loop" and slot.carry == "hold" and step.phase == "decode" else ""
+    return f"{fed}{held} -> {_shape(seen)}" + (f" {', '.join(marks)}" if marks else "")
 
 
 def _shape(seen: ObservedTensor | None) -> str:
@@ -175,7 +186,7 @@ def describe_growth(run: Run) -> str | None:
 
 
 def describe_comparisons(runs: Iterable[Run]) -> str:
-    """What the loop of a graph that takes one token a call was compared with, in words."""
+    """What the loop of a graph that takes one token a call was compared with."""
     passed = {run.experiment for run in runs if run.shows == "passed"}
     words = {
         PLAIN_LOOP: "a second pass",
@@ -233,3 +244,138 @@ def format_cache_speedup(measured: dict[str, float]) -> str | None:
             gain = f"{uncached / cached:.1f}x" if uncached > cached else "none"
             parts.append(f"{gain} at {length} tokens ({times})")
     return f"cache speed-up: {', '.join(parts)}" if parts else None
+
+
+def describe_parts(parts: Sequence[PartDifference]) -> str:
+    """All parts in one line, in standard deviations; parts that agree before the first one that differs as one."""
+    first = next((index for index, part in enumerate(parts) if part.differs), len(parts))
+    before, after = parts[:first], parts[first:]
+    listed = [_describe_equal_parts(before)] if before else []
+    listed += [f"{_name_part(part)} {_format_part(part)}" for part in after[:MOST_PARTS]]
+    more = f" and {len(after) - MOST_PARTS} more" if len(after) > MOST_PARTS else ""
+    return "; ".join(listed) + more
+
+
+def tabulate_parts(run: Run) -> tuple[list[str], list[list[str]]] | None:
+    """A header and a row for each part of a run; None where its parts were not compared."""
+    if not run.parts:
+        return None
+    first = next((part for part in run.parts if part.differs), None)
+    rows = []
+    for layer, parts in groupby(run.parts, key=lambda part: part.layer):
+        for index, part in enumerate(parts):
+            shown = "" if layer is None or index else str(layer)
+            mark = "first that differs" if part is first else "differs" if part.differs else ""
+            rows.append([shown, part.part, _format_part(part), mark])
+    return ["layer", "part", "largest difference", ""], rows
+
+
+def _describe_equal_parts(parts: Iterable[PartDifference]) -> str:
+    parts = tuple(parts)
+    worst = max(parts, key=lambda part: part.relative)
+    ends = _name_part(parts[0]) if len(parts) == 1 else f"{_name_part(parts[0])} to {_name_part(parts[-1])}"
+    return f"{ends} within {_format_part(worst)}"
+
+
+def _name_part(part: PartDifference) -> str:
+    return part.part if part.layer is None else f"layer {part.layer} {part.part}"
+
+
+def _format_part(part: PartDifference) -> str:
+    return "not finite" if part.relative < 0 else f"{part.relative:.1e}"
+
+
+MOST_COLUMNS = 5
+"""Runtimes next to one another on 80 columns."""
+
+OUTCOMES = {
+    "passed": "ok",
+    "failed": "FAILS",
+    "differs": "DIFFERS",
+    "died": "CRASHES",
+    "ambiguous": "unclear",
+    "inconclusive": "unclear",
+    "skipped": "-",
+}
+
+
+def select_local_runs(report: Report, stack: str) -> list[Run]:
+    """The runs of a stack on the local runtime, the onnxruntime of this Python."""
+    others = {target.runtime for target in report.targets} - {_local_runtime(report)}
+    return [run for run in report.runs if run.stack == stack and run.target not in others]
+
+
+def tabulate_targets(report: Report, stack: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Tables of header and rows; none where no target was run."""
+    if not report.targets or not any(run.stack == stack for run in report.runs):
+        return
+    found = {target.runtime: target for target in report.targets}
+    others = [target for runtime, target in found.items() if runtime != _local_runtime(report)]
+    local = {run.experiment: run for run in select_local_runs(report, stack)}
+    for start in range(0, max(len(others), 1), MOST_COLUMNS):
+        columns = others[start : start + MOST_COLUMNS]
+        of_stack = [run for run in report.runs if run.stack == stack]
+        runs = [{run.experiment: run for run in of_stack if run.target == target.runtime} for target in columns]
+        header = [
+            "experiment",
+            f"{_local_runtime(report).partition('==')[2]} (local)",
+            *(target.onnxruntime for target in columns),
+        ]
+        rows = [
+            [
+                name,
+                _cell(local.get(name)),
+                *(_target_cell(stack, t, known.get(name)) for t, known in zip(columns, runs, strict=True)),
+            ]
+            for name in _experiment_names(local, runs)
+        ]
+        yield header, rows
+
+
+def list_target_releases(report: Report) -> Iterator[str]:
+    """The runtime release that each named target ships."""
+    for target in report.targets:
+        if target.asked != target.runtime:
+            yield f"{target.asked} ships onnxruntime {target.onnxruntime}"
+
+
+def list_target_limits(report: Report) -> Iterator[str]:
+    """The file format versions that each target supports."""
+    for target in report.targets:
+        if target.ir is not None:
+            yield f"{target.asked} supports IR versions up to {target.ir} and opsets up to {target.opset}"
+
+
+def _experiment_names(local: dict[str, Run], others: list[dict[str, Run]]) -> list[str]:
+    """The experiments that findings rest on and that any runtime ran, in the order in which they are run."""
+    from kvdoctor.decode.experiments import load
+
+    names = []
+    for experiment in load():
+        known = [runs[experiment.name] for runs in (local, *others) if experiment.name in runs]
+        rests = experiment.judged and experiment.shown and not (experiment.explains or experiment.on_request)
+        # Where the file does not load, the skipped plain loop stands for all experiments.
+        if rests and any(run.outcome != "skipped" or run.experiment == "plain-loop" for run in known):
+            names.append(experiment.name)
+    return names
+
+
+def _target_cell(stack: str, target: TargetFacts, run: Run | None) -> str:
+    if stack in target.not_run:
+        return "not run"
+    if run is not None and run.outcome == "skipped" and target.refused.get(stack):
+        return "REFUSED"
+    if run is not None and run.experiment in target.other_logits.get(stack, ()):
+        return "DIFFERS"
+    return _cell(run)
+
+
+def _cell(run: Run | None) -> str:
+    if run is None:
+        return "-"
+    at = f" {run.failed_step}" if run.outcome == "failed" and run.failed_step is not None else ""
+    return OUTCOMES[run.shows] + at
+
+
+def _local_runtime(report: Report) -> str:
+    return f"onnxruntime=={report.environment.get('onnxruntime', '?')}"

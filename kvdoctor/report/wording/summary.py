@@ -5,32 +5,30 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding, reaches
-from kvdoctor.report.safe import LONGEST_QUOTED, printable, shortened
-from kvdoctor.report.wording.alike import group_findings
-from kvdoctor.report.wording.finding import format_headline, list_details
-from kvdoctor.report.wording.units import format_count
+from kvdoctor.report.blocks import Span, Table, Text, table
+from kvdoctor.report.escaping import LONGEST_QUOTED, printable, shortened
+from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording.finding import OpenChecks, format_headline, group_findings, list_details
 
 if TYPE_CHECKING:
     from kvdoctor.report.document import Report
 
-LABEL_WIDTH = 11
+LABEL_WIDTH, LONGEST_REASON = 11, 600
 
 
-VERDICT_WORDS = {
+VERDICT_TEXTS = {
     "healthy": "healthy",
     "unhealthy": "unhealthy",
-    "incomplete": "not diagnosed, not a pass",
+    "incomplete": "incomplete, not a pass",
+    "not-applicable": "not applicable",
     "nothing-found": "nothing found in the files; step-test runs decode steps",
 }
-AS_HERE = "the probe shows what the same calls show locally; step-test checks the model itself"
-"""`nothing-found` of a judged probe."""
 AS_FAST = "as fast as before; step-test checks that it decodes right"
 NOT_SLOWER = "not slower where it could be compared; step-test checks that it decodes right"
 MEASURED = "measured; step-test checks that it decodes right"
 """`nothing-found` of a measured speed, with an earlier report and without."""
-NO_ERROR = "no error in the files; step-test runs decode steps"
-"""`nothing-found` of an inspection that lists warnings or notes."""
-NONE_COUNTS = "no finding in the files that counts by --fail-on; step-test runs decode steps"
+NONE_COUNTS = "nothing found in the files that counts; step-test runs decode steps"
+"""`nothing-found` of a report that lists findings."""
 ONLY_KNOWN = "healthy but for known findings"
 
 
@@ -45,18 +43,30 @@ def count_findings(findings: Sequence[Finding]) -> str:
 
 def format_counts(report: "Report") -> str:
     """`1 error, 2 notes, 1 known, 1 not checked`; empty where nothing was found and all was checked."""
-    counts = [count_findings(report.findings), f"{len(report.not_checked)} not checked" if report.not_checked else ""]
-    return ", ".join(filter(None, counts))
+    left = len(report.open_checks) if report.verdict != "not-applicable" else 0
+    return ", ".join(filter(None, [count_findings(report.findings), f"{left} not checked" if left else ""]))
 
 
-def name_open(report: "Report", essential: bool) -> str:
-    """`not checked`; of a healthy model, why it is healthy all the same."""
-    needed = essential or report.verdict != "healthy"
-    return "not checked" if needed else "not checked, and not needed for the verdict"
+def format_open(report: "Report", group: OpenChecks) -> str:
+    """`not checked: KV301 (merged): why`."""
+    reason = shortened(group.reason, LONGEST_REASON)
+    if report.verdict == "not-applicable":
+        return f"not applicable: {reason.removeprefix('not run: ')}"
+    return f"{_name_open(report, group)}: {group.title}: {reason}"
+
+
+def _name_open(report: "Report", group: OpenChecks) -> str:
+    """`not checked`; of what a finding explains or an option allows, that; of a healthy model, why it is healthy."""
+    if group.essential:
+        reasons = dict.fromkeys(report.allowed(entry.code) for entry in group.entries)
+        return "not checked" if None in reasons else f"not checked, allowed ({', '.join(map(str, reasons))})"
+    if report.verdict == "healthy":
+        return "not checked, and not needed for the verdict"
+    return "not checked" if set(group.entries) & set(report.open_checks) else "explained by a finding"
 
 
 def name_verdict(report: "Report") -> str:
-    """The verdict in words; of a repair that was only planned, the verdicts on the original and on the copy."""
+    """The verdict in text; of a repair that was only planned, the verdicts on the original and on the copy."""
     record = report.repair
     if record is not None and record.is_planned and record.after is not None:
         before = record.before
@@ -65,18 +75,16 @@ def name_verdict(report: "Report") -> str:
         return f"dry run: the original stays {before.verdict} ({found}); {copy} would be {record.after.verdict}"
     if record is not None and record.out is None and record.after is not None:
         return f"nothing was written: the new export would be {record.after.verdict}"
-    if report.command == "judge" and report.verdict == "nothing-found":
-        return AS_HERE
     if report.command == "speed" and report.verdict == "nothing-found":
         if report.arguments.get("against") is None:
             return MEASURED
         return NOT_SLOWER if any(one.code == "KV503" for one in report.not_checked) else AS_FAST
-    if report.verdict == "nothing-found" and any(one.severity == "error" and not one.known for one in report.findings):
+    if report.verdict == "nothing-found" and report.findings:
         return NONE_COUNTS
-    if report.command == "inspect" and report.verdict == "nothing-found" and report.findings:
-        return NO_ERROR
+    if report.allowance is not None and report.verdict in ("incomplete", "not-applicable"):
+        return f"{report.verdict.replace('-', ' ')}, allowed: {report.allowance}"
     known = any(finding.known is not None for finding in report.findings)
-    return ONLY_KNOWN if known and report.verdict == "healthy" else VERDICT_WORDS[report.verdict]
+    return ONLY_KNOWN if known and report.verdict == "healthy" else VERDICT_TEXTS[report.verdict]
 
 
 def format_verdict(report: "Report") -> str:
@@ -91,38 +99,40 @@ def format_gate_verdict(verdict: str, reports: "Sequence[Report]") -> str:
     pairs = list(zip(reports, known, strict=True))
     healthy = sum(report.verdict == "healthy" for report in reports)
     only_known = sum(report.verdict == "healthy" and count > 0 for report, count in pairs)
-    words = {"unhealthy": "unhealthy", "incomplete": "not diagnosed", "nothing-found": "not run"}
-    numbers = {word: sum(report.verdict == name for report in reports) for name, word in words.items()}
+    verdicts = ("unhealthy", "incomplete", "not-applicable", "nothing-found")
+    numbers = {name.replace("-", " "): sum(report.verdict == name for report in reports) for name in verdicts}
+    allowed = sum(report.allowance is not None for report in reports)
     cached = sum(bool(report.measured.get("cached")) for report in reports)
     return "".join(
         [
-            f"gate: {verdict}; {healthy} of {format_count(len(reports), 'model')} healthy",
+            f"gate: {verdict.replace('-', ' ')}; {healthy} of {format_count(len(reports), 'model')} healthy",
             f", {only_known} of them with known findings alone" if only_known else "",
             *(f", {number} {word}" for word, number in numbers.items() if number),
+            f" ({allowed} allowed)" if allowed else "",
             f"; {format_count(sum(known), 'known finding')}" if any(known) else "",
             f"; {cached} unchanged and not run again" if cached else "",
         ]
     )
 
 
-MODEL_WORDS = {"incomplete": "not diagnosed", "nothing-found": "not run"}
-MOST_MODELS, MOST_CODES = 200, 6
+MOST_CODES = 6
 
 
-def tabulate_models(reports: "Sequence[Report]") -> tuple[list[str], list[list[str]]]:
-    """A header, and a row for each model: verdict, the codes of errors and warnings, and time."""
-    rows = []
-    for report in reports[:MOST_MODELS]:
+def tabulate_models(reports: "Sequence[Report]", most: int) -> Table:
+    """A row for each of the first models: verdict, the codes of errors and warnings, and time."""
+    rows: list[list[Text]] = []
+    for report in reports[:most]:
         known = any(finding.known is not None for finding in report.findings)
-        word = ONLY_KNOWN if known and report.verdict == "healthy" else MODEL_WORDS.get(report.verdict, report.verdict)
+        word = ONLY_KNOWN if known and report.verdict == "healthy" else report.verdict.replace("-", " ")
+        word += ", allowed" if report.allowance is not None else ""
         codes = list(dict.fromkeys(f.code for f in report.findings if f.severity != "note" and f.known is None))
         more = f" and {len(codes) - MOST_CODES} more" if len(codes) > MOST_CODES else ""
         seconds = report.measured.get("total_seconds")
         time = "unchanged" if report.measured.get("cached") else format_seconds(seconds or 0.0) if seconds else ""
-        rows.append([report.model.path, word, ", ".join(codes[:MOST_CODES]) + more, time])
-    if len(reports) > MOST_MODELS:
-        rows.append([f"{len(reports) - MOST_MODELS} more", "", "", ""])
-    return ["model", "verdict", "errors, warnings", "time"], rows
+        rows.append([Span(report.model.path), Span(word, report.verdict), ", ".join(codes[:MOST_CODES]) + more, time])
+    if len(reports) > most:
+        rows.append([f"{len(reports) - most} more", "", "", ""])
+    return table(("model", "verdict", "errors, warnings", "time"), rows, of="model")
 
 
 def format_seconds(seconds: float) -> str:
@@ -131,7 +141,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def name_worst(report: "Report") -> str:
-    """What keeps a model from being healthy, in a few words: `KV203 cross-cache-emptied and 1 more`."""
+    """What keeps a model from being healthy, in brief: `KV203 cross-cache-emptied and 1 more`."""
     counted = list(dict.fromkeys(f"{found.code} {found.name}" for found in _find_counted(report)))
     if counted:
         return counted[0] + (f" and {len(counted) - 1} more" if counted[1:] else "")

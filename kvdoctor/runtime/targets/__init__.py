@@ -1,13 +1,15 @@
-"""The runtimes and bindings that a model must run in, as `--target` names them.
+"""The runtimes and bindings that a model must run in, as `--target` names them, and what a stack showed under one.
 
 A target is a release of onnxruntime, or a binding of another language that ships one: `onnxruntime==1.16.3`,
-`ort-crate==2.0.0-rc.10`. Standard library only.
+`ort-crate==2.0.0-rc.10`. What it promises is the table of limits, what was observed is a `TargetResult`.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import field
+from typing import Literal
 
+from kvdoctor.decode.runs import LogitsDifference, Run
 from kvdoctor.errors import UsageError, similar_names
 from kvdoctor.records import record
 from kvdoctor.runtime.targets import bindings
@@ -39,7 +41,7 @@ class Target:
 
     @property
     def words(self) -> str:
-        """What was asked for, and the runtime behind it where that is another."""
+        """What was asked for, and the runtime in it where that has another name."""
         return self.asked if self.asked == self.runtime else f"{self.asked} ({self.runtime})"
 
     @property
@@ -124,3 +126,47 @@ def _nearest_release(binding: bindings.Binding, release: str) -> str:
     close = similar_names(release, binding.releases, most=3, cutoff=0.3) or binding.releases[-3:]
     known = ", ".join(f"{binding.name}=={each}" for each in sorted(close))
     return f"name the runtime itself, as in onnxruntime=={releases()[-1]}, or one of {known}"
+
+
+Refused = tuple[str, dict[str, str], str | None]
+"""A file that the runtime did not open: its name, the runtime's text by level, the level that opens it."""
+
+
+@record
+class LogitsGap:
+    """The first step of an experiment whose logits under the target differ from the local ones, and by how much."""
+
+    step: int
+    difference: LogitsDifference | None
+    verdict: Literal["ambiguous", "fail"]
+
+
+@record
+class TargetResult:
+    """One stack under one target.
+
+    `gaps` are, by experiment, differences between the logits of the local runtime and the target, beyond noise.
+    `is_local` says that the target is the runtime of this Python. `not_run` is the reason why nothing was run there.
+    """
+
+    target: Target
+    runs: tuple[Run, ...] = ()
+    refusals: tuple[Refused, ...] = ()
+    gaps: dict[str, LogitsGap] = field(default_factory=dict)
+    is_local: bool = False
+    not_run: str | None = None
+
+    def run(self, experiment: str) -> Run | None:
+        """The run of that experiment."""
+        return next((run for run in self.runs if run.experiment == experiment), None)
+
+    @property
+    def took_steps(self) -> bool:
+        """Whether any call got through: then the files that it needed were opened."""
+        return any(step.returned for run in self.runs for step in run.steps)
+
+    def refused(self, file: str) -> str | None:
+        """The runtime's text where it opens a file at no level."""
+        return next(
+            (next(iter(errors.values()), "") for name, errors, at in self.refusals if name == file and at is None), None
+        )

@@ -74,6 +74,8 @@ ORT_CRATE = {
     "2.0.0-rc.11": "1.23.2",  # description of the crate, badge of its README
     "2.0.0-rc.12": "1.24.2",  # description of the crate: 1.24
     "2.0.0-rc.13": "1.28.0",  # description of the crate, badge of its README
+    "2.0.0-rc.14": "1.31.0",  # the same
+    "2.0.0-rc.15": "1.31.0",  # the archives that ort-sys fetches
 }
 _CRATES = tuple(ORT_CRATE)
 _BEFORE_RC10 = _CRATES[: _CRATES.index("2.0.0-rc.10")]

@@ -7,7 +7,10 @@ from typing import Any
 
 from kvdoctor.contract import Graph
 from kvdoctor.decode.calls import Answer, Call, StepFailed, Value
-from kvdoctor.decode.stack_driver import Environment, Rerun, StackDriver
+from kvdoctor.decode.messages import Job, PairedSide, Settled, SettleJob
+from kvdoctor.decode.samples import Samples
+from kvdoctor.decode.settle import settle
+from kvdoctor.decode.stack_driver import Announce, Environment, Rerun, StackDriver
 from kvdoctor.runtime.worker.sessions import (
     LEVELS,
     LogitsTensor,
@@ -16,7 +19,6 @@ from kvdoctor.runtime.worker.sessions import (
     mentioned,
     output_names,
     run_bound,
-    run_in_place,
     runtime_version,
     to_runtime,
 )
@@ -44,6 +46,21 @@ def run_stages(
     return {port.name: values[port.name] for port in graph.outputs if port.name in values}
 
 
+def open_stack(side: PairedSide, job: Job, announce: Announce, samples: Samples | None = None) -> "StackRunner":
+    """The stack of a side, whose files are opened with the provider and the threads of a job."""
+    sessions = Sessions(side.folder, job.provider, job.threads, announce, job.settings)
+    return StackRunner(side.stack, side.contract, sessions, job.seed, announce, samples or Samples())
+
+
+def settle_readings(job: SettleJob, announce: Announce) -> Settled:
+    """Try the readings of a contract.
+
+    Raises:
+        ProviderMissing: the runtime does not have the provider of the job.
+    """
+    return settle(open_stack(job.side, job, announce))
+
+
 @dataclass
 class StackRunner(StackDriver):
     """Runs calls of one stack in its open sessions."""
@@ -61,10 +78,11 @@ class StackRunner(StackDriver):
 
         Raises:
             StepFailed: the runtime failed.
-            Refused: the file does not open.
+            CannotCheck: the file does not open.
         """
         graph = self.contract.graph(call.phase)
-        opened = open_session or partial(self._open_session, call.via)
+        at_level = partial(self.sessions.at, level=call.via) if call.via in LEVELS else self.sessions.get
+        opened = open_session or at_level
         feeds = {name: to_runtime(value) for name, value in call.feeds.items()}
         if graph.stages:
             values = run_stages(graph, feeds, lambda file, fed: self._run_file(opened(file), fed, call))
@@ -74,22 +92,15 @@ class StackRunner(StackDriver):
         logits = self.logits_name(call.phase)
         if isinstance(tensor := outputs.get(logits), OrtTensor):
             outputs[logits] = LogitsTensor(tensor)
-        return Answer(outputs, logits, call.past, call.new)
-
-    def _open_session(self, via: str, file: str) -> Any:
-        return self.sessions.at(file, via) if via in LEVELS else self.sessions.get(file)
+        return self.make_answer(call, outputs)
 
     def _run_file(self, session: Any, feeds: dict[str, Any], call: Call) -> dict[str, Any]:
         """The outputs of one file by name."""
         names = output_names(session)
         try:
-            if call.via == "one-buffer":
-                shared = {
-                    present: past for present, past in call.in_place.items() if present in names and past in feeds
-                }
-                return dict(zip(names, run_in_place(session, names, feeds, shared), strict=True))
-            run = run_bound if call.via == "io-binding" else session.__class__.run_with_ort_values
-            return dict(zip(names, run(session, names, feeds), strict=True))
+            if call.via in ("io-binding", "one-buffer"):
+                return dict(zip(names, run_bound(session, names, feeds, call.in_place), strict=True))
+            return dict(zip(names, session.run_with_ort_values(names, feeds), strict=True))
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
 

@@ -1,8 +1,13 @@
-"""Sessions and tensors of ONNX Runtime. Only the worker process imports it."""
+"""Sessions and tensors of ONNX Runtime, and the versions that a runtime opens. Only the worker process imports it.
+
+The largest IR version and opset are measured by opening models of one node, for releases beyond the table of
+`targets/limits.json`, newer than this kvdoctor. The models are written as protobuf by hand: the worker has no onnx.
+Fields by onnx.proto of ONNX.
+"""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,10 +19,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import onnxruntime as ort
 
-from kvdoctor.decode.calls import NUMPY_TYPES, Array, Refused, Value, as_array
-from kvdoctor.decode.messages import FileOpening, FileRefused
+from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
+from kvdoctor.decode.messages import FileOpening, FileRefused, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 LEVELS = {
@@ -46,7 +52,7 @@ class OrtTensor:
 
     @cached_property
     def observed(self) -> ObservedTensor:
-        """What a step records of it. Kept, since a present is fed again, and a model may have hundreds of them."""
+        """What a step records of it. Cached, since a present is fed again, and a model may have hundreds of them."""
         return ObservedTensor(self.dtype, self.shape, self.null)
 
     @property
@@ -118,10 +124,10 @@ class Sessions:
         """Give the session of a file.
 
         Raises:
-            Refused: no level opens it.
+            CannotCheck: no level opens it.
         """
         if file in self.refused:
-            raise Refused(file)
+            raise CannotCheck(f"ONNX Runtime cannot load {file}")
         if file not in self.levels:
             self._open_highest(file)
         return self.opened[file, self.levels[file]]
@@ -169,7 +175,7 @@ class Sessions:
             self.announce(FileRefused(file, refusals, self.levels.get(file)))
         if file not in self.levels:
             self.refused.add(file)
-            raise Refused(file)
+            raise CannotCheck(f"ONNX Runtime cannot load {file}")
 
     def _open(self, file: str, level: str, reuse: bool = True) -> Any:
         options = session_options(level, self.threads)
@@ -243,24 +249,16 @@ def to_runtime(value: Value | Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy(np.asarray(as_array(value), order="C"))
 
 
-def run_bound(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
-    """Run with bound inputs and outputs, which keeps a cache on its device."""
+def run_bound(session: Any, names: list[str], feeds: dict[str, Any], pasts: Mapping[str, str]) -> list[Any]:
+    """Run with bound inputs and outputs, which keeps a cache on its device.
+
+    Some outputs are bound to the memory of an input: `pasts` has the input by the name of the output.
+    """
     binding = session.io_binding()
     for name, value in feeds.items():
         binding.bind_ortvalue_input(name, value)
     for name in names:
-        binding.bind_output(name)
-    session.run_with_iobinding(binding)
-    return list(binding.get_outputs())
-
-
-def run_in_place(session: Any, names: list[str], feeds: dict[str, Any], pasts: dict[str, str]) -> list[Any]:
-    """Run with some outputs bound to the memory of an input: `pasts` has the input by the name of the output."""
-    binding = session.io_binding()
-    for name, value in feeds.items():
-        binding.bind_ortvalue_input(name, value)
-    for name in names:
-        if name in pasts:
+        if pasts.get(name) in feeds:
             binding.bind_ortvalue_output(name, feeds[pasts[name]])
         else:
             binding.bind_output(name)
@@ -271,3 +269,46 @@ def run_in_place(session: Any, names: list[str], feeds: dict[str, Any], pasts: d
 def runtime_version() -> str:
     """The version of this process's onnxruntime."""
     return str(ort.__version__)
+
+
+LEAST_IR, LEAST_OPSET = 8, 13
+"""What every release takes that kvdoctor runs under."""
+MOST = 127
+"""One byte of protobuf holds no more; no version is near it."""
+
+
+def measure_limits(*_: object) -> LimitsMeasured:
+    """The largest IR version and the largest opset, each measured with the smallest of the other.
+
+    Neither where not even the oldest model opens: then the fault is not a version.
+    """
+    if not _opens(LEAST_IR, LEAST_OPSET):
+        return LimitsMeasured()
+    ir = next(n for n in range(LEAST_IR, MOST) if n + 1 == MOST or not _opens(n + 1, LEAST_OPSET))
+    opset = next(n for n in range(LEAST_OPSET, MOST) if n + 1 == MOST or not _opens(LEAST_IR, n + 1))
+    return LimitsMeasured(ir, opset)
+
+
+def _opens(ir: int, opset: int) -> bool:
+    try:
+        ort.InferenceSession(_identity(ir, opset), session_options("off", 1), providers=["CPUExecutionProvider"])
+    except Exception:  # the bindings raise many types, and all of them are a refusal
+        return False
+    return True
+
+
+def _identity(ir: int, opset: int) -> bytes:
+    """`y = Identity(x)` with x and y float[1]."""
+    one = _part(2, _part(1, _number(1, 1)))
+    kind = _part(2, _part(1, _number(1, 1) + one))
+    node = _part(1, b"x") + _part(2, b"y") + _part(4, b"Identity")
+    graph = _part(1, node) + _part(2, b"g") + _part(11, _part(1, b"x") + kind) + _part(12, _part(1, b"y") + kind)
+    return _number(1, ir) + _part(7, graph) + _part(8, _number(2, opset))
+
+
+def _number(field: int, value: int) -> bytes:
+    return bytes([field << 3, value])
+
+
+def _part(field: int, content: bytes) -> bytes:
+    return bytes([field << 3 | 2, len(content)]) + content

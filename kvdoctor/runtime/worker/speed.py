@@ -1,23 +1,25 @@
-"""Measures how fast a stack decodes: the first token, a step at several lengths of the past, and memory."""
+"""Measures how fast a stack decodes: the first token, a step at several lengths of the past, and memory.
 
+Linux gives the memory of a process without psutil, which other systems need: kvdoctor depends on it.
+"""
+
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
-from kvdoctor.decode.calls import Answer, NothingToRun, Past, Refused, Scenario, StepFailed, TooShort
+from kvdoctor.decode.calls import Answer, Past, Scenario, StepFailed
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import SpeedDone, SpeedJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
 from kvdoctor.decode.speed import PASTS, ROUNDS, SpeedPoint, middle
 from kvdoctor.decode.stack_driver import Announce
+from kvdoctor.errors import CannotCheck
 from kvdoctor.runtime.worker.decoding import choose_states
-from kvdoctor.runtime.worker.own_memory import peak_bytes, resident_bytes
-from kvdoctor.runtime.worker.runner import StackRunner
-from kvdoctor.runtime.worker.sessions import Sessions
+from kvdoctor.runtime.worker.runner import StackRunner, open_stack
 
 Result = TypeVar("Result")
 
@@ -27,14 +29,12 @@ MOST_SECONDS = 20.0
 """A length is left out where its rounds would take longer, by the time of the length before it."""
 SETTLED = 200
 """Steps after which the runtime has all memory that equal steps need; fewer where they would take half of the time."""
-FAILS = (StepFailed, Refused)
-NOT_RUN = (TooShort, NothingToRun, ValueError)
+NOT_RUN = (CannotCheck, ValueError)
 
 
 def measure_speed(job: SpeedJob, announce: Announce) -> SpeedDone:
     """Measure each length of the past, then many equal steps at the first of them."""
-    sessions = Sessions(job.side.folder, job.provider, job.threads, announce, {})
-    runner = StackRunner(job.side.stack, job.side.contract, sessions, job.seed, announce)
+    runner = open_stack(job.side, job, announce)
     limit = job.side.contract.usable_length
     pasts = [past for past in PASTS if limit is None or past < limit]
     longest = [limit - 1] if limit is not None and limit - 1 not in pasts and limit > 1 else []
@@ -48,7 +48,7 @@ def measure_speed(job: SpeedJob, announce: Announce) -> SpeedDone:
         except NOT_RUN as error:
             left_out.append(f"a past of {past:,} tokens could not be measured: {error}")
             break
-        except FAILS as error:
+        except StepFailed as error:
             before, at_limit = points[-1].past if points else 0, None
             if (fits := _find_longest(runner, job, before, past)) is not None:
                 points.append(fits[0])
@@ -67,7 +67,7 @@ def _find_longest(runner: StackRunner, job: SpeedJob, fits: int, fails: int) -> 
     for length in sorted((length for length in job.thresholds if fits < length - 1 < fails), reverse=True):
         try:
             found = _measure(runner, length - 1, job)
-        except (*FAILS, *NOT_RUN):
+        except (StepFailed, *NOT_RUN):
             continue
         return found, length if _fails(runner, length, job) else None
     return None
@@ -78,7 +78,7 @@ def _fails(runner: StackRunner, past: int, job: SpeedJob) -> bool:
     builder = _build(runner, past, job)
     try:
         _run_step(runner, builder, _fill(runner, builder, past))
-    except FAILS:
+    except StepFailed:
         return True
     except NOT_RUN:
         return False
@@ -96,7 +96,8 @@ def _measure(runner: StackRunner, past: int, job: SpeedJob) -> SpeedPoint:
         builder = _build(runner, past, job)
         first, carried = _time(partial(_fill, runner, builder, past))
         step, answer = _time(partial(_run_step, runner, builder, carried))
-        written = _count_written(runner, answer)
+        presents = {slot.present for slot in runner.contract.slots if slot.present in answer.outputs}
+        written = sum(answer.outputs[str(name)].array().nbytes for name in presents)
         if number:  # the first round warms up
             firsts.append(first)
             steps.append(step)
@@ -105,18 +106,15 @@ def _measure(runner: StackRunner, past: int, job: SpeedJob) -> SpeedPoint:
 
 def _build(runner: StackRunner, past: int, job: SpeedJob) -> FeedBuilder:
     contract = job.side.contract
-    scenario = Scenario(
-        contract.fixed_batch or 1, past, (contract.new_tokens or 1) + 1, choose_states(contract), job.seed
-    )
-    embed = runner.embed if runner.can_embed else None
-    return FeedBuilder(contract, scenario, runner.encode(scenario), np.zeros((0, 0), np.int64), embed=embed)
+    batch, steps = contract.fixed_batch or 1, (contract.new_tokens or 1) + 1
+    return runner.build(Scenario(batch, past, steps, choose_states(contract), job.seed))
 
 
 def _fill(runner: StackRunner, builder: FeedBuilder, past: int) -> Past:
     """The cache after a prompt, in one call or in as many as the contract asks for."""
     walk = fit_walk(Walk(1, past, ()), builder.contract)
     if walk is None or walk.total != past:
-        raise NothingToRun(f"no prompt of {past} tokens fits the sizes of the model")
+        raise CannotCheck(f"no prompt of {past} tokens fits the sizes of the model")
     carried: Past | None = None
     for start, stop in walk.calls():
         call = builder.prefill(stop) if carried is None else builder.decode(start, stop, carried)
@@ -149,12 +147,6 @@ def _time(call: Callable[[], Result]) -> tuple[float, Result]:
     return middle(tuple(seconds)), result
 
 
-def _count_written(runner: StackRunner, answer: Answer) -> int:
-    """Bytes of the caches that a step returned."""
-    presents = {slot.present for slot in runner.contract.slots if slot.present in answer.outputs}
-    return sum(answer.outputs[str(name)].array().nbytes for name in presents)
-
-
 def _run_equal_steps(runner: StackRunner, past: int, job: SpeedJob) -> tuple[int, int]:
     """Repeat one step: how often after the first ones, and by how many bytes the resident memory grew meanwhile."""
     builder = _build(runner, past, job)
@@ -166,3 +158,32 @@ def _run_equal_steps(runner: StackRunner, past: int, job: SpeedJob) -> tuple[int
         _run_step(runner, builder, carried)
         done += 1
     return (done - counted, max(resident_bytes() - settled, 0)) if settled else (0, 0)
+
+
+def resident_bytes() -> int:
+    """What is resident now."""
+    if sys.platform == "linux":
+        return _read_status("VmRSS")
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes() -> int:
+    """The most that was resident until now."""
+    if sys.platform == "linux":
+        return _read_status("VmHWM")
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _read_status(name: str) -> int:
+    """A figure that Linux tells of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

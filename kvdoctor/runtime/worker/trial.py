@@ -35,7 +35,7 @@ MASKING = 1e3
 """Numbers of this size are those of a mask."""
 
 
-def run_trial(job: TrialJob | CompareJob) -> TrialDone:
+def run_trial(job: TrialJob | CompareJob, _: object = None) -> TrialDone:
     """Carry out a trial."""
     try:
         if isinstance(job, CompareJob):
@@ -131,12 +131,12 @@ def _measure_difference(actual: Array, expected: Array) -> float:
     """
     got, want = actual.astype(np.float64), expected.astype(np.float64)
     both = np.isfinite(got) & np.isfinite(want)
-    alike = both | (got == want) | (np.isnan(got) & np.isnan(want))
+    same = both | (got == want) | (np.isnan(got) & np.isnan(want))
     size = np.abs(want)
     plain = both & (size < MASKING)
     scale = np.where(plain, _scale(want[plain]), np.maximum(size, 1.0))
     apart = np.abs(got[both] - want[both]) / scale[both]
-    relative = float(apart.max(initial=0.0)) if alike.all() else -1.0
+    relative = float(apart.max(initial=0.0)) if same.all() else -1.0
     return float(f"{relative:.3g}")
 
 

@@ -1,11 +1,41 @@
-"""config.json of transformers and Optimum against the graph."""
+"""The three files of transformers and Optimum against the graph: config.json, generation_config.json, export.json.
 
-from kvdoctor.analysis.configs import decoder_config
+generation_config.json may name token ids that the graph does not have, and more tokens than it has positions; sources
+of the keys: transformers 4.57 and 5.23, `generation/configuration_utils.py`, and that of Whisper. export.json, of the
+exporters of transformers 5, lists files, and the inputs as they were traced; source: transformers 5.23,
+`exporters/metadata.py` and `exporters/base.py`: the runner drops what was not traced, and asks for every input.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvdoctor.analysis.configs import decoder_config, is_count, read_part
+from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, claims
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement
+from kvdoctor.diagnose.checks.side_cars.compare_values import compare_values
+from kvdoctor.diagnose.checks.side_cars.disagreement import (
+    Disagreement,
+    describe_tensor,
+    fits_port,
+    on_disk,
+    plain,
+    quoted,
+)
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_rows
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.files import STEM
+from kvdoctor.model.view import Declared
+
+ENDS = ("eos_token_id",)
+FORCED = ("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "no_timestamps_token_id")
+NAMED = ("lang_to_id", "task_to_id")
+SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
+FED = ("decoder_start_token_id", "bos_token_id")
+"""Keys by what becomes of their ids: they end a sequence, are chosen, are forbidden, or are fed first."""
+MOST_IDS = 10_000
+"""Ids of one key that are looked at; the file may hold anything."""
+MOST_LEAVES = 500
 
 
 def config_json(context: ContractContext) -> list[Disagreement]:
@@ -14,11 +44,12 @@ def config_json(context: ContractContext) -> list[Disagreement]:
     if not config or not meant_for(context):
         return []
     model_type = str(decoder_config(config).get("model_type"))
-    return [found for claim in claims(config) for found in _compare_claim(context, claim, model_type)]
+    sizes = [found for claim in claims(config) for found in _compare_claim(context, claim, model_type)]
+    return [*sizes, *compare_values(context)]
 
 
 def meant_for(context: ContractContext) -> bool:
-    """Whether config.json can describe a stack: it generates tokens, and no decoder beside it was left unread."""
+    """Whether config.json can describe a stack: it generates tokens, and every other decoder of its folder was read."""
     if not context.contract.slots:
         return False
     decode, main = context.contract.graph("decode"), context.stack.main
@@ -29,7 +60,7 @@ def meant_for(context: ContractContext) -> bool:
 
 
 def has_usual_name(context: ContractContext) -> bool:
-    """Whether the decoder has the file name of Optimum, so that config.json beside it describes it."""
+    """Whether the decoder has the file name of Optimum, so that config.json describes it."""
     return STEM.fullmatch(context.stack.main.path.stem) is not None
 
 
@@ -42,4 +73,105 @@ def _compare_claim(context: ContractContext, claim: ConfigClaim, model_type: str
         # An export with a buffer of fixed size has a shorter context on purpose.
         fixed = context.contract.capacity is not None
         return [] if fixed else list(compare_numbers.context(context, claim))
-    return list(compare_numbers.sizes(context, claim))
+    packed = any("int" in slot.dtype for slot in context.contract.of_kind("self-attention"))
+    return list(compare_numbers.sizes(context, claim, fused=claim.what == "head_dim" and not packed))
+
+
+def generation_config(context: ContractContext) -> list[Disagreement]:
+    """The entries of generation_config.json that the graph of a decoder cannot follow."""
+    config = context.folder.side_cars.generation
+    if not config or not meant_for(context):
+        return []
+    return [*_compare_chosen(context, config), *_compare_fed(context, config), *_compare_length(context, config)]
+
+
+def _compare_chosen(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
+    """Ids that are looked for among the logits, or written into them."""
+    width = logits_width(context)
+    if width is None:
+        return
+    for keys, so in (
+        (ENDS, "the model never returns the id, so generation does not end by it"),
+        (FORCED, "the logits have no entry for the id that is forced"),
+        (NAMED, "the logits have no entry for the id that is forced"),
+        (SUPPRESSED, "the logits have no entry for the id that is suppressed"),
+    ):
+        for key in keys:
+            yield from _outside(key, config.get(key), width, f"logits of width {width}", so)
+
+
+def _compare_fed(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
+    """The first id that a decoder is fed; the other ids of an encoder-decoder may be those of its encoder."""
+    rows = token_rows(context)
+    if rows is not None:
+        so = "the first call looks up a row that the table does not have"
+        key = FED[0] if context.contract.has_encoder_states else FED[1]
+        yield from _outside(key, config.get(key), rows, f"an embedding table of {rows} rows", so)
+
+
+def _compare_length(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
+    """More tokens than there are positions. A buffer of fixed size has fewer on purpose."""
+    length = config.get("max_length")
+    if is_count(length) and context.contract.capacity is None:
+        yield from compare_numbers.context(context, ConfigClaim("context", "max_length", length))
+
+
+def _outside(key: str, value: Any, count: int, observed: str, so: str) -> Iterator[Disagreement]:
+    """An entry with ids from `count` on. Ids below 0 stand for none."""
+    outside = sorted({one for one in _list_ids(value) if one >= count})
+    if outside:
+        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        yield Disagreement(plain(key), f"{outside[0]}{more}", observed, f"an id below {count}", so)
+
+
+def _list_ids(value: Any) -> Iterator[int]:
+    """The whole numbers of an entry: one, a list, the values of names, or pairs of a position and an id."""
+    values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    for one in values[:MOST_IDS]:
+        last = one[-1] if isinstance(one, list) and one else one
+        if isinstance(last, int) and not isinstance(last, bool):
+            yield last
+
+
+def export_json(context: ContractContext) -> list[Disagreement]:
+    """Files that are not there, and traced inputs that are not those of the graph."""
+    components = read_part(context.folder.side_cars.export, "components")
+    views = {file.name: file.view for file in context.stack.files.values() if file.view is not None}
+    found: list[Disagreement] = []
+    for name in components:
+        entry, key = read_part(components, name), f"components.{plain(name)}"
+        file = entry.get("file")
+        if not isinstance(file, str):
+            continue
+        if file in views:
+            kwargs = read_part(read_part(entry, "metadata"), "kwargs")
+            found += _traced(f"{key}.metadata.kwargs", kwargs, views[file].inputs) if kwargs else ()
+        elif file.endswith(".onnx") and not on_disk(context, file):
+            found.append(Disagreement(f"{key}.file", quoted(file), "no such file", "the file of that component"))
+    return found
+
+
+def _traced(key: str, kwargs: dict[str, Any], inputs: dict[str, Declared]) -> Iterator[Disagreement]:
+    """A cache was traced as a whole, and what the graph does not read is no input of it."""
+    ports = {name.removeprefix("input."): port for name, port in inputs.items()}
+    for path, port in ports.items():
+        if path.partition(".")[0] not in kwargs:
+            missing = f"no {quoted(path.partition('.')[0])}"
+            yield Disagreement(key, missing, f"input {quoted(port.name)}", quoted(path), "the runner cannot feed it")
+    for path, spec in _tensors(kwargs):
+        if path in ports and not fits_port(spec, ports[path]):
+            there = describe(ports[path].dtype, ports[path].shape)
+            yield Disagreement(f"{key}.{plain(path)}", describe_tensor(spec), there, there)
+
+
+def _tensors(kwargs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tensors among the traced inputs by path."""
+    waiting = list(kwargs.items())
+    for path, spec in waiting:
+        if not isinstance(spec, dict) or len(waiting) > MOST_LEAVES:
+            continue
+        leaves = spec.get("leaves")
+        if isinstance(leaves, dict):
+            waiting += [(f"{path}.{name}", leaf) for name, leaf in leaves.items()]
+        else:
+            yield path, spec

@@ -9,13 +9,21 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, is_count, read_part, read_strings
+from kvdoctor.analysis.configs import (
+    GENAI_ROLES,
+    GENAI_SLOTS,
+    declared_windows,
+    is_count,
+    read_part,
+    read_strings,
+)
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim
 from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
+from kvdoctor.diagnose.checks.side_cars.stop_tokens import genai_stops
 from kvdoctor.diagnose.context import ContractContext
 
 
@@ -40,11 +48,12 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
         *_compare_numbers(context, model, decoder),
         *_compare_window(context, read_part(decoder, "sliding_window")),
         *_compare_shared_buffer(context.contract, read_part(genai, "search")),
+        *genai_stops(context),
     ]
 
 
 def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
-    """The graphs beside the decoder."""
+    """The other graphs of the pipeline."""
     for part in ("encoder", "embedding", "vision", "speech"):
         file = read_part(model, part).get("filename")
         if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
@@ -156,7 +165,11 @@ def _compare_window(context: ContractContext, window: dict[str, Any]) -> Iterato
     if wrong and (listed or size not in meant.values()):
         right = either(wrong) if min(wrong) > 0 else "no window"
         observed = f"local_window_size {either(wrong)} of GroupQueryAttention"
-        yield Disagreement("model.decoder.sliding_window.window_size", str(size), observed, right)
+        agreed = size in declared_windows(context.folder.side_cars.config).values()
+        if agreed:  # two files say the same: the export lost the window
+            right, observed = f"{size} in the graph", f"{observed}, where config.json has {size} as well"
+        key = "model.decoder.sliding_window.window_size"
+        yield Disagreement(key, str(size), observed, right, by_graph=not agreed)
 
 
 def _compare_shared_buffer(contract: CacheContract, search: dict[str, Any]) -> Iterator[Disagreement]:

@@ -4,21 +4,21 @@ The contract cannot serve: its sizes that the graph leaves open come from the co
 """
 
 from kvdoctor.analysis.axes import as_number, find_head_dim
-from kvdoctor.analysis.dataflow.operators import KEEPS
+from kvdoctor.analysis.dataflow.walks import KEEPS
 from kvdoctor.analysis.port_roles import FEW_ROWS
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.model.cache_operators import CONTRIB
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import CONTRIB, operators_with
 from kvdoctor.model.view import ELEMENT_TYPES
 
-COUNTS = {"Range", "CumSum", "Shape"}
-SHIFTS = {"Add", "Clip"}
+COUNTS = operators_with("range", "accumulate", "measure")
+SHIFTS = operators_with("add", "clamp")
 RECKONED = 0
 """Stands for the rows of a table whose index is computed from the token ids."""
-RECKONS = SHIFTS | {"Sub", "Mul", "Max", "Min", "Where"}
+RECKONS = operators_with("arithmetic", "select")
 COSINES = {
     (CONTRIB, "GroupQueryAttention"): 7,
     (CONTRIB, "PagedAttention"): 8,
@@ -114,15 +114,15 @@ def _find_tables(stack: StackFiles, contract: CacheContract) -> tuple[list[int],
             counted.append(table)
         elif roots & tokens:
             widths.add(table[1])
-            words.append(table[0] if _roots(flow, node, set())[0] & tokens else RECKONED)
-    # What is reckoned with first may be a bias by distance: one of positions is as wide as that of the words.
+            words.append(table[0] if _roots(flow, node, frozenset())[0] & tokens else RECKONED)
+    # A value that is first computed with may be a bias by distance; a table of positions is as wide as the embeddings.
     found += [rows for rows, width in counted if rows >= FEW_ROWS and width in widths]
     return found, words
 
 
 def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
     """The size of the constant table that a node looks rows up in."""
-    if node.op not in ("Gather", "GatherND", "Slice") or len(node.inputs) < 2 or node.number("axis", 0) != 0:
+    if not node.has("pick") or len(node.inputs) < 2 or node.number("axis", 0) != 0:
         return None
     tensor = flow.constant(node.inputs[0])
     if tensor is None or len(tensor.dims) != 2 or ELEMENT_TYPES.get(tensor.data_type) == "bool":
@@ -138,7 +138,7 @@ def _is_turned(flow: Flow, name: str) -> bool:
         made = flow.producers.get(name)
         if made is None or not made.inputs:
             break
-        turned ^= made.op == "Transpose"
+        turned ^= made.has("permute")
         name = made.inputs[0]
     return turned
 
@@ -146,13 +146,13 @@ def _is_turned(flow: Flow, name: str) -> bool:
 def _rows(flow: Flow, name: str) -> list[int]:
     """Rows of a table of cosines; where a branch chooses one of several, those of the longest."""
     node = flow.producers.get(name)
-    choices = node.inputs if node is not None and node.op == "Identity" else (name,)
+    choices = node.inputs if node is not None and node.has("copy") else (name,)
     tables = [flow.constant(choice) for choice in choices]
     rows = [int(table.dims[0]) for table in tables if table is not None and len(table.dims) == 2]
     return [max(rows)] if rows and len(rows) == len(tables) else []
 
 
-def _roots(flow: Flow, node: FlatNode, through: set[str]) -> tuple[set[str], bool]:
+def _roots(flow: Flow, node: FlatNode, through: frozenset[str]) -> tuple[set[str], bool]:
     """Where an index comes from: the names at its roots, and whether something is counted on the way."""
     waiting, found, counts = list(node.inputs[1:3]), set(), False
     seen = set(waiting)

@@ -13,9 +13,16 @@ from kvdoctor.analysis.configs import is_count, read_part
 from kvdoctor.contract import Slot, describe
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, What
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import (
+    Disagreement,
+    describe_tensor,
+    either,
+    fits_port,
+    on_disk,
+    plain,
+    quoted,
+)
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
-from kvdoctor.diagnose.checks.side_cars.tensors import describe_tensor, fits_port
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.view import Declared
 
@@ -29,7 +36,8 @@ def inference_metadata(context: ContractContext) -> list[Disagreement]:
     """The entries of inference_metadata.yaml that disagree with the graph of a decoder."""
     document = context.folder.side_cars.inference
     workflow = read_part(read_part(document, "pipeline"), "workflow")
-    decoders = _find_decoders(context, workflow)
+    components = read_part(workflow, "components")
+    decoders = [name for name in _names(components) if _artifact(components, name) == context.decode_file]
     # The sizes are those of one decoder: of several stacks, the one that a component names.
     named = bool(decoders) or (not workflow and len(context.folder.stacks) == 1)
     return [
@@ -38,12 +46,6 @@ def inference_metadata(context: ContractContext) -> list[Disagreement]:
         *(one for name in decoders for one in _compare_ports(context, workflow, name)),
         *(one for name in decoders for one in _compare_state(context, workflow, name)),
     ]
-
-
-def _find_decoders(context: ContractContext, workflow: dict[str, Any]) -> list[str]:
-    """The components that run the file which decodes with the cache."""
-    components = read_part(workflow, "components")
-    return [name for name in _names(components) if _artifact(components, name) == context.decode_file]
 
 
 def _names(part: dict[str, Any]) -> list[str]:
@@ -115,14 +117,11 @@ def _compare_state(context: ContractContext, workflow: dict[str, Any], component
         aliases = read_part(read_part(state, "ports"), component)
         path = f"groups.{plain(group)}"
         pairs = [(label, read_part(aliases, label)) for label in _names(aliases)]
-        found = [(label, pair, slots[pair["input"]]) for label, pair in pairs if _is_past(pair.get("input"), slots)]
+        named = [(label, pair, pair.get("input")) for label, pair in pairs]
+        found = [(label, pair, slots[name]) for label, pair, name in named if isinstance(name, str) and name in slots]
         for label, pair, slot in found:
             yield from _compare_pair(f"{path}.ports.{plain(component)}.{plain(label)}", pair, slot)
         yield from _compare_axis(f"{path}.sequence_axis", state, [slot for _, _, slot in found])
-
-
-def _is_past(name: object, slots: dict[str, Slot]) -> bool:
-    return isinstance(name, str) and name in slots
 
 
 def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Iterator[Disagreement]:

@@ -18,7 +18,7 @@ from kvdoctor.diagnose.checks.side_cars.config_json import meant_for
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_rows
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import CannotCheck
+from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
@@ -51,6 +51,15 @@ def special_tokens(context: ContractContext) -> list[Disagreement]:
     """
     found = _read(context.folder.root) if meant_for(context) else None
     return [] if found is None else [*_compare_special(context, found)]
+
+
+def read_special(context: ContractContext) -> dict[str, tuple[str, int]]:
+    """Text and id of the end, start and padding tokens by key; none where the tokenizer cannot be read."""
+    try:
+        found = _read(context.folder.root)
+    except CannotCheck:  # which the comparison of the tokenizer reports
+        return {}
+    return found.special if found is not None else {}
 
 
 def _compare_special(context: ContractContext, found: _Tokenizer) -> Iterator[Disagreement]:
@@ -103,7 +112,8 @@ def _read_once(paths: tuple[Path, ...], _states: tuple[tuple[int, int] | None, .
     """Each stack of a folder has the same tokenizer."""
     config, whole = (_read_file(path) for path in paths)
     ids: dict[str, int] = {}
-    for one in _list(whole.get("added_tokens")):
+    added = whole.get("added_tokens")
+    for one in added if isinstance(added, list) else []:
         if isinstance(one, dict) and isinstance(one.get("content"), str) and is_id(one.get("id")):
             ids[one["content"]] = one["id"]
     for digits, one in read_part(config, "added_tokens_decoder").items():
@@ -131,10 +141,6 @@ def _read_file(path: Path) -> dict[str, Any]:
     if obstacle is not None:
         raise CannotCheck(obstacle)
     return content
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def is_id(value: object) -> TypeGuard[int]:

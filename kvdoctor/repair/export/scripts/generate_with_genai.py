@@ -19,7 +19,7 @@ MOST_WORDS = 400
 
 
 def generate(model: Any, prompt: list[int], count: int, given: dict[str, Any]) -> tuple[list[int], Any]:
-    """The tokens behind a prompt, and the row of logits that each was chosen from; `given` are inputs by name."""
+    """The tokens after a prompt, and the row of logits that each was chosen from; `given` are inputs by name."""
     parameters = og.GeneratorParams(model)
     parameters.set_search_options(do_sample=False, num_beams=1, max_length=len(prompt) + count)
     generator = og.Generator(model, parameters)

@@ -1,6 +1,6 @@
 """Exports a checkpoint to ONNX: `python run.py arguments.json`, in a Python that has `requirements.txt`.
 
-The only argument is a JSON object, or the file that holds one: `script`, the file beside this one that knows the
+The only argument is a JSON object, or the file that holds one: `script`, the file next to this one that knows the
 exporter; `checkpoint`, a folder or a model of the hub; `out`, the folder to write into; `local`, whether nothing may be
 downloaded; `task`, `dtype` and `opset`, each null where the exporter may choose; and `flags` of that exporter.
 

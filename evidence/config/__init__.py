@@ -1,0 +1,1 @@
+"""Values of config.json, changed one at a time on healthy exports."""

@@ -1,0 +1,294 @@
+"""The steps of `diff`: both sides, stack by stack, and the verdict."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvdoctor.addons.comparison.contract_diff import compare_contracts
+from kvdoctor.addons.comparison.document import (
+    Difference,
+    DiffReport,
+    DiffVerdict,
+    FindingDiff,
+    Logits,
+    NotCompared,
+    StackDiff,
+    WeightsDiff,
+)
+from kvdoctor.addons.comparison.files_diff import compare_graphs, compare_weights, match_files
+from kvdoctor.addons.comparison.options import DiffChoices
+from kvdoctor.addons.comparison.results_diff import (
+    LOCAL,
+    CannotCompareLogits,
+    agrees_less,
+    compare_findings,
+    compare_logits,
+    compare_outcomes,
+    needs_no_run,
+)
+from kvdoctor.addons.comparison.sides import DiagnosedSide, compare_golden, diagnose_sides, find_golden
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.errors import UnreadableError, UsageError
+from kvdoctor.findings import Finding, means_incomplete
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import StackFacts
+from kvdoctor.report.wording import shorten_names
+
+NO_RUNS = ("inspect",)
+"""Commands whose reports have no runs."""
+
+
+@record
+class _Sides:
+    """Both sides, and the options."""
+
+    a: DiagnosedSide
+    b: DiagnosedSide
+    choices: DiffChoices
+    options: Options
+
+    @property
+    def static(self) -> bool:
+        """Whether nothing is run, as asked for or since A is a contract."""
+        return self.choices.static or self.a.required
+
+    @property
+    def have_runs(self) -> bool:
+        """Whether there are runs to compare."""
+        return not self.static and bool(self.a.report.runs and self.b.report.runs)
+
+
+@record
+class _StackResult:
+    """The comparison of a stack: why B is worse, and what could not be compared."""
+
+    diff: StackDiff
+    reasons: tuple[str, ...] = ()
+    not_compared: tuple[NotCompared, ...] = ()
+
+
+def compare(path_a: str, path_b: str, choices: DiffChoices, options: Options) -> DiffReport:
+    """Compare B with A.
+
+    Raises:
+        UsageError: a path does not exist, or a report cannot be read or was made with other options.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    if choices.static and choices.agree is not None:
+        raise UsageError("--agree compares logits, and --static runs nothing: remove one of them")
+    if (golden := find_golden(path_a, path_b)) is not None:
+        if choices.static or choices.agree is not None:
+            raise UsageError("golden numbers are compared by running the model: remove --static and --agree")
+        diff = compare_golden(*golden, options, _arguments(choices, options))
+        swapped = () if golden[0] == path_a else (f"{golden[0]} is A, as what was recorded before, in either order",)
+        return replace(diff, notes=(*diff.notes, *swapped))
+    with diagnose_sides(path_a, path_b, options, choices.static) as (a, b):
+        if a.required and choices.agree is not None:
+            raise UsageError("a contract is compared without a run, and --agree compares logits: remove --agree")
+        sides = _Sides(a, b, choices, options)
+        pairs = list(match_stacks(a.report.stacks, b.report.stacks))
+        stacks = [_compare_stack(sides, old, new) for old, new in pairs]
+        diffs = tuple(stack.diff for stack in stacks)
+        findings = _compare_findings(sides, pairs)
+        reasons = [reason for stack in stacks for reason in stack.reasons]
+        reasons += [one.because for one in findings if one.effect == "worse"]
+        not_compared = [entry for stack in stacks for entry in stack.not_compared]
+        not_compared += [*_not_compared(sides, "A", a.report), *_not_compared(sides, "B", b.report)]
+        return DiffReport(
+            arguments=_arguments(choices, options),
+            seed=options.seed,
+            verdict=_decide(diffs, findings, worse=bool(reasons), incomplete=any(e.essential for e in not_compared)),
+            a=a.facts(),
+            b=b.facts(),
+            reasons=tuple(dict.fromkeys(reasons)),
+            stacks=diffs,
+            findings=findings,
+            not_compared=tuple(dict.fromkeys(not_compared)),
+            notes=tuple(_notes(a.report, b.report)),
+            measured={"a": a.report.measured, "b": b.report.measured},
+        )
+
+
+def match_stacks(
+    a: tuple[StackFacts, ...], b: tuple[StackFacts, ...]
+) -> Iterator[tuple[StackFacts | None, StackFacts | None]]:
+    """Pair the stacks of both sides: by name, then by layout, then the only remaining one of each side."""
+    left, pairs = list(b), dict[str, StackFacts]()
+    for property_name in ("name", "layout"):
+        for old in a:
+            alike = [new for new in left if getattr(new, property_name) == getattr(old, property_name)]
+            if alike and old.name not in pairs:
+                pairs[old.name] = alike[0]
+                left.remove(alike[0])
+    alone = [old for old in a if old.name not in pairs]
+    if len(alone) == len(left) == 1:
+        pairs[alone[0].name] = left.pop()
+    yield from ((old, pairs.get(old.name)) for old in a)
+    yield from ((None, new) for new in left)
+
+
+def _compare_stack(sides: _Sides, old: StackFacts | None, new: StackFacts | None) -> _StackResult:
+    if new is None and old is not None:
+        gone = f"contract broken: the stack {old.name} ({old.layout}) is gone"
+        return _StackResult(StackDiff(old.name, None), (gone,) if sides.b.report.stacks else ())
+    if old is None or new is None:
+        return _StackResult(StackDiff(None, new.name if new else None))
+    result = _compare_files(sides, old, new)
+    return _compare_runs(sides, result, (old.name, new.name)) if sides.have_runs else result
+
+
+def _compare_files(sides: _Sides, old: StackFacts, new: StackFacts) -> _StackResult:
+    """The contracts and graphs of a stack."""
+    old_files = [file for file in sides.a.report.model.files if file.path in old.files]
+    new_files = [file for file in sides.b.report.model.files if file.path in new.files]
+    graph = () if sides.a.required else compare_graphs(old_files, new_files)
+    weights = None if sides.a.required else _compare_weights(sides, old, new)
+    stored = weights if isinstance(weights, WeightsDiff) else None
+    missing: tuple[NotCompared, ...] = (weights,) if isinstance(weights, NotCompared) else ()
+    if old.contract is None or new.contract is None:
+        missing += (NotCompared(new.name, "contract", "one side has none", essential=True),)
+        return _StackResult(StackDiff(old.name, new.name, (), graph, weights=stored), not_compared=missing)
+    contract = compare_contracts(old.contract, new.contract)
+    reasons = tuple(f"contract broken: {_describe(change)}" for change in contract if change.effect == "worse")
+    return _StackResult(StackDiff(old.name, new.name, contract, graph, weights=stored), reasons, missing)
+
+
+def _compare_weights(sides: _Sides, old: StackFacts, new: StackFacts) -> WeightsDiff | NotCompared:
+    """The weights of a stack by content, or why they could not be compared."""
+    if sides.a.stored or sides.b.stored:
+        return NotCompared(new.name, "weights", "a report has no weights; give both models")
+    places = [{file.name: file.path for file in open_folder(side.path).files} for side in (sides.a, sides.b)]
+    files = (
+        [file for file in side.report.model.files if file.path in stack.files]
+        for side, stack in ((sides.a, old), (sides.b, new))
+    )
+    matched = [(a.path, b.path) for a, b in match_files(*files) if a is not None and b is not None]
+    if not matched or any(a not in places[0] or b not in places[1] for a, b in matched):
+        return NotCompared(new.name, "weights", "the files of both sides could not be matched")
+    pairs = [(a, places[0][a], places[1][b]) for a, b in matched]
+    try:
+        return compare_weights(pairs)
+    except (UnreadableError, OSError, ValueError) as error:
+        return NotCompared(new.name, "weights", " ".join(str(error).split()))
+
+
+def _compare_runs(sides: _Sides, files: _StackResult, names: tuple[str, str]) -> _StackResult:
+    """The result of a stack with the outcomes of its experiments and its logits added."""
+    outcomes = tuple(compare_outcomes(sides.a.report, sides.b.report, *names))
+    reasons = []
+    for one in outcomes:
+        if one.effect == "worse":
+            under = f" under {one.target}" if one.target != LOCAL else ""
+            reasons.append(f"parity lost: {one.experiment} {one.a} -> {one.b}{under}")
+    logits, finding = _compare_logits(sides, names)
+    if isinstance(finding, str):
+        reasons.append(finding)
+    return _StackResult(
+        replace(files.diff, experiments=outcomes, logits=logits),
+        (*files.reasons, *reasons),
+        (*files.not_compared, *((finding,) if isinstance(finding, NotCompared) else ())),
+    )
+
+
+def _compare_logits(sides: _Sides, names: tuple[str, str]) -> tuple[Logits | None, NotCompared | str | None]:
+    """The logits of a stack on both sides; also why they could not be compared, or why they make B worse."""
+    agree, stack = sides.choices.agree, names[1]
+    if sides.a.stored or sides.b.stored:
+        reason = "a report has no logits; give both models"
+        return None, NotCompared(stack, "logits", reason, essential=agree is not None)
+    try:
+        logits, verdict = compare_logits(sides.a.side, sides.b.side, names, sides.options.tolerances)
+    except CannotCompareLogits as error:
+        return None, NotCompared(stack, "logits", str(error), essential=agree is not None)
+    if agree is None or not agrees_less(logits.agree, agree):
+        return logits, None
+    if agree == "logits" and verdict == "ambiguous":
+        reason = "the difference of the logits is between noise and a fault"
+        return logits, NotCompared(stack, "logits", reason, essential=True)
+    return logits, f"logits of {stack} do not agree as required: --agree {agree}"
+
+
+def _compare_findings(
+    sides: _Sides, pairs: list[tuple[StackFacts | None, StackFacts | None]]
+) -> tuple[FindingDiff, ...]:
+    names = {new.name: old.name for old, new in pairs if old is not None and new is not None}
+    if sides.a.required:
+        return ()  # a contract says what a model must have, and nothing of faults
+    # If A could not be read, its findings are unknown, so that none of B is new.
+    fail_on = sides.options.fail_on if sides.a.report.stacks else "never"
+    old, new = _comparable_findings(sides, sides.a.report), _comparable_findings(sides, sides.b.report)
+    return tuple(compare_findings(old, new, names, fail_on))
+
+
+def _comparable_findings(sides: _Sides, report: Report) -> list[Finding]:
+    """The findings that both sides could have, by the checks selected for both and by whether both were run."""
+    selections = (sides.options.selection, sides.a.report.selection, sides.b.report.selection)
+    static = sides.static or any(side.report.command in NO_RUNS for side in (sides.a, sides.b))
+    return [
+        finding
+        for finding in report.findings
+        if all(selection.takes(finding.code, finding.name) for selection in selections)
+        and (not static or needs_no_run(finding))
+    ]
+
+
+def _not_compared(sides: _Sides, name: str, report: Report) -> Iterator[NotCompared]:
+    """What is unknown on a side. Gaps of A cannot make B worse; gaps of B prevent the verdict "better"."""
+    static = sides.static
+    if not report.stacks:
+        why = next((entry.reason for entry in report.not_checked), "") or "nothing could be read"
+        yield NotCompared(None, "contract", f"{name}: {why}", essential=True)
+    elif report.command in NO_RUNS and not static:
+        reason = f"{name} is a report of `kvdoctor {report.command}`, without runs; --static compares the rest"
+        yield NotCompared(None, "behavior", reason, essential=True)
+    for entry in report.not_checked:
+        if entry.essential:
+            yield NotCompared(entry.stack, entry.code, f"{name}: {entry.reason}", name == "B" and not static)
+    for finding in _comparable_findings(sides, report):
+        if means_incomplete(finding.code):
+            yield NotCompared(finding.stack, finding.code, f"{name}: {finding.cause}", essential=name == "B")
+
+
+def _decide(
+    stacks: tuple[StackDiff, ...], findings: tuple[FindingDiff, ...], *, worse: bool, incomplete: bool
+) -> DiffVerdict:
+    if worse:
+        return "worse"
+    if incomplete:
+        return "incomplete"
+    effects = {one.effect for one in findings}
+    for stack in stacks:
+        effects |= {one.effect for one in (*stack.contract, *stack.graph)} | {one.effect for one in stack.experiments}
+    if "better" in effects:
+        return "better"
+    different = any(one.state != "same" for one in findings) or any(map(_is_different, stacks))
+    return "different" if different else "equal"
+
+
+def _is_different(stack: StackDiff) -> bool:
+    outcome = any(one.a != one.b for one in stack.experiments)
+    logits = stack.logits is not None and stack.logits.agree != "bits"
+    weights = stack.weights is not None and not stack.weights.equal
+    return stack.a is None or bool(stack.contract or stack.graph) or outcome or logits or weights
+
+
+def _notes(a: Report, b: Report) -> Iterator[str]:
+    old, new = a.environment.get("onnxruntime"), b.environment.get("onnxruntime")
+    if old and new and old != new:
+        yield f"A was run with onnxruntime {old}, B with {new}: differences may come from the runtime"
+    if a.seed != b.seed:
+        yield f"A was run with seed {a.seed}, B with {b.seed}"
+
+
+def _describe(change: Difference) -> str:
+    """`input position_ids is new`, `slot past.0.key and 3 more: carry feed-back -> hold`."""
+    what = f"{change.what} {shorten_names(change.subject)}" if change.subject else change.what
+    if change.before is None or change.after is None:
+        return f"{what} is {'new' if change.before is None else 'gone'}"
+    return f"{what}: {change.field} {change.before} -> {change.after}"
+
+
+def _arguments(choices: DiffChoices, options: Options) -> dict[str, object]:
+    own = {"static": choices.static, "agree": choices.agree}
+    return {**options.as_arguments(), **{name: value for name, value in own.items() if value}}

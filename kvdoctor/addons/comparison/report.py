@@ -1,0 +1,340 @@
+"""A diff as text and as Markdown: the sections of both sides, of each stack, and of the findings.
+
+Each row is marked like a line of a unified diff: `-` A only, `+` B only, `~` different, `=` the same.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from rich.console import Console
+
+from kvdoctor.addons.comparison.document import (
+    DIFF_SCHEMA,
+    ComparedModel,
+    Difference,
+    DiffReport,
+    Effect,
+    FindingDiff,
+    Logits,
+    StackDiff,
+    WeightDifference,
+    WeightsDiff,
+    format_verdict,
+)
+from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, Text, lines
+from kvdoctor.report.console import Page, open_text
+from kvdoctor.report.escaping import shortened
+from kvdoctor.report.json_format import dump
+from kvdoctor.report.markdown import write
+from kvdoctor.report.wording import format_bytes, shorten_names
+from kvdoctor.report.wording.finding import format_headline
+
+DOCUMENT, FORMATS = DiffReport, ("text", "json", "markdown")
+MAX_NAMES, LONGEST_LABEL, LABEL_WIDTH = 12, 24, 15
+"""The number of operators, or of findings of both sides, that one row lists; characters of a label, and columns."""
+OTHER_SIDES = {"report": "a report", "golden": "golden numbers"}
+MARKS = {"gone": "-", "new": "+", "changed": "~", "same": "="}
+AGREEMENTS = {
+    "bits": "equal bit for bit",
+    "logits": "within the tolerance of their arithmetic",
+    "tokens": "different numbers, the same top-1 tokens",
+    "other": "different numbers",
+}
+VERDICT_STYLES = {"equal": "bold green", "better": "bold green", "different": "bold", "worse": "bold red"}
+
+State = Literal["gone", "new", "changed", "same"]
+Row = tuple[Text, Text]
+"""Mark and label, in the color of the mark; and a text, in that of its effect on B."""
+
+
+def render(diff: DiffReport, name: str) -> str:
+    """The diff in one of the `FORMATS`."""
+    return {"text": render_text, "json": lambda one: dump(one.to_dict()), "markdown": render_markdown}[name](diff)
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """The JSON Schema of `diff --format json`, by its short name."""
+    from kvdoctor.report.schema import document_schema
+
+    schema = document_schema(DiffReport, DIFF_SCHEMA)
+    schema["properties"]["command"] = {"const": "diff"}
+    schema["required"].append("command")
+    return {"diff": schema}
+
+
+def print_diff(diff: DiffReport, console: Console, verbosity: int = 0) -> None:
+    """Print a diff. `verbosity`: -1 the differences with an effect and the verdict; 0 as usual; 1 everything."""
+    page = Page(console, LABEL_WIDTH)
+    if verbosity >= 0:
+        page.line("kvdoctor diff", "bold")
+        page.write([Pairs(tuple(_list_sides(diff)))])
+    sections = _list_sections(diff, everything=verbosity > 0)
+    page.write(sections if verbosity >= 0 else filter(None, map(_keep_effects, sections)))
+    page.line("")
+    page.write(_list_remarks(diff, whole=verbosity >= 0))
+    if len(diff.reasons) > 1:
+        page.line("worse, because", "bold red")
+        page.write([Lines(diff.reasons, listed=True)])
+    page.line(format_verdict(diff), VERDICT_STYLES.get(diff.verdict, "bold yellow"))
+
+
+def render_text(diff: DiffReport) -> str:
+    """The diff as plain text: without color, one fact a line."""
+    page, console = open_text()
+    print_diff(diff, console)
+    return page.getvalue()
+
+
+def render_markdown(diff: DiffReport) -> str:
+    """The diff as Markdown."""
+    verdict = (Lines((format_verdict(diff),), "strong"), *lines(diff.reasons[1:] and diff.reasons, listed=True))
+    blocks: list[Block] = [Pairs(tuple(_list_sides(diff))), *verdict, *_list_sections(diff)]
+    remarks = tuple(_list_remarks(diff, whole=True))
+    return f"# kvdoctor diff: {diff.verdict}\n{write([*blocks, *([Section('remarks', remarks)] if remarks else [])])}"
+
+
+def _keep_effects(section: Section) -> Section | None:
+    """A section with the rows that make B better or worse alone."""
+    kept: list[Block] = []
+    for block in section.content:
+        if isinstance(block, Section):
+            kept += filter(None, [_keep_effects(block)])
+        elif isinstance(block, Pairs):
+            rows = tuple(row for row in block.rows if isinstance(row[1], Span) and row[1].kind in ("worse", "better"))
+            kept += [Pairs(rows)] if rows else []
+    return replace(section, content=tuple(kept)) if kept else None
+
+
+def _make_row(state: State, label: str, text: str, effect: Effect = "neutral") -> Row:
+    return Span(f"{MARKS[state]} {shortened(label, LONGEST_LABEL)}", state), Span(text, effect)
+
+
+def _list_sides(diff: DiffReport) -> Iterator[Row]:
+    """The two sides."""
+    sides: tuple[tuple[State, str, ComparedModel], ...] = (("gone", "A", diff.a), ("new", "B", diff.b))
+    for state, name, side in sides:
+        of = "" if side.source in ("model", "contract") else f", {OTHER_SIDES[side.source]} of {side.model}"
+        text = f"{side.path}, a contract" if side.source == "contract" else f"{side.path}{of}: {side.verdict}"
+        yield _make_row(state, name, text)
+
+
+def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Section]:
+    """The differences of each stack, and of the findings; with `everything` also what is the same."""
+    for stack in diff.stacks:
+        title = Span(" -> ".join(dict.fromkeys(filter(None, (stack.a, stack.b)))))
+        if stack.b is None:
+            yield Section(title, (Pairs((_make_row("gone", "stack", "only A has it", "worse"),)),))
+        elif stack.a is None:
+            yield Section(title, (Pairs((_make_row("new", "stack", "only B has it"),)),))
+        else:
+            yield Section(title, tuple(_list_parts(stack, diff, everything)))
+    if diff.a.source != "contract" and (rows := tuple(_finding_rows(diff))):
+        yield Section("findings", (Pairs(rows),))
+
+
+def _list_parts(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Section]:
+    """The parts of a stack that both sides have; a contract says nothing of graph, weights and behavior."""
+    parts = {"contract": _contract_rows(stack)}
+    if diff.a.source != "contract":
+        parts["graph"] = _graph_rows(stack, everything)
+        parts["weights"] = iter(()) if stack.weights is None else _weight_rows(stack.weights, everything)
+        parts["behavior"] = _run_rows(stack, diff, everything)
+    for title, found in parts.items():
+        if rows := tuple(found):
+            yield Section(title, (Pairs(rows),))
+
+
+def _list_remarks(diff: DiffReport, whole: bool) -> Iterator[Lines]:
+    """What could not be compared; with `whole` also what the verdict does not need, notes, and measurements."""
+    found = list(_list_not_compared(diff))
+    yield from lines((text for text, essential in found if essential), "open")
+    if whole:
+        rest = [text for text, essential in found if not essential]
+        yield from lines((*rest, *diff.notes, *_list_measurements(diff)), "dim")
+
+
+def _list_measurements(diff: DiffReport) -> Iterator[str]:
+    """Times and memory of both sides, for information."""
+    for stack in diff.stacks:
+        old, new = diff.measured.get("a", {}).get(stack.a or ""), diff.measured.get("b", {}).get(stack.b or "")
+        if not (isinstance(old, dict) and isinstance(new, dict)):
+            continue
+        parts = []
+        before, after = _seconds(old), _seconds(new)
+        if lengths := before.keys() & after.keys():
+            longest = max(lengths)
+            milliseconds = " -> ".join(f"{side[longest] * 1000:.2f} ms" for side in (before, after))
+            parts.append(f"a step at {longest} tokens {milliseconds}")
+        peaks = [side.get("peak_bytes") for side in (old, new)]
+        if all(isinstance(peak, int) and peak > 0 for peak in peaks):
+            parts.append(f"peak memory {' -> '.join(format_bytes(peak) for peak in peaks if peak)}")
+        if parts:
+            yield f"measured, for information ({stack.b}): {'; '.join(parts)}"
+
+
+def _list_not_compared(diff: DiffReport) -> Iterator[tuple[str, bool]]:
+    """The parts that could not be compared, each with whether the verdict depends on it."""
+    groups: dict[tuple[str, str, bool], list[str]] = {}
+    for entry in diff.not_compared:
+        stacks = groups.setdefault((entry.what, entry.reason, entry.essential), [])
+        stacks += [entry.stack] if entry.stack else []
+    for (what, reason, essential), stacks in groups.items():
+        named = f" ({', '.join(stacks)})" if stacks else ""
+        yield f"not compared: {what}{named}: {reason}", essential
+
+
+def _contract_rows(stack: StackDiff) -> Iterator[Row]:
+    if not stack.contract:
+        yield _make_row("same", "contract", "a loop written for A works with B")
+    for change in stack.contract:
+        yield _row(change)
+
+
+def _row(change: Difference) -> Row:
+    subject = shorten_names(change.subject) if change.subject else ""
+    why = f"; {change.because}" if change.because and change.effect == "worse" else ""
+    if change.before is None or change.after is None:
+        state: State = "new" if change.before is None else "gone"
+        return _make_row(state, change.what, f"{subject} {change.before or change.after}{why}", change.effect)
+    named = f"{subject}: " if subject else ""
+    return _make_row(
+        "changed", change.what, f"{named}{change.field} {change.before} -> {change.after}{why}", change.effect
+    )
+
+
+def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
+    if not stack.graph:
+        yield _make_row("same", "graph", "same versions and operator counts; wiring is not compared")
+    fields: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
+    # New and removed operators come first: they matter more than changed counts.
+    for change in sorted(stack.graph, key=lambda one: one.before is not None and one.after is not None):
+        subject = shorten_names(change.subject)
+        if change.what == "operator":
+            operators.setdefault(change.field, []).append(f"{subject} {change.before or 0} -> {change.after or 0}")
+        elif change.field:
+            text = f"{change.field} {_or_none(change.before)} -> {_or_none(change.after)}"
+            fields.setdefault(subject, []).append(text)
+        else:
+            yield _row(change)
+    for what, found in (("file", fields), ("operators", operators)):
+        for subject, counts in found.items():
+            most = len(counts) if everything else MAX_NAMES
+            more = f" and {len(counts) - most} more (all with -v)" if len(counts) > most else ""
+            yield _make_row("changed", what, f"{subject}: {', '.join(counts[:most])}{more}")
+
+
+def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
+    """The weights that differ, the most different first."""
+    moved = f", {found.renamed} of them under another name" if found.renamed else ""
+    yield _make_row("same", "weights", f"{found.same + found.renamed} with the same content{moved}")
+    if found.changed:
+        yield _make_row("changed", "changed", f"{len(found.changed)}: {' and '.join(_list_layers(found.changed))}")
+    most = len(found.changed) if everything else MAX_NAMES
+    ranked = sorted(found.changed, key=lambda one: (one.relative is not None, -(one.relative or 0.0)))
+    for one in ranked[:most]:
+        name = one.name if one.name == one.other else f"{one.name} -> {one.other}"
+        yield _make_row("changed", "weight", f"{name} {one.type}: {_describe_change(one)}")
+    if len(ranked) > most:
+        yield _make_row("changed", "weight", f"and {len(ranked) - most} more (all with -v)")
+    sides: tuple[tuple[State, tuple[str, ...]], ...] = (("gone", found.only_a), ("new", found.only_b))
+    for state, names in sides:
+        if names:
+            yield _make_row(state, "weights", _list_names(names) if not everything else ", ".join(names))
+
+
+def _describe_change(one: WeightDifference) -> str:
+    if one.reason or one.largest is None:
+        return one.reason
+    parts = [f"off by at most {one.largest:.2g}"]
+    parts += [f"{one.relative:.2g} of its root mean square"] if one.relative is not None else []
+    parts += [f"correlation {one.correlation:.6g}"] if one.correlation is not None else []
+    return ", ".join(parts)
+
+
+def _list_layers(changed: Iterable[WeightDifference]) -> Iterator[str]:
+    """The layers of changed weights as text: `layers 0, 1 and 3 outside of layers`."""
+    changed = list(changed)
+    layers = sorted({one.layer for one in changed if one.layer is not None})
+    outside = sum(one.layer is None for one in changed)
+    if layers:
+        yield f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+    if outside:
+        yield f"{outside} outside of layers"
+
+
+def _or_none(value: str | None) -> str:
+    return "none" if value is None else value
+
+
+def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Row]:
+    reported = _reported_experiments()
+    same = [run for run in stack.experiments if run.a == run.b]
+    for run in stack.experiments:
+        under = f" under {run.target}" if run.target != "here" else ""
+        if run.a != run.b and (everything or run.experiment in reported):
+            yield _make_row(
+                "changed", run.experiment, f"{run.a or 'not run'} -> {run.b or 'not run'}{under}", run.effect
+            )
+        elif everything:
+            yield _make_row("same", run.experiment, f"{run.a}{under}")
+    if same and not everything:
+        yield _make_row("same", "experiments", f"{len(same)} with the same outcome")
+    if stack.logits is not None:
+        yield _logits_row(stack.logits, diff)
+
+
+def _reported_experiments() -> set[str]:
+    """The experiments that findings depend on; the others try common workarounds."""
+    from kvdoctor.decode.experiments import load
+
+    return {experiment.name for experiment in load() if experiment.judged and experiment.shown}
+
+
+def _logits_row(found: Logits, diff: DiffReport) -> Row:
+    off = "not finite" if found.relative is None else f"off by {found.relative:.2g} standard deviations of the logits"
+    same = f"{100 * found.same_tokens:.0f} % of the top-1 tokens are the same"
+    text = f"{AGREEMENTS[found.agree]}, {found.steps} steps of {found.experiment}"
+    if found.agree == "bits":
+        return _make_row("same", "logits", text)
+    required = diff.arguments.get("agree")
+    fails = any(reason.startswith("logits of ") for reason in diff.reasons)
+    hint = (
+        ""
+        if required or found.agree == "logits"
+        else "; different weights are not a fault by themselves (--agree requires more)"
+    )
+    return _make_row("changed", "logits", f"{text}: {off}, {same}{hint}", "worse" if fails else "neutral")
+
+
+def _finding_rows(diff: DiffReport) -> Iterator[Row]:
+    for one in diff.findings:
+        if one.state != "same":
+            yield _finding_row(one)
+    same = [one.finding for one in diff.findings if one.state == "same"]
+    if same:
+        yield _make_row("same", "both sides", _list_names(f"{f.severity}[{f.code}] {f.name}" for f in same))
+    if not diff.findings and diff.a.source != "golden":  # which have none of their own
+        yield _make_row("same", "both sides", "none on either side")
+
+
+def _finding_row(one: FindingDiff) -> Row:
+    return _make_row(one.state, one.state, format_headline(one.finding), one.effect)
+
+
+def _list_names(names: Iterable[str]) -> str:
+    found = list(dict.fromkeys(names))
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more
+
+
+def _seconds(measured: dict[str, Any]) -> dict[int, float]:
+    """Seconds of a step with the cache by sequence length. An earlier report may have anything under `measured`."""
+    found: dict[int, float] = {}
+    times = measured.get("step_seconds")
+    for label, seconds in times.items() if isinstance(times, dict) else ():
+        kind, _, length = label.partition(":")
+        if kind == "cached" and length.isdecimal() and isinstance(seconds, float):
+            found[int(length)] = seconds
+    return found

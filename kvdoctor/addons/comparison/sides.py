@@ -1,0 +1,253 @@
+"""The sides of a diff: a model is diagnosed, an earlier report or golden numbers are read, which `record` writes."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from kvdoctor.addons.comparison.document import ComparedModel, DiffReport, DiffVerdict, FindingDiff, NotCompared
+from kvdoctor.addons.comparison.results_diff import compare_findings
+from kvdoctor.analysis.contract_file import is_contract, read_required
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.diagnose.golden import CODE, digest_stack, read_golden, render_golden
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import RunPlan, step_test
+from kvdoctor.errors import CannotCheck, UsageError
+from kvdoctor.findings import NotChecked, means_incomplete
+from kvdoctor.model.output_folder import write_whole
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.repair.check_advice import check_advice
+from kvdoctor.repair.session import DiagnosisSide
+from kvdoctor.report.document import Report, exit_code
+from kvdoctor.report.facts import ModelFacts, StackFacts
+from kvdoctor.report.json_format import is_report, read_report
+from kvdoctor.report.wording import format_bytes
+from kvdoctor.runtime.client import Runtime
+
+SAME_OPTIONS = ("consumer", "require", "thorough", "target")
+"""Options that must be the same on both sides: otherwise findings differ though the models do not."""
+STEP_TEST_OPTIONS = ("contract", "trace", "reference", "inputs", "prompt_ids")
+"""Options of `step-test` that a diff does not have; two reports must agree in them as well."""
+
+
+@record(slots=False)
+class DiagnosedSide:
+    """One side: its path as the user wrote it, its report and logits.
+
+    `stored`: it is an earlier report. `required`: it is a contract file, a report of stacks and nothing else.
+    """
+
+    path: str
+    side: DiagnosisSide
+    stored: bool
+    required: bool = False
+
+    @property
+    def report(self) -> Report:
+        """The report of the diagnosis."""
+        return self.side.report
+
+    def facts(self) -> ComparedModel:
+        """The side as part of the diff document."""
+        report = self.report
+        source: Literal["model", "report", "contract"] = "report" if self.stored else "model"
+        if self.required:
+            source = "contract"
+        return ComparedModel(self.path, source, report.model.path, report.verdict, report.environment)
+
+
+@contextmanager
+def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[tuple[DiagnosedSide, DiagnosedSide]]:
+    """Diagnose both sides. Their logits are in a temporary folder. Reports are read before any model is run.
+
+    Raises:
+        UsageError: a path does not exist, or a report cannot be read or was made with other options.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    if is_report(b) and is_contract(b):
+        raise UsageError(
+            f"{b!r} is a contract, which a model is compared with: give it first, as in diff CONTRACT MODEL"
+        )
+    required = is_report(a) and is_contract(a)
+    static = static or required
+    stored = {a: _required_report(a, options)} if required else {}
+    stored |= {path: _read_stored(path, options) for path in (a, b) if path not in stored and is_report(path)}
+    _refuse_other_options(stored.get(a), stored.get(b), (a, b))
+    for path in (a, b):
+        if path not in stored and not Path(path).exists():
+            open_folder(path)  # raises the error before the other side is run
+    with ExitStack() as opened:
+        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvdoctor-")))
+        needed = not static and any(path not in stored for path in (a, b))
+        runtime = opened.enter_context(Runtime(options.limits)) if needed else None
+        sides = []
+        for name, path in (("a", a), ("b", b)):
+            logits = scratch / name
+            logits.mkdir()
+            report = stored.get(path)
+            if report is None and runtime is None:
+                report = inspect(path, options, check_advice)
+            elif report is None:
+                report = step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice))
+            sides.append(DiagnosedSide(path, DiagnosisSide(report, logits), path in stored, required and name == "a"))
+        yield sides[0], sides[1]
+
+
+def _required_report(path: str, options: Options) -> Report:
+    """The stacks of a contract file as a report without files, runs and findings."""
+    stacks = []
+    for name, contract in read_required(path).items():
+        named = dict.fromkeys(graph.file for graph in contract.graphs.values())
+        stacks.append(StackFacts(name, contract.layout, tuple(named), contract))
+    model = ModelFacts(path, ())
+    return Report("inspect", options.as_arguments(), options.seed, "nothing-found", {}, model, tuple(stacks))
+
+
+def _read_stored(path: str, options: Options) -> Report:
+    report = read_report(path)
+    current = options.as_arguments()
+    for name in SAME_OPTIONS:
+        stored, given = (_join(arguments.get(name)) for arguments in (report.arguments, current))
+        if stored != given:
+            raise UsageError(
+                f"{path!r} was written {_with(name, stored)}, and the other side runs {_with(name, given)}: "
+                "their findings cannot be compared; use the same options for both"
+            )
+    return report
+
+
+def _refuse_other_options(a: Report | None, b: Report | None, paths: tuple[str, str]) -> None:
+    """Refuse a report with an option of `step-test` that the other side does not have."""
+    for name in STEP_TEST_OPTIONS:
+        values = [None if report is None else report.arguments.get(name) for report in (a, b)]
+        if values[0] != values[1]:
+            path = paths[0] if values[0] is not None else paths[1]
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"{path!r} was written with --{option}, and the other side was not; write it again without that option"
+            )
+
+
+def _with(name: str, value: str) -> str:
+    if not value:
+        return f"without --{name}"
+    return f"with --{name}" + ("" if value == "True" else f" {value}")
+
+
+def _join(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+
+
+def write_golden(path: str, out: str, options: Options, runtime: Runtime, *, force: bool = False) -> Report:
+    """Step-test a model, and write its golden numbers where nothing counts against it; a note of the report says so.
+
+    Golden numbers of a faulty model would keep its fault.
+
+    Raises:
+        UsageError: there is nothing at the path, or `out` exists or cannot be written.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    _refuse_unfit(out, force)
+    report = replace(step_test(path, options, runtime), command="record")
+    if exit_code(report, options.fail_on):
+        return _add_note(report, f"no golden numbers were written to {out}: they are those of a healthy model")
+    folder, stacks = open_folder(path), []
+    contracts = {facts.name: facts.contract for facts in report.stacks}
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name) or read_contract(stack, folder.side_cars)
+        try:
+            stacks.append(digest_stack(stack, contract, folder.root.absolute(), options, runtime))
+        except CannotCheck as error:
+            missing = NotChecked(stack.name, CODE, f"no golden numbers were written: {error}", essential=True)
+            return replace(report, verdict="incomplete", not_checked=(*report.not_checked, missing))
+    content = render_golden(folder.root.name, tuple(stacks), options.seed, runtime.versions.get("onnxruntime", ""))
+    write_whole(Path(out), content)
+    calls = sum(len(walk.logits) for stack in stacks for walk in stack.walks)
+    size = format_bytes(len(content))
+    names = ", ".join(stack.name for stack in stacks)
+    return _add_note(report, f"{out}: golden numbers of {names}: {calls} calls, {size}")
+
+
+def _refuse_unfit(out: str, force: bool) -> None:
+    place = Path(out)
+    if place.is_dir():
+        raise UsageError(f"{out!r} is a folder; give a file in it")
+    if os.path.lexists(place) and not force:
+        raise UsageError(f"{out!r} exists; --force replaces it")
+    if not place.absolute().parent.is_dir():
+        raise UsageError(f"the folder of {out!r} does not exist; make it first")
+
+
+def _add_note(report: Report, note: str) -> Report:
+    return replace(report, notes=(note, *report.notes))
+
+
+def find_golden(a: str, b: str) -> tuple[str, str] | None:
+    """The golden file and the model among the two sides; None where neither is a file of golden numbers.
+
+    Raises:
+        UsageError: both are.
+    """
+    golden = [path for path in (a, b) if path.endswith(".npz") and Path(path).is_file()]
+    if len(golden) > 1:
+        raise UsageError("two files of golden numbers are no models: give one of them and a model")
+    return (golden[0], b if golden[0] == a else a) if golden else None
+
+
+def compare_golden(golden: str, model: str, options: Options, arguments: dict[str, object]) -> DiffReport:
+    """Decode with a model along golden tokens, and compare.
+
+    Raises:
+        UsageError: the file has no golden numbers, there is nothing at the path, or the check is not selected.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    kept = read_golden(golden)
+    if not options.selection.takes(CODE, "golden-differs"):
+        raise UsageError(f"--select or --ignore leaves out {CODE} golden-differs, which compares with {golden}")
+    report = step_test(model, replace(options, against=golden), plan=RunPlan(check_advice=check_advice))
+    found = [finding for finding in report.findings if finding.code == CODE]
+    findings = tuple(compare_findings([], found, {}, options.fail_on))
+    missing = tuple(_list_missing(report))
+    verdict = _decide(findings, any(entry.essential for entry in missing))
+    return DiffReport(
+        arguments=arguments,
+        seed=options.seed,
+        verdict=verdict,
+        a=ComparedModel(kept.file, "golden", kept.model, "recorded", {"onnxruntime": kept.onnxruntime}),
+        b=ComparedModel(model, "model", report.model.path, report.verdict, report.environment),
+        reasons=tuple(dict.fromkeys(one.because for one in findings if one.effect == "worse")),
+        findings=findings,
+        not_compared=missing,
+        notes=(*(note for note in report.notes if kept.words in note), *_list_other_findings(report)),
+        measured={"b": report.measured},
+    )
+
+
+def _list_other_findings(report: Report) -> Iterator[str]:
+    """What the model has besides, of which golden numbers say nothing."""
+    others = (f"{one.severity}[{one.code}] {one.name}" for one in report.findings if one.code != CODE)
+    if names := ", ".join(dict.fromkeys(others)):
+        yield f"B has findings that golden numbers do not compare: {names}"
+
+
+def _list_missing(report: Report) -> list[NotCompared]:
+    found = [NotCompared(e.stack, e.code, e.reason, essential=True) for e in report.not_checked if e.essential]
+    unread = (finding for finding in report.findings if means_incomplete(finding.code))
+    found += [NotCompared(finding.stack, finding.code, finding.cause, essential=True) for finding in unread]
+    if not report.stacks and not found:
+        why = next((entry.reason for entry in report.not_checked), "") or "nothing could be read"
+        found.append(NotCompared(None, "golden", why, essential=True))
+    return found
+
+
+def _decide(findings: tuple[FindingDiff, ...], incomplete: bool) -> DiffVerdict:
+    if any(one.effect == "worse" for one in findings):
+        return "worse"
+    if incomplete:
+        return "incomplete"
+    return "different" if findings else "equal"

@@ -1,0 +1,390 @@
+"""Another layout for a copy that may just have been repaired: converted, diagnosed once more, and proved.
+
+The weights of converted models are copied from file to file and written once.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from kvdoctor.addons.conversions.layout_proof import Source, SplitEncoder, prove_generation, prove_split_encoder
+from kvdoctor.addons.conversions.layouts.naming import axis_names, name_axes, port_axes
+from kvdoctor.addons.conversions.layouts.registry import (
+    ConvertedModels,
+    DoesNotFit,
+    Layout,
+    LayoutSource,
+    load,
+    new_name,
+)
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.runs import LOOPS
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.errors import UsageError, as_argument
+from kvdoctor.model.output_folder import copy_whole, regular_files
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.write import write_model
+from kvdoctor.records import record
+from kvdoctor.repair.lowering.lower import change_versions
+from kvdoctor.repair.pipeline import diagnose_copy
+from kvdoctor.repair.proof import equal, prove, prove_close, prove_loops, prove_no_new_finding
+from kvdoctor.repair.session import Applied, Conversion, DiagnosisSide, Outcome, RepairSession
+from kvdoctor.repair.workspace import CannotConvert, side_car_path
+from kvdoctor.report.repair_record import Change, Proof
+
+if TYPE_CHECKING:
+    import numpy as np
+
+GENAI = "genai_config.json"
+NEW = ".kvdoctor-layout"
+"""The folder in OUT in which new files are written before they replace the old ones."""
+
+
+REVEALED = {"sequence-axis-frozen": ("chunk-fails", "mask-not-offset", "positions-not-offset")}
+"""Findings that a merged decoder may show when it is run with several new tokens, instead of one that the source has.
+
+A merged decoder cannot declare an axis of one of its branches.
+"""
+
+
+@record(slots=False)
+class ConvertedStack:
+    """One stack in its new layout; its models are consumed when they are written to the `files`."""
+
+    stack: StackFiles
+    contract: CacheContract
+    layout: Layout
+    made: ConvertedModels
+    files: tuple[str, ...]
+
+
+def refuse_unknown_layout(request: ConvertChoices) -> None:
+    """Refuse a layout that does not exist.
+
+    Raises:
+        UsageError: with all of them.
+    """
+    known = {layout.name: layout.explains for layout in load()}
+    if request.layout is not None and request.layout not in known:
+        listed = "; ".join(f"{name}: {explains}" for name, explains in known.items())
+        raise UsageError(f"there is no layout {request.layout!r}; the layouts are {listed}")
+
+
+def refuse_impossible_layout(path: str, request: ConvertChoices) -> None:
+    """Refuse a layout that no stack at a path can have: the graphs are read, and nothing is run.
+
+    Raises:
+        CannotConvert: no stack can have it as it is, with the reason for each.
+        UsageError: it cannot be asked for.
+    """
+    layout = _find_layout(request)
+    if layout is None:
+        return
+    if layout.consumer and request.has_versions:
+        raise UsageError(
+            f"change the versions first, and give the copy the layout {layout.name!r}: it is proved as it is"
+        )
+    folder = open_folder(path)
+    reasons = {
+        stack.name: _refuse_stack(layout, stack, read_contract(stack, folder.side_cars)) for stack in folder.stacks
+    }
+    if all(reasons.values()):
+        raise _report_refusals(folder, layout, {name: reason for name, reason in reasons.items() if reason})
+    fitting = [stack for stack in folder.stacks if reasons[stack.name] is None]
+    _refuse_several(folder, layout, [stack.main.name for stack in fitting])
+    _refuse_clashes(folder, layout, fitting)
+
+
+def _find_layout(request: ConvertChoices) -> Layout | None:
+    return next((layout for layout in load() if layout.name == request.layout), None)
+
+
+def _refuse_stack(layout: Layout, stack: StackFiles, contract: CacheContract | None) -> str | None:
+    if contract is None or not contract.slots:
+        return "its cache contract could not be read from the graph"
+    if stack.parts:
+        return f"the decoder is a pipeline of {len(stack.parts)} files"
+    if contract.missing:
+        return f"its cache contract is incomplete ({contract.missing[0].subject}: {contract.missing[0].reason})"
+    return layout.refuse(stack, contract)
+
+
+def _report_refusals(folder: ModelFolder, layout: Layout, reasons: dict[str, str]) -> CannotConvert:
+    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
+    return CannotConvert(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {listed}")
+
+
+def convert_layouts(
+    folder: ModelFolder, contracts: dict[str, CacheContract | None], request: ConvertChoices
+) -> tuple[ConvertedStack, ...]:
+    """Convert the stacks of a folder in memory, without their weights; nothing if no layout is asked for.
+
+    Raises:
+        CannotConvert: no stack can have the layout, with the reason for each.
+        UsageError: several would have files of one name.
+    """
+    layout = _find_layout(request)
+    if layout is None:
+        return ()
+    reasons, done = {}, []
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        reason = _refuse_stack(layout, stack, contract)
+        if reason is None and contract is not None:
+            try:
+                made = layout.make(LayoutSource(folder.root, stack, contract, request.axes == "readable"))
+                done.append(ConvertedStack(stack, contract, layout, made, tuple(made.models)))
+            except DoesNotFit as error:
+                reason = str(error)
+        if reason is not None:
+            reasons[stack.name] = reason
+    if not done:
+        raise _report_refusals(folder, layout, reasons)
+    _refuse_several(folder, layout, [one.stack.main.name for one in done])
+    return tuple(done)
+
+
+def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> None:
+    """Refuse several decoders where the folder of a layout holds one."""
+    if layout.consumer and len(names) > 1:
+        raise UsageError(
+            f"{folder.shown!r} holds {len(names)} decoders ({', '.join(names[:3])}), and a folder for "
+            f"{layout.consumer} holds one; give the file: "
+            f"kvdoctor convert {as_argument(str(Path(folder.shown) / names[0]))} --layout {layout.name} -o OUT"
+        )
+
+
+def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles]) -> None:
+    """Refuse to overwrite decoders that are not converted."""
+    theirs = {file.name for stack in stacks for file in stack.files.values()}
+    there = {file.name for file in folder.files} - theirs
+    for stack in stacks:
+        new = [new_name(folder.root, stack, stem) for stem in layout.writes]
+        taken = next((name for name in new if name in there), None)
+        if taken is not None:
+            place, main = Path(folder.shown) / stack.main.name, stack.main.name
+            raise UsageError(
+                f"{folder.shown!r} already holds {taken!r} next to {main!r}; to replace it by a conversion of it, "
+                f"give the file: kvdoctor convert {as_argument(str(place))} --layout {layout.name} -o OUT"
+            )
+
+
+def find_replaced_files(folder: ModelFolder, done: Iterable[ConvertedStack]) -> frozenset[Path]:
+    """The files of an export that the new ones replace.
+
+    Models, weights that no other model uses, the list of graphs that the exporter of transformers writes, and the
+    config of onnxruntime-genai, which names a file that is gone.
+    """
+    gone = {name for one in done for name in one.made.replaces}
+    listing = side_car_path(folder, "export.json")
+    stale = {listing} if gone and listing is not None else set()
+    stale |= {path for one in done if (path := find_stale_config(folder, one)) is not None}
+    stay = {data.path for file in folder.files if file.name not in gone for data in file.external}
+    data = {data.path for file in folder.files if file.name in gone for data in file.external}
+    return frozenset({folder.root / name for name in gone} | (data - stay) | stale)
+
+
+def find_stale_config(folder: ModelFolder, one: ConvertedStack) -> Path | None:
+    """The genai_config.json that describes a converted stack, and nothing of its new layout."""
+    path, named = side_car_path(folder, GENAI), cast("Any", folder.side_cars.genai)
+    for key in ("model", "decoder", "filename"):
+        named = named.get(key) if isinstance(named, dict) else None
+    gone = {Path(name).name for name in one.made.replaces} - {Path(name).name for name in one.files}
+    return path if isinstance(named, str) and named in gone and GENAI not in one.made.texts else None
+
+
+def put_in_place(done: Iterable[ConvertedStack], root: Path, out: Path, gone: Iterable[Path]) -> None:
+    """Write the new models, whose weights lie below `root`, into a folder; `gone` are files there to remove.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    for one in done:
+        one.made.write(root, out / NEW)
+    for path in gone:
+        if path.is_relative_to(out):  # a config above the models' folder may lie outside, and is the user's
+            path.unlink(missing_ok=True)
+    for path in [*regular_files(out / NEW)]:
+        place = out / path.relative_to(out / NEW)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    shutil.rmtree(out / NEW, ignore_errors=True)
+
+
+def name_axes_readably(folder: ModelFolder, contracts: dict[str, CacheContract | None]) -> dict[str, list[Change]]:
+    """Give the axes of every stack readable names, in place in the copy; gives the changes by stack.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    changes: dict[str, list[Change]] = {}
+    named = set[str]()
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        for file in stack.files.values() if contract is not None else ():
+            if file.name in named or contract is None:
+                continue
+            named.add(file.name)
+            model = read_skeleton(file.path, located=True).model
+            axes = port_axes(contract, file.name)
+            done = name_axes(model.graph, axes, axis_names(contract))
+            if done:
+                changes.setdefault(stack.name, []).append(Change(file.name, "axes", "", "; ".join(done)))
+                write_model(model, file.path, file.path)
+    return changes
+
+
+VERSIONS = Conversion("versions", "IR version and opset are lowered or raised to the numbers asked for, node by node.")
+
+
+def change_versions_of_copy(folder: ModelFolder, request: ConvertChoices) -> list[Applied]:
+    """Give the files of every stack the versions asked for, in place in the copy; gives the changes.
+
+    Raises:
+        CannotChangeVersion: something that a model uses has no form there.
+        OSError: a file cannot be written.
+    """
+    done, applied = set[str](), []
+    for stack in folder.stacks:
+        changes: list[Change] = []
+        for file in stack.files.values():
+            if file.name in done or file.view is None:
+                continue
+            done.add(file.name)
+            model = read_skeleton(file.path, located=True).model
+            made = change_versions(model, request.ir_version, request.opset, file.name)
+            if made:
+                write_model(model, file.path, file.path)
+            changes += made
+        if changes:
+            applied.append(Applied(stack.name, VERSIONS, tuple(changes)))
+    return applied
+
+
+def apply_layout(
+    session: RepairSession,
+    request: ConvertChoices,
+    outcome: Outcome,
+    ready: tuple[ConvertedStack, ...] = (),
+) -> Outcome:
+    """Give the copy its layout, diagnose it and prove it; an unproved copy stays as it is.
+
+    `ready` are the stacks of the original in the new layout, where nothing was repaired before.
+
+    Raises:
+        UsageError: no stack can have the layout, or no axis is left to rename.
+        CannotChangeVersion: the model has no form of the IR version or opset.
+    """
+    if not request.has_layout or (outcome.applied and not outcome.holds):
+        return outcome
+    if request.layout is not None:
+        outcome = _convert(session, request, outcome, ready)
+    elif request.axes == "readable":
+        outcome = _rename_axes(session, outcome)
+    return _change_versions(session, request, outcome) if request.has_versions else outcome
+
+
+def _convert(
+    session: RepairSession, request: ConvertChoices, outcome: Outcome, ready: tuple[ConvertedStack, ...]
+) -> Outcome:
+    if ready:
+        put_in_place(ready, session.folder.root, session.at, ())
+    else:
+        copy = replace(session.open_copy(), shown=session.folder.shown)
+        ready = convert_layouts(copy, outcome.after.contracts, request)
+        put_in_place(ready, copy.root, copy.root, find_replaced_files(copy, ready))
+    _copy_beside(session, ready)
+    for one in ready:
+        if find_stale_config(session.folder, one) is not None:
+            one.made.changes.append(Change(GENAI, "file", "names a file that is gone", "left out"))
+    after = diagnose_copy(session)
+    proof = [entry for one in ready for entry in _prove_conversion(session, one, outcome, after)]
+    applied = [Applied(one.stack.name, one.layout.conversion(one.made), tuple(one.made.changes)) for one in ready]
+    return outcome.extended(after, applied, proof)
+
+
+def _copy_beside(session: RepairSession, done: tuple[ConvertedStack, ...]) -> None:
+    """Copy the further files that the consumer of a layout reads; of a folder everything is copied already."""
+    for name in {name for one in done for name in one.layout.beside}:
+        source = side_car_path(session.folder, name)
+        if source is not None and not (session.at / name).exists():
+            copy_whole(source, session.at / name)
+
+
+def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
+    """The copy with readable axes; files and names of inputs and outputs stay as they are."""
+    changes = name_axes_readably(session.open_copy(), outcome.after.contracts)
+    if not changes and not outcome.applied:
+        raise UsageError(f"the open axes of {session.folder.shown!r} already have the names that Optimum gives")
+    if not changes:
+        return outcome
+    conversion = Conversion("axes readable", "Open axes get the names that Optimum writes.")
+    applied = [Applied(stack, conversion, tuple(done)) for stack, done in changes.items()]
+    after = diagnose_copy(session, session.model)
+    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
+
+
+def _change_versions(session: RepairSession, request: ConvertChoices, outcome: Outcome) -> Outcome:
+    """The copy with the IR version and opset that are asked for."""
+    model = session.model if request.layout is None else "."
+    applied = change_versions_of_copy(session.open_copy(model), request)
+    if not applied:
+        return outcome
+    after = diagnose_copy(session, model)
+    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
+
+
+def _prove_conversion(
+    session: RepairSession, one: ConvertedStack, outcome: Outcome, after: DiagnosisSide
+) -> Iterator[Proof]:
+    """The claims on the new files: their loops pass, no new finding appears, the numbers are those of the source."""
+    before = outcome.after
+    stack = next((s.name for s in after.report.stacks if set(s.files) & set(one.files)), None)
+    if stack is None:
+        yield Proof(one.stack.name, f"the layout {one.layout.name} is read as a stack", False, "no stack was found")
+        return
+    yield from prove_loops(stack, after)
+    revealed = {name for finding in before.report.findings for name in REVEALED.get(finding.name, ())}
+    yield prove_no_new_finding(stack, before.report, after.report, revealed)
+    if one.made.cut is None:
+        yield _compare_loops(one, stack, before, after)
+        if one.layout.consumer:
+            yield from prove_generation(session, stack, _choose_source(session, stack, one, after))
+        return
+    source = session.folder.root / one.stack.files["decoder"].name
+    split = SplitEncoder(stack, one.made.cut, one.contract, source, encoder=one.files[0], decoder=one.files[1])
+    yield from prove_split_encoder(session, split)
+
+
+def _choose_source(session: RepairSession, stack: str, one: ConvertedStack, after: DiagnosisSide) -> Source:
+    """The loop whose tokens the consumer must generate: that of the original, or of the copy if that one was faulty."""
+    name = one.stack.name
+    original, copy = session.before.contract(name), after.contract(stack)
+    passed = any(run.outcome == "passed" for loop in LOOPS if (run := session.before.run(name, loop)) is not None)
+    if copy is None or (original is not None and passed):
+        return Source(name, session.folder.root, original or one.contract, "kvdoctor's own loop of the original")
+    return Source(stack, session.at, copy, "kvdoctor's own loop of the repaired copy")
+
+
+def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after: DiagnosisSide) -> Proof:
+    """Compare the logits of the source's loop with those of the new one, step by step."""
+    old, new = _read_loop_logits(before, one.stack.name), _read_loop_logits(after, stack)
+    claim = "the loop's logits are those of the source"
+    if old is None or new is None or old.shape != new.shape:
+        return Proof(stack, claim, False, "no logits to compare: one of the loops did not run to its end")
+    if equal(old, new):
+        return Proof(stack, f"{claim}, bit for bit", True, f"{old.size} numbers")
+    width = one.contract.vocabulary or old.size
+    limit = find_tolerance(one.contract.exactness, after.tolerances)
+    return prove_close(Proof(stack, claim, False), new.reshape(1, -1, width), old.reshape(1, -1, width), limit)
+
+
+def _read_loop_logits(side: DiagnosisSide, stack: str) -> "np.ndarray[Any, Any] | None":
+    """The logits of the held loop, or of the plain loop if there is no held one."""
+    return next((logits for name in reversed(LOOPS) if (logits := side.read_logits(stack, name)) is not None), None)

@@ -1,0 +1,201 @@
+"""The proof of a conversion, and what a narrower type of the cache costs.
+
+A copy is proved where its own loops pass, and it computes call by call what the original computes. The cost of a type
+is measured in the worker: it decodes with the model as it was, and rounds what it carries (worker/cache_cost.py).
+A copy rounds the same rows, and those of the call itself as well, so its logits may be off by a small multiple of what
+that loop shows.
+"""
+
+import statistics
+from collections.abc import Iterator
+
+from kvdoctor.addons.conversions.graphs.registry import Converted
+from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, PairedDone, PairedJob
+from kvdoctor.analysis.slot_memory import total
+from kvdoctor.choices import CacheType
+from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
+from kvdoctor.decode.messages import PairedSide
+from kvdoctor.decode.stored_cache import STORABLE
+from kvdoctor.records import record
+from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
+from kvdoctor.repair.session import DiagnosisSide, RepairSession
+from kvdoctor.report.repair_record import CacheCost, CacheCosts, Proof
+
+ROWS, LOGITS = 3.0, 5.0
+"""What the rows and the logits of a copy may be off by, as multiples of what the loop that rounds shows: the copy also
+rounds the rows of the call itself, which weighs most in short prompts, and more calls are compared."""
+NOISE = 1e-3
+"""What rows may be off by anyway, in standard deviations of the cache: float32 tips a rounding here and there."""
+STANDS_OUT = 4.0
+"""A layer stands out that costs so many times the median of all."""
+SCALE_BYTES = 2
+"""Bytes of the scale of a row."""
+CHEAP = 1e-3
+"""Nats below which a cost is not worth a layer in another type."""
+
+
+@record(slots=False)
+class MeasuredCost:
+    """The cost of a stack, and what its proof may allow; `failed` says why there is none."""
+
+    facts: CacheCosts
+    allowed: float
+    drift: dict[str, tuple[float, float]]
+    failed: str = ""
+
+
+def measure_costs(session: RepairSession, made: Converted, side: PairedSide) -> MeasuredCost:
+    """Run a model in a loop that rounds its cache as its conversion does, and in other ways.
+
+    Raises:
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    job = CacheCostJob(side, made.stored, seed=session.options.seed, provider=session.options.provider)
+    found, failed = session.runtime.answer(job, CacheCosted)
+    if not found:
+        found = (CacheCosted("token", "token", failed=failed or "nothing was measured"),)
+    written = found[0]
+    kind = made.stored[0].kind
+    narrow = {one.past for one in made.stored}
+    growing = [slot for slot in side.contract.slots if slot.kind in STORABLE and "past" in slot.axes]
+    facts = CacheCosts(
+        side.stack,
+        kind,
+        total(slot.bytes_per_position() for slot in growing),
+        total(_stored_bytes(slot, kind) if slot.past in narrow else slot.bytes_per_position() for slot in growing),
+        written.tokens,
+        tuple(_describe_cost(one) for one in found),
+        _find_sensitive(found),
+        tuple(sorted({slot.layer for slot in growing if slot.past not in narrow and slot.layer is not None})),
+    )
+    drift = {past: (deviation, ROWS * off + NOISE) for past, (deviation, off) in written.drift.items()}
+    return MeasuredCost(facts, LOGITS * written.allowed, drift, written.failed)
+
+
+def _describe_cost(one: CacheCosted) -> CacheCost:
+    if one.failed:
+        return CacheCost(one.keys, one.values, one.layer, reason=one.failed)
+    return CacheCost(
+        one.keys, one.values, one.layer, one.divergence, one.same_top1, one.first_other, largest=one.relative
+    )
+
+
+def _find_sensitive(found: tuple[CacheCosted, ...]) -> tuple[int, ...]:
+    """The layers that alone cost far more than the others do, where all together cost something."""
+    alone = {one.layer: one.divergence for one in found if one.layer is not None and not one.failed}
+    if found[0].failed or found[0].divergence < CHEAP or len(alone) < 3:
+        return ()
+    median = statistics.median(alone.values())
+    return tuple(sorted(layer for layer, cost in alone.items() if cost > max(STANDS_OUT * median, CHEAP / 10)))
+
+
+def _stored_bytes(slot: Slot, kind: CacheType) -> int | None:
+    """Bytes of one token in the narrower type, its scales included."""
+    whole, width = slot.bytes_per_position(), slot.size("head_dim")
+    if whole is None or not width:
+        return None
+    numbers = whole // ITEM_BYTES[slot.dtype]
+    values = numbers * {"float16": 2, "int8": 1, "int4": 0.5}[kind]
+    return int(values) + (0 if kind == "float16" else SCALE_BYTES * (numbers // width))
+
+
+MOST_NOT_RUN = 2
+"""Calls that the base does not run are listed up to this number."""
+
+
+@record
+class Base:
+    """What the conversion of a stack is compared with: the original, or the copy of it that was repaired.
+
+    `side` is None if its cache contract could not be read. `repaired` are the names of the checks whose findings were
+    repaired before.
+    """
+
+    stack: str
+    side: PairedSide | None
+    repaired: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """It as text."""
+        return "the repaired copy" if self.repaired else "the original"
+
+
+def prove_conversions(
+    session: RepairSession, made: Converted, base: Base, before: DiagnosisSide, after: DiagnosisSide
+) -> Iterator[Proof]:
+    """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base."""
+    yield from prove_loops(base.stack, after, before)
+    yield prove_no_new_finding(base.stack, before.report, after.report, made.reveals)
+    yield from _compare(session, made, base, after.contract(base.stack))
+
+
+def _compare(session: RepairSession, made: Converted, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
+    """Run both models side by side."""
+    stack = base.stack
+    what = "logits and caches" if made.rows == "all" else "the last row of logits and the caches"
+    claim = f"{what} of every call are those of {base.words}"
+    if made.stored:
+        kind = made.stored[0].kind
+        claim += f", but for the rounding to {kind}"
+        if not made.drift:
+            yield Proof(stack, claim, False, f"what {kind} costs could not be measured on {base.words}")
+            return
+    if base.side is None or converted is None or not converted.slots:
+        yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
+        return
+    job = PairedJob(
+        base.side,
+        PairedSide(stack, session.at.absolute(), converted),
+        rows=made.rows,
+        keep=made.keep,
+        weights=made.weights,
+        stored=made.stored,
+        allowed=made.allowed,
+        drift=made.drift,
+        most_tokens=made.most_tokens,
+        capacity=made.capacity,
+        seed=session.options.seed,
+        provider=session.options.provider,
+        tolerances=dict(session.options.tolerances),
+    )
+    answers, failed = session.runtime.answer(job, PairedDone)
+    done = answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
+    if done.failed:
+        yield Proof(stack, claim, False, f"first difference: {done.failed}")
+    elif not done.calls:
+        reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
+        yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
+    else:
+        yield Proof(stack, claim, True, _describe(done, made, base))
+        if made.capacity is not None:
+            yield from _describe_capacity(stack, done, made.capacity, converted.new_tokens or 1)
+
+
+def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) -> Iterator[Proof]:
+    """A full buffer was compared, and nothing is written past its end; `new` is the least number of new tokens."""
+    detail = f"the longest sequence has {done.tokens} tokens, its last call a past of {done.longest}"
+    yield Proof(stack, f"a buffer of {capacity} tokens was filled", done.tokens + new > capacity, detail)
+    claim = f"a buffer of {capacity} tokens is not written beyond its end"
+    yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
+
+
+def _describe(done: PairedDone, made: Converted, base: Base) -> str:
+    within = "bit for bit" if done.exact else f"within {done.worst:.1e} standard deviations"
+    sizes = [
+        f"prompts of {_list(done.prompts)}",
+        f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
+        f"batches of {_list(done.batches)}",
+        f"with {_list(made.keep)} rows asked for" if made.keep else "",
+        f"{len(made.weights)} outputs whose weights sum to 1" if made.weights else "",
+    ]
+    if made.stored and not done.exact:
+        within += f" (allowed: {made.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
+    text = f"{done.calls} calls, {within}: {', '.join(filter(None, sizes))}"
+    if done.not_run:
+        text += f"; not run by {base.words}: {len(done.not_run)} calls, as {done.not_run[0]}"
+    return text
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,100 @@
+"""What a conversion declares, and the list of all: each module here that defines `CONVERSION`."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import field
+from functools import cache
+from typing import Any
+
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.decode.paired_walks import Rows
+from kvdoctor.decode.stored_cache import StoredSlot
+from kvdoctor.records import record
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import Change
+
+
+@record
+class Converted:
+    """A stack after its conversion in memory: the changes, what the loop must do now, and how it is compared.
+
+    Attributes:
+        changes: Every change of a graph; a file is written if one names it.
+        loop: What a loop must do from now on that it need not do with the original.
+        rows: The rows of logits that a call returns.
+        keep: The values of the input that asks for rows, each of which is compared; empty without such an input.
+        most_tokens: Tokens that a sequence may have; None where the original's limits stay.
+        weights: Outputs that hold attention weights: what they have in the last axis sums to 1.
+        capacity: Tokens of the buffer that a cache became; sequences up to it are compared, and one more must fail.
+        stored: The slots that are stored in another type; the caches are compared as they are read.
+        allowed: How far logits may lie apart because of that, in standard deviations of the logits.
+        drift: By past, its deviation and how far its rows may lie apart because of that, beyond their own rounding.
+        reveals: Names of findings that are the purpose of the conversion.
+    """
+
+    changes: tuple[Change, ...]
+    loop: tuple[str, ...]
+    rows: Rows = "all"
+    keep: tuple[int, ...] = ()
+    most_tokens: int | None = None
+    capacity: int | None = None
+    stored: tuple[StoredSlot, ...] = ()
+    allowed: float = 0.0
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+    reveals: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+
+
+@record
+class GraphConversion:
+    """A conversion of a stack.
+
+    `read` gives the choice of the options, None if it was not asked for, and raises `UsageError` for one that makes no
+    sense; `title` names it with its choice, as it is written on the command line. `convert` changes the models of the
+    context in place, or raises `CannotRepair` with the node that it does not know; then the caller undoes the changes.
+    Conversions are applied by `order`.
+    """
+
+    name: str
+    order: int
+    read: Callable[[ConvertChoices], Any]
+    title: Callable[[Any], str]
+    convert: Callable[[RepairContext, Any], Converted]
+
+    @property
+    def summary(self) -> str:
+        """What it does, in one line."""
+        documentation = importlib.import_module(self.convert.__module__).__doc__ or ""
+        return documentation.partition("\n")[0]
+
+
+@record
+class Asked:
+    """A conversion that was asked for, with its choice."""
+
+    conversion: GraphConversion
+    choice: Any
+
+    @property
+    def title(self) -> str:
+        """The conversion as it is written on the command line, without dashes: `logits last`."""
+        return self.conversion.title(self.choice)
+
+
+@cache
+def load() -> tuple[GraphConversion, ...]:
+    """All conversions, in the order in which they are applied."""
+    package = importlib.import_module(__name__.rpartition(".")[0])
+    modules = (importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
+    found = [one for module in modules if (one := getattr(module, "CONVERSION", None)) is not None]
+    return tuple(sorted(found, key=lambda one: one.order))
+
+
+def read_asked(choices: ConvertChoices) -> tuple[Asked, ...]:
+    """The conversions that options ask for, in order.
+
+    Raises:
+        UsageError: a choice makes no sense.
+    """
+    return tuple(Asked(one, choice) for one in load() if (choice := one.read(choices)) is not None)

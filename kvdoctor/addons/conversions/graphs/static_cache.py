@@ -1,0 +1,395 @@
+"""Makes a cache that grows a buffer of N tokens, which each call writes in place.
+
+Requires: one graph for all steps whose pasts and new rows meet in a Concat (or in Attention of opset 23 under a mask),
+and no use of the past's length but those that `length_uses` knows; opset 13. Ensures: past and present are N rows long;
+`cache_position`, int64[new], says where the new rows are written, by TensorScatter from opset 24 on and by ScatterND
+before; a mask has N columns, and rows after the tokens are hidden. GroupQueryAttention writes in place by itself where
+its past is longer than the tokens in it: then N rows are declared, and nothing else changes.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvdoctor.addons.conversions.graphs.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
+from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
+from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.analysis.lm_head import describe_op
+from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
+from kvdoctor.errors import UsageError
+from kvdoctor.model.edit import GraphWriter, fresh_name, sort_nodes
+from kvdoctor.model.operators import has
+from kvdoctor.model.proto import ModelProto, NodeProto
+from kvdoctor.model.traverse import (
+    find_attribute,
+    input_of,
+    normalize_domain,
+    opset_version,
+    output_of,
+    producer,
+    readers,
+)
+from kvdoctor.records import record
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import Change
+
+POSITION = "cache_position"
+"""The input that says where new rows are written: the name of transformers, and of its exports for ExecuTorch."""
+CHOICE = re.compile(r"static(=(?P<rows>[0-9]{1,9}))?")
+TRACE = "export.json"
+"""What the exporter of transformers writes next to the graph."""
+INT64 = 7
+LEAST_OPSET = 13
+"""The first in which the axes of Unsqueeze are an input, as they are written here."""
+TENSOR_SCATTER = 24
+"""The first opset that has TensorScatter."""
+LEAST_CAPACITY = 5
+"""Tokens of a prompt of 3 and two steps, by which the loop of a copy is tested."""
+LENGTHS: tuple[Role, ...] = ("past_length", "total_length", "last_index", "write_index", "token_and_position")
+"""Inputs that give the length of the past: known as one number, not where there is one for each sequence."""
+
+
+@record
+class StaticCache:
+    """The buffer that is asked for; without `capacity` it is as long as the config's context."""
+
+    capacity: int | None = None
+
+    def describe(self) -> str:
+        """As on the command line: `static=64`."""
+        return "static" if self.capacity is None else f"static={self.capacity}"
+
+
+def convert(context: RepairContext, choice: StaticCache) -> Converted:
+    """Make the growing caches of a stack buffers.
+
+    Raises:
+        CannotRepair: a node stands in the way; the message names it.
+    """
+    contract = context.drivable
+    _refuse_shape(context, contract)
+    capacity = _choose_capacity(context, contract, choice)
+    file = context.file_of("decode")
+    model, graph = context.model(file), contract.graph("decode")
+    context.require_opset(file, LEAST_OPSET, "Unsqueeze")
+    slots = _find_growing(context, contract, model)
+    if is_fused(model, slots):
+        changes = [*declare_length(model, slots, capacity, file), *forget_trace(context, file)]
+        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), capacity=capacity)
+    joins = [_find_join(context, model, slot) for slot in slots]
+    uses = LengthUses(model, graph, capacity)
+    writing = _RowWriter(model, graph, prefix="static_cache")
+    changes = uses.rewrite(writing.first)
+    for join in joins:
+        changes.append(writing.write(join, file))
+    changes += _declare(model, contract, slots, capacity, file)
+    changes += forget_trace(context, file)
+    sort_nodes(model.graph)
+    return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), capacity=capacity)
+
+
+def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
+    """Only a graph that serves all steps is fed the same buffer in each of them."""
+    prefill, decode = contract.graph("prefill"), contract.graph("decode")
+    if prefill is not decode:
+        context.cannot(
+            f"its first step is another graph ({prefill.file}), which takes no past to write into",
+            "convert a decoder that is one graph (--layout single)",
+        )
+    for port in decode.inputs:
+        if port.role in LENGTHS and (port.role == "token_and_position" or port.shape not in ((), (1,))):
+            found = readers(context.model(decode.file).graph).get(port.name, ())
+            node = f"the node {describe_op(found[0][0])}" if found else "no node"
+            context.cannot(f"{node} reads {port.name!r}, which gives the length of the past in addition to its shape")
+    switch = decode.port("branch_switch")
+    if switch is not None:
+        found = readers(context.model(decode.file).graph).get(switch.name, ())
+        node = f"the node {describe_op(found[0][0])}" if found else f"the input {switch.name!r}"
+        context.cannot(f"{node} selects a branch without a past, which has nothing to write into")
+
+
+def _choose_capacity(context: RepairContext, contract: CacheContract, choice: StaticCache) -> int:
+    limit = contract.context_limit
+    capacity, rows = choice.capacity or limit, positions(context.stack, contract)
+    if capacity is None:
+        most = f"static={rows}, as its table of positions has {rows} rows" if rows is not None else "static=512"
+        context.cannot(f"no config says how many tokens it takes: give a number, as in --cache {most}")
+    if limit is not None and capacity > limit:
+        context.cannot(f"its config allows {limit} tokens, so a buffer of {capacity} cannot be compared with it")
+    if rows is not None and capacity > rows:
+        context.cannot(
+            f"its table of positions has {rows} rows, so a sequence has {rows} tokens at most, and not {capacity}",
+            f"convert it with --cache static={rows}",
+        )
+    return capacity
+
+
+def _find_growing(context: RepairContext, contract: CacheContract, model: ModelProto) -> list[Slot]:
+    """The slots to convert: all whose past has a length of tokens."""
+    slots = [slot for slot in contract.slots if "past" in slot.axes]
+    if not slots:
+        static = any(slot.growth == "static" for slot in contract.slots)
+        context.cannot("its cache is a static buffer already" if static else "no past has a variable length")
+    growth = "shared" if is_fused(model, slots) else "grow"
+    for slot in slots:
+        if slot.present is None or slot.carry != "feed-back" or slot.growth != growth or slot.trimmed:
+            how = "is trimmed" if slot.trimmed else f"{slot.growth}, {slot.carry}"
+            node = producer(model.graph, slot.present or "")
+            maker = f"the node {describe_op(node)}: " if node is not None else ""
+            context.cannot(f"{maker}the cache of {slot.past!r} does not grow by concatenation ({how})")
+        if slot.size("past") is not None:
+            context.cannot(f"the past of {slot.past!r} is fixed at {slot.size('past')} rows")
+    return slots
+
+
+@record(slots=False)
+class _Join:
+    """Where the new rows meet a past: a Concat, or the port of a fused attention that takes it."""
+
+    slot: Slot
+    node: NodeProto
+    at: int
+    index: int = 0
+
+
+def _find_join(context: RepairContext, model: ModelProto, slot: Slot) -> _Join:
+    """The node that joins new rows to a past.
+
+    Raises:
+        CannotRepair: another node reads the past; the message names it.
+    """
+    at = slot.axes.index("past")
+    found: _Join | None = None
+    for node, index in readers(model.graph).get(slot.past, ()):
+        if has(node.op_type, "sizes"):
+            continue
+        join = _read_join(context, slot, node, index, at)
+        if found is not None:
+            context.cannot(f"the node {describe_op(node)} is a second one that reads {slot.past!r}")
+        found = join
+    if found is None:
+        context.cannot(f"no node joins new rows to {slot.past!r}")
+    if not any(node is found.node for node in model.graph.node):
+        context.cannot(f"the node {describe_op(found.node)} joins new rows to {slot.past!r} inside a subgraph")
+    _refuse_other_present(context, model, slot, found)
+    return found
+
+
+def _read_join(context: RepairContext, slot: Slot, node: NodeProto, index: int, at: int) -> _Join:
+    name = f"the node {describe_op(node)}"
+    if has(node.op_type, "join") and not node.domain:
+        axis = find_attribute(node, "axis")
+        if index or len(node.input) != 2 or axis is None or axis.i % len(slot.axes) != at:
+            context.cannot(f"{name} does not append new rows to {slot.past!r}")
+        return _Join(slot, node, at)
+    if node.op_type != "Attention" or normalize_domain(node.domain) or index not in (4, 5):
+        context.cannot(f"{name} reads {slot.past!r}, where a Concat with the new rows is expected")
+    if not input_of(node, 3):
+        context.cannot(f"{name} has no mask that could hide the rows after the tokens")
+    for attribute in ("is_causal", "q_num_heads"):
+        found = find_attribute(node, attribute)
+        if found is not None and found.i:
+            context.cannot(f"{name} has {attribute} = {found.i}, which is not known over a buffer")
+    return _Join(slot, node, at, index)
+
+
+def _refuse_other_present(context: RepairContext, model: ModelProto, slot: Slot, join: _Join) -> None:
+    """The present must be what the join makes, as it is."""
+    made = output_of(join.node) if has(join.node.op_type, "join") else output_of(join.node, join.index - 3)
+    name = str(slot.present)
+    for _ in range(len(model.graph.node)):
+        if name == made:
+            return
+        node = producer(model.graph, name)
+        if node is None or not has(node.op_type, "copy"):
+            words = (
+                f"the node {describe_op(node)}" if node is not None else f"no node but an input or a weight, {name!r},"
+            )
+            context.cannot(f"{words} makes {slot.present!r} from what {describe_op(join.node)} joined")
+        name = input_of(node, 0)
+    context.cannot(f"no node makes {slot.present!r}")
+
+
+@dataclass(eq=False)
+class _RowWriter(GraphWriter):
+    """New nodes that write rows into buffers; the places to write at are computed once for each form of buffer.
+
+    ScatterND is given the place of each row, (sequence, head, token), rather than a cache with its tokens in front:
+    transposing the buffer would copy it twice in every call.
+    """
+
+    graph: Graph
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tokens = self.graph.port("token_ids") or self.graph.port("embeddings")
+        given = self.graph.port("cache_position")
+        if given is not None and given.axes == ("new",) and given.dtype == "int64":
+            self.position = given.name
+        else:
+            self.position = _add_position(self.model, tokens, self.known)
+        self.first = self.node("first", "Gather", [self.position, self.numbers([0])], axis=0)
+
+    def write(self, join: _Join, file: str) -> Change:
+        """Put the write in place of the join."""
+        node, slot = join.node, join.slot
+        before = f"joins new rows to {slot.past!r}"
+        if has(node.op_type, "join"):
+            made, new = node.output[0], node.input[1]
+            self._turn(node, slot, join.at, new)
+        else:
+            made, new = node.output[join.index - 3], node.input[join.index - 3]
+            written = NodeProto(name=fresh_name(f"{slot.past}.write", self.known), output=[made])
+            self._turn(written, slot, join.at, new)
+            node.input[join.index - 3] = made
+            node.input[join.index] = ""
+            node.output[join.index - 3] = ""
+            for names in (node.input, node.output):
+                while names and not names[-1]:
+                    del names[-1]
+            self.model.graph.node.append(written)
+            node = written
+        return Change(file, describe_op(node), before, f"writes them at {self.position} ({node.op_type})")
+
+    def _turn(self, node: NodeProto, slot: Slot, at: int, new: str) -> None:
+        """Make a node the one that writes."""
+        del node.attribute[:]
+        if opset_version(self.model.opset_import) >= TENSOR_SCATTER and slot.axes[0] == "batch" and at:
+            node.op_type = "TensorScatter"
+            node.input[:] = [slot.past, new, self._starts(slot)]
+            node.attribute.add(name="axis", i=at, type=2)
+        else:
+            node.op_type = "ScatterND"
+            node.input[:] = [slot.past, self._places(slot, at), new]
+
+    def _starts(self, slot: Slot) -> str:
+        """The first place of each sequence, int64[batch]."""
+        if "starts" not in self.made:
+            shape = self.node("buffer_shape", "Shape", [slot.past])
+            batch = self.node("batch", "Gather", [shape, self.numbers([0])], axis=0)
+            self.made["starts"] = self.node("starts", "Expand", [self.first, batch])
+        return self.made["starts"]
+
+    def _places(self, slot: Slot, at: int) -> str:
+        """The place of each new row: int64[axes in front of the tokens, new, their number + 1]."""
+        key = f"{slot.shape[:at]}"
+        if key not in self.made:
+            sizes = [self._size(slot.past, axis) for axis in range(at)]
+            count = self.node("new", "Shape", [self.position])
+            whole = self.node("places_shape", "Concat", [*sizes, count], axis=0)
+            columns = []
+            for axis in range(at + 1):
+                values = self.position if axis == at else self._count(sizes[axis])
+                form = [1] * (at + 1)
+                form[axis] = -1
+                shaped = self.node("along", "Reshape", [values, self.numbers(form)])
+                filled = self.node("everywhere", "Expand", [shaped, whole])
+                columns.append(self.node("column", "Unsqueeze", [filled, self.numbers([-1])]))
+            self.made[key] = self.node("places", "Concat", columns, axis=-1)
+        return self.made[key]
+
+    def _size(self, name: str, axis: int) -> str:
+        shape = self.node("buffer_shape", "Shape", [name])
+        return self.node("size", "Gather", [shape, self.numbers([axis])], axis=0)
+
+    def _count(self, size: str) -> str:
+        """0, 1, ... up to a size int64[1]."""
+        scalar = self.node("scalar", "Squeeze", [size, self.numbers([0])])
+        return self.node("count", "Range", [self.numbers([0], []), scalar, self.numbers([1], [])])
+
+
+def _add_position(model: ModelProto, tokens: Port | None, known: set[str]) -> str:
+    """The new input, as long as the new tokens."""
+    name = fresh_name(POSITION, known)
+    declared = model.graph.input.add(name=name)
+    declared.type.tensor_type.elem_type = INT64
+    dim = declared.type.tensor_type.shape.dim.add()
+    size = tokens.dim("new") if tokens is not None else None
+    if isinstance(size, int):
+        dim.dim_value = size
+    elif size is not None:
+        dim.dim_param = size
+    return name
+
+
+def _declare(
+    model: ModelProto, contract: CacheContract, slots: list[Slot], capacity: int, file: str
+) -> Iterator[Change]:
+    """Declare N rows and N columns, in every value whose axis has the name of those lengths."""
+    graph = contract.graph("decode")
+    axes = {port.name: port.axes for port in (*graph.inputs, *graph.outputs)}
+    axes |= {str(slot.present): slot.axes for slot in slots} | {slot.past: slot.axes for slot in slots}
+    moving: set[str] = set()
+    other: set[str] = set()
+    presents = {str(slot.present) for slot in slots}
+    for value in (*model.graph.input, *model.graph.output):
+        for dim, axis in zip(value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False):
+            if dim.dim_param:
+                (moving if axis in ("past", "total") else other).add(dim.dim_param)
+        found = [at for at, axis in enumerate(axes.get(value.name, ())) if axis in ("past", "total")]
+        dims = value.type.tensor_type.shape.dim
+        if found and len(dims) == len(axes[value.name]):
+            before = [dims[at].dim_param or "?" for at in found]
+            for at in found:
+                dims[at].Clear()
+                dims[at].dim_value = capacity
+            kind = "output" if value.name in presents else "input"
+            yield Change(file, f"{kind} {value.name!r}", ", ".join(before), f"{capacity} entries")
+    _declare_inside(model, moving - other, capacity)
+
+
+def _declare_inside(model: ModelProto, symbols: set[str], capacity: int) -> None:
+    for value in (*model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in symbols:
+                dim.Clear()
+                dim.dim_value = capacity
+
+
+def forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
+    """Remove the inputs of the trace from export.json: the copy takes others."""
+    content = context.copy.side_car(TRACE)
+    components = content.get("components") if isinstance(content, dict) else None
+    for key, entry in (components if isinstance(components, dict) else {}).items():
+        metadata = entry.get("metadata") if isinstance(entry, dict) and entry.get("file") == file else None
+        if isinstance(metadata, dict) and metadata.pop("kwargs", None):
+            yield Change(TRACE, f"components.{key}.metadata.kwargs", "the inputs of the trace", "removed")
+
+
+def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
+    """What the loop must do from now on."""
+    graph = contract.graph("decode")
+    masks = [port for port in graph.inputs if "total" in port.axes]
+    yield buffer_rule(capacity)
+    yield f"{POSITION}, int64[new], is n, n + 1, ... with n tokens in the cache: the new rows are written there."
+    for port in masks:
+        shown, hidden = ("1", "0") if port.role == "attention_mask" else ("open", "hidden")
+        yield (
+            f"{port.name} has {capacity} columns: {shown} for the tokens in the cache and the new ones, {hidden} for "
+            "the rows after them."
+        )
+    yield (
+        f"A sequence has {capacity} tokens at most: a call beyond that fails, because it would write past the "
+        "buffer. To go back, feed a smaller n: later rows are hidden and written again."
+    )
+
+
+def _read(choices: ConvertChoices) -> StaticCache | None:
+    if choices.cache in (None, "growing"):
+        return None
+    match = CHOICE.fullmatch(choices.cache)
+    if match is None:
+        raise UsageError(f"--cache {choices.cache}: it takes static, static=N for N tokens, or growing")
+    capacity = int(match["rows"]) if match["rows"] else None
+    if capacity is not None and capacity < LEAST_CAPACITY:
+        raise UsageError(f"--cache {choices.cache}: a buffer has {LEAST_CAPACITY} tokens or more")
+    if any(name.startswith("past=") for name in choices.sizes):
+        raise UsageError(f"--cache {choices.cache}: --sizes past=N is another form of the cache; give one of them")
+    return StaticCache(capacity)
+
+
+CONVERSION = GraphConversion(
+    "cache", order=25, read=_read, title=lambda choice: f"cache {choice.describe()}", convert=convert
+)

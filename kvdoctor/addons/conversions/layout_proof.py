@@ -1,0 +1,353 @@
+"""Proofs of layouts: onnxruntime-genai generates the tokens of kvdoctor's own loop; a cut encoder computes the same.
+
+The runtime is run in a Python of its own (runtime/environments.py). An encoder is fed the same features in both. The
+prompts have several lengths. Where two tokens are equally likely but for rounding, either may follow, so that no token
+after that is compared.
+
+An encoder that was cut out of a first step is proved by its parts: they compute what the whole computed.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES
+from kvdoctor.addons.conversions.layouts.genai_config import NAME
+from kvdoctor.addons.conversions.layouts.registry import Cut
+from kvdoctor.contract import CacheContract, Dim
+from kvdoctor.decode.calls import save_call
+from kvdoctor.decode.experiments.expected_tokens import PROMPTS, UNDECIDED
+from kvdoctor.decode.messages import CompareJob, ExperimentJob, TrialDone, TrialModel, ValuePair
+from kvdoctor.decode.parity import compare, describe_gap, judge
+from kvdoctor.decode.tolerances import find_tolerance
+from kvdoctor.errors import WorkerDied
+from kvdoctor.model.proto import ValueInfoProto
+from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.view import Declared, GraphView
+from kvdoctor.records import record
+from kvdoctor.repair.export.run_exporter import SCRIPTS
+from kvdoctor.repair.session import RepairSession
+from kvdoctor.report.repair_record import Proof
+from kvdoctor.runtime.environments import GENAI, EnvironmentUnavailable, Requirements, ScriptFailed, ScriptProcess
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvdoctor.decode.calls import Array
+
+
+BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
+"""Sequences, new tokens, length of an encoder's input if the graph leaves it open, and its padding, in tokens."""
+
+INTEGERS = ("int64", "int32")
+
+
+@record(slots=False)
+class SplitEncoder:
+    """An encoder that was cut out of the first step of a source: where, and the names of the new files."""
+
+    stack: str
+    cut: Cut
+    contract: CacheContract
+    source: Path
+    encoder: str
+    decoder: str
+
+
+def prove_split_encoder(session: RepairSession, split: SplitEncoder) -> Iterator[Proof]:
+    """Compare the new encoder and the new first decoder with the first step of the source, one call each.
+
+    The loops of source and copy cannot be compared: the source's first step takes the inputs of its encoder. So one
+    call of the source is made, and the same tokens and features are fed to its parts.
+    """
+    cut, contract, source = split.cut, split.contract, split.source
+    model = read_skeleton(source, located=True).model
+    if cut.states not in {value.name for value in model.graph.output}:
+        model.graph.output.append(ValueInfoProto(name=cut.states))
+    whole = session.scratch / "whole.onnx"
+    whole.write_bytes(model.SerializeToString())
+    given = _synthesize_call(GraphView(model).inputs, contract, cut)
+    right = _describe_side(session, whole, given, source.parent)
+    logits = contract.graph("prefill").port("logits")
+    encoder = {name.removeprefix("input."): array for name, array in given.items()}
+    left = _describe_side(session, session.at / split.encoder, encoder)
+    claim = f"{split.encoder} returns the encoder states that the first step of the source computes"
+    job = CompareJob(left, right, (ValuePair(RESULT, cut.states),), provider=session.options.provider)
+    yield _compare(session, Proof(split.stack, claim, False), contract, job)
+    if logits is None:
+        return
+    view = GraphView(read_skeleton(session.at / split.decoder).model)
+    left = _describe_side(session, session.at / split.decoder, _decoder_call(view, contract, given, cut))
+    pairs, inject = (ValuePair("logits", logits.name),), (ValuePair(STATES, cut.states),)
+    job = CompareJob(left, right, pairs, inject, provider=session.options.provider)
+    claim = "the logits of the first step are those of the source"
+    yield _compare(session, Proof(split.stack, claim, False), contract, job)
+
+
+def _compare(session: RepairSession, claim: Proof, contract: CacheContract, job: CompareJob) -> Proof:
+    try:
+        result = session.runtime.trial(job)
+    except WorkerDied as crash:
+        result = TrialDone(error=crash.how)
+    pair = next(iter(result.differences), None)
+    if pair is None:
+        return replace(claim, detail=f"could not be compared: {(result.error or 'the shapes differ')[:200]}")
+    difference = pair.relative
+    text = f"off by {difference:.1e} standard deviations" if difference > 0 else "not finite"
+    text = "bit for bit" if difference == 0 else text
+    return replace(
+        claim,
+        holds=0 <= difference <= find_tolerance(contract.exactness, session.options.tolerances).passes,
+        detail=text,
+    )
+
+
+def _describe_side(
+    session: RepairSession, path: Path, feeds: "Mapping[str, Array]", root: Path | None = None
+) -> TrialModel:
+    """One model and its call, as the worker reads it."""
+    call = session.scratch / f"call-{path.stem}.npz"
+    save_call(call, feeds)
+    return TrialModel(path.absolute(), None if root is None else root.absolute(), call, "all")
+
+
+def _synthesize_call(ports: dict[str, Declared], contract: CacheContract, cut: Cut) -> "dict[str, Array]":
+    """Synthetic feeds of the source: token ids, masks that hide the end of the second sequence, random features."""
+    import numpy as np
+
+    rng, words = np.random.default_rng(0), max(contract.vocabulary or 8, 8)
+    later = {port.name: port.role for port in contract.graph("decode").inputs}
+    feeds: dict[str, Array] = {}
+    for name, port in ports.items():
+        shape = _choose_sizes(port.shape or (), NEW if name not in cut.inputs else SOURCE)
+        if "mask" in name or later.get(name) == "encoder_mask":
+            feeds[name] = np.ones(shape, np.int64)
+            feeds[name][1:, SOURCE - PADDED :] = 0
+        elif port.dtype in INTEGERS:
+            feeds[name] = rng.integers(words // 4, words - words // 4, shape).astype(port.dtype)
+        else:
+            feeds[name] = rng.standard_normal(shape).astype(np.float16 if port.dtype == "float16" else np.float32)
+    return feeds
+
+
+def _choose_sizes(shape: tuple[Dim, ...], length: int) -> tuple[int, ...]:
+    sizes = [int(str(dim)) if str(dim).isdigit() else length for dim in shape]
+    return (BATCH, *sizes[1:])
+
+
+def _decoder_call(
+    view: GraphView, contract: CacheContract, given: "Mapping[str, Array]", cut: Cut
+) -> "dict[str, Array]":
+    """The same call for the first decoder; its encoder states are taken from the run of the source."""
+    import numpy as np
+
+    later = {port.name: port.role for port in contract.graph("decode").inputs}
+    feeds: dict[str, Array] = {"use_cache_branch": np.array([False])}
+    for name, array in given.items():
+        if later.get(name) == "encoder_mask":
+            feeds["encoder_attention_mask"] = array
+        elif name not in cut.only:
+            feeds["input_ids"] = array
+    for name, port in view.inputs.items():
+        if name.startswith("past_key_values."):
+            sizes = [dim if isinstance(dim, int) else 0 for dim in port.shape or ()]
+            feeds[name] = np.zeros((BATCH, *sizes[1:]), np.float16 if port.dtype == "float16" else np.float32)
+    return feeds
+
+
+SCRIPT = SCRIPTS / "generate_with_genai.py"
+NEEDS = Requirements(GENAI, ("onnxruntime_genai", "onnxruntime"), "genai")
+LEAST = 8
+"""Tokens to compare for each prompt, unless its text ends before."""
+SEEDS = 4
+"""Prompts of each length that are tried until so many tokens can be compared."""
+
+
+@record(slots=False)
+class Generated:
+    """What the loop of kvdoctor generates from a prompt: the tokens to compare, and the logits of each.
+
+    `ends` are the tokens that end a text; `fits` is how many tokens the context has room for; `features` is what the
+    encoder was fed.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: "np.ndarray[Any, Any]"
+    ends: tuple[int, ...]
+    fits: int
+    features: "np.ndarray[Any, Any] | None" = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last of them ends the text."""
+        return bool(self.tokens) and self.tokens[-1] in self.ends
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether as many tokens can be compared as the proof needs."""
+        return len(self.tokens) >= min(LEAST, self.fits)
+
+
+@record
+class Source:
+    """The loop that is compared with: a stack in a folder, and its contract; `words` names it."""
+
+    stack: str
+    folder: Path
+    contract: CacheContract
+    words: str
+
+
+@record
+class _Answer:
+    """What onnxruntime-genai generates: the tokens for each prompt, the file of their logits, and the versions."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    logits: Path
+    versions: str
+
+
+def prove_generation(session: RepairSession, stack: str, source: Source) -> Iterator[Proof]:
+    """The claims that onnxruntime-genai generates from the copy the tokens and the logits of the source."""
+    claim = f"onnxruntime-genai generates the tokens of {source.words}"
+    config = json.loads((session.at / NAME).read_text(encoding="utf-8"))["model"]
+    wanted = list(_generate(session, source, config))
+    short = next((one for one in wanted if not (one.is_enough or one.ended)), None)
+    if not wanted or short is not None:
+        reason = "its loop did not run from any prompt"
+        if short is not None:
+            reason = f"prompts of {len(short.prompt)}: step {len(short.tokens)} has two tokens that are equally likely"
+        yield Proof(stack, claim, False, f"no {LEAST} tokens to compare: {reason}")
+        return
+    try:
+        answer = _ask(session, wanted, config)
+    except EnvironmentUnavailable as error:
+        yield Proof(stack, claim, False, f"could not be proved, onnxruntime-genai is not available: {error}")
+        return
+    except ScriptFailed as error:
+        text = str(error).replace(str(session.at), "OUT")
+        yield Proof(stack, claim, False, f"onnxruntime-genai does not run the copy: {text}")
+        return
+    different = next(filter(None, map(_find_difference, wanted, answer.tokens)), "")
+    lengths = ", ".join(str(len(one.prompt)) for one in wanted)
+    count = sum(len(one.tokens) for one in wanted)
+    proved = f"{count} tokens from prompts of {lengths} ({answer.versions})"
+    yield Proof(stack, claim, not different, f"{different} ({answer.versions})" if different else proved)
+    if not different:
+        yield _compare_logits(session, stack, source, wanted, answer)
+
+
+def _generate(session: RepairSession, source: Source, config: dict[str, Any]) -> Iterator[Generated]:
+    """The texts of kvdoctor's own loop: for each length of the prompt the first that is long enough, or the longest."""
+    found: dict[str, list[Generated]] = {name: [] for name in PROMPTS}
+    for seed in range(SEEDS):
+        left = tuple(name for name, mine in found.items() if not any(one.is_enough for one in mine))
+        if not left:
+            break
+        kept = session.scratch / f"generated-{seed}.npz"
+        job = ExperimentJob(
+            stack=source.stack,
+            folder=source.folder.absolute(),
+            contract=source.contract,
+            experiments=left,
+            seed=session.options.seed + seed,
+            provider=session.options.provider,
+            keep_logits=kept,
+            timed=False,
+            tolerances=dict(session.options.tolerances),
+        )
+        session.runtime.examine(job)
+        for name, one in _read(kept, left, config):
+            found[name].append(one)
+    for mine in found.values():
+        if mine:
+            yield max(mine, key=lambda one: (one.is_enough, one.ended, len(one.tokens)))
+
+
+def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterator[tuple[str, Generated]]:
+    import numpy as np
+
+    end, padding = config["eos_token_id"], config["pad_token_id"]
+    ends = end if isinstance(end, list) else [end]
+    if not file.is_file():
+        return
+    with np.load(file) as kept:
+        for name in names:
+            if f"{name}:prompt" not in kept.files:
+                continue
+            prompt = tuple(map(int, kept[f"{name}:prompt"]))
+            tokens = tuple(map(int, kept[f"{name}:decided"]))
+            if not {padding, *ends}.isdisjoint(prompt):
+                continue  # these have a meaning of their own in a prompt
+            room = len(tokens)
+            stop = next((at + 1 for at, token in enumerate(tokens) if token in ends), room)
+            tokens = tokens[:stop]
+            if UNDECIDED in tokens:
+                tokens = tokens[: tokens.index(UNDECIDED)]
+            logits = kept[f"{name}:logits"][: len(tokens)]
+            features = kept[f"{name}:features"] if f"{name}:features" in kept.files else None
+            yield name, Generated(prompt, tokens, logits, tuple(ends), room, features)
+
+
+def _ask(session: RepairSession, wanted: list[Generated], config: dict[str, Any]) -> _Answer:
+    """Let onnxruntime-genai generate from the prompts, and from the features that the source was fed.
+
+    Raises:
+        EnvironmentUnavailable: there is no Python that has it.
+        ScriptFailed: it refuses the copy, fails, or crashes.
+    """
+    out = session.scratch / "genai-logits.npz"
+    asked = {
+        "model": str(session.at.absolute()),
+        "prompts": [one.prompt for one in wanted],
+        "counts": [len(one.tokens) for one in wanted],
+        "out": str(out),
+    }
+    given = {str(number): one.features for number, one in enumerate(wanted) if one.features is not None}
+    if given:
+        import numpy as np
+
+        features = session.scratch / "genai-features.npz"
+        np.savez(features, **given)  # type: ignore[arg-type, unused-ignore]
+        asked |= {"features": str(features), "features_as": config["encoder"]["inputs"]["audio_features"]}
+    script = ScriptProcess(SCRIPT, asked, NEEDS, session.options.offline)
+    try:
+        answer = script.ask()
+    finally:
+        script.stop()
+    versions = ", ".join(f"{name} {script.hello[name]}" for name in ("onnxruntime-genai", "onnxruntime"))
+    return _Answer(tuple(map(tuple, answer["tokens"])), out, versions)
+
+
+def _find_difference(wanted: Generated, got: tuple[int, ...]) -> str:
+    """The first step whose token differs, as text; empty if all are the same."""
+    for step, token in enumerate(wanted.tokens):
+        if step >= len(got):
+            return f"prompt of {len(wanted.prompt)}: it ends after {step} tokens, and token {token} follows"
+        if got[step] != token:
+            return f"prompt of {len(wanted.prompt)}, step {step}: it generates token {got[step]} in place of {token}"
+    return ""
+
+
+def _compare_logits(
+    session: RepairSession, stack: str, source: Source, wanted: list[Generated], answer: _Answer
+) -> Proof:
+    """Compare the logits of all steps: equal tokens alone may be chance."""
+    import numpy as np
+
+    claim = f"its logits are those of {source.words}"
+    limit = find_tolerance(source.contract.exactness, session.options.tolerances)
+    worst = 0.0
+    with np.load(answer.logits) as kept:
+        for number, one in enumerate(wanted):
+            got = kept[f"logits.{number}"]
+            if got.shape != one.logits.shape:
+                return Proof(stack, claim, False, f"their shape is {list(got.shape)}, not {list(one.logits.shape)}")
+            found = compare(got[None], one.logits[None].astype(np.float32), limit)
+            if judge(found, limit) != "pass":
+                return Proof(stack, claim, False, f"prompt of {len(one.prompt)}: {describe_gap(found)}")
+            worst = max(worst, found.relative)
+    return Proof(stack, claim, True, f"within {worst:.1e} standard deviations" if worst else "bit for bit")

@@ -1,0 +1,235 @@
+"""What onnxruntime-genai takes of a decoder, and its genai_config.json: the contract in its terms.
+
+Limits are types, caches, logits, and the lengths of names; their sources are src/models/kv_cache.cpp and
+src/models/input_ids.cpp (onnxruntime-genai 0.18.0).
+
+Each value of the config has its origin. Vocabulary, heads, head size and layers come from the contract, token ids and
+the context from the configs next to the model. What is needed and stands in none of them is asked for, never invented.
+Source of the keys: src/config.h and src/config.cpp (onnxruntime-genai 0.18.0).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.analysis.configs import decoder_config, is_count
+from kvdoctor.analysis.model_folder import read_object
+from kvdoctor.contract import Axis, CacheContract, Slot
+from kvdoctor.model.files import side_car_folder
+from kvdoctor.records import record
+
+CONSUMER = "onnxruntime-genai"
+INTEGERS = ("int32", "int64")
+FLOATS = ("float", "float16", "bfloat16")
+SLOT_AXES: tuple[Axis, ...] = ("batch", "kv_heads", "past", "head_dim")
+
+
+def refuse_slots(slots: tuple[Slot, ...], axes: tuple[Axis, ...] = SLOT_AXES) -> str | None:
+    """Why it cannot carry caches: they must be one key and one value for each layer, of one type and size."""
+    first = slots[0]
+    for slot in slots:
+        if (reason := _refuse_slot(slot, first, axes)) is not None:
+            return reason
+    keys, values = ([slot.layer for slot in slots if slot.part == part] for part in ("key", "value"))
+    if sorted(map(str, keys)) != sorted(map(str, values)) or len({*keys}) != len(keys):
+        return "its layers do not each have one key and one value"
+    return None
+
+
+def _refuse_slot(slot: Slot, first: Slot, axes: tuple[Axis, ...]) -> str | None:
+    where = f"the cache {slot.past!r}"
+    if slot.kind != first.kind or slot.part not in ("key", "value") or slot.layer is None:
+        what = slot.kind if slot.kind not in ("self-attention", "cross-attention") else f"{slot.part} of {_whose(slot)}"
+        return f"{where} is a {what}: this layout is for one key and one value in each layer"
+    if slot.kind == "self-attention" and (slot.growth not in ("grow", "shared") or slot.trimmed):
+        how = "cut to a window" if slot.trimmed else slot.growth
+        return f"{where} neither grows with each step nor is one buffer for past and present ({how})"
+    if slot.axes != axes:
+        return f"the axes of {slot.past!r} are {', '.join(slot.axes)}: {CONSUMER} feeds {', '.join(axes)}"
+    if slot.kind == "self-attention" and slot.present is None:
+        return f"{where} is not returned"
+    if slot.dtype not in FLOATS or slot.dtype != first.dtype:
+        return f"{where} is {slot.dtype}, where {CONSUMER} feeds one type of {', '.join(FLOATS)} to all layers"
+    own, sizes = ((one.size("kv_heads"), one.size("head_dim")) for one in (slot, first))
+    if None in own:
+        return f"the number of heads or the head size of {slot.past!r} is not known"
+    if own != sizes:
+        mine, others = ("x".join(map(str, pair)) for pair in (own, sizes))
+        return f"{where} has {mine} heads x head size, {first.past!r} {others}: {CONSUMER} takes one size"
+    return None
+
+
+def _whose(slot: Slot) -> str:
+    return "all layers" if slot.layer is None else f"layer {slot.layer}"
+
+
+def refuse_logits(contract: CacheContract) -> str | None:
+    """Why it cannot read the logits."""
+    port = contract.graph("decode").port("logits")
+    if port is None:
+        return "it returns no logits"
+    if port.dtype not in FLOATS or (port.shape is not None and len(port.shape) != 3):
+        return f"its logits {port.name!r} are {port.dtype} with {len(port.shape or ())} axes, and {CONSUMER} reads 3"
+    return None
+
+
+def sort_slots(slots: tuple[Slot, ...]) -> list[Slot]:
+    """Slots layer by layer, the key before the value."""
+    return sorted(slots, key=lambda slot: (slot.layer or 0, slot.part == "value"))
+
+
+NAME = "genai_config.json"
+MOST_TOKENS_OF_END = 64
+"""Tokens that end a text, in a config that can be believed."""
+
+DEFAULTS = {
+    "input_ids": "input_ids",
+    "attention_mask": "attention_mask",
+    "position_ids": "position_ids",
+    "past_key_names": "past_key_values.%d.key",
+    "past_value_names": "past_key_values.%d.value",
+    "logits": "logits",
+    "present_key_names": "present.%d.key",
+    "present_value_names": "present.%d.value",
+}
+"""The names that onnxruntime-genai looks for by itself."""
+NOT_READ = {
+    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+}
+"""Sizes that onnxruntime-genai does not use, and their names in config.json: left out where it has none."""
+INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_names", "past_value_names")
+
+
+@record
+class Setting:
+    """A value of the file, `key` as in `model.decoder.head_size`, and where it comes from."""
+
+    key: str
+    value: Any
+    because: str
+
+
+DECODER = Setting("model.type", "decoder", "a decoder without rules of its own")
+"""The type of most decoders: a family's name would ask for the graph that the builder makes."""
+
+
+@record
+class Configs:
+    """What config.json and generation_config.json say, and the folder in which they were looked for."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+    @classmethod
+    def beside(cls, root: Path) -> "Configs":
+        """Those of the models in a folder; a file that is missing or damaged is empty."""
+        folder = side_car_folder(root)
+        config, generation = (read_object(folder / f"{name}.json")[0] for name in ("config", "generation_config"))
+        return cls(folder, config, generation)
+
+    def read_ids(self, key: str, vocabulary: int) -> tuple[list[int], str] | None:
+        """The token ids of an entry and the file that has them: generation_config.json before config.json."""
+        parts = (
+            ("generation_config.json", self.generation),
+            ("config.json", self.config),
+            ("config.json", decoder_config(self.config)),
+        )
+        for file, part in parts:
+            given = part.get(key)
+            listed = given if isinstance(given, list) else [given]
+            if 0 < len(listed) <= MOST_TOKENS_OF_END and all(_is_token(one, vocabulary) for one in listed):
+                return list(listed), file
+        return None
+
+
+def _is_token(value: object, vocabulary: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocabulary
+
+
+def find_missing(configs: Configs, contract: CacheContract) -> str | None:
+    """What onnxruntime-genai needs to know and neither the graph nor a config says; None if nothing is missing."""
+    vocabulary = read_vocabulary(contract)
+    if vocabulary is None:
+        return "the logits declare no size of the vocabulary, and no config.json next to the model has a vocab_size"
+    if contract.context_limit is None:
+        return "how many tokens it can take is not known: give config.json next to the model a max_position_embeddings"
+    if configs.read_ids("eos_token_id", vocabulary) is None:
+        return (
+            f"which token ends a text is not known: give generation_config.json next to the model an eos_token_id from "
+            f"0 to {vocabulary - 1}"
+        )
+    return None
+
+
+def read_vocabulary(contract: CacheContract) -> int | None:
+    """The entries of a row of logits: that of the graph before that of a config."""
+    port = contract.graph("decode").port("logits")
+    size = port.shape[-1] if port is not None and port.shape else None
+    return size if is_count(size) else contract.vocabulary
+
+
+def list_settings(
+    configs: Configs, contract: CacheContract, slots: list[Slot], family: Setting, more: tuple[Setting, ...] = ()
+) -> list[Setting]:
+    """The values of the file other than names, where `find_missing` said that nothing is missing.
+
+    `slots` are those of the self-attention, `family` is the type, and `more` are values that only this family has.
+    """
+    vocabulary = read_vocabulary(contract) or 0
+    end, file = configs.read_ids("eos_token_id", vocabulary) or ([], "")
+    shared = all(slot.growth == "shared" for slot in slots)
+    buffer = "every cache may be one buffer for past and present" if shared else "a step returns a longer cache"
+    graph = "the graph"
+    found = [
+        family,
+        Setting("model.vocab_size", vocabulary, graph),
+        Setting("model.context_length", contract.context_limit, "the config of the model"),
+        Setting("model.eos_token_id", end[0] if len(end) == 1 else end, file),
+    ]
+    padding = configs.read_ids("pad_token_id", vocabulary)
+    if padding is None:
+        padding = end, f"the token that ends a text, from {file}: the configs have no pad_token_id"
+    found.append(Setting("model.pad_token_id", padding[0][0], padding[1]))
+    begin = configs.read_ids("bos_token_id", vocabulary)
+    if begin is not None:
+        found.append(Setting("model.bos_token_id", begin[0][0], begin[1]))
+    for key, number in (("num_key_value_heads", slots[0].size("kv_heads")), ("head_size", slots[0].size("head_dim"))):
+        found.append(Setting(f"model.decoder.{key}", number, graph))
+    found.append(Setting("model.decoder.num_hidden_layers", len(slots) // 2, graph))
+    part = decoder_config(configs.config)
+    for key, names in NOT_READ.items():
+        size = next((part[name] for name in names if is_count(part.get(name))), None)
+        if size is not None and f"model.decoder.{key}" not in {one.key for one in more}:
+            found.append(Setting(f"model.decoder.{key}", size, "config.json"))
+    return [
+        *found,
+        *more,
+        Setting("search.max_length", contract.context_limit, "the context"),
+        Setting("search.do_sample", False, "greedy, unless a program asks for more"),
+        Setting("search.num_beams", 1, "greedy, unless a program asks for more"),
+        Setting("search.past_present_share_buffer", shared, buffer),
+    ]
+
+
+@record
+class GraphEntries:
+    """What the file says of one graph: its own file, relative to this one, and the names of its inputs and outputs."""
+
+    file: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+def write_config(graphs: dict[str, GraphEntries], settings: list[Setting]) -> str:
+    """The text of the file; the graphs by the part of the model that they are."""
+    model: dict[str, Any] = {}
+    search: dict[str, Any] = {}
+    named = {p: {"filename": one.file, "inputs": one.inputs, "outputs": one.outputs} for p, one in graphs.items()}
+    parts = {"model": model, "search": search} | {f"model.{part}": entries for part, entries in named.items()}
+    for one in settings:
+        part, _, key = one.key.rpartition(".")
+        parts[part][key] = one.value
+    whole = {"model": model | named, "search": search}
+    return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

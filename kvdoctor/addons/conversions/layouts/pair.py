@@ -1,0 +1,349 @@
+"""Pair: the first step and later ones in files of their own, as Optimum's decoder and decoder_with_past.
+
+Requires: an `If` that is controlled by an input; or one graph whose first step is fed an empty past, or states of
+zeros.
+Ensures: no switch, no placeholders, and no inputs that a half does not use. Each branch is inlined in place of its
+`If`. The file with past does not return values that never change: constants without elements, which Optimum's merged
+decoders return in place of the cross-attention cache, and pasts that are passed through. The caller keeps those of the
+first step.
+
+Of one graph for all steps, the graph of the later steps stays as it is. In that of the first step every past is
+computed: zeros of its type, as many rows as token ids have, of length 0 where it grows. A Concat that would join such a
+past with the new entries passes these on. Both graphs refer to the same weights, which lie once in a data file next to
+them.
+"""
+
+from collections.abc import Iterator
+
+from kvdoctor.addons.conversions.layouts.naming import FIRST, LATER, axis_names, first_of, name_axes, port_axes
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
+from kvdoctor.addons.conversions.layouts.weights import LINE, FileSizeLimit, restore, span_of
+from kvdoctor.analysis.stacks import FileRole, StackFiles
+from kvdoctor.contract import ITEM_BYTES, CacheContract, Port, Slot
+from kvdoctor.errors import UsageError
+from kvdoctor.model.edit import fresh_name, keep_only, make_node, prune, rename_all, rename_banned, replace_all
+from kvdoctor.model.external_data import external_tensors
+from kvdoctor.model.operators import has
+from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.model.traverse import all_names, captures, find_attribute, names_in, needed_for, own_names, subgraphs
+from kvdoctor.model.view import ELEMENT_TYPES, Branches, GraphView
+from kvdoctor.report.repair_record import Change
+
+BESIDE = FileSizeLimit(most=0)
+"""The weights lie in a file next to both graphs."""
+TENSOR = AttributeProto.TENSOR
+TYPES = {name: number for number, name in ELEMENT_TYPES.items()}
+
+
+def refuse_split(contract: CacheContract) -> str | None:
+    """Why one graph cannot become two; None if it can."""
+    if contract.first_step != "empty-past":
+        return "its first step is not fed an empty past"
+    if contract.graph("prefill") != contract.graph("decode"):
+        return "another graph serves its first step"
+    if _find_rows(contract) is None:
+        return "no input with a batch axis tells how many sequences there are"
+    return next((reason for slot in contract.slots if (reason := _refuse_slot(slot, contract)) is not None), None)
+
+
+def _refuse_slot(slot: Slot, contract: CacheContract) -> str | None:
+    """Why the first value of a slot cannot be computed in the graph."""
+    if "capacity" in slot.axes or slot.growth in ("static", "ring", "paged"):
+        return f"{slot.past} is a buffer that the loop allocates and both graphs would write"
+    if slot.first not in ("empty", "zeros") or slot.dtype not in TYPES:
+        return f"the first step is not fed an empty {slot.past}"
+    if slot.first == "empty" and "past" not in slot.axes:
+        return f"{slot.past} has no axis for tokens"
+    for axis, size in zip(slot.axes, slot.shape, strict=True):
+        if axis == "batch_heads" and contract.heads is None:
+            return f"the number of heads in {slot.past} is not known"
+        if axis not in ("batch", "batch_heads", "past") and not isinstance(size, int):
+            return f"the size of the axis {axis} of {slot.past} is no number"
+    return None
+
+
+def _find_rows(contract: CacheContract) -> Port | None:
+    """An input of the first step that has as many rows as there are sequences."""
+    wanted = ("token_ids", "embeddings", "attention_mask", "position_ids")
+    ports = [port for role in wanted for port in contract.graph("decode").inputs if port.role == role]
+    return next((port for port in ports if "batch" in port.axes), None)
+
+
+def split_single(source: LayoutSource) -> ConvertedModels:
+    """Make the two graphs.
+
+    Raises:
+        DoesNotFit: the graph uses its past in a way that an empty one does not serve.
+    """
+    name = source.stack.main.name
+    role: FileRole = next(role for role, file in source.stack.files.items() if file.name == name)
+    first, later = source.model(role), source.model(role)
+    names = source.new_name(FIRST), source.new_name(LATER)
+    made = ConvertedModels(dict(zip(names, (first, later), strict=True)), (name,), limit=BESIDE)
+    joined = make_first(first, source.contract)
+    for model in made.models.values():
+        _declare_sizes(model.graph, source.contract)
+        for tensor in [*external_tensors(model)]:
+            if span_of(tensor).length < LINE:
+                restore(tensor, source.root)
+    pasts = first_of(slot.past for slot in source.contract.slots)
+    made.changes.append(Change(names[0], "inputs", pasts, "left out, computed as empty"))
+    if joined:
+        made.changes.append(Change(names[0], f"{joined} Concat with an empty past", "joined", "the new entries alone"))
+    made.notes.append(f"Keep {names[0]}_data next to both files: neither opens without it.")
+    made.notes.append(f"Feed {names[0]} the prompt, and its presents to {names[1]} as the past.")
+    return made
+
+
+def _declare_sizes(graph: GraphProto, contract: CacheContract) -> None:
+    """Declare the heads and widths of caches that only a config tells: it may name one decoder alone, and is gone."""
+    slots = {name: slot for slot in contract.slots for name in (slot.past, slot.present)}
+    for value in (*graph.input, *graph.output):
+        dims, slot = value.type.tensor_type.shape.dim, slots.get(value.name)
+        for dim, axis, size in zip(dims, slot.axes, slot.shape, strict=False) if slot is not None else ():
+            if axis in ("kv_heads", "head_dim", "state", "channels") and isinstance(size, int):
+                dim.dim_value = size
+
+
+def make_first(model: ModelProto, contract: CacheContract) -> int:
+    """Make a graph that takes a past one of the first step; gives the number of joins that became unnecessary.
+
+    Raises:
+        DoesNotFit: an input of it is a past and a weight at once.
+    """
+    graph, slots = model.graph, {slot.past: slot for slot in contract.slots}
+    if clash := [tensor.name for tensor in graph.initializer if tensor.name in slots]:
+        raise DoesNotFit(f"{clash[0]} has a value of its own in the graph")
+    keep_only(graph.input, lambda value: value.name not in slots)
+    joined = _pass_joins(graph, slots)
+    made = [*_compute_pasts(names_in(model) | set(slots), contract)]
+    replace_all(graph.node, [*made, *graph.node])
+    graph.ClearField("value_info")  # its lengths are those of a step with a past
+    _rename_lengths(graph, contract)
+    prune(model)
+    return joined
+
+
+def _pass_joins(graph: GraphProto, slots: dict[str, Slot]) -> int:
+    """Replace each join of an empty past with another value along its length by that value."""
+    count = 0
+    for node in graph.node:
+        if not has(node.op_type, "join") or len(node.input) != 2:
+            continue
+        for empty, other in (tuple(node.input), tuple(reversed(node.input))):
+            slot, axis = slots.get(empty), find_attribute(node, "axis")
+            if slot is None or axis is None or slot.first != "empty" or axis.i % len(slot.axes) != slot.length_axis:
+                continue
+            node.op_type = "Identity"
+            count += 1
+            node.input[:] = [other]
+            del node.attribute[:]
+            break
+    return count
+
+
+def _compute_pasts(known: set[str], contract: CacheContract) -> Iterator[NodeProto]:
+    """The nodes that make every past: zeros of its type and shape."""
+    port = _find_rows(contract)
+    assert port is not None  # noqa: S101 - refused before
+    shape, rows = (fresh_name(f"first_step.{word}", known) for word in ("ids_shape", "rows"))
+    yield make_node("Shape", [port.name], shape)
+    at = fresh_name("first_step.batch_axis", known)
+    yield integer_constant(at, [port.axes.index("batch")])
+    yield make_node("Gather", [shape, at], rows)
+    for slot in contract.slots:
+        parts = []
+        for number, axis in enumerate(slot.axes):
+            size = slot.shape[number]
+            part = fresh_name(f"{slot.past}.size_{number}", known)
+            if axis == "batch":
+                parts.append(rows)
+                continue
+            if axis == "batch_heads":
+                heads = fresh_name(f"{slot.past}.heads", known)
+                yield integer_constant(heads, [contract.heads or 1])
+                yield make_node("Mul", [rows, heads], part)
+            else:
+                yield integer_constant(part, [0 if axis == "past" else int(size) if isinstance(size, int) else 1])
+            parts.append(part)
+        sizes = fresh_name(f"{slot.past}.sizes", known)
+        yield make_node("Concat", parts, sizes, axis=0) if parts else integer_constant(sizes, [])
+        yield _zeros(slot, sizes, fresh_name(f"{slot.past}.empty", known))
+
+
+def _zeros(slot: Slot, sizes: str, name: str) -> NodeProto:
+    """A tensor of zeros in sizes that are computed."""
+    number = TYPES[slot.dtype]
+    node = NodeProto(op_type="ConstantOfShape", name=name, input=[sizes], output=[slot.past])
+    value = TensorProto(data_type=number, dims=[1], raw_data=b"\0" * ITEM_BYTES[slot.dtype])
+    node.attribute.add(name="value", type=TENSOR, t=value)
+    return node
+
+
+def integer_constant(name: str, numbers: list[int]) -> NodeProto:
+    """A node that gives int64[n]."""
+    node = NodeProto(op_type="Constant", name=name, output=[name])
+    data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    node.attribute.add(
+        name="value", type=TENSOR, t=TensorProto(data_type=TensorProto.INT64, dims=[len(numbers)], raw_data=data)
+    )
+    return node
+
+
+def _rename_lengths(graph: GraphProto, contract: CacheContract) -> None:
+    """Declare lengths of past and new tokens as those of the new ones, which is what they are without a past."""
+    decode = contract.graph("decode")
+    new = next((name for port in decode.inputs if isinstance(name := port.dim("new"), str)), None)
+    axes = {port.name: port.axes for port in (*decode.inputs, *decode.outputs)}
+    slots = {slot.present: slot.axes for slot in contract.slots}
+    for value in (*graph.input, *graph.output):
+        dims = value.type.tensor_type.shape.dim
+        named = slots.get(value.name) or axes.get(value.name, ())
+        for dim, axis in zip(dims, named, strict=False):
+            if axis in ("total", "past") and not dim.HasField("dim_value"):
+                dim.Clear()
+                if new is not None:
+                    dim.dim_param = new
+
+
+def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
+    """Why a stack cannot be split."""
+    if stack.kind == "pair":
+        return "it is already a pair"
+    if stack.kind != "merged":
+        return refuse_split(contract) if contract.slots else "its cache contract could not be read"
+    return None if contract.slots else "its cache contract could not be read"
+
+
+def make(source: LayoutSource) -> ConvertedModels:
+    """Split a merged decoder, or make a graph of the first step from the one for all steps."""
+    if source.stack.kind != "merged":
+        return split_single(source)
+    merged = source.model("decoder-merged")
+    first, later = split_halves(merged, source.contract)
+    made = ConvertedModels(
+        {source.new_name(FIRST): first, source.new_name(LATER): later}, (source.name("decoder-merged"),)
+    )
+    for file, half, branch in zip(made.models, (first, later), ("no-past branch", "cached branch"), strict=True):
+        for part, mine, theirs in (
+            ("inputs", half.graph.input, merged.graph.input),
+            ("outputs", half.graph.output, merged.graph.output),
+        ):
+            kept = {value.name for value in mine}
+            gone = [value.name for value in theirs if value.name not in kept]
+            if gone:
+                made.changes.append(Change(file, f"{branch}, {part}", first_of(gone), "left out"))
+    if source.readable:
+        axes = port_axes(source.contract, source.stack.main.name)
+        for half in (first, later):
+            name_axes(half.graph, axes, axis_names(source.contract))
+    return made
+
+
+def split_halves(merged: ModelProto, contract: CacheContract) -> tuple[ModelProto, ModelProto]:
+    """The graph of the first step and that of all later ones, as copies without their weights.
+
+    Raises:
+        UsageError: no `If` of the graph is controlled by an input.
+    """
+    view = GraphView(merged)
+    if view.branches is None:
+        raise UsageError("this is not a merged decoder: no If of its graph is controlled by an input of type bool")
+    switch, branches = view.branches
+    dropped = {slot.present for slot in contract.slots if slot.present and _never_changes(view, branches, slot.present)}
+    first = _make_half(merged, switch, branches, cached=False, dropped=set())
+    return first, _make_half(merged, switch, branches, cached=True, dropped=dropped)
+
+
+def _never_changes(view: GraphView, branches: Branches, output: str) -> bool:
+    """Whether a decode step returns an empty tensor under that name, or the past that it was fed."""
+    if view.emptied(output) is not None:
+        return True
+    scope, name = view.behind(output)
+    source = scope.through(name)
+    return scope.graph is branches.cached.graph and source in view.inputs
+
+
+def _make_half(merged: ModelProto, switch: str, branches: Branches, cached: bool, dropped: set[str]) -> ModelProto:
+    model = ModelProto()
+    model.CopyFrom(merged)
+    at = next(index for index, node in enumerate(merged.graph.node) if node is branches.node)
+    chosen = branches.cached if cached else branches.no_past
+    _inline_branch(model.graph, at, chosen.graph)
+    replace_all(model.graph.output, [value for value in model.graph.output if value.name not in dropped])
+    _fix_switch(model.graph, switch, cached)
+    prune(model)
+    model.graph.name = chosen.graph.name or model.graph.name
+    return model
+
+
+def _inline_branch(graph: GraphProto, at: int, branch: GraphProto) -> None:
+    """Replace the `If` at an index by the nodes of a branch; their results get the names of the outputs of the `If`."""
+    body, targets = GraphProto(), list(graph.node[at].output)
+    body.CopyFrom(branch)
+    before, after = list(graph.node[:at]), list(graph.node[at + 1 :])
+    outside = own_names(graph) | {
+        n for node in (*before, *after) for inner in subgraphs(node) for n in all_names(inner)
+    }
+    known = outside | all_names(body) | {*captures(body)}
+    returned = {value.name: target for value, target in reversed([*zip(body.output, targets, strict=False)]) if target}
+    inside = own_names(body)
+    # A value keeps a name that is meant for it; other names that collide with the enclosing graph are changed.
+    meant = {name: target for name, target in returned.items() if name in inside}
+    aside = {name: fresh_name(name, known) for name in sorted(inside & outside) if name not in meant}
+    for node in body.node:
+        for nested in subgraphs(node):
+            rename_banned(nested, outside, known)
+    declared = {target: value for value, target in zip(body.output, targets, strict=False)}
+    types = {target: _merge_types(graph, target, value) for target, value in declared.items() if target}
+    ends = [value.name for value in body.output]
+    rename_all(body, {**aside, **meant})
+    nodes = [*before, *body.node, *_name_outputs(ends, targets, meant, aside), *after]
+    replace_all(graph.node, nodes)
+    graph.initializer.extend(body.initializer)
+    graph.sparse_initializer.extend(body.sparse_initializer)
+    graph.quantization_annotation.extend(body.quantization_annotation)
+    graph.value_info.extend(value for value in body.value_info if value.name not in targets)
+    for value in graph.output:
+        if value.name in types:
+            value.type.CopyFrom(types[value.name].type)
+
+
+def _name_outputs(ends: list[str], targets: list[str], meant: dict[str, str], aside: dict[str, str]) -> list[NodeProto]:
+    """Identities for outputs of the branch that are values of the enclosing graph, or are returned twice."""
+    nodes = []
+    for end, target in zip(ends, targets, strict=False):
+        if target and meant.get(end) != target:
+            source = meant.get(end) or aside.get(end, end)
+            nodes.append(NodeProto(op_type="Identity", name=f"{target}.named", input=[source], output=[target]))
+    return nodes
+
+
+def _merge_types(graph: GraphProto, target: str, value: ValueInfoProto) -> ValueInfoProto:
+    """The declaration of an output: sizes from the branch, names from the enclosing graph."""
+    outer = next((other for other in graph.output if other.name == target), None)
+    merged = ValueInfoProto()
+    merged.CopyFrom(outer if outer is not None else value)
+    if outer is None or not value.type.tensor_type.HasField("shape"):
+        return merged
+    known, dims = value.type.tensor_type.shape.dim, merged.type.tensor_type.shape.dim
+    if len(known) == len(dims):
+        for dim, own in zip(dims, known, strict=True):
+            if own.HasField("dim_value"):
+                dim.CopyFrom(own)
+    return merged
+
+
+def _fix_switch(graph: GraphProto, switch: str, cached: bool) -> None:
+    """Make the switch a constant of the half if other nodes than the `If` take it."""
+    if switch not in needed_for(graph, (value.name for value in graph.output)):
+        return
+    declared = next(value for value in graph.input if value.name == switch)
+    dims = [1] * len(declared.type.tensor_type.shape.dim)
+    replace_all(graph.input, [value for value in graph.input if value.name != switch])
+    graph.initializer.append(
+        TensorProto(name=switch, dims=dims, data_type=TensorProto.BOOL, raw_data=b"\x01" if cached else b"\x00")
+    )
+
+
+LAYOUT = Layout("pair", "decoder_model.onnx and decoder_with_past_model.onnx", (FIRST, LATER), refuse, make)

@@ -1,0 +1,110 @@
+"""What the conversions ask of the worker, and what it answers. Standard library and `decode` only."""
+
+from dataclasses import field
+
+from kvdoctor.decode.messages import Event, Job, PairedSide, SideJob, TokenAgreement
+from kvdoctor.decode.paired_walks import Rows
+from kvdoctor.decode.stored_cache import Granularity, StoredSlot
+from kvdoctor.records import record
+
+
+@record
+class PairedJob(Job):
+    """Run a converted model and its original, call by call.
+
+    Attributes:
+        rows: The rows of logits that the converted model returns.
+        keep: The numbers of rows that it is asked for, where it has an input for that; it goes on with the first.
+        weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
+        most_tokens: Tokens that a sequence may have with the converted model.
+        capacity: Tokens of its buffers, where it has some that the original has not.
+        stored: The slots of the converted model that are stored in another type, and are read before they are compared.
+        allowed: How far logits may lie apart because of that, in standard deviations of the logits.
+        drift: By past, its deviation and how far its rows may lie apart because of that (decode/stored_cache.py).
+        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+    """
+
+    original: PairedSide
+    converted: PairedSide
+    rows: Rows = "all"
+    keep: tuple[int, ...] = ()
+    weights: tuple[str, ...] = ()
+    most_tokens: int | None = None
+    capacity: int | None = None
+    stored: tuple[StoredSlot, ...] = ()
+    allowed: float = 0.0
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+    tolerances: dict[str, float] = field(default_factory=dict)
+
+
+@record
+class CacheCostJob(SideJob):
+    """Measure what a narrower type of the cache costs, on the original graph: the loop rounds what it carries.
+
+    Attributes:
+        stored: The slots that are rounded, and how.
+    """
+
+    stored: tuple[StoredSlot, ...]
+
+
+@record
+class PairedDone(Event):
+    """What a comparison of two models showed.
+
+    Attributes:
+        calls: The calls that agree.
+        worst: The largest difference of their logits, in standard deviations of the logits.
+        exact: Whether all of them are equal bit for bit.
+        failed: The first call that differs, and how; empty if none does.
+        not_run: Calls that the original itself does not run, and why.
+        prompts: Tokens of the prompts.
+        batches: The batches.
+        chunks: New tokens of the later calls.
+        longest: Tokens of the longest past.
+        tokens: Tokens of the longest sequence.
+        overflow: What happened to one token more than the buffers hold: the error, or presents that are longer than
+            a buffer; empty if neither.
+    """
+
+    calls: int = 0
+    worst: float = 0.0
+    exact: bool = True
+    failed: str = ""
+    not_run: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    longest: int = 0
+    tokens: int = 0
+    overflow: str = ""
+
+
+@record
+class CacheCosted(TokenAgreement, Event):
+    """How far the logits of a loop that rounds what it carries are from those of one that does not.
+
+    Attributes:
+        keys: What shares a scale among the keys; None where they are carried as they are.
+        values: The same of the values.
+        layer: The layer that is rounded; None for all.
+        relative: The largest difference of the logits, in standard deviations of the logits.
+        allowed: The largest difference of more sequences as well; of the rounding that a copy has alone.
+        drift: By past, its deviation and the drift of its rows (decode/stored_cache.py), of the same sequences.
+        failed: Why there are no figures; empty if there are.
+    """
+
+    keys: Granularity | None = None
+    values: Granularity | None = None
+    layer: int | None = None
+    relative: float = 0.0
+    allowed: float = 0.0
+    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+    failed: str = ""
+
+
+WORK = {
+    PairedJob: ("addons.conversions.worker.paired", "run_paired"),
+    CacheCostJob: ("addons.conversions.worker.cache_cost", "measure_cost"),
+}
+"""The module and function of the worker for each job."""

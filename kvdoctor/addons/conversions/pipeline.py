@@ -1,0 +1,353 @@
+"""`convert`: diagnose, copy, repair, convert, diagnose again, prove, and write a whole copy or none."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from kvdoctor.addons.conversions.convert_layout import (
+    apply_layout,
+    convert_layouts,
+    find_replaced_files,
+    refuse_impossible_layout,
+    refuse_unknown_layout,
+)
+from kvdoctor.addons.conversions.graphs.proof import Base, measure_costs, prove_conversions
+from kvdoctor.addons.conversions.graphs.registry import Asked, Converted
+from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.decode.messages import PairedSide
+from kvdoctor.decode.runs import LOOPS
+from kvdoctor.errors import UsageError
+from kvdoctor.findings import find_check
+from kvdoctor.model.output_folder import refuse_unfit, whole_folder
+from kvdoctor.options import Options
+from kvdoctor.records import record
+from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_refused, report_unproved
+from kvdoctor.repair.pipeline import diagnose_copy, diagnose_original, repair_and_prove
+from kvdoctor.repair.proof import prove_loops
+from kvdoctor.repair.session import (
+    Applied,
+    Conversion,
+    DiagnosisSide,
+    Outcome,
+    RepairChoice,
+    RepairedFiles,
+    RepairSession,
+    apply_repairs,
+)
+from kvdoctor.repair.workspace import (
+    CannotConvert,
+    CannotRepair,
+    RepairContext,
+    WorkingCopy,
+    copy_export,
+    write_changed,
+    write_reports,
+)
+from kvdoctor.report.document import EXIT_FINDINGS, Report, decide, exit_code
+from kvdoctor.report.repair_record import CacheCosts, Proof
+from kvdoctor.runtime.client import Runtime
+
+
+@record
+class ConvertRequest:
+    """A call of `convert`; `conversions` are those that the `choices` ask for.
+
+    Without `out` the copy is made and proved in a private folder and then deleted.
+    """
+
+    path: str
+    out: str | None
+    choices: ConvertChoices
+    conversions: tuple[Asked, ...]
+    force: bool = False
+
+
+def convert(request: ConvertRequest, options: Options) -> Report:
+    """Convert the model at a path into OUT and prove the result.
+
+    A graph that has not the form that a conversion needs may have it when its faults are repaired: so it is diagnosed
+    before it is refused, and what was found comes first.
+
+    Raises:
+        UsageError: there is nothing at the path, OUT must not be written, or a model without errors cannot be
+            converted; nothing was written.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    path = request.path
+    refuse_unknown_layout(request.choices)
+    if not (request.choices.has_layout or request.conversions):
+        raise UsageError("say what to convert the model to: `kvdoctor convert --help` lists the forms")
+    if request.out is not None and Path(path).exists():
+        refuse_unfit(Path(request.out), Path(path), request.force)
+    return replace(_convert(request, options, _find_refusal(request, options)), command="convert")
+
+
+def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert | None) -> Report:
+    path = request.path
+    with (
+        Runtime(options.limits) as runtime,
+        tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
+    ):
+        before = diagnose_original(path, options, runtime, Path(scratch, "before"))
+        folder = open_folder(path)
+        first = apply_repairs(folder, before.report, RepairChoice(), runtime, options)
+        if refusal is not None and not first.applied:
+            return _report_refusal(before.report, first, refusal)
+        with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
+            shown, model = request.out or path, "." if Path(path).is_dir() else Path(path).name
+            session = RepairSession(options, runtime, Path(scratch), folder, before, shown, pending.path, model)
+            try:
+                outcome = _make_copy(session, request, first)
+            except CannotConvert as reason:
+                return _report_refusal(before.report, first, reason)
+            if not outcome.applied:
+                return report_nothing_done(before.report, first, ())
+            if not outcome.holds:
+                if refusal is not None and not _has_errors(before.report):
+                    raise refusal  # the model works, and what was tried to repair it did not help
+                return report_unproved(session, outcome, False, refusal)
+            report = replace(report_fix(session, outcome, request.out), command="convert")
+            if request.out is not None:
+                write_reports(pending.path, report)
+                pending.kept = True
+        return report
+
+
+def _find_refusal(request: ConvertRequest, options: Options) -> CannotConvert | None:
+    """Why the model cannot be given the form that is asked for, as it is; None if it can.
+
+    Raises:
+        UsageError: the form cannot be asked for.
+    """
+    try:
+        refuse_impossible_layout(request.path, request.choices)
+        refuse_impossible_conversions(request.path, request.conversions, options)
+    except CannotConvert as refusal:
+        return refusal
+    return None
+
+
+def _report_refusal(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
+    """The report if a model with errors cannot be converted: its findings, and then why.
+
+    Raises:
+        CannotConvert: there are no errors.
+    """
+    if not _has_errors(before):
+        raise refusal
+    return report_refused(before, tried, refusal)
+
+
+def _has_errors(report: Report) -> bool:
+    """Whether there are findings that count."""
+    return exit_code(report, report.fail_on) == EXIT_FINDINGS
+
+
+def _make_copy(session: RepairSession, request: ConvertRequest, first: RepairedFiles) -> Outcome:
+    """Copy the export, repair it, convert it and give it the layout that is asked for."""
+    outcome = Outcome(session.before, session.before, (), first.not_repaired, ())
+    if first.applied or request.conversions:
+        copy_export(session.folder, session.at)
+        if first.applied:
+            outcome = repair_and_prove(session, first, RepairChoice())
+        outcome = apply_conversions(session, request.conversions, outcome)
+        return apply_layout(session, request.choices, outcome)
+    # The files that a layout replaces need not be copied first.
+    ready = convert_layouts(session.folder, session.before.contracts, request.choices)
+    copy_export(session.folder, session.at, find_replaced_files(session.folder, ready))
+    return apply_layout(session, request.choices, outcome, ready)
+
+
+PARITY = "KV301"
+"""The code under which a report lists that logits could not be compared with a call without a cache."""
+REPAIRED = ".kvdoctor-repaired"
+"""The folder in OUT that holds the repaired copy until its conversion was compared with it."""
+
+
+@record(slots=False)
+class StackConversion:
+    """What the conversions made of one stack, in their order."""
+
+    stack: str
+    made: tuple[tuple[Asked, Converted], ...]
+
+
+def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: Options) -> None:
+    """Refuse what cannot be converted as it is: the graphs are read, and nothing is run.
+
+    Raises:
+        CannotConvert: with the stack, the node and the reason.
+    """
+    if asked and Path(path).exists():
+        folder = open_folder(path)
+        contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+        convert_stacks(WorkingCopy(folder), contracts, asked, options)
+
+
+def convert_stacks(
+    copy: WorkingCopy, contracts: Mapping[str, CacheContract | None], asked: tuple[Asked, ...], options: Options
+) -> tuple[StackConversion, ...]:
+    """Convert every decoder of a working copy in memory: all of them, or none.
+
+    Raises:
+        CannotConvert: one of them is not of the form that a conversion knows.
+    """
+    folder, done = copy.folder, []
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        if contract is None or not contract.slots or stack.kind == "operator":
+            continue
+        if stack.parts:
+            reason = CannotRepair(f"the decoder is a pipeline of {len(stack.parts)} files, which are not converted")
+            raise _refuse(folder, stack, asked[0], reason)
+        context = RepairContext(stack, contract, (), (), copy, None, options)
+        made = []
+        for one in asked:
+            try:
+                converted = one.conversion.convert(context, one.choice)
+            except CannotRepair as error:
+                raise _refuse(folder, stack, one, error) from None
+            except Exception as error:  # a graph that no form foresees must not end in a traceback
+                crash = CannotRepair(f"the conversion crashed ({type(error).__name__}: {error}); please report it")
+                raise _refuse(folder, stack, one, crash) from None
+            copy.changed |= {change.file for change in converted.changes}
+            made.append((one, converted))
+        done.append(StackConversion(stack.name, tuple(made)))
+    if not done:
+        none = "it holds no decoder whose cache is known"
+        raise CannotConvert(f"{folder.shown!r} cannot be converted ({_list_titles(asked)}): {none}")
+    return tuple(done)
+
+
+def _list_titles(asked: Iterable[Asked]) -> str:
+    return ", ".join(f"--{one.title}" for one in asked)
+
+
+def _refuse(folder: ModelFolder, stack: StackFiles, one: Asked, error: CannotRepair) -> CannotConvert:
+    others = len(folder.stacks) > 1
+    hint = f" (to convert the other decoders, give their files; this one is {stack.main.name})" if others else ""
+    instead = f"; instead: {error.instead}" if error.instead else ""
+    text = f"{folder.shown!r} cannot be converted with --{one.title}: {stack.name}: {error}{instead}{hint}"
+    return CannotConvert(text)
+
+
+def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome: Outcome) -> Outcome:
+    """Convert the copy, diagnose it and prove it; an unproved copy stays as it is.
+
+    A copy that was repaired is proved before it is converted, and is then what its conversion is compared with.
+
+    Raises:
+        CannotConvert: a stack cannot be converted, or it has a fault, so that there is nothing to compare with.
+    """
+    if not asked or (outcome.applied and not outcome.holds):
+        return outcome
+    copy = WorkingCopy(replace(session.open_copy(), shown=session.folder.shown))
+    done = convert_stacks(copy, outcome.after.contracts, asked, session.options)
+    _refuse_wrong_loops(session, outcome.after, asked, done)
+    root = session.folder.root
+    if outcome.applied:
+        root = session.at / REPAIRED
+        copy_export(copy.folder, root)
+    names = tuple(one.title for one in asked)
+    write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
+    after = diagnose_copy(session, session.model)
+    proofs, costs, notes = dict[str, list[Proof]](), list[CacheCosts](), list[str]()
+    for one in done:
+        made, base = _merge(one), _find_base(outcome, root, one.stack)
+        if made.stored and base.side is not None:
+            cost = measure_costs(session, made, base.side)
+            made = replace(made, allowed=cost.allowed, drift=cost.drift)
+            costs.append(cost.facts)
+        proofs[one.stack] = list(prove_conversions(session, made, base, outcome.after, after))
+        notes += _describe_base(session, base, measured=bool(made.stored))
+    shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
+    proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
+    after = _settle(outcome.after, after, proved, session.options)
+    extended = outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
+    return replace(extended, costs=tuple(costs), bases=tuple(notes))
+
+
+def _refuse_wrong_loops(
+    session: RepairSession, before: DiagnosisSide, asked: tuple[Asked, ...], done: Iterable[StackConversion]
+) -> None:
+    """Refuse to convert a model with errors whose loop is wrong: its conversion could only be compared with that.
+
+    Raises:
+        CannotConvert: with the stack and its loop.
+    """
+    if before.report.verdict != "unhealthy":
+        return
+    for one in done:
+        wrong = next((entry for entry in prove_loops(one.stack, before, before) if not entry.holds), None)
+        if wrong is not None:
+            loop = wrong.claim.removesuffix(" passes")
+            raise CannotConvert(
+                f"{session.folder.shown!r} cannot be converted ({_list_titles(asked)}): {one.stack}: a conversion is "
+                f"compared with the model as it is, and its {loop} does not pass ({wrong.detail})"
+            )
+
+
+def _find_base(outcome: Outcome, root: Path, stack: str) -> Base:
+    """What a stack is compared with: as it was repaired, the original where none of its files was changed."""
+    contract = outcome.after.contract(stack)
+    side = None if contract is None else PairedSide(stack, root.absolute(), contract)
+    files = next((known.files for known in outcome.after.report.stacks if known.name == stack), ())
+    repairs = (one for one in outcome.applied if any(change.file in files for change in one.changes))
+    return Base(stack, side, tuple(dict.fromkeys(name for one in repairs for name in one.because)))
+
+
+def _describe_base(session: RepairSession, base: Base, measured: bool) -> Iterator[str]:
+    """That a stack was not compared with the original, and why, in one sentence."""
+    if base.repaired:
+        found = ", ".join(f"{check.code} {check.name}" for check in map(find_check, base.repaired) if check is not None)
+        cost = " and its cost measured on it" if measured else ""
+        yield (
+            f"{base.stack}: the conversion is compared with {base.words}{cost}, not with {session.folder.shown}, which "
+            f"has {found}"
+        )
+
+
+def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], options: Options) -> DiagnosisSide:
+    """The diagnosis of the copy without the question whose answer is the original.
+
+    A copy that takes one token a call has no call without a cache. Its logits are those of the original, whose own loop
+    was compared with such a call.
+    """
+    passed = {stack for stack in proved for name in LOOPS if (run := before.run(stack, name)) and run.shows == "passed"}
+    known = {entry.code for entry in before.report.not_checked if entry.essential}
+    report = after.report
+    left = tuple(
+        one for one in report.not_checked if not (one.stack in passed and one.code == PARITY and PARITY not in known)
+    )
+    verdict = decide(report.command, report.findings, left, options.fail_on)
+    return replace(after, report=replace(report, not_checked=left, verdict=verdict))
+
+
+def _merge(one: StackConversion) -> Converted:
+    """All conversions of a stack as one, to be compared with the original."""
+    made = [converted for _, converted in one.made]
+    limits = [converted.most_tokens for converted in made if converted.most_tokens is not None]
+    return Converted(
+        changes=tuple(change for converted in made for change in converted.changes),
+        loop=(),
+        rows="last" if any(converted.rows == "last" for converted in made) else "all",
+        keep=next((converted.keep for converted in made if converted.keep), ()),
+        most_tokens=min(limits, default=None),
+        capacity=next((converted.capacity for converted in made if converted.capacity is not None), None),
+        reveals=tuple(name for converted in made for name in converted.reveals),
+        stored=tuple(slot for converted in made for slot in converted.stored),
+        weights=tuple(name for converted in made for name in converted.weights),
+    )
+
+
+def _list_applied(done: tuple[StackConversion, ...]) -> Iterator[Applied]:
+    for stack in done:
+        for asked, converted in stack.made:
+            entry = Conversion(asked.title, asked.conversion.summary, loop=converted.loop)
+            yield Applied(stack.stack, entry, converted.changes)

@@ -1,0 +1,114 @@
+"""C++ with the runtime's own C++ interface; values are passed on by their handles.
+
+The headers of the runtime are not in its wheel: `prepare` fetches them.
+"""
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from kvdoctor.addons.loops.languages import CannotBuild, Language
+from kvdoctor.addons.loops.plan import refuses_in_c
+
+
+class Source(NamedTuple):
+    """A package that holds headers, with the SHA-512 that its registry publishes, and the folder in it."""
+
+    package: str
+    sha512: str
+    inside: str
+
+
+SOURCES = {
+    "1.29": Source(
+        "com.github.asus4.onnxruntime@0.4.9",
+        "BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg==",
+        "package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64_x86_64-simulator/onnxruntime.framework/Headers/",
+    ),
+}
+"""By the release of ONNX Runtime."""
+
+
+class NoHeaders(CannotBuild):
+    """The headers could not be had: the message says why."""
+
+
+def fetch_headers(version: str, folder: Path) -> Path:
+    """The folder with the headers of a release; `folder` is a cache, which is filled whole or not at all.
+
+    Raises:
+        NoHeaders: no package is known for the release, npm is missing or fails, or the package is another one.
+    """
+    made = folder / f"onnxruntime-headers-{version}"
+    if made.is_dir():
+        return made
+    if version not in SOURCES:
+        raise NoHeaders(f"no package is known for the headers of {version}; known: {', '.join(SOURCES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        unpacked = Path(scratch, "headers")
+        unpacked.mkdir()
+        _unpack(_packed(SOURCES[version], Path(scratch)), SOURCES[version].inside, unpacked)
+        try:
+            unpacked.rename(made)
+        except OSError:
+            if not made.is_dir():  # else another process was faster
+                raise
+    return made
+
+
+def _packed(source: Source, scratch: Path) -> Path:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise NoHeaders("npm, which fetches the package with the headers, is not installed")
+    command = [npm, "pack", "--silent", "--pack-destination", os.fspath(scratch), source.package]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    archives = list(scratch.glob("*.tgz"))
+    if done.returncode or len(archives) != 1:
+        raise NoHeaders(f"npm does not fetch {source.package}: {done.stderr.strip()[-500:]}")
+    if base64.b64encode(hashlib.sha512(archives[0].read_bytes()).digest()).decode() != source.sha512:
+        raise NoHeaders(f"{source.package} does not have the SHA-512 that is written here")
+    return archives[0]
+
+
+def _unpack(archive: Path, inside: str, folder: Path) -> None:
+    with tarfile.open(archive) as members:
+        for member in members:
+            name = member.name.removeprefix(inside)
+            content = members.extractfile(member)
+            if name != member.name and name.endswith(".h") and "/" not in name and content is not None:
+                (folder / name).write_bytes(content.read())
+    if not (folder / "onnxruntime_cxx_api.h").is_file():
+        raise NoHeaders(f"there is no onnxruntime_cxx_api.h in {inside}")
+
+
+def prepare(cache: Path) -> dict[str, str]:
+    """The headers next to the library of the wheel, where the environment names no release of its own.
+
+    Raises:
+        NoHeaders: they could not be had.
+    """
+    if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
+        return {}
+    return {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}
+
+
+LANGUAGE = Language(
+    name="cpp",
+    title="C++",
+    build=(
+        ("cmake", "-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"),
+        ("cmake", "--build", "build"),
+    ),
+    run=("build/decode",),
+    tools=("cmake", "c++"),
+    environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
+    prepare=prepare,
+    refuses=refuses_in_c,
+)

@@ -1,0 +1,255 @@
+"""The plan of a decode loop: what each call is fed from where, and what the loop keeps of it. In no language.
+
+A plan is made from a cache contract once. `contract.json` holds this plan, and every program reads it, so that a loop
+has no rule that the contract does not have; nothing is left to be guessed from names when the loop runs.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from kvdoctor.contract import Axis, Carry
+from kvdoctor.errors import KvdoctorError
+from kvdoctor.records import record
+
+Dim = int | Axis
+"""The size of an axis: a number, or what it counts."""
+
+Rule = Literal[
+    "tokens",
+    "token-and-position",
+    "embeddings",
+    "attention-mask",
+    "padding-mask",
+    "window-mask",
+    "causal-mask",
+    "positions",
+    "rows",
+    "number",
+    "encoder-input",
+    "encoder-mask",
+    "encoder-states",
+]
+"""Where the value of an input comes from.
+
+tokens: the new ones. token-and-position: the new one and the number of those before it, [batch, 2]. embeddings: what
+the embed call made of them. attention-mask: 1 for tokens, 0 for padding on the left and for what is after the last
+token. padding-mask: its opposite. window-mask: an attention mask whose last column has the last token. causal-mask: a
+row for each new token, `shown` where it may look and `hidden` elsewhere. positions: those of the new tokens, not below
+0, padding not counted. rows: the numbers of the sequences, from 0. number: `Count` everywhere. encoder-input,
+encoder-mask: what the caller gives to the encoder, a mask of ones without one. encoder-states: what the encoder
+returned.
+"""
+
+Count = Literal["constant", "past", "total", "last", "new", "last-new", "batch", "cached", "first", "encoder_input"]
+"""What a number counts: nothing (it is `value`); tokens before the call, with it, that minus 1, or those of the call.
+
+last-new: the tokens of the call minus 1. batch: the sequences. cached: 1 where there are tokens before the call, else
+0. first: its opposite. encoder_input: the length of what the encoder reads.
+"""
+
+FLOATS = ("float", "float16")
+INTEGERS = ("int64", "int32")
+
+
+class NoLoop(KvdoctorError):
+    """No loop can be written for a model: the message says why, and what to do."""
+
+
+@record
+class Input:
+    """One input of a call that is not the cache; `value`, `shown` and `hidden` belong to rules that name them.
+
+    `from_right` says that the columns of a causal mask count from the end of the cache; `made` is the output of the
+    embed call that embeddings come from.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[Dim, ...]
+    rule: Rule
+    count: Count = "constant"
+    value: float = 0
+    shown: float = 0
+    hidden: float = 0
+    from_right: bool = False
+    made: str | None = None
+
+
+@record
+class CallPlan:
+    """One kind of call: the file it goes to, its inputs without the cache, and whether it takes the cache as well.
+
+    `logits` is the output of which the next token is made, `logits_type` its element type, `logits_dims` its shape;
+    `states` is the output with the encoder states, `states_dims` its shape. Shapes are empty where the graph declares
+    none. `outputs` are all outputs that the loop uses, in the order of the graph.
+    """
+
+    file: str
+    inputs: tuple[Input, ...]
+    pasts: tuple[str, ...]
+    outputs: tuple[str, ...]
+    logits: str | None = None
+    logits_type: str = "float"
+    states: str | None = None
+    logits_dims: tuple[Dim, ...] = ()
+    states_dims: tuple[Dim, ...] = ()
+
+    def of_rule(self, rule: Rule) -> tuple[Input, ...]:
+        """The inputs that follow a rule."""
+        return tuple(one for one in self.inputs if one.rule == rule)
+
+
+@record
+class SlotPlan:
+    """One tensor of the cache.
+
+    Attributes:
+        past: The input that it is fed to.
+        present: The output of a decode step that carries it on; None where it keeps its first value.
+        made: The output that first fills it, of the encoder where `by_encoder`, else of the first call.
+        dims: Its shape.
+        carry: What becomes of the present (`kvdoctor.contract.Carry`); `hold` keeps the first value.
+        batch_axis: The axis of the sequences; None where it has none. One entry of it is `heads` rows.
+        length_axis: The axis of tokens or encoder states; None for a state of fixed size.
+        counts_states: Whether that axis counts encoder states.
+        rewinds: How it goes back to an earlier length: cut there, left as it is, or not at all.
+        first_length: The length that the first call is fed where no value is made before: zeros in that shape.
+    """
+
+    past: str
+    present: str | None
+    made: str | None
+    by_encoder: bool
+    dtype: str
+    dims: tuple[Dim, ...]
+    carry: Carry
+    kind: str
+    layer: int | None
+    batch_axis: int | None
+    length_axis: int | None
+    counts_states: bool
+    rewinds: Literal["cut", "stays", "impossible"]
+    first_length: int = 0
+    heads: int = 1
+
+    @property
+    def copies(self) -> bool:
+        """Whether the next value is computed by the loop; else it is passed on without being looked at."""
+        return self.carry not in ("feed-back", "hold") and self.length_axis is not None and self.present is not None
+
+
+@record
+class LoopPlan:
+    """All that a loop does: its calls and its cache.
+
+    Attributes:
+        model: The name of the model's folder or file, for texts.
+        layout: The layout of the stack (docs/layouts.md).
+        encode: The encoder's call; None without an encoder graph.
+        embed: The call that makes embeddings of new tokens, before each call that takes them; None where none does.
+        prefill: The first call.
+        decode: The calls after it.
+        slots: The cache.
+        vocabulary: Entries of a row of logits; None where the graph does not say.
+        context_limit: The most tokens of a sequence; None where nothing says.
+        one_token: Whether every call takes one new token.
+        batch: The number of sequences where a graph takes one number only.
+        capacity_is_chosen: Whether the caller chooses the length of the buffers.
+        pads: Whether prompts of unequal length may be padded on the left.
+        chunks: Whether a step on top of a cache may take several new tokens.
+        rewindable: Whether the sequences may be rewound, where the cache allows it.
+        reorderable: Whether sequences may be reordered, where there can be several.
+        placeholders: Token ids whose places are for images or audio, which a program here does not take.
+    """
+
+    model: str
+    layout: str
+    encode: CallPlan | None
+    embed: CallPlan | None
+    prefill: CallPlan
+    decode: CallPlan
+    slots: tuple[SlotPlan, ...]
+    vocabulary: int | None
+    context_limit: int | None
+    one_token: bool
+    batch: int | None
+    capacity_is_chosen: bool
+    pads: bool
+    chunks: bool = True
+    rewindable: bool = True
+    reorderable: bool = True
+    placeholders: tuple[int, ...] = ()
+
+    @property
+    def calls(self) -> tuple[CallPlan, ...]:
+        """Those of encode, embed, prefill and decode that the model has."""
+        return tuple(call for call in (self.encode, self.embed, self.prefill, self.decode) if call is not None)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files, each once."""
+        return tuple(dict.fromkeys(call.file for call in self.calls))
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The inputs of all calls, without the cache."""
+        return tuple(one for call in self.calls for one in call.inputs)
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The element types of all tensors that the loop makes or reads."""
+        made = {one.dtype for one in self.inputs} | {slot.dtype for slot in self.slots}
+        return frozenset(made | {call.logits_type for call in (self.prefill, self.decode)})
+
+    @property
+    def source(self) -> Input | None:
+        """What the caller gives with the tokens: the input of the encoder, or its states where no graph makes them."""
+        call = self.encode or self.prefill
+        given = (*call.of_rule("encoder-input"), *self.prefill.of_rule("encoder-states"))
+        return given[0] if given else None
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether every part of the cache can go back to an earlier length."""
+        return self.rewindable and all(slot.rewinds != "impossible" for slot in self.slots)
+
+    @property
+    def copies(self) -> bool:
+        """Whether some part of the cache is computed by the loop."""
+        return any(slot.copies for slot in self.slots)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether sequences can change places, as a beam search needs it."""
+        return self.reorderable and self.batch is None
+
+
+def is_fed_zeros(slot: SlotPlan, plan: LoopPlan) -> bool:
+    """Whether the loop makes a slot's first value: the first call takes it, or nothing else makes it, or it grows."""
+    return not slot.by_encoder and (slot.past in plan.prefill.pasts or slot.made is None or slot.copies)
+
+
+def nul_in(plan: LoopPlan) -> str | None:
+    """The first name of a model that has a NUL, which ends a name in the C interface of the runtime."""
+    return next((name for name in list_names(plan) if "\0" in name), None)
+
+
+def refuses_in_c(plan: LoopPlan) -> str | None:
+    """Why a binding that stands on the C interface of the runtime cannot serve a plan; None if it can."""
+    if (name := nul_in(plan)) is not None:
+        return f"a name of the model has a NUL ({name[:40]!r}), which ends a name in the C interface of the runtime"
+    for call in (plan.prefill, plan.decode):
+        if call.logits_type not in ("float", "float16", "bfloat16", "double"):
+            return f"the logits have element type {call.logits_type}, for which there is no loop yet"
+    return None
+
+
+def list_names(plan: LoopPlan) -> Iterator[str]:
+    """The files, inputs and outputs that a program names."""
+    for call in plan.calls:
+        yield call.file
+        yield from (one.name for one in call.inputs)
+        yield from call.pasts
+        yield from call.outputs
+    for slot in plan.slots:
+        yield from (name for name in (slot.past, slot.present, slot.made) if name is not None)

@@ -1,0 +1,253 @@
+package decodeloop
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+
+	ort "github.com/yalue/onnxruntime_go"
+)
+
+const contractSchema = "kvdoctor/loop/2"
+
+// Contract is what contract.json says of a model: its calls, what each is fed, and what becomes of the cache.
+type Contract struct {
+	Schema, Model, Layout string
+	Files                 []File
+	Calls                 struct {
+		Encode, Embed   *Call // nil where the model has none
+		Prefill, Decode *Call
+	}
+	Slots            []Slot
+	Placeholders     []int64 // tokens in whose places an image or sound belongs
+	Source           *Input  // what Encode takes; nil where there is nothing to encode
+	Vocabulary       int64   // entries of a row of logits; 0 where nothing says
+	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence; 0 where nothing says
+	OneToken         bool    `json:"one_token"`     // every call takes one new token
+	Batch            int64   // the number of sequences where the graph takes one only, else 0
+	CapacityIsChosen bool    `json:"capacity_is_chosen"`
+	Pads             bool    // prompts of unequal length are padded on the left
+	Chunks           bool    // a step may take several new tokens
+	Rewinds          bool
+	Reorders         bool
+	Generation       struct {
+		Start, End    []int64
+		Padding       *int64
+		Suppress      []int64
+		BeginSuppress []int64    `json:"begin_suppress"`
+		Forced        [][2]int64 // position, counted from the first token of the prompt, and id
+	}
+}
+
+// File is one file of the model, with the inputs and outputs that its calls use.
+type File struct {
+	File   string
+	Inputs map[string]struct {
+		DType string
+		Dims  []Dim
+	}
+	Outputs []string
+}
+
+// Call is one kind of call. Logits and States are names of outputs, empty where it returns none.
+type Call struct {
+	File       string
+	Inputs     []Input // without the cache
+	Pasts      []string
+	Outputs    []string
+	Logits     string
+	LogitsType string `json:"logits_type"`
+	LogitsDims []Dim  `json:"logits_dims"`
+	States     string
+	StatesDims []Dim `json:"states_dims"`
+}
+
+// Input is an input that is not of the cache, and the rule by which its value is made.
+type Input struct {
+	Name, DType   string
+	Dims          []Dim
+	Rule, Count   string
+	Value         float64
+	Shown, Hidden float64
+	FromRight     bool   `json:"from_right"`
+	Made          string // the output of the embed call that it takes
+}
+
+// Slot is one tensor of the cache: the input that it is fed to, and the outputs that fill it and carry it on.
+type Slot struct {
+	Past, Present, Made string
+	ByEncoder           bool `json:"by_encoder"`
+	DType               string
+	Dims                []Dim
+	Carry               string
+	BatchAxis           *int `json:"batch_axis"`
+	LengthAxis          *int `json:"length_axis"`
+	CountsStates        bool `json:"counts_states"`
+	Rewinds             string
+	FirstLength         int64 `json:"first_length"`
+	Heads               int64
+	FedZeros            bool `json:"fed_zeros"`
+}
+
+// Dim is the size of an axis: a number, or the name of what it counts.
+type Dim struct {
+	Size int64
+	Axis string
+}
+
+// UnmarshalJSON reads a number or a name.
+func (d *Dim) UnmarshalJSON(text []byte) error {
+	if len(text) > 0 && text[0] == '"' {
+		return json.Unmarshal(text, &d.Axis)
+	}
+	return json.Unmarshal(text, &d.Size)
+}
+
+// ReadContract reads a contract.json.
+func ReadContract(path string) (*Contract, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	contract, err := ParseContract(text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return contract, nil
+}
+
+// ParseContract reads the text of a contract.json, which a program may embed. What it asks for and this package does
+// not know is an error.
+func ParseContract(text []byte) (*Contract, error) {
+	var c Contract
+	if err := json.Unmarshal(text, &c); err != nil {
+		return nil, err
+	}
+	if c.Schema != contractSchema {
+		return nil, fmt.Errorf("its schema is %q, and this program reads %q", c.Schema, contractSchema)
+	}
+	if c.Calls.Prefill == nil || c.Calls.Decode == nil {
+		return nil, fmt.Errorf("it has no prefill or no decode call")
+	}
+	for _, call := range c.calls() {
+		for _, one := range call.Inputs {
+			if err := one.known(); err != nil {
+				return nil, fmt.Errorf("input %q: %w", one.Name, err)
+			}
+		}
+	}
+	for _, slot := range c.Slots {
+		if err := slot.known(); err != nil {
+			return nil, fmt.Errorf("cache %q: %w", slot.Past, err)
+		}
+	}
+	return &c, nil
+}
+
+// calls are those that the model has.
+func (c *Contract) calls() []*Call {
+	all := []*Call{c.Calls.Decode, c.Calls.Prefill, c.Calls.Encode, c.Calls.Embed}
+	return slices.DeleteFunc(all, func(call *Call) bool { return call == nil })
+}
+
+var (
+	rules = []string{
+		"tokens", "embeddings", "attention-mask", "causal-mask", "positions", "number",
+		"encoder-input", "encoder-mask", "encoder-states", "padding-mask", "window-mask", "rows",
+		"token-and-position",
+	}
+	counts = []string{
+		"constant", "past", "total", "last", "new", "cached", "batch", "last-new", "first", "encoder_input",
+	}
+	carries = []string{"feed-back", "hold", "append", "shift", "drop-oldest", "write"}
+)
+
+func (i *Input) known() error {
+	if !slices.Contains(rules, i.Rule) || !slices.Contains(counts, i.Count) {
+		return fmt.Errorf("this program cannot make its value (rule %q, count %q)", i.Rule, i.Count)
+	}
+	return known(i.DType, i.Dims)
+}
+
+func (s *Slot) known() error {
+	if !slices.Contains(carries, s.Carry) {
+		return fmt.Errorf("this program does not know what becomes of it (%q)", s.Carry)
+	}
+	for _, axis := range []*int{s.BatchAxis, s.LengthAxis} {
+		if axis != nil && (*axis < 0 || *axis >= len(s.Dims)) {
+			return fmt.Errorf("there is no axis %d", *axis)
+		}
+	}
+	return known(s.DType, s.Dims)
+}
+
+func known(dtype string, dims []Dim) error {
+	if kind, ok := elements[dtype]; !ok || kind.isHalf() && len(dims) == 0 {
+		return fmt.Errorf("the binding for Go makes no such tensor: %s with %d axes", dtype, len(dims))
+	}
+	return nil
+}
+
+// copies reports whether the loop computes the next value of a slot; otherwise it passes on what it got.
+func (s *Slot) copies() bool {
+	return s.Carry != "feed-back" && s.Carry != "hold" && s.LengthAxis != nil && s.Present != ""
+}
+
+// compare fails where the files are not those of the contract. The binding has the inputs and outputs of a file from a
+// session that it opens for this alone.
+func (c *Contract) compare(folder string) error {
+	options, err := ort.NewSessionOptions()
+	if err != nil {
+		return err
+	}
+	defer options.Destroy()
+	if err := options.SetGraphOptimizationLevel(ort.GraphOptimizationLevelDisableAll); err != nil {
+		return err
+	}
+	for _, file := range c.Files {
+		path := filepath.Join(folder, file.File)
+		inputs, outputs, err := ort.GetInputOutputInfoWithOptions(path, options)
+		if err != nil {
+			return fmt.Errorf("open %q: %w", path, err)
+		}
+		if err := file.compare(inputs, outputs); err != nil {
+			return fmt.Errorf("contract.json is of another model than %q: %w", path, err)
+		}
+	}
+	return nil
+}
+
+func (f *File) compare(inputs, outputs []ort.InputOutputInfo) error {
+	has := map[string]bool{}
+	for _, found := range inputs {
+		has[found.Name] = true
+		given, ok := f.Inputs[found.Name]
+		if !ok {
+			return fmt.Errorf("the file has an input %q, which the contract does not feed", found.Name)
+		}
+		if found.DataType != elements[given.DType].code {
+			return fmt.Errorf("input %q has elements of %s, not %s", found.Name, found.DataType, given.DType)
+		}
+		if rank := len(found.Dimensions); rank > 0 && rank != len(given.Dims) {
+			return fmt.Errorf("input %q has %d axes, not %d", found.Name, rank, len(given.Dims))
+		}
+		for axis, size := range found.Dimensions {
+			if dim := given.Dims[axis]; size > 0 && (dim.Axis != "" || dim.Size != size) {
+				return fmt.Errorf("axis %d of input %q has size %d, not %v", axis, found.Name, size, dim)
+			}
+		}
+	}
+	for name := range f.Inputs {
+		if !has[name] {
+			return fmt.Errorf("the file has no input %q", name)
+		}
+	}
+	for _, name := range f.Outputs {
+		if !slices.ContainsFunc(outputs, func(one ort.InputOutputInfo) bool { return one.Name == name }) {
+			return fmt.Errorf("the file has no output %q", name)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,244 @@
+package decodeloop
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"math"
+	"math/rand/v2"
+	"slices"
+
+	ort "github.com/yalue/onnxruntime_go"
+)
+
+// Logits are those of a call: for each sequence a row for each new token, or the last row alone where the graph returns
+// no more. In rows of a prefill the padding on the left counts.
+type Logits [][][]float32
+
+// Last is the row after the last token of a sequence.
+func (l Logits) Last(sequence int) []float32 { return l[sequence][len(l[sequence])-1] }
+
+func (d *Decoder) logits(value ort.Value, batch int64) Logits {
+	shape, numbers := value.GetShape(), floats(value)
+	each := int64(len(numbers)) / batch
+	width := d.contract.Vocabulary
+	if width == 0 || each%width != 0 {
+		if width = each; len(shape) == 3 { // a row for each new token
+			width = shape[2]
+		}
+	}
+	made := make(Logits, batch)
+	for row := range made {
+		for rows := numbers[int64(row)*each : int64(row+1)*each]; len(rows) > 0; rows = rows[width:] {
+			made[row] = append(made[row], rows[:width:width])
+		}
+	}
+	return made
+}
+
+// Likeliest is the token with the largest of the logits.
+func Likeliest(logits []float32) int64 {
+	best := 0
+	for i, logit := range logits {
+		if logit > logits[best] {
+			best = i
+		}
+	}
+	return int64(best)
+}
+
+// Choose picks the next token of a sequence. It may change the logits; the tokens are those of the sequence so far.
+type Choose func(logits []float32, tokens []int64) (int64, error)
+
+// Generation says how tokens are generated. The zero value takes the likeliest tokens, 20 at most.
+type Generation struct {
+	Most     int     // the most new tokens of a sequence; 0 is 20
+	Stop     []int64 // tokens that end a sequence; nil are those of the contract
+	Choose   Choose  // nil takes the likeliest token
+	Continue bool    // the prompts follow the tokens in the cache, in place of beginning sequences
+	Raw      bool    // do not suppress or force the tokens that the contract suppresses or forces
+}
+
+// Token is a new token of a sequence.
+type Token struct {
+	Sequence int
+	ID       int64
+}
+
+// Tokens generates one token after another, those of all sequences in turn. After an error it ends; leaving the loop
+// earlier is no error. The token that ends a sequence is not among them, and is not fed either.
+func (d *Decoder) Tokens(ctx context.Context, prompts [][]int64, how Generation) iter.Seq2[Token, error] {
+	return func(yield func(Token, error) bool) {
+		if err := d.generate(ctx, prompts, how, yield); err != nil {
+			yield(Token{}, err)
+		}
+	}
+}
+
+// Generate collects the new tokens of each sequence; with an error those that came before it.
+func (d *Decoder) Generate(ctx context.Context, prompts [][]int64, how Generation) ([][]int64, error) {
+	made := make([][]int64, len(prompts))
+	for token, err := range d.Tokens(ctx, prompts, how) {
+		if err != nil {
+			return made, err
+		}
+		made[token.Sequence] = append(made[token.Sequence], token.ID)
+	}
+	return made, nil
+}
+
+func (d *Decoder) generate(
+	ctx context.Context, prompts [][]int64, how Generation, yield func(Token, error) bool,
+) error {
+	most, stop, begin := how.Most, how.Stop, d.Prefill
+	if most == 0 {
+		most = 20
+	}
+	if most < 0 {
+		return errors.New("the most new tokens are at least 1")
+	}
+	if stop == nil {
+		stop = d.contract.Generation.End
+	}
+	if how.Continue && d.length > 0 {
+		begin = d.Step
+	}
+	logits, err := begin(ctx, prompts)
+	if err != nil {
+		return err
+	}
+	ended := make([]bool, len(prompts))
+	for count := 1; ; count++ {
+		chosen := make([][]int64, len(prompts))
+		for row := range chosen {
+			token, err := d.pick(logits.Last(row), d.history[row], how, count == 1)
+			if err != nil {
+				return err
+			}
+			chosen[row] = []int64{token}
+			ended[row] = ended[row] || slices.Contains(stop, token)
+			if !ended[row] && !yield(Token{row, token}, nil) {
+				return nil
+			}
+		}
+		full := d.MostTokens() != 0 && d.length >= d.MostTokens()
+		if count >= most || full || !slices.Contains(ended, false) {
+			return nil
+		}
+		if logits, err = d.Step(ctx, chosen); err != nil {
+			return err
+		}
+	}
+}
+
+// pick chooses a token, from those that the contract leaves.
+func (d *Decoder) pick(logits []float32, tokens []int64, how Generation, first bool) (int64, error) {
+	if ids := d.contract.Generation; !how.Raw {
+		for _, forced := range ids.Forced {
+			if forced[0] == int64(len(tokens)) {
+				return forced[1], nil
+			}
+		}
+		suppress(logits, ids.Suppress)
+		if first {
+			suppress(logits, ids.BeginSuppress)
+		}
+	}
+	if how.Choose == nil {
+		return Likeliest(logits), nil
+	}
+	return how.Choose(logits, tokens)
+}
+
+func suppress(logits []float32, ids []int64) {
+	for _, id := range ids {
+		if id < int64(len(logits)) {
+			logits[id] = float32(math.Inf(-1))
+		}
+	}
+}
+
+// Sampling picks tokens by their probabilities. A zero leaves its part out; without a temperature the likeliest token
+// is taken.
+type Sampling struct {
+	Temperature       float64
+	TopK              int     // from so many of the likeliest tokens
+	TopP              float64 // from the likeliest tokens that have this probability together
+	MinP              float64 // from tokens with this part of the probability of the likeliest one
+	RepetitionPenalty float64 // divides the logits of tokens that are there, where they are above 0, else multiplies
+	Seed              uint64
+}
+
+// Sampler is a Choose that samples.
+func (s Sampling) Sampler() (Choose, error) {
+	for _, number := range []float64{s.Temperature, s.TopP, s.MinP, s.RepetitionPenalty, float64(s.TopK)} {
+		if !(number >= 0) { // NaN as well
+			return nil, fmt.Errorf("no part of a sampling is %v", number)
+		}
+	}
+	random := rand.New(rand.NewPCG(s.Seed, 0))
+	return func(logits []float32, tokens []int64) (int64, error) {
+		s.penalize(logits, tokens)
+		if s.Temperature == 0 {
+			return Likeliest(logits), nil
+		}
+		candidates, weights := s.candidates(logits)
+		sum := 0.0
+		for _, weight := range weights {
+			sum += weight
+		}
+		at := random.Float64() * sum
+		for i, weight := range weights {
+			if at -= weight; at < 0 {
+				return int64(candidates[i]), nil
+			}
+		}
+		return Likeliest(logits), nil
+	}, nil
+}
+
+func (s Sampling) penalize(logits []float32, tokens []int64) {
+	if s.RepetitionPenalty == 0 || s.RepetitionPenalty == 1 {
+		return
+	}
+	seen := map[int64]bool{}
+	for _, token := range tokens {
+		if seen[token] {
+			continue
+		}
+		seen[token] = true
+		if logits[token] > 0 {
+			logits[token] /= float32(s.RepetitionPenalty)
+		} else {
+			logits[token] *= float32(s.RepetitionPenalty)
+		}
+	}
+}
+
+// candidates are tokens with their weights, the likeliest first.
+func (s Sampling) candidates(logits []float32) ([]int, []float64) {
+	tokens := make([]int, len(logits))
+	for i := range tokens {
+		tokens[i] = i
+	}
+	slices.SortStableFunc(tokens, func(a, b int) int { return cmp.Compare(logits[b], logits[a]) })
+	if s.TopK > 0 {
+		tokens = tokens[:min(s.TopK, len(tokens))]
+	}
+	weights, sum := make([]float64, len(tokens)), 0.0
+	for i, token := range tokens {
+		weights[i] = math.Exp(float64(logits[token]-logits[tokens[0]]) / s.Temperature)
+		sum += weights[i]
+	}
+	count, before := 0, 0.0
+	for ; count < len(tokens); count++ {
+		enough := s.TopP > 0 && before >= s.TopP*sum
+		if count > 0 && (enough || weights[count] < s.MinP) {
+			break
+		}
+		before += weights[count]
+	}
+	return tokens[:count], weights[:count]
+}

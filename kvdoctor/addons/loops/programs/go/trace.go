@@ -1,0 +1,69 @@
+package decodeloop
+
+import (
+	"encoding/json"
+	"io"
+	"math"
+
+	ort "github.com/yalue/onnxruntime_go"
+)
+
+// mostElements is the largest size of a tensor of which a trace has all elements; of larger ones it has so many.
+const mostElements = 64
+
+// tensor is a tensor in a trace.
+type tensor struct {
+	DType  string  `json:"dtype"`
+	Shape  []int64 `json:"shape"`
+	Data   *[]any  `json:"data,omitempty"`
+	Sample *[]any  `json:"sample,omitempty"`
+}
+
+// callLine is a call in a trace for `kvdoctor step-test MODEL --trace FILE`.
+type callLine struct {
+	Run   string            `json:"run,omitempty"`
+	File  string            `json:"file"`
+	Fed   map[string]tensor `json:"fed"`
+	Got   map[string]tensor `json:"got,omitempty"`
+	Error *string           `json:"error"`
+}
+
+// Trace writes each later call as a line of JSON: shapes, the elements of small tensors, samples of larger ones. The
+// lines have the name of the run, which may be empty. Without a writer nothing is written.
+func (d *Decoder) Trace(to io.Writer, run string) { d.trace, d.run = to, run }
+
+func (d *Decoder) note(file string, fed, got map[string]ort.Value, failure error) error {
+	line := callLine{Run: d.run, File: file, Fed: described(fed)}
+	if failure != nil {
+		message := failure.Error()
+		line.Error = &message
+	} else {
+		line.Got = described(got)
+	}
+	return json.NewEncoder(d.trace).Encode(line)
+}
+
+func described(values map[string]ort.Value) map[string]tensor {
+	all := map[string]tensor{}
+	for name, value := range values {
+		dtype, kind := kindOf(value)
+		one := tensor{DType: dtype, Shape: append([]int64{}, value.GetShape()...)}
+		bytes, size := kind.bytes(value), product(one.Shape)
+		chosen := make([]any, min(size, mostElements))
+		for i := range chosen {
+			at := int64(i)
+			if size > mostElements {
+				at = at * (size - 1) / (mostElements - 1)
+			}
+			// JSON has no NaN and no infinity.
+			if number := kind.read(&bytes[at*kind.width]); !math.IsNaN(number) && !math.IsInf(number, 0) {
+				chosen[i] = number
+			}
+		}
+		if one.Data = &chosen; size > mostElements {
+			one.Data, one.Sample = nil, &chosen
+		}
+		all[name] = one
+	}
+	return all
+}

@@ -1,0 +1,4 @@
+package decodeloop;
+
+/** A new token of a sequence. */
+public record Token(int sequence, int id) {}

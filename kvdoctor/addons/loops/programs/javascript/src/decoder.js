@@ -1,0 +1,488 @@
+// A decode loop over ONNX Runtime. What is fed, fed back and held comes from contract.json, which kvdoctor writes.
+
+import { Cache } from "./cache.js";
+import { shapeOf } from "./inputs.js";
+import { Model, SOURCE } from "./model.js";
+import { sampler } from "./sampling.js";
+import { ARRAYS, element, numbers, product, tensor } from "./tensors.js";
+
+export { likeliest, sampler } from "./sampling.js";
+
+/** @import { Runtime, Tensor } from "./tensors.js" */
+/** @typedef {import("./inputs.js").Tokens} Tokens Token ids, a list for each sequence of the batch. */
+/** @typedef {import("./model.js").OpenOptions} OpenOptions How to open a model. */
+/** @typedef {import("./model.js").TracedCall} TracedCall A call in a trace. */
+/** @typedef {import("./sampling.js").Choose} Choose Picks a token. */
+/** @typedef {import("./sampling.js").Logits} Logits What each entry of the vocabulary scores, of one sequence. */
+/** @typedef {import("./sampling.js").Sampling} Sampling How tokens are drawn. */
+/** @typedef {{ data: Float32Array, shape: readonly number[] }} Source Numbers, the last axis running fastest. */
+
+/**
+ * How a call is made.
+ *
+ * @typedef {object} CallOptions
+ * @property {boolean} [every] - Return the logits of all new tokens of a sequence, one after the other in its row.
+ * @property {AbortSignal} [signal] - Cancels before the next call of the model.
+ */
+
+/**
+ * How to decode.
+ *
+ * @typedef {object} Decoding
+ * @property {number} [most] - The most new tokens of a sequence; 20 without it.
+ * @property {readonly number[]} [stop] - Tokens that end a sequence; those of the model's configs without it.
+ * @property {Choose} [choose] - Picks a token; without it the sampling options do.
+ * @property {boolean} [continued] - The tokens go on with the sequences that are there.
+ * @property {AbortSignal} [signal] - Cancels before the next call of the model.
+ */
+
+/** @typedef {Decoding & Sampling} DecodeOptions */
+
+/**
+ * A batch of sequences of a model.
+ *
+ * Await each call before the next one: a call while another is under way is refused. A call that fails leaves the
+ * sequences as they were, but for `encode` and `prefill`, after which there are none.
+ */
+export class Decoder {
+  /** @type {Model} */ #model;
+  /** @type {Cache} */ #cache;
+  #busy = false;
+  #calls = 0;
+  #length = 0;
+  /** @type {readonly number[]} */ #padding = [];
+  /** @type {number[][]} without padding */ #tokens = [];
+  /** @type {Tokens | undefined} of the source */ #givenMask;
+  /** @type {Tokens | undefined} of the source, in the order of the rows */ #mask;
+
+  /** @param {Model} model */
+  constructor(model) {
+    this.#model = model;
+    this.#cache = new Cache(model);
+  }
+
+  /**
+   * Open a model, and compare it with its contract.
+   *
+   * @param {Runtime} ort - the module onnxruntime-node or onnxruntime-web
+   * @param {string} model - the folder of its files; in a browser its address
+   * @param {unknown} contract - the object in contract.json
+   * @param {OpenOptions} [options]
+   */
+  static async open(ort, model, contract, options = {}) {
+    return new Decoder(await Model.open(ort, model, contract, options));
+  }
+
+  /** Another decoder of the same model: it shares the sessions, and has sequences of its own. */
+  another() {
+    return new Decoder(this.#model);
+  }
+
+  /** The tokens in the cache of each sequence, without padding. */
+  get tokens() {
+    return this.#tokens.map((row) => [...row]);
+  }
+
+  /** Forget the sequences and the source. */
+  reset() {
+    this.#refuseWhileBusy();
+    this.#calls++;
+    this.#clear();
+    this.#cache.forget();
+  }
+
+  /** Give back the cache and the sessions, those of all decoders that share them. */
+  async close() {
+    this.reset();
+    await this.#model.close();
+  }
+
+  /**
+   * Say what the sequences are about: the encoder of the model reads it.
+   *
+   * Rows of ids may have unequal lengths where the model takes a mask of them: they are padded on the right.
+   *
+   * @param {Tokens | Source} source
+   * @param {Tokens} [mask] - 0 for padding; without it all of the source is read
+   */
+  async encode(source, mask) {
+    const { contract, ort } = this.#model;
+    const { encode } = contract.calls;
+    const input = contract.source;
+    if (input === null) {
+      throw new Error("the model reads no source");
+    }
+    const { data, shape, padding } = "shape" in source ? { ...source, padding: undefined } : this.#padSources(source);
+    const expected = input.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
+    if (shape.length !== input.dims.length || !expected || product(shape) !== data.length || data.length === 0) {
+      throw new RangeError(`the source is ${input.dtype}[${input.dims}]; got ${data.length} numbers as [${shape}]`);
+    }
+    const sizes = this.#cache.sizesOf(shape);
+    const masked = encode?.inputs.find(({ rule }) => rule === "encoder-mask");
+    const given = mask && sameLength(mask, "the mask");
+    if (given && masked && String(given) !== String(shapeOf(masked.dims, sizes))) {
+      throw new RangeError(`the mask has shape [${shapeOf(masked.dims, sizes)}]; got [${given}]`);
+    }
+    await this.#alone(async () => {
+      this.#clear();
+      this.#cache.forget();
+      const array = new ARRAYS[input.dtype](data.length);
+      data.forEach((value, at) => (array[at] = element(input.dtype, value)));
+      this.#cache.hold({ [SOURCE]: tensor(ort, input.dtype, array, shape) });
+      this.#givenMask = this.#mask = mask ?? padding;
+      try {
+        const moment = { sizes, tokens: [], padding: [], mask: this.#mask };
+        this.#cache.hold(encode === null ? {} : await this.#model.run(encode, moment, this.#cache.values));
+      } catch (error) {
+        this.#cache.forget();
+        throw error;
+      }
+    });
+  }
+
+  /**
+   * Begin sequences with their prompts; returns the logits of the last token of each.
+   *
+   * Shorter prompts are padded on the left, where the contract says that the model hides it.
+   *
+   * @param {Tokens} prompts
+   * @param {CallOptions} [options]
+   * @returns {Promise<Logits[]>}
+   */
+  async prefill(prompts, { every = false, signal } = {}) {
+    const { contract } = this.#model;
+    const source = this.#cache.sourceSizes;
+    if (contract.source !== null && source === undefined) {
+      throw new Error("begin with encode()");
+    }
+    if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
+      throw new RangeError("every sequence begins with at least one token");
+    }
+    const sources = contract.source?.dims.includes("batch") ? source?.batch : undefined;
+    if (prompts.length !== (contract.batch ?? sources ?? prompts.length)) {
+      const wanted = contract.batch === null ? `${sources} sources` : `a batch of ${contract.batch}`;
+      throw new RangeError(`${prompts.length} prompts for ${wanted}`);
+    }
+    const longest = Math.max(...prompts.map((prompt) => prompt.length));
+    const padding = prompts.map((prompt) => longest - prompt.length);
+    if (!contract.pads && Math.max(...padding) > 0) {
+      throw new RangeError("the prompts of a batch must have the same length");
+    }
+    this.#checkTokens(prompts);
+    this.#checkRoom(longest);
+    signal?.throwIfAborted();
+    const rows = prompts.map((prompt, row) => [...Array(padding[row]).fill(0), ...prompt]);
+    const size = contract.one_token ? 1 : longest;
+    return this.#alone(async () => {
+      this.#clear();
+      this.#padding = padding;
+      this.#tokens = prompts.map(() => []);
+      this.#cache.begin(prompts.length);
+      try {
+        /** @type {Logits[][]} of each call, a row for each sequence */
+        const found = [];
+        for (let at = 0; at < longest; at += size) {
+          signal?.throwIfAborted();
+          found.push(
+            await this.#advance(
+              rows.map((row) => row.slice(at, at + size)),
+              every,
+            ),
+          );
+        }
+        return prompts.map((_, row) =>
+          every ? joined(found.map((logits) => logits[row])) : found[found.length - 1][row],
+        );
+      } catch (error) {
+        this.#clear();
+        throw error;
+      }
+    });
+  }
+
+  /**
+   * Continue each sequence with its new tokens; returns logits as `prefill` does.
+   *
+   * @param {Tokens} tokens - the same number for each sequence
+   * @param {CallOptions} [options]
+   * @returns {Promise<Logits[]>}
+   */
+  async step(tokens, { every = false, signal } = {}) {
+    if (this.#length === 0) {
+      throw new Error("begin with prefill()");
+    }
+    const [rows, count] = sameLength(tokens, "the tokens of a step");
+    const { chunks, one_token } = this.#model.contract;
+    if (rows !== this.#padding.length || (count > 1 && (one_token || !chunks))) {
+      const wanted = one_token || !chunks ? "one token" : "tokens";
+      throw new RangeError(`a step takes ${wanted} of each of ${this.#padding.length} sequences`);
+    }
+    this.#checkTokens(tokens);
+    this.#checkRoom(this.#length + count);
+    signal?.throwIfAborted();
+    return this.#alone(() => this.#advance(tokens, every));
+  }
+
+  /**
+   * Forget the last `count` tokens of every sequence. At least one token must stay.
+   *
+   * @param {number} count
+   */
+  async rewind(count) {
+    const shortest = this.#length - Math.max(0, ...this.#padding);
+    if (!this.#model.contract.rewinds) {
+      throw new Error("a part of the cache of this model cannot go back");
+    }
+    if (!Number.isInteger(count) || count < 0 || count >= shortest) {
+      throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
+    }
+    await this.#alone(async () => {
+      await this.#cache.cut(this.#length - count);
+      this.#length -= count;
+      this.#tokens = this.#tokens.map((row) => row.slice(0, row.length - count));
+    });
+  }
+
+  /**
+   * Make row i of the batch a copy of what row `rows[i]` was, as a beam search needs it.
+   *
+   * @param {readonly number[]} rows
+   */
+  async reorder(rows) {
+    if (!this.#model.contract.reorders) {
+      throw new Error("the sequences of this model cannot change places");
+    }
+    if (rows.length === 0 || rows.some((row) => !(row in this.#padding))) {
+      throw new RangeError(`there are ${this.#padding.length} sequences, not all of: ${rows}`);
+    }
+    await this.#alone(async () => {
+      await this.#cache.reorder(rows);
+      const mask = this.#mask;
+      this.#mask = mask && rows.map((row) => mask[row]);
+      this.#padding = rows.map((row) => this.#padding[row]);
+      this.#tokens = rows.map((row) => [...this.#tokens[row]]);
+    });
+  }
+
+  /**
+   * Decode until every sequence has ended; returns the new tokens of each, without the one that ended it.
+   *
+   * @param {Tokens} tokens - the prompts; with `continued` what the sequences go on with
+   * @param {DecodeOptions} [options]
+   * @returns {Promise<number[][]>}
+   */
+  async generate(tokens, options) {
+    /** @type {number[][]} */
+    const made = tokens.map(() => []);
+    for await (const { sequence, token } of this.stream(tokens, options)) {
+      made[sequence].push(token);
+    }
+    return made;
+  }
+
+  /**
+   * Decode until every sequence has ended, and give each new token as soon as it is chosen.
+   *
+   * The tokens that were chosen last are not in the cache: with `continued`, give them first.
+   *
+   * @param {Tokens} tokens - the prompts; with `continued` what the sequences go on with
+   * @param {DecodeOptions} [options]
+   * @returns {AsyncGenerator<{ sequence: number, token: number }, void>}
+   */
+  async *stream(tokens, options = {}) {
+    const { generation } = this.#model.contract;
+    const { most = 20, stop = generation.end, continued = false, choose = sampler(options), signal } = options;
+    if (!(most >= 1)) {
+      throw new RangeError(`most is 1 or more; got ${most}`);
+    }
+    const running = tokens.map(() => true);
+    const began = tokens.map(() => continued);
+    let logits = await (continued ? this.step(tokens, { signal }) : this.prefill(tokens, { signal }));
+    for (let count = 1; ; count++) {
+      const calls = this.#calls;
+      const chosen = logits.map((row, sequence) => {
+        const forced = generation.forced.find(([position]) => position === this.#tokens[sequence].length);
+        if (forced !== undefined || !running[sequence]) {
+          return forced?.[1] ?? generation.padding ?? 0;
+        }
+        const suppressed = began[sequence] ? [] : generation.begin_suppress;
+        [...generation.suppress, ...suppressed].forEach((id) => (row[id] = -Infinity));
+        began[sequence] = true;
+        return choose(row, this.#tokens[sequence]);
+      });
+      this.#checkTokens([chosen]);
+      for (const [sequence, token] of chosen.entries()) {
+        running[sequence] &&= !stop.includes(token);
+        if (running[sequence]) {
+          yield { sequence, token };
+        }
+      }
+      if (!running.includes(true) || count >= most || this.#length >= this.#model.most) {
+        return;
+      }
+      if (this.#calls !== calls) {
+        throw new Error("another call of this decoder was made while it gave tokens");
+      }
+      logits = await this.step(
+        chosen.map((token) => [token]),
+        { signal },
+      );
+    }
+  }
+
+  /**
+   * Run one call on new tokens.
+   *
+   * @param {Tokens} tokens
+   * @param {boolean} every
+   */
+  async #advance(tokens, every) {
+    const { calls, source } = this.#model.contract;
+    const [length, batch, count] = [this.#length, tokens.length, tokens[0].length];
+    const call = length === 0 ? calls.prefill : calls.decode;
+    const { capacity } = this.#model;
+    const encoder = source === null ? 0 : this.#cache.encoderLength(length === 0);
+    const encoder_input = this.#cache.sourceSizes?.encoder_input ?? 0;
+    const sizes = { batch, new: count, past: length, total: length + count, capacity, encoder, encoder_input };
+    const moment = { sizes, tokens, padding: this.#padding, mask: this.#mask };
+    const outputs = await this.#model.run(call, moment, this.#cache.values);
+    const logits = outputs[call.logits ?? ""];
+    const rows = await this.#readLogits(logits, tokens, every);
+    await this.#cache.carry(outputs, length);
+    logits.dispose();
+    tokens.forEach((row, at) => this.#tokens[at].push(...row.slice(Math.max(this.#padding[at] - length, 0))));
+    this.#length += count;
+    return rows;
+  }
+
+  /**
+   * The logits of each sequence: of its last token, or of all new ones.
+   *
+   * @param {Tensor} logits
+   * @param {Tokens} tokens
+   * @param {boolean} every
+   */
+  async #readLogits(logits, tokens, every) {
+    const data = await logits.getData();
+    const count = logits.dims.length === 3 && logits.dims[0] === tokens.length ? logits.dims[1] : 1;
+    if (every && count !== tokens[0].length) {
+      throw new Error("the graph returns the logits of the last token alone");
+    }
+    const width = data.length / tokens.length / count;
+    return tokens.map((_, row) => {
+      const skipped = every ? Math.min(Math.max(this.#padding[row] - this.#length, 0), count) : count - 1;
+      const found = numbers(logits.type, data, (row * count + skipped) * width, (row + 1) * count * width);
+      // Not a view of the logits of a long prompt, which would stay for as long as the row is used.
+      return count > 1 ? found.slice() : found;
+    });
+  }
+
+  #clear() {
+    this.#length = 0;
+    this.#padding = [];
+    this.#tokens = [];
+    this.#mask = this.#givenMask;
+    this.#cache.clear();
+  }
+
+  #refuseWhileBusy() {
+    if (this.#busy) {
+      throw new Error("another call of this decoder is under way: await each before the next");
+    }
+  }
+
+  /**
+   * Run a call that no other call may interrupt: both would change the cache.
+   *
+   * @template T
+   * @param {() => Promise<T>} call
+   * @returns {Promise<T>}
+   */
+  async #alone(call) {
+    this.#refuseWhileBusy();
+    this.#busy = true;
+    this.#calls++;
+    try {
+      return await call();
+    } finally {
+      this.#busy = false;
+    }
+  }
+
+  /** @param {Tokens} rows */
+  #checkTokens(rows) {
+    const { vocabulary, placeholders = [] } = this.#model.contract;
+    const most = vocabulary ?? Number.MAX_SAFE_INTEGER;
+    if (!rows.every((row) => row.every((id) => Number.isInteger(id) && id >= 0 && id < most))) {
+      throw new RangeError(`token ids are whole numbers, 0 ${vocabulary === null ? "or more" : `to ${most - 1}`}`);
+    }
+    const stand = placeholders.find((id) => rows.some((row) => row.includes(id)));
+    if (stand !== undefined) {
+      throw new RangeError(`token ${stand} stands for an image or audio, which this program does not take`);
+    }
+  }
+
+  /** @param {number} length */
+  #checkRoom(length) {
+    if (length > this.#model.most) {
+      throw new RangeError(`a sequence has at most ${this.#model.most} tokens here`);
+    }
+  }
+
+  /**
+   * Rows of ids as one array, with their mask: padded on the right where the model takes a mask.
+   *
+   * @param {Tokens} rows
+   */
+  #padSources(rows) {
+    const { calls, source } = this.#model.contract;
+    const masked = [calls.encode, calls.prefill].some((call) =>
+      call?.inputs.some(({ rule }) => rule === "encoder-mask"),
+    );
+    const longest = Math.max(0, ...rows.map((row) => row.length));
+    if (rows.length === 0 || rows.some((row) => row.length === 0 || (row.length < longest && !masked))) {
+      throw new RangeError("the source: give rows of the same length, at least 1");
+    }
+    if (!source?.dtype.startsWith("int") || !rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
+      throw new RangeError(
+        source?.dtype.startsWith("int")
+          ? "the ids of the source are whole numbers, 0 or more"
+          : "the source is numbers with their shape",
+      );
+    }
+    const columns = [...Array(longest).keys()];
+    const data = rows.flatMap((row) => columns.map((column) => row[column] ?? 0));
+    const padding = rows.map((row) => columns.map((column) => Number(column < row.length)));
+    return { data, shape: [rows.length, longest], padding };
+  }
+}
+
+/**
+ * The shape of rows of numbers: at least one in each, and the same number.
+ *
+ * @param {Tokens} rows
+ * @param {string} name
+ * @returns {[number, number]}
+ */
+function sameLength(rows, name) {
+  const columns = rows[0]?.length ?? 0;
+  if (columns === 0 || rows.some((row) => row.length !== columns)) {
+    throw new RangeError(`${name}: give rows of the same length, at least 1`);
+  }
+  return [rows.length, columns];
+}
+
+/**
+ * Arrays, one after the other.
+ *
+ * @param {Float32Array[]} parts
+ */
+function joined(parts) {
+  const all = new Float32Array(parts.reduce((size, part) => size + part.length, 0));
+  let end = 0;
+  for (const part of parts) {
+    all.set(part, end);
+    end += part.length;
+  }
+  return all;
+}

@@ -1,0 +1,127 @@
+// The page that plays the runs of vectors.json in a browser. In its address: ?provider=wasm, webgpu or webnn,
+// &model=URL of the model's folder, &post=URL for the trace; &outputs=gpu-buffer leaves the cache on a WebGPU device.
+
+import { Decoder } from "./decoder.js";
+import { playRuns } from "./runs.js";
+import { ARRAYS } from "./tensors.js";
+
+/** @import { Runtime, Tensor } from "./tensors.js" */
+
+const RUNTIME = new URL("../node_modules/onnxruntime-web/dist/ort.all.min.mjs", import.meta.url);
+const PROVIDERS = ["wasm", "webgpu", "webnn"];
+
+/**
+ * What a tensor holds, which stays where it is: `getData` would move it off the device.
+ *
+ * @param {Runtime} ort
+ * @param {Tensor} value
+ */
+async function read(ort, value) {
+  if (value.location !== "gpu-buffer") {
+    return value.getData();
+  }
+  const device = await ort.env.webgpu.device;
+  const { size } = value.gpuBuffer;
+  const copy = device.createBuffer({ size, usage: 0x9 }); // COPY_DST | MAP_READ
+  const commands = device.createCommandEncoder();
+  commands.copyBufferToBuffer(value.gpuBuffer, 0, copy, 0, size);
+  device.queue.submit([commands.finish()]);
+  await copy.mapAsync(0x1); // READ
+  const bytes = copy.getMappedRange().slice(0);
+  copy.destroy();
+  const Elements = /** @type {any} */ (ARRAYS[value.type === "float32" ? "float" : value.type]);
+  return new Elements(bytes, 0, value.size);
+}
+
+/** @param {string} id */
+function element(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
+
+/**
+ * Say how far the page is; what comes from the model or the runtime is shown as text only.
+ *
+ * @param {string} text
+ * @param {string} state
+ */
+function show(text, state) {
+  element("status").textContent = text;
+  element("status").dataset["state"] = state;
+}
+
+/**
+ * Add a run to the table.
+ *
+ * @param {string} name
+ * @param {string} outcome
+ * @param {boolean} good
+ */
+function report(name, outcome, good) {
+  const row = document.createElement("tr");
+  for (const text of [name, outcome]) {
+    row.appendChild(document.createElement("td")).textContent = text;
+  }
+  row.dataset["state"] = good ? "good" : "bad";
+  element("runs").append(row);
+}
+
+/**
+ * A file of the folder of the page; or what an address answers.
+ *
+ * @param {string} file
+ * @param {RequestInit} [options]
+ */
+async function fetched(file, options) {
+  const response = await fetch(file, options);
+  if (!response.ok) {
+    throw new Error(`${file}: ${response.status} ${response.statusText}`);
+  }
+  return response;
+}
+
+/** Play the runs, and give their trace to the user. */
+async function main() {
+  const asked = new URLSearchParams(location.search);
+  const [provider, outputs] = [asked.get("provider") ?? "wasm", asked.get("outputs") ?? "cpu"];
+  const [model, post] = [asked.get("model") ?? "model", asked.get("post")];
+  if (!PROVIDERS.includes(provider)) {
+    throw new Error(`there is no provider ${provider}; a browser has ${PROVIDERS.join(", ")}`);
+  }
+  if (outputs !== "cpu" && (outputs !== "gpu-buffer" || provider !== "webgpu")) {
+    throw new Error(`outputs are cpu, with webgpu also gpu-buffer; not ${outputs}`);
+  }
+  /** @type {Runtime} */
+  const ort = await import(RUNTIME.href).catch((error) => {
+    throw new Error(`${error.message}; install it: npm install onnxruntime-web@1.30.0`);
+  });
+  const preferredOutputLocation = /** @type {"cpu" | "gpu-buffer"} */ (outputs);
+  const session = { executionProviders: [provider], preferredOutputLocation };
+  const [contract, vectors] = await Promise.all(
+    ["contract.json", "vectors.json"].map(async (file) => (await fetched(file)).json()),
+  );
+  document.title = contract.model;
+  element("model").textContent = contract.model;
+  element("provider").textContent = provider;
+  show("The runs are under way.", "busy");
+  /** @type {string[]} */
+  const lines = [];
+  const good = await playRuns(vectors, {
+    open: (trace) => Decoder.open(ort, model, contract, { session, trace, read: (value) => read(ort, value) }),
+    read: async (file) => new Uint8Array(await (await fetched(file)).arrayBuffer()),
+    write: (line) => lines.push(line + "\n"),
+    report,
+  });
+  const trace = new Blob(lines, { type: "application/jsonl" });
+  element("trace").setAttribute("href", URL.createObjectURL(trace));
+  element("trace").hidden = false;
+  if (post !== null) {
+    await fetched(post, { method: "POST", body: trace });
+  }
+  show(good ? "All runs are as expected." : "Not all runs are as expected.", good ? "good" : "bad");
+}
+
+try {
+  await main();
+} catch (error) {
+  show(error instanceof Error ? error.message : String(error), "bad");
+}

@@ -1,0 +1,391 @@
+"""Reads a trace: JSON lines, one call a line, or one .npz for each call in a folder or a zip. numpy only.
+
+The file comes from a program with a fault: everything in it is validated before it is used.
+"""
+
+import functools
+import io
+import json
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, onnx_dtype
+from kvdoctor.decode.calls import MOST_DATA, NUMPY_TYPES, Array
+from kvdoctor.errors import UsageError
+
+MOST_LINE = 64 << 20
+MOST_FILE = 1 << 30
+MOST_STEPS = 4096
+MOST_TENSORS = 8192
+MOST_RANK = 16
+MOST_WIDE = 1 << 40
+FIELDS = ("step", "run", "file", "fed", "got", "error")
+RUNS_FIELDS = ("run", "tokens", "error")
+"""The fields of a line that ends a run. Source: docs/trace.md."""
+GUIDE = "docs/trace.md shows how to write one"
+SHORTER = "give the first steps up to the failure"
+ONE_LINE = f"a trace has one JSON object a line; {GUIDE}"
+
+
+def read_trace(path: str) -> Trace:
+    """Read a trace; values of .npz files stay on disk until they are asked for.
+
+    Raises:
+        UsageError: it cannot be read, or is no trace; the message names the line or the file, and what to do.
+    """
+    place = Path(path)
+    try:
+        if place.is_dir():
+            steps = folder_steps(place)
+        elif not place.is_file():
+            reason = "is no file" if place.exists() else "does not exist"
+            raise UsageError(f"the trace {path!r} {reason}; give a file of JSON lines, or a folder or zip of .npz")
+        else:
+            steps = _read_file(place)
+        trace = tuple(_limit_steps(steps, path))
+    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
+        raise UsageError(f"the trace {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not trace:
+        raise UsageError(f"the trace {path!r} holds no step; {GUIDE}")
+    if other := next((step for step in trace if step.run is not None), None):
+        raise UsageError(f"{path!r}, {other.place} names a run, and the first line does not; give one trace")
+    return trace
+
+
+def read_first(path: str) -> dict[str, Any]:
+    """The object in the first line of a trace of JSON lines; an empty one where it is no such file."""
+    try:
+        with Path(path).open("rb") as stream:
+            text = stream.readline(MOST_LINE).removeprefix(b"\xef\xbb\xbf")
+        found = json.loads(text) if text.lstrip().startswith(b"{") else {}
+    except (OSError, ValueError, RecursionError):
+        return {}  # what is wrong with it is said where all of it is read
+    return found if isinstance(found, dict) else {}
+
+
+def _limit_steps(steps: Iterator[TraceStep], path: str) -> Iterator[TraceStep]:
+    for number, step in enumerate(steps):
+        if number >= MOST_STEPS:
+            raise UsageError(f"the trace {path!r} has more than {MOST_STEPS} steps; {SHORTER}")
+        yield replace(step, number=number)
+
+
+def _read_file(path: Path) -> Iterator[TraceStep]:
+    with path.open("rb") as stream:
+        start = stream.read(4)
+    if start.startswith(b"PK"):
+        return zip_steps(path)
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UsageError(f"{str(path)!r} is UTF-16, as the > of PowerShell writes it; write it as UTF-8")
+    if start.startswith(b"\x93NUM"):
+        raise UsageError(f"{str(path)!r} is one array; save the arrays of a step together with np.savez; {GUIDE}")
+    return _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[TraceStep]:
+    for line, found in read_objects(path):
+        yield parse_step(found, line, str(path))
+
+
+def read_objects(path: Path, cut: bool = False, advice: str = ONE_LINE) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with the number of its line.
+
+    `advice` says what to do where a line is none. Where `cut`, a last line without an end is left out if it is not
+    whole: its program was ended while it wrote.
+
+    Raises:
+        UsageError: a line is no object.
+    """
+    if path.stat().st_size > MOST_FILE:
+        raise UsageError(f"{str(path)!r} is larger than 1 GiB; {SHORTER}, or tensors as one .npz for each step")
+    with path.open("rb") as stream:
+        for line, text in _iterate_lines(stream, str(path)):
+            try:
+                found = _parse_object(text, f"{str(path)!r}, line {line}", advice)
+            except UsageError:
+                if cut and line > 1 and not text.endswith(b"\n"):
+                    return
+                raise
+            yield line, found
+
+
+def _iterate_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, each with its number from 1; none is held that is too long to be one."""
+    line = 0
+    while text := stream.readline(MOST_LINE + 1):
+        line += 1
+        if len(text) > MOST_LINE:
+            raise UsageError(f"{name!r}, line {line} is longer than 64 MiB; give tensors as one .npz for each step")
+        text = text.removeprefix(b"\xef\xbb\xbf") if line == 1 else text
+        if text.strip():
+            yield line, text
+
+
+def _parse_object(text: bytes, where: str, advice: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not a JSON object: {error}"[:300] + f"; {advice}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{where} is not a JSON object; {advice}")
+    return found
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return found
+
+
+def parse_step(found: dict[str, Any], line: int, name: str) -> TraceStep:
+    """The call of a line.
+
+    Raises:
+        UsageError: it is none.
+    """
+    where = f"{name!r}, line {line}"
+    unknown = [key for key in found if key not in FIELDS]
+    if unknown:
+        raise UsageError(f"{where} has a field {unknown[0]!r}; known are {', '.join(FIELDS)}; {GUIDE}"[:600])
+    for field in ("file", "error", "run"):
+        if not isinstance(found.get(field), (str, type(None))):
+            raise UsageError(f"{where}: {field!r} must be a text; {GUIDE}")
+    if not isinstance(found.get("step", 0), int):
+        raise UsageError(f"{where}: 'step' must be a whole number, or be left out; {GUIDE}")
+    fed = _parse_tensors(found.get("fed"), f"{where}, fed")
+    if not fed:
+        raise UsageError(f"{where} does not say what was fed: 'fed' maps each input to its dtype and shape; {GUIDE}")
+    got = _parse_tensors(found.get("got") or {}, f"{where}, got")
+    return TraceStep(0, f"line {line}", fed, got, found.get("file"), found.get("error"), found.get("run"))
+
+
+def _parse_tensors(found: Any, where: str) -> dict[str, TraceTensor]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or len(found) > MOST_TENSORS:
+        raise UsageError(f"{where} must map up to {MOST_TENSORS} names to their dtype and shape; {GUIDE}")
+    return {name: _parse_tensor(entry, f"{where} {name[:200]!r}") for name, entry in found.items()}
+
+
+def _parse_tensor(found: Any, where: str) -> TraceTensor:
+    if not isinstance(found, dict) or not {"dtype", "shape"} <= set(found) <= {"dtype", "shape", "data", "sample"}:
+        raise UsageError(f"{where} must have dtype and shape, may have data or a sample, and nothing else; {GUIDE}")
+    dtype, shape = onnx_dtype(found["dtype"]), found["shape"]
+    if dtype is None:
+        raise UsageError(f"{where}: {str(found['dtype'])[:80]!r} is not an element type; write float, int64, bool, ...")
+    if not isinstance(shape, list) or len(shape) > MOST_RANK or not all(map(_is_size, shape)):
+        raise UsageError(f"{where}: shape must list the sizes of the tensor, not those declared; {GUIDE}")
+    if math.prod(shape) > MOST_WIDE:
+        raise UsageError(f"{where}: no tensor has {len(shape)} axes of such sizes; {GUIDE}")
+    values = _parse_data(found.get("data"), dtype, tuple(shape), where)
+    return TraceTensor(dtype, tuple(shape), values, _parse_sample(found.get("sample"), tuple(shape), where))
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MOST_WIDE
+
+
+def _parse_data(data: Any, dtype: str, shape: tuple[int, ...], where: str) -> Callable[[], Array] | None:
+    """The values as an array; null stands for a number that JSON cannot express."""
+    if data is None:
+        return None
+    if not isinstance(data, list) or len(data) != math.prod(shape):
+        counted = f"{len(data)} numbers" if isinstance(data, list) else "no list"
+        raise UsageError(f"{where}: data must be a flat list of {math.prod(shape)} numbers, and is {counted}")
+    if dtype not in NUMPY_TYPES:
+        return None
+    kind = np.dtype(NUMPY_TYPES[dtype])
+    whole = kind.kind in "iub"
+    allowed = (int, bool, float) if whole else (int, float, type(None))
+    if not all(isinstance(number, allowed) for number in data):
+        raise UsageError(f"{where}: data must be a flat list of numbers")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(
+                [math.nan if number is None else number for number in data], np.float64 if not whole else None
+            )
+            values = array.astype(kind).reshape(shape)
+    except (OverflowError, ValueError, TypeError):
+        raise UsageError(f"{where}: data holds numbers that {dtype} does not") from None
+    if whole and not np.array_equal(array.reshape(shape), values):
+        raise UsageError(f"{where}: data holds numbers that {dtype} does not")
+    return lambda: values
+
+
+def _parse_sample(sample: Any, shape: tuple[int, ...], where: str) -> Array | None:
+    """Some of the values as an array, float64[64]; null stands for a number that JSON cannot express."""
+    if sample is None:
+        return None
+    if not isinstance(sample, list) or len(sample) != MOST_DATA or math.prod(shape) <= MOST_DATA:
+        raise UsageError(f"{where}: a sample is a list of {MOST_DATA} numbers of a tensor that has more; {GUIDE}")
+    if not all(isinstance(number, (int, float, type(None))) for number in sample):
+        raise UsageError(f"{where}: a sample is a list of numbers")
+    try:
+        return np.array([math.nan if number is None else number for number in sample], np.float64)
+    except OverflowError:
+        raise UsageError(f"{where}: the sample holds numbers that no tensor does") from None
+
+
+MOST_TENSOR = 2 << 30
+MOST_ARCHIVE = 2 << 30
+MOST_ARRAYS = 8192
+MOST_FILES = 20_000
+NUMBER = re.compile(r"(\d+)\D*$")
+KEYS = "save the arrays under fed/NAME and got/NAME with np.savez; docs/trace.md shows how"
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError, NotImplementedError, KeyError)
+"""What numpy and zipfile raise for archives that are damaged, encrypted, or packed in an unknown way."""
+
+
+def folder_steps(folder: Path) -> Iterator[TraceStep]:
+    """One step for each .npz of a folder, by the last number in its name.
+
+    Raises:
+        UsageError: there is none, or one of them is no archive of arrays.
+    """
+    files = {path.name: path for path in sorted(folder.glob("*.npz")) if path.is_file()}
+    if not files:
+        raise UsageError(f"{str(folder)!r} holds no .npz; a trace is one .npz for each step, or a file of JSON lines")
+    for number, name in enumerate(_sort_by_step(tuple(files), str(folder))):
+        yield _read_archive(_Archive(files[name]), number, name, f"{str(folder)!r}, {name!r}")
+
+
+def zip_steps(path: Path) -> Iterator[TraceStep]:
+    """One step for each .npz in a zip; a .npz is itself a zip, of one step.
+
+    Raises:
+        UsageError: it is no zip, holds no .npz, or one of them is no archive of arrays.
+    """
+    try:
+        with zipfile.ZipFile(path) as opened:
+            entries = {e.filename: e for e in opened.infolist() if not e.filename.startswith("__MACOSX/")}
+    except DAMAGE as error:
+        raise UsageError(f"{str(path)!r} is not a readable zip: {error}"[:300]) from None
+    if entries and all(name.endswith(".npy") for name in entries):
+        yield _read_archive(_Archive(path), 0, path.name, repr(str(path)))
+        return
+    inner = {name: entry for name, entry in entries.items() if name.endswith(".npz")}
+    if not inner:
+        raise UsageError(f"{str(path)!r} holds no .npz; a trace is one .npz for each step")
+    for number, name in enumerate(_sort_by_step(tuple(inner), str(path))):
+        where = f"{str(path)!r}, {name[:200]!r}"
+        if inner[name].file_size > MOST_ARCHIVE:
+            raise UsageError(f"{where} is larger than 2 GiB; give a folder of .npz files instead")
+        yield _read_archive(_Archive(path, name), number, name, where)
+
+
+def _sort_by_step(names: tuple[str, ...], where: str) -> list[str]:
+    if len(names) > MOST_FILES:
+        raise UsageError(f"{where!r} holds more than {MOST_FILES} files; give the steps up to the failure")
+    numbered: dict[int, str] = {}
+    for name in names:
+        found = NUMBER.search(Path(name).stem[-200:])
+        if found is None:
+            raise UsageError(f"{where!r}, {name[:200]!r}: name the files by their step, such as step_0.npz")
+        if int(found[1]) in numbered:
+            raise UsageError(f"{where!r}: {name[:200]!r} and {numbered[int(found[1])][:200]!r} are the same step")
+        numbered[int(found[1])] = name
+    return [numbered[number] for number in sorted(numbered)]
+
+
+class _Archive:
+    """One .npz, on disk or inside a zip."""
+
+    def __init__(self, path: Path, inner: str | None = None) -> None:
+        self.path, self.inner = path, inner
+
+    def open(self) -> zipfile.ZipFile:
+        return zipfile.ZipFile(self.path if self.inner is None else io.BytesIO(_unpacked(self.path, self.inner)))
+
+
+@functools.lru_cache(maxsize=3)
+def _unpacked(path: Path, inner: str) -> bytes:
+    """An archive out of a zip: the steps that are looked at together stay in memory, others do not."""
+    with zipfile.ZipFile(path) as outer, outer.open(inner) as stream:
+        content = stream.read(MOST_ARCHIVE + 1)
+    if len(content) > MOST_ARCHIVE:
+        raise ValueError("it is larger than it says")
+    return content
+
+
+def _read_archive(archive: _Archive, number: int, place: str, where: str) -> TraceStep:
+    sides: dict[str, dict[str, TraceTensor]] = {"fed": {}, "got": {}}
+    try:
+        with archive.open() as opened:
+            for entry, side, name in _list_entries(opened, where):
+                if name in sides[side]:
+                    _refuse(f"{where} has {side}/{name[:200]!r} twice; {KEYS}")
+                sides[side][name] = _read_tensor(archive, opened, entry, f"{where}, {side}/{name[:200]!r}")
+    except UsageError:
+        raise
+    except DAMAGE as error:
+        raise UsageError(f"{where} is not a readable .npz: {error}"[:400] + f"; {KEYS}") from None
+    if not sides["fed"]:
+        raise UsageError(f"{where} does not say what was fed; {KEYS}")
+    return TraceStep(number, place, sides["fed"], sides["got"])
+
+
+def _list_entries(opened: zipfile.ZipFile, where: str) -> Iterator[tuple[zipfile.ZipInfo, str, str]]:
+    """The arrays of a step: entry, side (fed or got), name."""
+    entries = opened.infolist()
+    if len(entries) > MOST_ARRAYS:
+        _refuse(f"{where} holds more than {MOST_ARRAYS} arrays; {KEYS}")
+    for entry in entries:
+        side, _, name = entry.filename.removesuffix(".npy").partition("/")
+        if side not in ("fed", "got") or not name or not entry.filename.endswith(".npy"):
+            _refuse(f"{where} has an entry {entry.filename[:200]!r}; {KEYS}")
+        yield entry, side, name
+
+
+def _refuse(text: str) -> NoReturn:
+    raise UsageError(text)
+
+
+def _read_tensor(archive: _Archive, opened: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> TraceTensor:
+    """The header of one array, which must account for every byte of the entry."""
+    with opened.open(entry) as stream:
+        shape, dtype, start = _read_header(stream, where)
+    if dtype.hasobject:
+        raise UsageError(f"{where} holds Python objects, which are never unpickled; save arrays of numbers")
+    raw = dtype.kind == "V" and dtype.itemsize == 2 and not dtype.names
+    word = "bfloat16" if raw else onnx_dtype(dtype.name)
+    if word is None or word == "string" or dtype.subdtype is not None:
+        raise UsageError(f"{where} has element type {str(dtype)[:60]!r}, which no decoder takes; save numbers")
+    size = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0:
+        raise UsageError(f"{where} has an axis of size {min(shape)}; save it again")
+    if size > MOST_TENSOR:
+        raise UsageError(f"{where} is larger than 2 GiB; leave it out, or give its shape in JSON lines")
+    if start + size != entry.file_size:
+        raise UsageError(f"{where} has {entry.file_size} bytes where its header says {start + size}; save it again")
+    return TraceTensor(word, shape, None if raw else functools.partial(_read_values, archive, entry.filename, where))
+
+
+def _read_header(stream: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
+    """Shape, element type and length in bytes of a header."""
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise UsageError(f"{where} is written in format {version}, which numbers do not need; save it with np.savez")
+    return shape, dtype, stream.tell()
+
+
+def _read_values(archive: _Archive, entry: str, where: str) -> Array:
+    try:
+        with archive.open() as opened, opened.open(entry) as stream:
+            values: Array = np.lib.format.read_array(stream, allow_pickle=False)
+    except DAMAGE as error:
+        raise UsageError(f"{where} cannot be read: {error}"[:300] + "; save the trace again") from None
+    return values

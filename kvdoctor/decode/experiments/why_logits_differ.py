@@ -1,0 +1,437 @@
+"""Why does decoding with the cache differ? Each hypothesis predicts something of the cache that no other does."""
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, as_array
+from kvdoctor.decode.experiments import Decision, unjudged
+from kvdoctor.decode.experiments.cache_entries import (
+    add_noise,
+    as_probe,
+    by_position,
+    can_be_copied,
+    change_token,
+    keeps_all,
+    read_returned,
+    same_entries,
+    same_logits,
+    swap_entries,
+    take_entries,
+)
+from kvdoctor.decode.experiments.determinism import looks_ahead
+from kvdoctor.decode.experiments.entry_origins import (
+    Piece,
+    crossed,
+    of_another,
+    other_attention,
+    other_position,
+    other_prefill,
+    pieces_of,
+    same_for_two,
+    where_from,
+)
+from kvdoctor.decode.experiments.state_changes import find_no_states, wrong_states
+from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.runs import GENERAL_CAUSES, LOOPS, Cause
+from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.records import record
+
+MOST_PLACES = 8
+"""Entries of a long past that are looked at one by one."""
+
+
+@record
+class CachedStep:
+    """A decode step of one token on a past of `start` tokens that a prefill made, and its answer."""
+
+    builder: FeedBuilder
+    start: int
+    past: Past
+    answer: Answer
+
+    def ignores_noise(
+        self, places: Iterable[int], slots: Sequence[Slot] | None = None
+    ) -> "Generator[Call, Answer, bool]":
+        """Whether noise in some entries, of every slot that grows or of those given, leaves the logits as they are."""
+        return self.has_same_logits((yield self.with_noise(places, slots)))
+
+    def with_noise(self, places: Iterable[int], slots: Sequence[Slot] | None = None) -> Call:
+        """The step over a past with noise in some entries."""
+        noisy = add_noise(self.builder, self.past, places, slots)
+        return as_probe(self.builder.decode(self.start, self.start + 1, noisy))
+
+    def has_same_logits(self, answer: Answer) -> bool:
+        """Whether another answer has the logits of the step."""
+        return not answer.failed and same_logits(answer.logits, self.answer.logits, self.builder.tolerance)
+
+
+def can_be_looked_into(contract: CacheContract) -> str | None:
+    """Entries can be distinguished only where the cache grows, and compared only where nothing is rounded to 8 bits."""
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization rounds every entry another way"
+    if contract.new_tokens is not None:
+        return "no call takes several tokens without a cache"
+    return None if by_position(contract) else "no token has an entry of its own in the cache"
+
+
+def has_content(contract: CacheContract) -> str | None:
+    """Like `can_be_looked_into`, where states or counters can be compared as well."""
+    return can_be_looked_into(contract) if contract.new_tokens is not None or find_no_states(contract) else None
+
+
+@unjudged("why", "which hypothesis predicts what a decode step shows", applies=has_content, explains=LOOPS, order=40)
+def why(builder: FeedBuilder) -> Decision:
+    """The cache and the attention of the step after the prompt; then of the first step whose logits are wrong."""
+    expected = yield from builder.whole()
+    start = builder.scenario.prompt
+    whole = yield as_probe(builder.prefill(builder.scenario.total))
+    if whole.failed:
+        return None
+    cause = yield from _look_at_all(builder, start, expected, whole)
+    if cause is None or cause.name in GENERAL_CAUSES:
+        wrong = yield from first_wrong(builder, expected)
+        # A step that leaves a wrong cache has right logits itself: the next one is the first that is wrong.
+        for place in (wrong, wrong - 1) if wrong is not None else ():
+            if place > start and (cause is None or cause.name in GENERAL_CAUSES):
+                cause = (yield from _look_at_all(builder, place, expected, whole)) or cause
+    return cause
+
+
+def _look_at_all(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> Decision:
+    """The states after one step on a past of `start` tokens, then the step itself."""
+    state = yield from wrong_states(builder, start, start + 1)
+    if not by_position(builder.contract) or (state is not None and state.name not in GENERAL_CAUSES):
+        return state
+    return (yield from look(builder, start, expected, whole)) or state
+
+
+@unjudged(
+    "why-long",
+    "which hypothesis predicts what a step after 49 tokens shows",
+    Scenario(prompt=49, steps=2),
+    can_be_looked_into,
+    explains=("long-past",),
+    order=42,
+)
+def why_long(builder: FeedBuilder) -> Decision:
+    """The same question where only the step after many tokens differs."""
+    expected, total = (yield from builder.whole()), builder.scenario.total
+    whole = yield as_probe(builder.prefill(total))
+    if whole.failed:
+        return None
+    cause = yield from why_without_cache(builder, expected, whole)
+    return cause or (yield from look(builder, builder.scenario.prompt, expected, whole))
+
+
+def why_without_cache(builder: FeedBuilder, expected: Array, whole: Answer) -> Decision:
+    """What is wrong with many tokens even without a cache: the second answer, or earlier logits by a later token."""
+    total = builder.scenario.total
+    if not _repeated(whole.logits[:, -1:], expected[:, -1:], builder.tolerance):
+        return Cause("nondeterministic", f"{total} tokens without a cache give different logits the second time")
+    return (yield from looks_ahead(builder, expected))
+
+
+@unjudged(
+    "why-fed-back",
+    "whether a step returns what is to be held as it was fed",
+    applies=can_be_looked_into,
+    explains=LOOPS[:1],
+    order=40,
+)
+def why_fed_back(builder: FeedBuilder) -> Decision:
+    """Whether a step returns what is to be held as it was fed: the plain loop rests on that."""
+    start = builder.scenario.prompt
+    first = yield as_probe(builder.prefill(start))
+    if first.failed:
+        return None
+    past = builder.carry(None, first, "held")
+    step = yield as_probe(builder.decode(start, start + 1, past))
+    for slot in () if step.failed else builder.contract.held:
+        if slot.present is None or slot.emptied:
+            continue
+        fed, came_back = as_array(past[slot.past]), read_returned(slot, step, False)
+        if came_back.size and not same_entries(came_back, fed, builder.tolerance):
+            return Cause("present-rewrites-past", f"{slot.present} is not {slot.past} as it was fed to the step")
+    return None
+
+
+def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> Decision:
+    """One decode step on a past of `start` tokens that a prefill made: its new entries, the old ones, what it sees."""
+    first = yield as_probe(builder.prefill(start))
+    if first.failed:
+        return None
+    past = builder.carry(None, first, "held")
+    if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
+        return None  # what the lengths say has checks of its own
+    if any(
+        slot.growth == "ring" and (slot.size("capacity") or 0) < whole.new for slot in by_position(builder.contract)
+    ):
+        return None  # the oldest entries are overwritten
+    if cause := (yield from _other_mathematics(builder, past, expected)):
+        return cause
+    step = yield as_probe(builder.decode(start, start + 1, past))
+    again = yield as_probe(builder.decode(start, start + 1, past))
+    if step.failed or again.failed:
+        return None
+    if not _repeated(step.logits, again.logits, builder.tolerance):
+        return Cause(
+            "nondeterministic", f"the same step on a past of {start} tokens gives different logits the second time"
+        )
+    if cause := other_prefill(builder, start, first, whole):
+        return cause
+    if not all(keeps_all(slot, whole) for slot in by_position(builder.contract)):
+        whole = yield as_probe(builder.prefill(start + 1))  # a longer one has dropped the entry to compare
+    return (yield from _step(CachedStep(builder, start, past, step), whole))
+
+
+def _repeated(one: Array, other: Array, limit: Tolerance) -> bool:
+    """Whether the second answer is the first; numbers that are none come again as such."""
+    return bool(np.array_equal(one, other, equal_nan=True)) or same_logits(one, other, limit)
+
+
+def _step(step: CachedStep, whole: Answer) -> Decision:
+    """What one step sees of the past, whether it keeps it, and what it adds."""
+    builder, start, past, answer = step.builder, step.start, step.past, step.answer
+    limit, slots = builder.tolerance, by_position(builder.contract)
+    noisy = yield step.with_noise(range(start))
+    if step.has_same_logits(noisy):
+        return Cause("past-ignored", "perturbing all of the past does not change the logits of the step")
+    for slot in slots:
+        if slot.growth != "delta" and not _keeps(slot, answer, past, limit):
+            broken = crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
+            return replace(broken, read_right=_has_right_logits(start, answer, whole, limit))
+    for piece in _wrong(builder, pieces_of(slots, whole), start, answer, whole):
+        if noisy.failed or same_entries(piece.new_entry(noisy, start), piece.new_entry(answer, start), limit):
+            # What rests on no earlier token is of the first layer, whatever its number. Of a later one, the layer
+            # before it does not look at the past.
+            other = yield as_probe(change_token(builder, 0).prefill(builder.scenario.total))
+            right, changed = piece.right_entry(whole, start), None if other.failed else piece.right_entry(other, start)
+            if changed is None or same_entries(right, changed, limit):
+                return (yield from where_from(builder, start, piece, answer, whole))
+    if cause := (yield from _half_blind(step, slots)):
+        return cause
+    return (yield from _deeper(step, whole))
+
+
+def _deeper(step: CachedStep, whole: Answer) -> Decision:
+    """The first layer adds the right entry, and all entries are seen: distances, slots, the first wrong layer."""
+    builder, start = step.builder, step.start
+    limit, slots = builder.tolerance, by_position(builder.contract)
+    if cause := (yield from _no_distance(step, whole)):
+        return cause
+    if cause := (yield from _blind_layer(step)):
+        return cause
+    pieces = pieces_of(slots, whole)
+    if cause := _zero_entries(pieces, whole, start):
+        return cause
+    for slot in slots:
+        if (yield from step.ignores_noise(range(start), [slot])):
+            return Cause("cache-misread", f"perturbing all of {slot.past} does not change the logits of the step")
+    if wrong := _wrong(builder, pieces, start, step.answer, whole):
+        if cause := of_another(builder, start, wrong[0], step.answer, whole):
+            return cause
+        return (yield from other_attention(builder, start, step.past, wrong[0])) or _first_wrong(wrong, pieces)
+    return same_for_two(slots, whole, limit) or _last_result(start, step.answer, whole, limit)
+
+
+def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause | None:
+    """Keys or values of some tokens that a prefill leaves out of the cache."""
+    for piece in pieces:
+        entries = {place: piece.right_entry(whole, place) for place in range(start)}
+        zero = [place for place, entry in entries.items() if entry.size and not entry.any()]
+        if zero:
+            which = "all entries" if len(zero) == start else f"entry {zero[0]}"
+            text = f"a prefill returns zeros in {which} of {piece.filled_by}"
+            return Cause("new-entries-wrong", text, piece.slot.past)
+    return None
+
+
+def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
+    """Where keys or values of a layer alone are wrong, its input is right; where all are, the layer before is wrong.
+
+    That some layers have other parts means that their numbers are in doubt.
+    """
+    first = wrong[0]
+    parts = {tuple(sorted(str(p.slot.part) for p in pieces if p.layer == layer)) for layer in {p.layer for p in pieces}}
+    if len(parts) == 1 and any(piece.layer == first.layer and piece not in wrong for piece in pieces):
+        return Cause(
+            "new-entries-wrong", f"the new entry of {first.present} is wrong, and others of its layer are right"
+        )
+    text = f"{first.present} is the first slot whose new entry is wrong; those of the layers before it are right"
+    return Cause("cache-misread", text)
+
+
+def _last_result(start: int, step: Answer, whole: Answer, limit: Tolerance) -> Cause | None:
+    """Right entries in every layer, and wrong logits: the last layer reads them wrongly, or what follows it."""
+    if whole.logits.shape[1] <= start or _has_right_logits(start, step, whole, limit):
+        return None
+    return Cause(
+        "cache-misread", "all cache entries fed to the step and added by it are right, and its logits are wrong"
+    )
+
+
+def _has_right_logits(start: int, step: Answer, whole: Answer, limit: Tolerance) -> bool:
+    """Whether a step on a past of `start` tokens has the logits of one call over the tokens."""
+    return same_logits(step.logits[:, -1:], whole.logits[:, start : start + 1], limit)
+
+
+def _blind_layer(step: CachedStep) -> Decision:
+    """A layer that takes no part of the past, neither of its keys nor of its values, or not all of its entries."""
+    slots = by_position(step.builder.contract)
+    for layer in dict.fromkeys(slot.layer for slot in slots if slot.layer is not None):
+        mine = [slot for slot in slots if slot.layer == layer]
+        if (yield from step.ignores_noise(range(step.start), mine)):
+            names = " and ".join(slot.past for slot in mine)
+            return Cause("past-ignored", f"perturbing all of {names} does not change the logits of the step")
+        if cause := (yield from _half_blind(step, mine, f" of layer {layer}")):
+            return cause
+    return None
+
+
+def first_wrong(builder: FeedBuilder, expected: Array) -> "Generator[Call, Answer, int | None]":
+    """The first position whose logits differ in a loop that holds."""
+    start = builder.scenario.prompt
+    answer = yield as_probe(builder.prefill(start))
+    past: Past | None = None
+    for position in range(start, builder.scenario.total):
+        if answer.failed:
+            return None
+        past = builder.carry(past, answer, "held")
+        answer = yield as_probe(builder.decode(position, position + 1, past))
+        right = expected[:, position : position + 1]
+        if not answer.failed and not same_logits(answer.logits, right, builder.tolerance):
+            return position
+    return None
+
+
+def _wrong(builder: FeedBuilder, pieces: Iterable[Piece], start: int, step: Answer, whole: Answer) -> list[Piece]:
+    """Keys or values of a layer whose new entry is not that of the same token in a prefill of the whole sequence."""
+    limit, found = builder.tolerance, ((p, p.right_entry(whole, start)) for p in pieces)
+    return [p for p, right in found if right.size and not same_entries(p.new_entry(step, start), right, limit)]
+
+
+def _keeps(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> bool:
+    """Whether a present begins with the past that was fed."""
+    fed = take_entries(slot, as_array(past[slot.past]), (0, step.past), step.past)
+    returned = take_entries(slot, read_returned(slot, step, False), (0, step.past), step.past + step.new)
+    return same_entries(returned, fed, limit)
+
+
+def _rewritten(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> Cause:
+    """How a present differs from the past that was fed: it leaves out the oldest entries, or has others."""
+    fed, returned, at = as_array(past[slot.past]), read_returned(slot, step, False), slot.length_axis or 0
+    held, kept = min(fed.shape[at], step.past), returned.shape[at] - step.new
+    if "past" in slot.axes and 0 < kept < held:
+        dropped = held - kept
+        left, rest = take_entries(slot, returned, (0, kept), step.past), take_entries(slot, fed, (dropped, held), held)
+        if same_entries(left, rest, limit):
+            which = "entry 0" if dropped == 1 else f"entries 0 to {dropped - 1}"
+            text = f"{slot.present} holds the last {kept + step.new} of {held + step.new} entries, without {which} of "
+            return Cause("present-rewrites-past", f"{text}{slot.past}, which a step must keep", slot.past, dropped)
+    text = f"{slot.present} differs from {slot.past} in entries 0 to {held - 1}, which a step must keep"
+    return Cause("present-rewrites-past", text, slot.past)
+
+
+def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Decision:
+    """Where two graphs or branches share the work: does the cached one, from an empty past, compute the same?"""
+    contract = builder.contract
+    if contract.first_step == "empty-past":
+        return None
+    # From an empty past nothing can be wrong with the cache, its positions or its mask.
+    emptied = {s.past: builder.placeholder(s, 0) for s in contract.slots if s.growth != "constant"}
+    first = yield as_probe(builder.decode(0, 1, Past({**past, **emptied})))
+    if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
+        return None
+    pieces = pieces_of(by_position(contract), first, first=False)
+    for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
+        if cause := (yield from other_position(builder, 0, piece, first)):
+            return cause
+    return Cause(
+        "branches-disagree",
+        "from an empty self-attention past the cached branch gives the first token different logits than the one "
+        "without a past",
+    )
+
+
+def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Decision:
+    """The cause of a step that does not attend to some entries of its past, although they are within the window.
+
+    Noise in such an entry leaves the logits as they are. Of a long past a few entries are tried: the first ones, the
+    last ones, and some between. A mask that is not offset hides all entries from some place on; single ones between
+    others may have little weight by chance.
+    """
+    start = step.start
+    windows = [slot.window for slot in slots]
+    begin = max(0, start + 1 - max(w for w in windows if w is not None)) if windows and None not in windows else 0
+    held = max(step.past[slot.past].shape[slot.length_axis or 0] for slot in slots)  # a window holds the last ones
+    places = list(range(begin, min(start, held)))
+    if len(places) > 2 * MOST_PLACES:
+        places = [*places[:2], *places[2 : -MOST_PLACES + 2 : len(places) // 4], *places[-MOST_PLACES + 2 :]]
+    unseen = []
+    for place in places:
+        hidden = yield from step.ignores_noise([place], slots)
+        if hidden:
+            unseen.append(place)
+    names = f"{'entry' if len(unseen) == 1 else 'entries'} {', '.join(map(str, unseen))} of the past{where}"
+    if 0 in unseen:
+        return Cause("cache-misread", f"the step does not attend to {names}", unseen=tuple(unseen))
+    if not unseen or unseen != places[-len(unseen) :]:
+        return None
+    return Cause(
+        "mask-not-offset",
+        f"perturbing {names} does not change the logits, perturbing entry 0 does: the mask counts the new token from "
+        "the start of the cache, or ends before it",
+    )
+
+
+def _no_distance(step: CachedStep, whole: Answer) -> Decision:
+    """Where keys hold no position, a step must count the distance to them."""
+    builder, start = step.builder, step.start
+    moves = any(slot.growth == "ring" for slot in by_position(builder.contract))
+    if moves or not (yield from _has_free_keys(builder, start, whole)):
+        return None
+    swapped = swap_entries(step.past, by_position(builder.contract), 0, start - 1)
+    answer = yield as_probe(builder.decode(start, start + 1, swapped))
+    if answer.failed or not same_logits(answer.logits, step.answer.logits, builder.tolerance):
+        return None
+    if not (yield from _counts_distance(builder, start)):
+        return None
+    return Cause(
+        "positions-not-offset",
+        "keys contain no position in this model, and swapping two past entries does not change the logits: the step "
+        "ignores their distance",
+    )
+
+
+def _counts_distance(builder: FeedBuilder, start: int) -> "Generator[Call, Answer, bool]":
+    """Whether the first attention of a call without a cache tells the order of the tokens before it.
+
+    Some models have no positions at all. The entries of the second layer show it. The logits do so only where there is
+    none: deeper layers see in what order earlier tokens saw one another.
+    """
+    order = np.arange(builder.tokens.shape[1])
+    order[[0, start - 1]] = start - 1, 0
+    one = yield as_probe(builder.prefill(start + 1))
+    other = yield as_probe(replace(builder, tokens=builder.tokens[:, order]).prefill(start + 1))
+    if one.failed or other.failed:
+        return False
+    pieces = pieces_of(by_position(builder.contract), one)
+    second = [piece for piece in pieces if piece.layer not in (None, pieces[0].layer)]
+    if not second:
+        return not same_logits(one.logits[:, -1:], other.logits[:, -1:], builder.tolerance)
+    second = [piece for piece in second if piece.layer == second[0].layer]
+    return any(
+        not same_entries(p.right_entry(one, start), p.right_entry(other, start), builder.tolerance) for p in second
+    )
+
+
+def _has_free_keys(builder: FeedBuilder, start: int, whole: Answer) -> "Generator[Call, Answer, bool]":
+    """Whether keys hold no position: that of a token is the same at the start and later."""
+    piece = pieces_of(by_position(builder.contract), whole)[0]
+    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
+    if alone.failed:
+        return False
+    return same_entries(piece.right_entry(alone, 0), piece.right_entry(whole, start), builder.tolerance)

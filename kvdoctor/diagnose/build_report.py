@@ -1,0 +1,163 @@
+"""The report of a diagnosis: what is known of its files and stacks, and the findings."""
+
+import math
+import platform
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.analysis.configs import declared_windows, encoder_length
+from kvdoctor.analysis.memory import plan_memory
+from kvdoctor.analysis.model_folder import ModelFolder, SideCars
+from kvdoctor.analysis.slot_memory import Workload
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles
+from kvdoctor.contract import CacheContract
+from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
+from kvdoctor.diagnose.run_checks import CheckResults
+from kvdoctor.findings import Finding
+from kvdoctor.model.files import sha256
+from kvdoctor.model.proto import onnx_version
+from kvdoctor.model.traverse import STANDARD
+from kvdoctor.model.view import ELEMENT_TYPES, Declared, GraphView
+from kvdoctor.options import Options
+from kvdoctor.report.document import Report, decide, worst_first
+from kvdoctor.report.facts import FileFacts, GraphFacts, ModelFacts, StackFacts, Verdict
+from kvdoctor.report.known_messages import find_issues
+from kvdoctor.runtime.targets.limits import find_oldest
+
+ON_TARGETS = "KV4"
+"""How the codes of checks on target runtimes begin."""
+
+
+def build_report(
+    command: str, folder: ModelFolder, options: Options, results: CheckResults, stacks: list[StackFacts]
+) -> Report:
+    """The report of a command on a model: its files and stacks, the findings, and the verdict.
+
+    What runs could have confirmed, and did not, is at most a warning.
+    """
+    open_stacks = {entry.stack for entry in results.not_checked if entry.essential}
+    found = [f if command == "inspect" or f.stack in open_stacks else _weaken(f) for f in results.findings]
+    findings = with_distinct_fingerprints(worst_first([_with_issues(finding, folder) for finding in found]))
+    return Report(
+        command=command,
+        arguments=options.as_arguments(),
+        seed=options.seed,
+        verdict=_name_no_decoder(decide(command, findings, results.not_checked, options.fail_on), stacks, folder),
+        environment=environment(),
+        model=ModelFacts(folder.shown, tuple(file_facts(file, options.hash) for file in folder.files)),
+        stacks=tuple(stacks),
+        findings=findings,
+        not_checked=results.not_checked,
+        notes=tuple(_list_notes(folder)),
+    )
+
+
+def _name_no_decoder(verdict: Verdict, stacks: list[StackFacts], folder: ModelFolder) -> Verdict:
+    """The verdict, or that there is none, since no stack that was read is a decoder with a KV cache."""
+    none = all(stack.contract is not None and stack.contract.no_decoder for stack in stacks)
+    none = none if stacks else bool(folder.files) and all(file.role == "encoder" for file in folder.files)
+    return "not-applicable" if none and verdict == "incomplete" else verdict
+
+
+def _weaken(finding: Finding) -> Finding:
+    """A suspected error as a warning, unless it is one of a whole file or of a target, which no run may decide."""
+    unproved = finding.confidence == "suspected" and finding.severity == "error"
+    runs_decide = finding.stack is not None and not finding.code.startswith(ON_TARGETS)
+    return replace(finding, severity="warning") if unproved and runs_decide else finding
+
+
+def _with_issues(finding: Finding, folder: ModelFolder) -> Finding:
+    """The finding with the public issues of other projects that concern it."""
+    views = [file.view for file in folder.files if file.view is not None and finding.file in (None, file.name)]
+    operators = {name for view in views for name in view.operators}
+    producer = " ".join(view.producer or "" for view in views)
+    return replace(finding, issues=find_issues(finding, operators, producer))
+
+
+def _list_notes(folder: ModelFolder) -> Iterator[str]:
+    yield from folder.side_cars.problems
+    for stack in folder.stacks:
+        yield from stack.remarks
+    used = {file.name for stack in folder.stacks for file in stack.members}
+    for file in folder.files:
+        if folder.stacks and file.name not in used and file.role != "unreadable":
+            yield f"{file.name} was skipped: it is not part of a decoder with a cache ({file.role})"
+
+
+def environment() -> dict[str, str]:
+    """Versions that a report depends on."""
+    return {
+        "onnx": onnx_version(),
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+    }
+
+
+def file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
+    """One file as the report shows it; `hash_it` reads every byte of it."""
+    size = file.skeleton.bytes_on_disk if file.skeleton else _size(file.path)
+    digest = sha256(file.path) if hash_it and file.path.is_file() else None
+    if file.view is None:
+        return FileFacts(file.name, file.role, size, digest)
+    view, oldest = file.view, find_oldest(file.view)
+    return FileFacts(
+        path=file.name,
+        role=file.role,
+        bytes=size,
+        sha256=digest,
+        ir_version=view.model.ir_version,
+        opsets=view.opsets,
+        producer=view.producer,
+        external=tuple(external.location for external in file.external),
+        inputs=tuple(_port_facts(port) for port in view.inputs.values()),
+        outputs=tuple(_port_facts(port) for port in view.outputs.values()),
+        graph=_graph_facts(view),
+        oldest_runtime=oldest.release if oldest else None,
+        oldest_because=(oldest.because or None) if oldest else None,
+    )
+
+
+def _graph_facts(view: GraphView) -> GraphFacts:
+    graphs = [scope.graph for scope in view.scopes()]
+    bodies = [graph.node for graph in graphs] + [function.node for function in view.model.functions]
+    operators = Counter(
+        str(node.op_type) if node.domain in STANDARD else f"{node.domain}.{node.op_type}"
+        for nodes in bodies
+        for node in nodes
+    )
+    tensors = [tensor for graph in graphs for tensor in graph.initializer]
+    size = sum(_bits(tensor.data_type) * math.prod(tensor.dims) for tensor in tensors)
+    return GraphFacts(operators.total(), dict(sorted(operators.items())), len(tensors), math.ceil(size / 8))
+
+
+def _bits(data_type: int) -> int:
+    """Bits of an element, by the digits of its type's name: uint4, bfloat16, float8e4m3fn; 0 where it has no size."""
+    name = ELEMENT_TYPES.get(data_type, "")
+    known = {"float": 32, "double": 64, "bool": 8}
+    digits = re.search(r"\d+", name)
+    return known.get(name) or (int(digits.group()) if digits else 0)
+
+
+def _port_facts(port: "Declared") -> dict[str, Any]:
+    return {"name": port.name, "dtype": port.dtype, "shape": None if port.shape is None else list(port.shape)}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def stack_facts(
+    stack: StackFiles, contract: CacheContract, side_cars: SideCars, load: Workload | None = None
+) -> StackFacts:
+    """One stack as the report shows it, its cache planned for a load."""
+    names = tuple(file.name for file in stack.members)
+    cache = plan_memory(contract, load, encoder_length(side_cars.config), declared_windows(side_cars.config))
+    return StackFacts(stack.name, contract.layout, names, contract, cache)

@@ -1,0 +1,425 @@
+"""Compares the arithmetic that config.json declares with the constants of the graph, value by value.
+
+Only what both sides show counts: a constant that is not found, or stands in a form that no reader knows, is no
+difference. Where the layers of a model may differ, one layer with the declared value is enough.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
+from kvdoctor.analysis.arithmetic.rotary import Declared, are_close, divides_positions
+from kvdoctor.analysis.arithmetic.scores import Attention
+from kvdoctor.analysis.configs import declared_windows, decoder_config, is_count
+from kvdoctor.analysis.thresholds import find_thresholds
+from kvdoctor.diagnose.checks.side_cars import values
+from kvdoctor.diagnose.checks.side_cars.claims import HEADS, RELATIVE, UNGROUPED
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.graph_sizes import cache_sizes, head_widths
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.operators import operators_with
+from kvdoctor.model.traverse import name_node
+from kvdoctor.records import record
+
+CLOSE = 0.02
+"""The largest relative difference of two equal numbers: float16 rounds an epsilon of 1e-6 by 0.013."""
+RIGHT = "the value of the checkpoint"
+FEW = 3
+
+
+@record(slots=False)
+class Sides:
+    """What is compared: the part of config.json for the decoder, the whole of it, the model type, and the graph."""
+
+    part: dict[str, Any]
+    config: dict[str, Any]
+    kind: str
+    context: ContractContext
+    graph: Arithmetic
+    width: int | None
+
+
+def compare_values(context: ContractContext) -> Iterator[Disagreement]:
+    """The values of config.json with which the graph does not compute."""
+    sides = _read_sides(context)
+    if sides is not None:
+        for compare in COMPARED:
+            yield from compare(sides)
+
+
+def list_open(context: ContractContext) -> list[str]:
+    """The keys of config.json that are compared, and that the graph does not show."""
+    sides = _read_sides(context)
+    if sides is None:
+        return []
+    return [key for key, shows in SHOWN.items() if sides.part.get(key) is not None and not shows(sides)]
+
+
+def _read_sides(context: ContractContext) -> Sides | None:
+    config = context.folder.side_cars.config
+    if not config:
+        return None
+    widths = cache_sizes(context, "head_dim", ("key",)) or head_widths(context)
+    width = next(iter(widths)) if len(widths) == 1 else None
+    part = decoder_config(config)
+    graph = read_arithmetic(context.stack.main, width, alone=not context.stack.stages)
+    return Sides(part, config, str(part.get("model_type")), context, graph, width) if graph is not None else None
+
+
+def _differs(key: str, declared: object, observed: str, node: FlatNode | None = None) -> Disagreement:
+    """A difference. Which side is right, neither shows: a converter may have lost the value."""
+    place = f" ({node.op} {quoted(name_node(node.proto))})" if node is not None else ""
+    name = name_node(node.proto) if node is not None else ""
+    return Disagreement(key, str(declared), f"{observed}{place}", RIGHT, by_graph=False, node=name)
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=CLOSE)
+
+
+def _most(found: Iterable[tuple[Hashable, FlatNode]]) -> tuple[Any, FlatNode]:
+    """The value that occurs most often, and the first node that has it."""
+    listed = list(found)
+    value = Counter(value for value, _ in listed).most_common(1)[0][0]
+    return value, next(node for one, node in listed if one == value)
+
+
+def _epsilon(sides: Sides) -> Iterator[Disagreement]:
+    given, norms = values.first_number(sides.part, values.EPSILONS), sides.graph.norms
+    if sides.kind not in values.ROTATED:  # others have a key that their norms ignore
+        return
+    if given is not None and norms and not any(_is_close(norm.epsilon, given[1]) for norm in norms):
+        epsilon, node = _most((float(f"{norm.epsilon:.3g}"), norm.node) for norm in norms)
+        yield _differs(given[0], f"{given[1]:g}", f"epsilon {epsilon:g}", node)
+
+
+def _activation(sides: Sides) -> Iterator[Disagreement]:
+    part, found = sides.part, sides.graph.activations
+    key = next((key for key in values.ACTIVATIONS if isinstance(part.get(key), str)), None)
+    if sides.kind == "falcon" and isinstance(part.get("activation"), str):
+        key = "activation"
+    name = values.ACTIVATION_NAMES.get(part[key]) if key is not None else None
+    kinds = {one.kind for one in found}
+    # The first configs of Gemma say "gelu" and mean its approximation, which runtimes fuse in for speed elsewhere.
+    loose = sides.kind == "gemma" or any(one.node.op in ("FastGelu", "BiasGelu") for one in found)
+    if loose and name in ("gelu", "gelu by tanh"):
+        kinds |= {"gelu", "gelu by tanh"} if kinds & {"gelu", "gelu by tanh"} else set()
+    if key is not None and name is not None and kinds and name not in kinds and sides.kind in values.ACTIVATED:
+        kind, node = _most((one.kind, one.node) for one in found)
+        yield _differs(key, quoted(part[key]), kind, node)
+
+
+def _scale(sides: Sides) -> Iterator[Disagreement]:
+    claim = values.score_scale(sides.part, sides.kind, sides.width)
+    found = [one for one in sides.graph.attentions if one.is_scaled]
+    seen = [(_known_scale(one.scale, sides.width), one.node) for one in found]
+    known = [(scale, node) for scale, node in seen if scale is not None]
+    # Without a scale in the graph the weights of the queries may hold it.
+    if claim is None or not known or any(_is_close(scale, claim[2]) or _is_close(scale, 1.0) for scale, _ in known):
+        return
+    scale, node = _most((float(f"{scale:.4g}"), node) for scale, node in known)
+    key, declared, right = claim
+    if key == "query_pre_attn_scalar":
+        yield _differs(key, declared, f"a scale of scores of {scale:g}, of {scale**-2:.4g}", node)
+    elif key == "model_type":
+        yield _differs(key, f"{declared} (a scale of {right:.4g})", f"a scale of scores of {scale:g}", node)
+    else:
+        yield _differs(key, declared, f"a scale of scores of {scale:g}", node)
+
+
+def _known_scale(scale: float | None, width: int | None) -> float | None:
+    return scale if scale is not None else width**-0.5 if width else None
+
+
+def _score_cap(sides: Sides) -> Iterator[Disagreement]:
+    key, found = "attn_logit_softcapping", sides.graph.attentions
+    if key in sides.part and found:
+        caps = [(one.cap, one.node) for one in found]
+        yield from _compare_cap(key, sides.part[key], caps, "scores")
+
+
+def _logit_cap(sides: Sides) -> Iterator[Disagreement]:
+    key = "final_logit_softcapping"
+    head = sides.graph.head(sides.context.logits_name) if key in sides.part else None
+    if head is not None:
+        yield from _compare_cap(key, sides.part[key], [(head.cap, head.node)], "logits")
+
+
+def _compare_cap(
+    key: str, declared: Any, found: list[tuple[float | None, FlatNode]], what: str
+) -> Iterator[Disagreement]:
+    given = values.first_number({key: declared}, (key,))
+    meant = given[1] if given is not None else None
+    if meant is None and declared is not None:
+        return
+    for cap, node in found:
+        if (cap is None) != (meant is None) or (cap is not None and meant is not None and not _is_close(cap, meant)):
+            shown = f"{what} capped at {cap:g}" if cap is not None else f"no cap of {what}"
+            yield _differs(key, "null" if meant is None else f"{meant:g}", shown, node)
+            return
+
+
+def _rotation(sides: Sides) -> Iterator[Disagreement]:
+    declared = values.rotations(sides.part) if sides.part.get("alibi") is not True else []
+    found, whole = sides.graph.frequencies if declared else ([], False)
+    if not found or not whole:
+        return
+    for one in declared:
+        if not one.dim_key and one.dim != sides.width:  # the width of a head has a comparison of its own
+            continue
+        lists = one.frequencies(one.dim or found[0].dim)
+        if lists is None:
+            continue
+        factor = one.scaling.get("factor") if one.kind == "linear" else None
+        flow, fixed = sides.graph.flow, sides.graph.fixed
+        if isinstance(factor, int | float) and divides_positions(flow, fixed, found[0].node, factor):
+            continue
+        missing = [meant for meant in lists if not any(are_close(meant, seen.numbers) for seen in found)]
+        if missing:
+            yield _explain_rotation(sides, one, len(missing) < len(lists))
+            return
+        if len(lists) > 1:
+            yield from _switch(sides, one)
+
+
+def _switch(sides: Sides, one: Declared) -> Iterator[Disagreement]:
+    """The length from which a graph rotates by the second set of frequencies."""
+    key = "original_max_position_embeddings"
+    declared, flow = one.scaling.get(key), sides.graph.flow
+    lengths = {limit.length for limit in find_thresholds(flow, sides.context.contract.graph("decode"))}
+    if is_count(declared) and lengths and not lengths & {declared, declared + 1}:
+        shown = ", ".join(map(str, sorted(lengths)[:FEW]))
+        yield _differs(key, declared, f"lengths compared with {shown}", sides.graph.frequencies[0][0].node)
+
+
+def _explain_rotation(sides: Sides, one: Declared, partly: bool) -> Disagreement:
+    """The difference of a rotation, by the key that shows it."""
+    found = sides.graph.frequencies[0]
+    seen = next((each for each in found if each.dim != one.dim), found[0])
+    text = f"{one.base:g}"
+    if partly:
+        return _differs("rope_scaling", quoted(one.kind), "one set of frequencies for all lengths", seen.node)
+    if one.dim is not None and seen.dim != one.dim:
+        shown = f"{seen.dim} rotated numbers of each head, not {one.dim}"
+        value = sides.part.get(one.dim_key, one.scaling.get(one.dim_key))
+        return _differs(one.dim_key or "head_dim", plain(str(value)) if one.dim_key else one.dim, shown, seen.node)
+    if seen.base is not None and one.kind in ("default", "mrope"):
+        return _differs(one.key, text, f"base {_rounded(seen.base)}", seen.node)
+    if seen.base is not None:
+        factor = one.scaling.get("factor")
+        declared = quoted(one.kind) + (f" with factor {factor:g}" if isinstance(factor, int | float) else "")
+        return _differs("rope_scaling", declared, f"base {_rounded(seen.base)} without scaling", seen.node)
+    shown = ", ".join(f"{number:.4g}" for number in seen.numbers[:FEW])
+    meant = ", ".join(f"{number:.4g}" for number in (one.frequencies(seen.dim) or [()])[0][:FEW])
+    key = one.key if one.kind in ("default", "mrope") else "rope_scaling"
+    return _differs(key, f"{quoted(one.kind)} of base {text}: {meant}, ...", f"frequencies {shown}, ...", seen.node)
+
+
+def _rounded(number: float) -> str:
+    """A number as a person wrote it: tables in half precision give 499870 for 500000."""
+    short, longer = (float(f"{number:.{digits}g}") for digits in (2, 3))
+    return f"{short if math.isclose(short, number, rel_tol=CLOSE / 4) else longer:.10g}"
+
+
+def _alibi(sides: Sides) -> Iterator[Disagreement]:
+    found = sides.graph.frequencies[0] if sides.kind == "falcon" and sides.part.get("alibi") is True else []
+    if found:
+        yield _differs("alibi", "true", "a rotary embedding", found[0].node)
+
+
+def _window(sides: Sides) -> Iterator[Disagreement]:
+    """The window of each layer. One that no sequence reaches is none, nor does a buffer of another form show one."""
+    part, found = sides.part, sides.graph.attentions
+    key, window = "sliding_window", part.get("sliding_window")
+    growth = {slot.layer: slot.growth for slot in sides.context.contract.of_kind("self-attention")}
+    kinds = part.get("layer_types")
+    known = {str(kind) for kind in kinds} <= KINDS if isinstance(kinds, list) else sides.kind in values.PLAIN
+    if key not in part or not known or set(growth) != set(range(len(found))):
+        return
+    meant = declared_windows(sides.config)
+    limit = min(sides.context.contract.context_limit or LONGEST, LONGEST)
+    for layer, one in enumerate(found):
+        seen, width = _seen_windows(one, growth[layer]), meant.get(layer)
+        if seen is None or (width is not None and width >= limit):
+            continue
+        shown = " or ".join(map(str, sorted(seen)[:FEW]))
+        if width is not None and not any(abs(width - number) <= 1 for number in seen):
+            window = plain(str(window))
+            there = f"a window of {shown}" if seen else "no window"
+            yield _differs(key, window, f"{there} in layer {layer}", one.node)
+            return
+        if width is None and seen:
+            declared = f'"full_attention" in layer {layer}' if window is not None else "null"
+            named = "layer_types" if window is not None and "layer_types" in part else key
+            yield _differs(named, declared, f"a window of {shown} in layer {layer}", one.node)
+            return
+
+
+def _seen_windows(one: Attention, growth: str) -> frozenset[int] | None:
+    """The numbers that may be the window of an attention, none without one; None where that is not known."""
+    if one.local is not None and one.local > 0:
+        return frozenset([one.local])
+    if growth not in GROWING or (one.local is not None and one.windows):
+        return None
+    return one.windows
+
+
+GROWING = ("grow", "shared")
+KINDS = {"full_attention", "sliding_attention"}
+LONGEST = 1 << 17
+"""Windows from here on are those that no sequence reaches."""
+
+
+def _tied(sides: Sides) -> Iterator[Disagreement]:
+    declared = values.is_tied(sides.part, sides.config)
+    embedding = sides.graph.embedding(_token_inputs(sides)) if declared is not None else None
+    head = sides.graph.head(sides.context.logits_name) if embedding is not None else None
+    tied = sides.graph.are_tied(embedding, head) if embedding and head else None
+    if tied is not None and head is not None and tied is not declared:
+        shown = "logits by the table of the tokens" if tied else "logits by other weights than the table of the tokens"
+        yield _differs("tie_word_embeddings", str(declared).lower(), shown, head.node)
+
+
+def _token_inputs(sides: Sides) -> frozenset[str]:
+    ports = sides.context.contract.graph("decode").inputs
+    return frozenset(port.name for port in ports if port.role == "token_ids")
+
+
+def _embedding(sides: Sides) -> Iterator[Disagreement]:
+    embedding = sides.graph.embedding(_token_inputs(sides))
+    if embedding is None or embedding.factor is None:
+        return
+    claim = values.embedding_factor(sides.part, sides.kind, embedding.table.dims[0 if embedding.is_transposed else 1])
+    if claim is not None and not _is_close(embedding.factor, claim[2]):
+        yield _differs(claim[0], claim[1], f"embeddings multiplied by {embedding.factor:.6g}", embedding.node)
+
+
+def _logits(sides: Sides) -> Iterator[Disagreement]:
+    claim = values.logits_factor(sides.part, sides.kind)
+    head = sides.graph.head(sides.context.logits_name) if claim else None
+    if claim is not None and head is not None and not _is_close(head.before * head.after, claim[2]):
+        yield _differs(claim[0], claim[1], f"logits multiplied by {head.before * head.after:.6g}", head.node)
+
+
+def _residual(sides: Sides) -> Iterator[Disagreement]:
+    given = values.first_number(sides.part, ("residual_multiplier",)) if sides.kind == "granite" else None
+    found = sides.graph.blocks.residual_factors() if given else {}
+    if given is not None and len(found) == 1 and not any(_is_close(one, given[1]) for one in found):
+        factor, node = next(iter(found.items()))
+        yield _differs(given[0], f"{given[1]:g}", f"residuals multiplied by {factor:.6g}", node)
+
+
+def _experts(sides: Sides) -> Iterator[Disagreement]:
+    found = sides.graph.routers if sides.kind in values.MIXED else []
+    for keys, seen, what in (
+        (values.ACTIVE, [(one.active, one.node) for one in found], "active experts"),
+        (values.EXPERTS, [(one.count, one.node) for one in found if one.count is not None], "experts"),
+    ):
+        given = values.first_number(sides.part, keys)
+        if given is not None and seen and given[1] not in {count for count, _ in seen}:
+            count, node = _most(seen)
+            yield _differs(given[0], f"{given[1]:g}", f"{count} {what}", node)
+
+
+def _inner(sides: Sides) -> Iterator[Disagreement]:
+    keys = ("moe_intermediate_size",) if sides.graph.routers else values.INNER
+    key = next((key for key in values.OTHER_INNER.get(sides.kind, keys) if is_count(sides.part.get(key))), None)
+    seen = [(one.width, one.node) for one in sides.graph.activations if one.width is not None]
+    if key is None or not seen or sides.kind not in values.PLAIN:
+        return
+    if sides.part[key] not in {width for width, _ in seen}:
+        width, node = _most(seen)
+        yield _differs(key, sides.part[key], f"feed-forward layers of width {width}", node)
+
+
+def _heads(sides: Sides) -> Iterator[Disagreement]:
+    """The number of query heads, by the operator or by the width of the queries, where the cache has other heads."""
+    key = next((key for key in HEADS if is_count(sides.part.get(key))), None)
+    if key is None or sides.kind not in values.PLAIN - UNGROUPED - RELATIVE:
+        return
+    declared, width = sides.part[key], sides.width
+    for one in sides.graph.attentions:
+        heads = one.node.number("num_heads", 0) or one.node.number("q_num_heads", 0)
+        if heads and heads != declared:
+            yield _differs(key, declared, f"{heads} query heads", one.node)
+            return
+        queries = _columns(sides, one.projection) if one.projection is not None and not heads else None
+        kv_heads = values.first_number(sides.part, ("num_key_value_heads", "num_kv_heads"))
+        packed = declared + 2 * int(kv_heads[1] if kv_heads else declared)
+        if width and queries and not queries % width and queries // width not in (declared, packed, declared + 2):
+            yield _differs(key, declared, f"queries of {queries // width} heads", one.projection)
+            return
+
+
+def _columns(sides: Sides, product: FlatNode) -> int | None:
+    """The columns of a product with weights."""
+    weight = sides.graph.flow.constants.get(product.input(1))
+    if weight is None or len(weight.dims) != 2:
+        return None
+    return int(weight.dims[1 - product.number("transB", 0)])
+
+
+def _biases(sides: Sides) -> Iterator[Disagreement]:
+    key, found = "attention_bias", [one for one in sides.graph.attentions if one.projection is not None]
+    declared = sides.part.get(key)
+    compared = isinstance(declared, bool) and found and sides.kind in values.BIASED
+    if compared and all(one.is_biased != declared for one in found):
+        shown = "queries without a bias" if declared else "queries with a bias"
+        yield _differs(key, str(declared).lower(), shown, found[0].projection)
+
+
+def _buckets(sides: Sides) -> Iterator[Disagreement]:
+    """The relative positions of T5: a bias for each bucket and head; the last half of the buckets grow by logarithm."""
+    key, farthest = "relative_attention_num_buckets", "relative_attention_max_distance"
+    heads, count = sides.part.get("num_heads"), sides.part.get(key)
+    if sides.kind not in values.UNSCALED or not is_count(count):
+        return
+    flow, fixed = sides.graph.flow, sides.graph.fixed
+    tables = [(flow.constant(node.input(0)), node) for node in fixed.nodes(operators_with("embed"))]
+    rows = [(int(table.dims[0]), node) for table, node in tables if table is not None and table.dims[1:] == [heads]]
+    for seen, node in rows:
+        if seen != count:
+            yield _differs(key, count, f"a table of {seen} buckets", node)
+            return
+    declared = sides.part.get(farthest)
+    if not is_count(declared):
+        return
+    for node in fixed.nodes(("Div",)) if rows else ():
+        logarithm = flow.producers.get(fixed.source(node.input(0)))
+        growth = fixed.one(node.input(1)) if logarithm is not None and logarithm.op == "Log" else None
+        if growth is not None and 0 < growth < 50 and not _is_close(math.exp(growth) * (count // 2), declared):
+            yield _differs(farthest, declared, f"a largest distance of {math.exp(growth) * (count // 2):.4g}", node)
+            return
+
+
+def _encoder_layers(sides: Sides) -> Iterator[Disagreement]:
+    given, file = values.first_number(sides.part, values.ENCODER_LAYERS), sides.context.stack.files.get("encoder")
+    graph = read_arithmetic(file, None, alone=False) if file is not None else None
+    family = sides.part is sides.config and sides.kind in values.ENCODER_DECODERS - {"bigbird_pegasus"}
+    if given is None or graph is None or not family:
+        return
+    layers = len(graph.attentions)
+    if layers and layers != given[1]:
+        yield _differs(given[0], f"{given[1]:g}", f"{layers} attentions in the encoder")
+
+
+COMPARED: tuple[Callable[[Sides], Iterator[Disagreement]], ...] = (
+    *(_epsilon, _activation, _scale, _score_cap, _logit_cap, _rotation, _alibi, _window, _tied, _embedding, _logits),
+    *(_residual, _experts, _inner, _heads, _biases, _buckets, _encoder_layers),
+)
+"""One comparison for each value, in the order of the report."""
+
+SHOWN: dict[str, Callable[[Sides], bool]] = {
+    **dict.fromkeys(values.EPSILONS, lambda sides: bool(sides.graph.norms)),
+    **dict.fromkeys(values.ACTIVATIONS, lambda sides: bool(sides.graph.activations)),
+    "rope_theta": lambda sides: bool(sides.graph.frequencies[0]) and sides.graph.frequencies[1],
+    "query_pre_attn_scalar": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
+    "attention_multiplier": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
+    "attn_logit_softcapping": lambda sides: bool(sides.graph.attentions),
+    "final_logit_softcapping": lambda sides: sides.graph.head(sides.context.logits_name) is not None,
+    "sliding_window": lambda sides: any(one.local or one.windows is not None for one in sides.graph.attentions),
+}
+"""Keys whose value a graph of a known form shows, with the question whether it does."""

@@ -1,0 +1,171 @@
+"""The exporters: the packages that each needs, the layouts it writes and the flags it takes.
+
+None of them is imported here: `scripts/run.py` does the export in a Python of its own, with the script that the
+exporter names.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvdoctor.records import record
+from kvdoctor.repair.export.source_model import SourceFacts
+from kvdoctor.report.repair_record import ExportChoice
+from kvdoctor.runtime.environments import GENAI, TORCH, TRANSFORMERS, Requirements
+
+
+@record
+class Exporter:
+    """One exporter.
+
+    `writes` are the layouts of its exports, by the beginnings of their names. `opsets` are the lowest and the highest
+    ONNX opset that it can write, None if the caller cannot choose one. `flags` gives the flags of its script for a
+    model to be replaced, and the reason for each. `own_layout` says that its files are for a runtime of its own: it
+    never stands in for another exporter that failed.
+    """
+
+    name: str
+    summary: str
+    script: str
+    needs: Requirements
+    writes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    opsets: tuple[int, int] | None
+    flags: Callable[[SourceFacts], tuple[dict[str, Any], tuple[ExportChoice, ...]]]
+    takes_task: bool = False
+    own_layout: bool = False
+
+
+PAIR = "decoder-with-past"
+
+
+def choose_merge(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:
+    """Whether the two decoders are merged: as in the model that is replaced."""
+    if PAIR in source.roles and "decoder-merged" not in source.roles:
+        return {"merge": False}, (ExportChoice("merge", "no", f"{source.name} is a pair of decoders"),)
+    why = f"{source.name} has a merged decoder" if "decoder-merged" in source.roles else "Optimum's default"
+    return {"merge": True}, (ExportChoice("merge", "yes, if there are two decoders", why),)
+
+
+OPTIMUM = Exporter(
+    name="optimum",
+    summary="decoder, decoder with past, and both merged, with Optimum's names",
+    script="with_optimum.py",
+    needs=Requirements(
+        (
+            f"torch=={TORCH}",
+            f"transformers=={TRANSFORMERS}",
+            "optimum==2.1.0",
+            "optimum-onnx==0.1.0",
+            "onnx==1.23.2",
+            "onnxruntime==1.31.1",
+            "accelerate==1.15.0",
+            "numpy==2.4.6",
+            "protobuf==7.36.2",
+        ),
+        ("torch", "transformers", "optimum.exporters.onnx.convert", "onnx", "onnxruntime"),
+        "optimum",
+    ),
+    writes=("optimum",),
+    dtypes=("fp32", "fp16", "bf16"),
+    opsets=(11, 20),
+    flags=choose_merge,
+    takes_task=True,
+)
+"""Hugging Face Optimum (optimum-onnx): names that Optimum, transformers.js and most loops know.
+
+It is limited to transformers < 4.58. Its merged decoder returns an emptied cross-attention cache, which is repaired
+afterwards.
+"""
+
+SIZES = {"rows": 3, "prompt": 7, "source": 9, "decoder_tokens": 4}
+"""Two new tokens are traced with a past of 4 or 7 tokens: all sizes differ."""
+FROZEN = {"past-axis-frozen", "batch-axis-frozen", "sequence-axis-frozen"}
+
+
+def choose_sample(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:
+    """Samples that freeze no axis, with padding so that the graphs take the mask."""
+    frozen = sorted(FROZEN.intersection(source.faults))
+    why = f"{', '.join(frozen)} in {source.name}" if frozen else "torch treats lengths of 0 and 1 as constants"
+    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in SIZES.items())
+    choices = (
+        ExportChoice("sample", sizes, why),
+        ExportChoice(
+            "new tokens", "2 per step, unless a recurrent state forbids it", "one would freeze their number at 1"
+        ),
+        ExportChoice("padding", "in the sample", "a mask of ones is left out of the graphs"),
+    )
+    return {**SIZES, "multi_token": True, "padded": True}, choices
+
+
+TRANSFORMERS_5 = Exporter(
+    name="transformers",
+    summary="prefill.onnx and decode.onnx, and encoder.onnx if there is one, with the names of transformers 5",
+    script="with_transformers.py",
+    needs=Requirements(
+        (
+            f"torch=={TORCH}",
+            "transformers==5.23.0",
+            "onnx==1.23.2",
+            "onnxscript==0.7.2",
+            "onnx-ir==1.1.0",
+            "numpy==2.4.6",
+        ),
+        ("torch", "transformers.exporters", "onnxscript", "onnx_ir"),
+        "transformers",
+    ),
+    writes=("transformers",),
+    dtypes=("fp32", "fp16", "bf16"),
+    opsets=(18, 24),
+    flags=choose_sample,
+)
+"""The exporter of transformers 5: a graph for the prompt and one for the steps, traced by torch.export.
+
+torch.export treats a length of 0 or 1 as a constant, so the exporter's own sample of an encoder-decoder, whose decoder
+starts with one token, freezes the past at 1. kvdoctor's samples have lengths of two or more, all different.
+"""
+
+
+def choose_kernels(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:  # noqa: ARG001 - the signature of all exporters
+    """The kernels that the graph is built for."""
+    return {"provider": "cpu"}, (
+        ExportChoice("kernels", "for the CPU", "the export is diagnosed and proved on the CPU"),
+    )
+
+
+ONNXRUNTIME_GENAI = Exporter(
+    name="genai",
+    summary="model.onnx and genai_config.json for onnxruntime-genai",
+    script="with_genai.py",
+    needs=Requirements(
+        (
+            f"torch=={TORCH}",
+            "transformers==5.23.0",
+            "onnx==1.23.2",
+            "onnx-ir==1.1.0",
+            *GENAI,
+        ),
+        ("torch", "transformers", "onnxruntime_genai.models.builder", "onnx_ir"),
+        "genai",
+    ),
+    writes=("genai", "onnxruntime-genai"),
+    dtypes=("fp32", "fp16", "bf16", "int8", "int4"),
+    opsets=None,
+    flags=choose_kernels,
+    own_layout=True,
+)
+"""The model builder of onnxruntime-genai: one graph with GroupQueryAttention, for onnxruntime-genai itself.
+
+It builds decoder-only models of the families that it supports, and needs the tokenizer next to the weights.
+"""
+
+EXPORTERS = (OPTIMUM, TRANSFORMERS_5, ONNXRUNTIME_GENAI)
+"""All exporters, the one to try first before the others."""
+
+
+def find_exporter(name: str) -> Exporter:
+    """The exporter of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {exporter.name: exporter for exporter in EXPORTERS}[name]

@@ -1,0 +1,191 @@
+"""The length of each cache in each step of a run: what was fed, what came back, and the step at which it goes wrong."""
+
+from typing import Literal
+
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step, quote_error
+from kvdoctor.records import record
+from kvdoctor.report.wording.runs import format_difference, format_logits
+
+State = Literal["grown", "same-length", "new-only", "held", "emptied", "shrunk", "not-returned", "fails"]
+
+STATE_TEXTS: dict[State, str] = {
+    "grown": "grown",
+    "same-length": "same length",
+    "new-only": "only the new entries are returned",
+    "held": "the value of step 0 is held",
+    "emptied": "emptied",
+    "shrunk": "shorter",
+    "not-returned": "not returned",
+    "fails": "the step fails",
+}
+MOST_ROWS, FIRST_ROWS = 6, 2
+"""Steps in a table, and those of them that are the first ones."""
+LARGE = 0.05
+"""A difference in standard deviations of the logits that is named as one also before the step that fails."""
+HERE = "\u2190 here"
+
+
+@record
+class CacheLength:
+    """A slot in one step: lengths in tokens or encoder states, None where there is none (or no axis that counts)."""
+
+    step: int
+    new_tokens: int
+    fed: int | None
+    returned: int | None
+    state: State
+
+
+def trace_slot(run: Run, slot: Slot) -> tuple[CacheLength, ...]:
+    """The slot in each step of the run. Tensors without elements have length 0, whatever their axes say."""
+    return tuple(_cell(run, step, slot) for step in run.steps)
+
+
+def _cell(run: Run, step: Step, slot: Slot) -> CacheLength:
+    fed = _length(step.fed.get(slot.past), slot)
+    name = slot.filled_by if step.phase == "prefill" else slot.present
+    seen = step.returned.get(name or "")
+    returned = _length(seen, slot)
+    return CacheLength(step.step, step.new_tokens, fed, returned, _state(run, step, slot, (fed, seen, returned)))
+
+
+def _state(run: Run, step: Step, slot: Slot, seen: tuple[int | None, ObservedTensor | None, int | None]) -> State:
+    fed, tensor, returned = seen
+    if not step.returned:
+        return "fails"
+    if step.phase == "decode" and _is_held(run, slot):
+        return "held"
+    if tensor is None:
+        return "not-returned"
+    if tensor.empty and fed != returned:
+        return "emptied"
+    if slot.growth == "delta" and step.phase == "decode":
+        return "new-only"
+    if fed is None or returned is None or fed == returned:
+        return "grown" if fed is None and returned else "same-length"
+    return "grown" if returned > fed else "shrunk"
+
+
+def _is_held(run: Run, slot: Slot) -> bool:
+    """Whether the loop feeds the value of step 0 again: the plain loop keeps only slots that are not returned."""
+    if run.experiment.startswith(REPLAY) or slot.carry != "hold":
+        return False
+    return slot.present is None or run.experiment != "plain-loop"
+
+
+def _length(seen: ObservedTensor | None, slot: Slot) -> int | None:
+    if seen is None or len(seen.shape) != len(slot.axes):
+        return None
+    if seen.empty:
+        return 0
+    return seen.shape[slot.length_axis] if slot.length_axis is not None else None
+
+
+@record
+class CacheTable:
+    """The steps of a run up to the one that is wrong: the title, the header, the rows, and the runtime's last sentence.
+
+    `wrong` is the row and the column of the first wrong cell, which is marked; None where no row has one.
+    """
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    quote: str | None
+    wrong: tuple[int, int] | None = None
+
+
+def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
+    """A row for each step, a column for each kind of cache with its length; None for a run without steps.
+
+    Of each kind the slot is shown that goes wrong first. The first wrong cell is marked.
+    """
+    if not run.steps or not contract.slots:
+        return None
+    kinds = list(dict.fromkeys(slot.kind for slot in contract.slots))
+    slots = [_find_first_wrong(run, contract.of_kind(kind)) for kind in kinds]
+    # The last step that is shown is the first wrong one.
+    last = next((at for at, step in enumerate(run.steps) if step.step == run.failed_step), len(run.steps) - 1)
+    rows = []
+    for at, step in enumerate(run.steps[: last + 1]):
+        cells = [_format_length(trace_slot(run, slot)[at], step, slot) for slot in slots]
+        rows.append([str(step.step), *cells, _format_result(run, step)])
+    if run.outcome == "died" and run.steps[-1].returned:
+        rows.append([str(run.steps[-1].step + 1), *("" for _ in slots), f"ends the process ({run.died_by})"])
+        last += 1
+    wrong = _find_wrong_cell(run, slots, last)
+    if wrong is not None:
+        row, column = wrong
+        rows[row][column] += f"  {HERE}"
+    left_out = len(rows) - MOST_ROWS
+    if left_out > 1:
+        rows[FIRST_ROWS : FIRST_ROWS + left_out] = [["\u2026", *("" for _ in kinds), f"{left_out} equal steps"]]
+        if wrong is not None and wrong[0] >= FIRST_ROWS:
+            row, column = wrong
+            wrong = (row - left_out + 1, column) if row >= FIRST_ROWS + left_out else None
+    counted = "; of cross-attention in encoder states" if "cross-attention" in kinds else ""
+    title = f"cache of {run.experiment}, step by step: length fed \u2192 returned, in tokens{counted}"
+    return CacheTable(title, ["step", *kinds, "logits"], rows, quote_error(run.error) if run.error else None, wrong)
+
+
+def _find_first_wrong(run: Run, slots: tuple[Slot, ...]) -> Slot:
+    wrong = ((at, slot) for slot in slots if (at := _first_wrong_step(run, slot)) is not None)
+    return min(wrong, key=lambda found: found[0], default=(0, slots[0]))[1]
+
+
+def _first_wrong_step(run: Run, slot: Slot) -> int | None:
+    return next((at for at, cell in enumerate(trace_slot(run, slot)) if _is_wrong(cell, run.steps[at], slot)), None)
+
+
+def _is_wrong(cell: CacheLength, step: Step, slot: Slot) -> bool:
+    """Whether the length of a slot is wrong whatever the logits are."""
+    if cell.state == "emptied":
+        return True
+    grows = slot.growth == "grow" and not slot.trimmed and step.phase == "decode" and "past" in slot.axes
+    return grows and cell.state in ("same-length", "shrunk")
+
+
+def _find_wrong_cell(run: Run, slots: list[Slot], last: int) -> tuple[int, int] | None:
+    """Row and column of the first wrong cell of a run that is wrong; the last column is that of the logits."""
+    if run.shows not in WRONG:
+        return None
+    found = [(at, column) for column, slot in enumerate(slots, 1) if (at := _first_wrong_step(run, slot)) is not None]
+    at_fault = min(((at, column) for at, column in found if at <= last), default=None)
+    if at_fault is not None:
+        return at_fault
+    return (last, len(slots) + 1) if run.failed_step is not None or run.outcome == "died" else None
+
+
+def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
+    """`3 -> 4`, `7 -> 0  empty, null pointer`, `7, held`, `computed: 7`."""
+    fed = "-" if cell.fed is None else str(cell.fed)
+    if slot.length_axis is None:
+        whole = "blocks" if slot.growth == "paged" else "state"
+        return "fails" if cell.state == "fails" else whole if cell.state != "not-returned" else "not returned"
+    match cell.state:
+        case "fails":
+            return f"{fed} \u2192 \u2717"
+        case "held":
+            return f"{fed}, held"
+        case "not-returned":
+            return f"{fed}, not returned"
+        case "emptied":
+            seen = step.returned.get(slot.present or "")
+            return f"{fed} \u2192 0  empty" + (", null pointer" if seen is not None and seen.null else "")
+    returned = "?" if cell.returned is None else str(cell.returned)
+    return f"computed: {returned}" if cell.fed is None else f"{fed} \u2192 {returned}"
+
+
+def _format_result(run: Run, step: Step) -> str:
+    """The difference of the logits of a step, or what ended it."""
+    if step.returned:
+        found = step.difference
+        right = run.failed_step is None or step.step < run.failed_step
+        if found is None or not found.finite:
+            return format_logits(step)
+        off = format_difference(found.relative)
+        return "equal" if off == "0" else f"{'within' if right and found.relative < LARGE else 'off by'} {off}"
+    if run.died_by is not None:
+        return f"ends the process ({run.died_by})"
+    return f"fails in {run.fault_node.shown}" if run.fault_node is not None else "fails"

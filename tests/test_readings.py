@@ -1,0 +1,143 @@
+"""What a file leaves open of a port is settled by runs: one decoder under many readings, right and with a fault."""
+
+from pathlib import Path
+
+import pytest
+from support.bad_contracts import Edit, decoder
+from support.bad_models import saved
+from support.sampling import sampled
+
+from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.pipeline import step_test
+from kvdoctor.errors import UsageError
+from kvdoctor.options import Options
+from kvdoctor.runtime.client import Runtime
+
+MASK = 'int64[batch_size, "past_sequence_length + sequence_length"] attention_mask'
+REAL = "real = Cast <to = 1> (attention_mask)"
+POSITIONS = "  int64[batch_size, sequence_length] position_ids,\n"
+PLACES = "places = Gather (w_positions, position_ids)"
+LOGITS = "float[batch_size, sequence_length, 16] logits"
+HEAD = "logits = MatMul (x2, w_logits)"
+FIRST = "int64[batch_size, sequence_length] input_ids,"
+LAST = "out1 = Einsum"
+
+
+def with_input(port: str, old: str, new: str) -> tuple[Edit, ...]:
+    """Another input, and the line that reads it."""
+    return (FIRST, f"{FIRST}\n  {port},"), (old, new)
+
+
+def counted(expression: str) -> tuple[Edit, ...]:
+    """Positions that are made of one number, from which `expression` makes the first one."""
+    nodes = f"""begin = {expression}
+  zero = Constant <value_int = 0> ()
+  step = Constant <value_int = 1> ()
+  news = Squeeze (new)
+  end = Add (begin, news)
+  places_of = Range (begin, end, step)
+  {PLACES.replace("position_ids", "places_of")}"""
+    return (POSITIONS, ""), (PLACES, nodes)
+
+
+READINGS: dict[str, tuple[str, str, tuple[Edit, ...]]] = {
+    "mask-hides": ("attention_mask", "padding_mask", ((REAL, f"raw = {REAL[7:]}\n  real = Sub (one, raw)"),)),
+    "blank-hides": (
+        "blank",
+        "padding_mask",
+        (
+            (MASK, MASK.replace("int64", "bool").replace("attention_mask", "blank")),
+            (REAL, "shown = Not (blank)\n  real = Cast <to = 1> (shown)"),
+        ),
+    ),
+    "mask-added": (
+        "extra",
+        "additive_mask",
+        (
+            (MASK, MASK.replace("int64", "float").replace("attention_mask", "extra")),
+            (REAL, "real = Identity (extra)"),
+            ("seen = Mul (causal, real4)", "seen = Identity (causal)"),
+            ("bias = Mul (seen_less, hide)", "below = Mul (seen_less, hide)\n  bias = Add (below, real4)"),
+        ),
+    ),
+    "vocabulary-before-tokens": (
+        "logits",
+        "logits",
+        (
+            (LOGITS, "float[a, b, c] logits"),
+            (HEAD, f"straight = {HEAD[9:]}\n  logits = Transpose <perm = [0, 2, 1]> (straight)"),
+        ),
+    ),
+    "rows-in-one-axis": (
+        "logits",
+        "logits",
+        (
+            (LOGITS, "float[rows, 16] logits"),
+            (HEAD, "straight = MatMul (x2, w_logits)\n  logits = Reshape (straight, wide)"),
+            ("float hide", "int64[2] wide = {-1, 16}, float hide"),
+        ),
+    ),
+    "token-ids": (
+        "chosen",
+        "logits",
+        (
+            (LOGITS, "int64[batch_size, sequence_length] chosen"),
+            (HEAD, f"straight = {HEAD[9:]}\n  chosen = ArgMax <axis = -1, keepdims = 0> (straight)"),
+        ),
+    ),
+    "past-length": ("t", "past_length", (*counted("Identity (t)"), (FIRST, f"{FIRST}\n  int64 t,"))),
+    "total-length": (
+        "n",
+        "total_length",
+        (
+            *counted("Sub (n, count)"),
+            (FIRST, f"{FIRST}\n  int64 n,"),
+            ("total = Add (past, new)", "total = Add (past, new)\n  count = Squeeze (new)"),
+        ),
+    ),
+    "gain": ("gain", "setting", with_input("float gain", HEAD, f"plain = {HEAD[9:]}\n  logits = Mul (plain, gain)")),
+    "rows": (
+        "origin",
+        "row_index",
+        (
+            *with_input("int32[batch_size] origin", "mixed1 = MatMul", "mixed1_of = MatMul"),
+            (LAST, "mixed1 = Gather <axis = 0> (mixed1_of, origin)\n  " + LAST),
+        ),
+    ),
+}
+"""The port, its role, and the edits that give the healthy decoder this port."""
+FAULT: Edit = ("offset = Squeeze (past)", "offset = Constant <value_int = 0> ()")
+"""The causal mask is not offset by the past."""
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_right_decoder_is_healthy_under_the_reading_that_runs_settle(
+    name: str, tmp_path: Path, runtime: Runtime
+) -> None:
+    port, role, edits = READINGS[name]
+    report = step_test(str(saved(decoder(*edits), tmp_path / "model")), runtime=runtime)
+    assert (report.verdict, [f.name for f in report.findings if f.severity != "note"]) == ("healthy", [])
+    graph = report.stacks[0].contract.graph("decode")
+    assert [one.role for one in (*graph.inputs, *graph.outputs) if one.name == port] == [role]
+    assert ("names-mislead" in {finding.name for finding in report.findings}) == (name == "mask-hides")
+
+
+@pytest.mark.parametrize("name", sampled(READINGS, 4))
+def test_no_reading_hides_a_fault(name: str, tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(saved(decoder(*READINGS[name][2], FAULT), tmp_path / "model")), runtime=runtime)
+    assert report.verdict in ("unhealthy", "incomplete")
+    assert any(finding.severity == "error" for finding in report.findings) or report.not_checked
+
+
+def test_the_caller_decides_what_to_feed(tmp_path: Path, runtime: Runtime) -> None:
+    model = str(saved(decoder(*READINGS["gain"][2]), tmp_path / "model"))
+    (open_,) = (one for one in inspect(model).stacks[0].contract.ambiguities if one.subject == "gain")
+    assert (open_.unknown, open_.settled) == (True, "")
+    given = step_test(model, Options(feed={"gain": 2.5}), runtime)
+    assert given.verdict == "healthy"
+    assert given.stacks[0].contract.graph("decode").port("setting").value == 2.5
+    for wrong in ({"gains": 1.0}, {"past_key_values.0.key": 1.0}):
+        with pytest.raises(UsageError, match="--feed"):
+            step_test(model, Options(feed=wrong), runtime)
+    with pytest.raises(UsageError, match="--logits-output"):
+        step_test(model, Options(logits_output="logit"), runtime)
