@@ -41,7 +41,7 @@ BUDGET = {
     "addons": 50,
     "addons/comparison": 2_150,
     "addons/conversions": 7_375,
-    "addons/loops": 2_150,
+    "addons/loops": 2_125,
     "addons/reproducer": 2_425,
     "addons/traces": 3_850,
     "analysis": 12_300,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 460, 32_750, 16_350
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 454, 32_750, 16_350
 
 
 def test_the_root_is_as_the_table_says() -> None:
