@@ -364,7 +364,7 @@ def _locate(run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Pat
 def _compare(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> ModuleComparison:
-    failed = next((step for step in run.steps if step.step == run.failed_step), None)
+    failed = run.wrong_step
     if failed is None:
         raise CannotCheck("the logits have a different shape, so intermediate values cannot be compared")
     if failed.past_length:

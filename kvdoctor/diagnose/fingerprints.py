@@ -56,7 +56,7 @@ def make_finding(one: Check, fault: Fault, origin: FindingOrigin) -> Finding:
     facts: dict[str, Any] = {name: getattr(fault, name) for name in shared}
     identity = compute_fingerprint(one.name, fault.subject, fault.apart, origin)
     if (run := fault.run) is not None:
-        step = next((step for step in run.steps if step.step == run.failed_step), None)
+        step = run.wrong_step
         facts |= {"experiment": run.experiment, "step": run.failed_step}
         facts |= {"past_length": step.past_length, "new_tokens": step.new_tokens} if step is not None else {}
     stack = origin.stack.name if origin.stack else None

@@ -5,7 +5,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Slot
-from kvdoctor.decode.runs import GENERAL_CAUSES, HISTORY, OWN_SESSION, WRONG, Cause, ObservedTensor, Run, Step
+from kvdoctor.decode.runs import (
+    GENERAL_CAUSES,
+    HISTORY,
+    KEYS_CHANGE,
+    OWN_SESSION,
+    WRONG,
+    Cause,
+    ObservedTensor,
+    Run,
+    Step,
+)
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.errors import Explained
 from kvdoctor.records import record
@@ -105,6 +115,8 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     """The check that names the cause in a run of other sizes; None where none does."""
     if other.cause is not None:
         return other.cause.name
+    if changes_keys(context, other):
+        return KEYS_CHANGE
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
@@ -114,6 +126,13 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:
         return place.cause
     return "non-finite" if other.not_finite else None
+
+
+def changes_keys(context: RunContext, run: Run) -> bool:
+    """Whether a run differs at a length from which on a call without a cache computes other keys for earlier tokens."""
+    causes = (one.cause for one in context.runs if one.cause is not None and one.cause.name == KEYS_CHANGE)
+    cause, step = next(causes, None), run.wrong_step
+    return cause is not None and step is not None and step.past_length + step.new_tokens >= cause.from_length
 
 
 def find_explanation(context: RunContext, name: str = "cached-differs") -> str | None:

@@ -108,7 +108,7 @@ def _describe_decision(run: Run) -> str:
         return run.cause.evidence + ("; the same in the float32 copy" if run.unrounded is not None else "")
     if run.reason:
         return run.reason
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    step = run.wrong_step
     size = describe_difference(run, step)
     return f"step {run.failed_step}: the logits differ" + (f", {size}" if size else "")
 
@@ -167,7 +167,7 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     exactness = context.contract.exactness
     limit = find_tolerance("float" if run.hidden else exactness, context.tolerances)
     words = "in the float32 copy" if run.hidden else exactness
-    step = next((step for step in run.steps if step.step == run.failed_step), None) or _find_worst(run)
+    step = run.wrong_step or _find_worst(run)
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     growth = describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"
@@ -193,7 +193,7 @@ def _find_worst(run: Run) -> Step | None:
 
 def severity_of(run: Run, use: "Use") -> Severity:
     """One token per step in batch 1 must be right, whatever the lengths: else it is an error."""
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    step = run.wrong_step
     alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
     return "error" if alone else use.severity
 

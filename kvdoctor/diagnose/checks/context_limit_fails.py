@@ -55,7 +55,7 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
         for run, use in find_faulty_uses(context, outcome):
             if run.experiment != "full-context" or not run.steps:
                 continue
-            last = next((s for s in run.steps if s.step == run.failed_step), run.steps[-1])
+            last = run.wrong_step or run.steps[-1]
             tokens = last.past_length + last.new_tokens
             words = CauseText(
                 cause=f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}",

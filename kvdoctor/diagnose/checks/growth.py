@@ -168,7 +168,7 @@ def _describe_next(run: Run) -> str:
     """What the step does that is the first to be fed a cut past."""
     if run.outcome == "failed":
         return "the step fails"
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    step = run.wrong_step
     size = describe_difference(run, step)
     return f"its logits are {size}" if size else "its logits are wrong"
 

@@ -69,6 +69,6 @@ def _describe_place(run: Run) -> Iterator[str]:
 
 def _differs_with_cache_only(run: Run) -> bool:
     """Whether the steps without a cache, which come before the prefill, agree."""
-    failed = next((step for step in run.steps if step.step == run.failed_step), None)
+    failed = run.wrong_step
     uncached = sum(step.past_length == 0 for step in run.steps)
     return failed is not None and failed.past_length > 0 and uncached > 1

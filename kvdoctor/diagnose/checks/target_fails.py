@@ -143,7 +143,7 @@ def _describe_observed(run: Run) -> str:
         return run.reason or "the process ended"
     if run.outcome == "failed":
         return run.error or "the step fails"
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    step = run.wrong_step
     if step is None or step.difference is None:
         return run.reason or "the logits differ"
     if not step.difference.finite:
