@@ -28,10 +28,9 @@ SHORT_STATE = Advice(
     "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
 )
 
-
 HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
-
-EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
+EXCLUDED = {"same-feed": "results that change from call to call", "later-token": "attention to later tokens"}
+"""What a run excludes as a cause, where it passes."""
 
 
 @record
@@ -179,10 +178,26 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
         declared=f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
         observed=f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
         cause=cause + (f": {mismatch}" if mismatch else ""),
-        repair=SHORT_STATE if mismatch else EXPORT_AGAIN,
+        repair=SHORT_STATE if mismatch else _advise_unproved(context, run),
         evidence=describe_location(run),
         nodes=list_nodes(run),
     )
+
+
+def advise_place(run: Run) -> str:
+    """To correct the node at which a run first differs, where it was located, or to export again."""
+    node = run.location.node if run.location is not None else None
+    return (
+        f"{f'correct {node.shown}, where the two calls first differ, or ' if node else ''}export again; test the result"
+    )
+
+
+def _advise_unproved(context: RunContext, run: Run) -> Advice:
+    """The same, where no run proved a cause, and what is excluded as one."""
+    shown = [] if context.predicted else [one.experiment for one in context.runs if one.shows == "passed"]
+    excluded = [text for name, text in EXCLUDED.items() if name in shown]
+    which = f" (excluded: {', '.join(excluded)})" if excluded else ""
+    return Advice("re-export", f"{advise_place(run)}; no run proved the cause{which}")
 
 
 def _find_worst(run: Run) -> Step | None:

@@ -12,7 +12,7 @@ that only a float32 copy of the model shows is a warning.
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
 Repair: `kvdoctor re-export MODEL -o FIXED` where entries are changed on their way out of the graph; otherwise export
-again with a current exporter. The evidence names the first layer that is wrong.
+again. The evidence names the first layer that is wrong.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ from kvdoctor.diagnose.checks._dataflow import (
     find_exchanged_entries,
     find_other_entries,
 )
-from kvdoctor.diagnose.checks._faults import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
+from kvdoctor.diagnose.checks._faults import HIDDEN, advise_place, build_difference, severity_of
 from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Severity, check
 
 
 @check("KV317", "cache-misread", "runs")
@@ -76,7 +76,7 @@ def other_entries_stored(context: ContractContext) -> Iterator[Fault]:
             declared="the past followed by the entries that the step itself uses after it",
             observed=next(iter(wrong.values())),
             cause="a step stores other new entries than it uses",
-            repair=EXPORT_AGAIN,
+            repair=Advice("re-export", "export again, so that a step returns the entries that it uses"),
             confidence="confirmed" if context.loop_is_wrong else "suspected",
         )
 
@@ -86,7 +86,7 @@ def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     for other, use in find_faulty_uses(context, "differs"):
         if find_named_cause(context, other) == name and other.location is not None and other.location.cause == name:
             found = build_difference(context, other, severity_of(other, use), f"with {use.words}: {cause}")
-            yield replace(found, use=use.required)
+            yield replace(found, use=use.required, repair=Advice("re-export", advise_place(other)))
     if run is None or run.shows != "differs" or leading is None or leading[0] != name:
         return
     leave_to_other(context, name)
@@ -95,5 +95,5 @@ def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     decided = leading[1].cause
     slot = decided.slot if decided is not None else ""
     changes = (describe_changes(context, slot) or describe_rounded(context, slot)) if slot else ()
-    advice = context.advise_graph_repair(f"or {found.repair.text}")
+    advice = context.advise_graph_repair(f"or {advise_place(run)}")
     yield replace(found, evidence=(*changes, *found.evidence), repair=advice)

@@ -28,8 +28,8 @@ Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each
 on the next token (cosine, divergence, the likeliest tokens), the growth of the error over the steps, and the difference
 of the cache from the one of a single call over the same tokens.
 
-Repair: export again with a current exporter. A difference only with a batch of 2, or only with another encoder length,
-is a warning.
+Repair: correct the node that the evidence names, or export again. A difference only with a batch of 2, or only
+with another encoder length, is a warning.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,6 @@ from kvdoctor.diagnose.checks._attribution import (
 )
 from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread
 from kvdoctor.diagnose.checks._faults import (
-    EXPORT_AGAIN,
     HIDDEN,
     CauseText,
     build_difference,
@@ -68,12 +67,13 @@ LESS_ROUNDING = Advice(
 )
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
+WIDER = "or run the model in float32 or bfloat16, or replace the constant that overflows"
 MOST_USES = 2
 """Uses that a finding about several names."""
 IGNORED = CauseText(
     cause="the cached step, or one of its layers, ignores the past",
     declared="logits that depend on the past",
-    advice=EXPORT_AGAIN.text,
+    advice="export again, so that the attention reads the past together with the new keys and values",
 )
 
 
@@ -151,7 +151,8 @@ def past_ignored(context: RunContext) -> Iterator[Fault]:
         leave_to_other(context, "past-ignored")
     if (decided and leading is not None and leading[1].experiment != HISTORY) or unread or _ignores_past(context, run):
         fault = build_difference(context, run, "error", IGNORED.cause)
-        yield replace(fault, evidence=(*unread, *fault.evidence))
+        advice = Advice("re-export", IGNORED.advice)
+        yield replace(fault, evidence=(*unread, *fault.evidence), repair=advice)
     else:
         yield from report_cause(context, "past-ignored", IGNORED)
 
@@ -176,7 +177,7 @@ def non_finite(context: RunContext) -> Iterator[Fault]:
     if run is not None and run.not_finite:
         cause = f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
         fault = build_difference(context, run, "error", cause)
-        yield replace(fault, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+        yield replace(fault, repair=context.advise_graph_repair(WIDER))
         return
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
@@ -188,7 +189,7 @@ def non_finite(context: RunContext) -> Iterator[Fault]:
         else:
             cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, other.not_finite))}"
             fault = build_difference(context, other, "error", cause)
-            yield replace(fault, use=use.required, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+            yield replace(fault, use=use.required, repair=context.advise_graph_repair(WIDER))
         return
 
 

@@ -5,9 +5,9 @@ What it means: the runtime stops with an error in a call that the cache contract
 Reproduce: `kvdoctor step-test MODEL -v` lists the inputs and outputs of each step.
 
 Repair: the node and the shapes of its inputs show which axis the export has fixed. `kvdoctor re-export` makes it
-dynamic if numbers in the graph stand for it; else export again with other sample sizes. If several sequences at once,
-or another encoder length, fail while one sequence works, it is a warning. A length that no config declares usable is
-not a fault.
+dynamic if numbers in the graph stand for it; else export again with sample sizes of 2 or more, all different. If
+several sequences at once, or another encoder length, fail while one sequence works, it is a warning. A length that no
+config declares usable is not a fault.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from kvdoctor.model.operators import has
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
 
 EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
+NOT_PROVED = "or export again; no run proved which number of the graph stands for a size"
 OTHER_ATTENTION = "or export again with another attention operator, or with that one as its kernel takes it"
 
 
@@ -97,7 +98,8 @@ def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, 
     mismatch = find_undeclared_size(context, run)
     shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _list_fed(context, step)[:3])
     call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
-    again = OTHER_ATTENTION if node is not None and has(node.op, "attend") else EXPORT_AGAIN
+    fixed = run.location is not None and run.location.frozen_by is not None
+    again = OTHER_ATTENTION if node is not None and has(node.op, "attend") else EXPORT_AGAIN if fixed else NOT_PROVED
     return Fault(
         severity=severity,
         subject=(node.name,) if node else (context.decode_file,),

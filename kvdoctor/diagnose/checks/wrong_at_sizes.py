@@ -10,8 +10,8 @@ that check.
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `far-thresholds`, `long-past`,
 `chunk`, `second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
 
-Repair: look at the numbers of the graph that the wrong lengths begin at, or export again with other sample sizes. For
-chunks: feed one token per step once there is a cache.
+Repair: correct the node that the evidence names, or export again. For chunks: feed one token per step
+once there is a cache.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,6 @@ OTHER_TOKEN = CauseText(
     declared="logits of each token that depend on it",
     advice="export again; until then feed one token a call, the prompt as well",
 )
-OTHER_SIZES = Advice("re-export", "export again with other sample sizes, and test the result")
 ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or export again")
 
 
@@ -45,12 +44,13 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
     past it does not. The fault begins at a length, or is at one alone: a table that ends, a mask or a window of a fixed
     size, a branch that is taken from some length on. It is an error, since every sequence gets there.
 
-    Repair: look at the numbers of the graph at which the wrong lengths begin, or export again with other sample sizes.
+    Repair: correct the node that the evidence names, or a number of the graph at which the wrong lengths begin, or
+    export again.
     """
     for run, use in _unnamed(context, AT_LENGTHS):
         cause = f"with {use.words}, logits with the cache differ from logits without it"
         fault = build_difference(context, run, severity_of(run, use), cause)
-        yield replace(fault, use=use.required, repair=OTHER_SIZES, effects=tuple(_describe_lengths(context, run)))
+        yield replace(fault, use=use.required, effects=tuple(_describe_lengths(context, run)))
 
 
 @check("KV309", "chunk-differs", "runs")
