@@ -374,10 +374,8 @@ def _compare(
     if context.stack.stages:
         raise CannotCheck("the decoder is a pipeline of several files, in which no node is searched for")
     runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
-    source = file_of(context, "prefill")
-    flat = runner.flatten(source, branches_taken(context, "prefill"))
-    call = _read_call(checkpoint, saved, runner)
-    return ModuleSearch(runner, source, flat, call, arithmetic.tolerance.passes).compare()
+    flat = runner.flatten(file_of(context, "prefill"), branches_taken(context, "prefill"))
+    return ModuleSearch(runner, flat, _read_call(checkpoint, saved, runner), arithmetic.tolerance.passes).compare()
 
 
 def _compare_states(saved: Path) -> float | None:

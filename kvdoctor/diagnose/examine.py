@@ -5,7 +5,6 @@ weights are copied from file to file; the user's files are only read. Length thr
 no run visited are listed after the runs.
 """
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -22,7 +21,7 @@ from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import ONLY_THOROUGH, REFERENCE_CHANGES, Node, Run
 from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.diagnose.float32 import rerun_in_float32
+from kvdoctor.diagnose.float32 import demand_room, rerun_in_float32
 from kvdoctor.diagnose.not_checked import (
     REPORTED_REQUESTS,
     find_interrupted,
@@ -41,6 +40,7 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
+from kvdoctor.report.wording import shorten_names
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.targets import Refused
 
@@ -83,15 +83,12 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
     """
     name, contract = context.stack.name, context.contract
     if unmet := next(find_unmet_preconditions(context.stack, contract, opened=True), None):
-        reason = NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True)
-        return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
-
+        return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True))
     runtime.require_provider(options.provider)
     reading = settle_unknown(context, options, runtime)
     context = replace(context, contract=reading.contract)
     if reading.open_parts:
-        nothing = _list_measurements(StackResults())
-        return StackObservation(context.contract, measured=nothing, not_checked=reading.open_parts)
+        return _leave_unrun(context.contract, *reading.open_parts)
     seen = _run(context, options, runtime, files)
     crashed = any(entry.essential for entry in seen.not_checked)
     again = settle_after(context, seen.runs, crashed, options, runtime)
@@ -106,8 +103,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         try:
             opened = open_operator(context, files.calls)
         except CannotCheck as error:
-            reason = NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True)
-            return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
+            return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True))
         ran = opened.context
     job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
     job = job if opened is None else replace(job, search=opened.search)
@@ -125,13 +121,13 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         refusals=refusals,
         timings=results.timings,
         measured=_list_measurements(results),
-        not_checked=(
-            *find_interrupted(name, contract, results),
-            *rerun.not_checked,
-            *list_unvisited(observed),
-        ),
+        not_checked=(*find_interrupted(name, contract, results), *rerun.not_checked, *list_unvisited(observed)),
         ran=ran if opened is not None else None,
     )
+
+
+def _leave_unrun(contract: CacheContract, *reasons: NotChecked) -> StackObservation:
+    return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=reasons)
 
 
 def _list_measurements(results: StackResults) -> dict[str, Any]:
@@ -199,10 +195,8 @@ def locate_faults(
     from kvdoctor.decode.experiments import uses
 
     loop, bad = context.checked_loop, [run for run in context.runs if run.shows in ("failed", "differs")]
-    if loop is None:
-        return context.runs
     wanted = [loop] if loop in bad else [run for run in bad if run.experiment in uses()]
-    if not wanted:
+    if loop is None or not wanted:
         return context.runs
     from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 
@@ -242,7 +236,7 @@ def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
         raise CannotCheck(f"BeamSearch feeds {ids.name!r} all tokens so far, since its axis is not fixed at 1")
     parts: dict[FileRole, OnnxFile] = {}
     try:
-        _demand_room(model, len(stack.files), folder)
+        demand_room([model.path.stat().st_size * len(stack.files)], model.external, folder)
         located = read_skeleton(model.path, located=True).model
         for external in model.external:
             if not (target := folder / external.location).exists():
@@ -252,26 +246,14 @@ def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
             write_model(cut_out(located, body), model.path, folder / name)
             part = read_skeleton(folder / name)
             parts[role] = replace(own, path=folder / name, name=name, skeleton=part, view=GraphView(part.model))
-    except OSError as error:
-        raise CannotCheck(
-            f"the graphs inside {stack.operator} cannot be written out: {error.strerror or error}"
-        ) from None
-    except (NotClosed, UnreadableError, UsageError) as error:
-        raise CannotCheck(f"the graphs inside {stack.operator} cannot be written out: {error}") from None
-    opened = replace(
-        context,
-        folder=replace(context.folder, root=folder, files=tuple(parts.values())),
-        stack=replace(stack, files=parts),
-        contract=_rename(context.contract, parts, model),
-    )
+    except (OSError, NotClosed, UnreadableError, UsageError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise CannotCheck(f"the graphs inside {stack.operator} cannot be written out: {why}") from None
+    inside = replace(context.folder, root=folder, files=tuple(parts.values()))
+    contract = _rename(context.contract, parts, model)
+    opened = replace(context, folder=inside, stack=replace(stack, files=parts), contract=contract)
     shown = {part.name: stack.files[role].name for role, part in parts.items()}
     return OpenedOperator(opened, search, {**shown, str(model.path.absolute()): model.name})
-
-
-def _demand_room(model: OnnxFile, parts: int, folder: Path) -> None:
-    size = model.path.stat().st_size * parts + sum(external.bytes or 0 for external in model.external)
-    if size * 1.1 > shutil.disk_usage(folder).free:
-        raise CannotCheck(f"{folder.parent} has no room for a copy of {size >> 20} MiB")
 
 
 def _rename(contract: CacheContract, parts: Mapping[FileRole, OnnxFile], model: OnnxFile) -> CacheContract:
@@ -290,12 +272,10 @@ def list_thresholds(stack: StackFiles, contract: CacheContract) -> tuple[Thresho
     phases: tuple[PhaseName, ...] = ("decode", "prefill")
     for phase in phases:
         graph = contract.graph(phase)
-        file = next((file for file in stack.files.values() if file.name == graph.file), None)
-        if file is None or file.view is None:
-            continue
-        dataflow = file.dataflow if phase == "decode" else file.first_dataflow
-        for threshold in find_thresholds(dataflow.flow, graph) if dataflow is not None else ():
-            found.setdefault(threshold.length, threshold)
+        for file in (one for one in stack.files.values() if one.name == graph.file and one.view is not None):
+            dataflow = file.dataflow if phase == "decode" else file.first_dataflow
+            for threshold in find_thresholds(dataflow.flow, graph) if dataflow is not None else ():
+                found.setdefault(threshold.length, threshold)
     return tuple(found[length] for length in sorted(found))
 
 
@@ -311,26 +291,21 @@ def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
     if run is None or run.shows != "passed":
         return
     walked, longest = _longest_past((run,)), _longest_past(context.runs)
-    usable = min(context.contract.usable_length or sys.maxsize, _fed_at_most(context.contract))
+    # An input, such as a mask of fixed size, may declare the most tokens that it takes.
+    ports = [port for graph in context.contract.graphs.values() for port in graph.inputs]
+    most = (size for port in ports if (size := port.size("total")) is not None)
+    usable = min([context.contract.usable_length or sys.maxsize, *most])
     found = list_thresholds(context.stack, context.contract)
     longest = max([longest, *(one.cause.from_length for one in context.runs if one.cause is not None)])
     left = [one for one in found if longest + 1 < one.length < usable]  # a table of n rows ends at a past of n - 1
     if not left:
         return
-    listed = ", ".join(f"{one.length} ({one.node})" for one in left[:MOST_LISTED])
-    more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
+    listed = shorten_names([f"{one.length} ({one.node})" for one in left], MOST_LISTED)
     reason = f"every past up to {walked} tokens was run, and none beyond {longest}; thresholds of the graph beyond: "
     far = context.find_run("far-thresholds")
     tried = far is not None and (far.outcome != "skipped" or far.reason != ONLY_THOROUGH)
     longer = "" if tried else f"; --thorough visits those up to {FAR_LENGTH}"
-    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{more}{longer}")
-
-
-def _fed_at_most(contract: CacheContract) -> int:
-    """The smallest number that an input declares for the axis of all tokens, such as a mask of fixed size."""
-    ports = (port for graph in contract.graphs.values() for port in graph.inputs if port.shape is not None)
-    sizes = (size for port in ports for axis, size in zip(port.axes, port.shape or (), strict=True) if axis == "total")
-    return min((size for size in sizes if isinstance(size, int)), default=sys.maxsize)
+    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{longer}")
 
 
 def _longest_past(runs: Sequence[Run]) -> int:

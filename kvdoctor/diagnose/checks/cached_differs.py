@@ -33,7 +33,6 @@ with another encoder length, is a warning.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
@@ -48,8 +47,10 @@ from kvdoctor.diagnose.checks._attribution import (
 from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread
 from kvdoctor.diagnose.checks._faults import (
     HIDDEN,
+    OFF,
     CauseText,
     build_difference,
+    build_use_difference,
     report_cause,
     severity_of,
 )
@@ -57,7 +58,7 @@ from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording import format_count, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
 HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
@@ -94,19 +95,13 @@ def cached_differs(context: RunContext) -> Iterator[Fault]:
     if run.not_finite:
         raise Explained("logits are not finite, see KV304")
     yield from _judge_loop(context, run)
-    right = "those of the same tokens one by one" if context.contract.new_tokens == 1 else "logits without it"
+    one_by_one = "logits with the cache differ from those of the same tokens one by one"
+    off = one_by_one if context.contract.new_tokens == 1 else OFF
     for other, use in find_faulty_uses(context, "differs"):
-        if other.experiment in HAVE_OWN_CHECKS or find_named_cause(context, other) is not None:
-            continue
-        cause = f"with {use.words}, logits with the cache differ from {right}"
-        yield replace(build_difference(context, other, severity_of(other, use), cause), use=use.required)
-    plain = context.find_run("plain-loop")
-    if (
-        context.consumer == "plain"
-        and context.emptied_slots
-        and plain is not None
-        and plain.outcome in ("failed", "died")
-    ):
+        if other.experiment not in HAVE_OWN_CHECKS and find_named_cause(context, other) is None:
+            yield build_use_difference(context, other, use, f", {off}")
+    plain = context.find_run("plain-loop") if context.consumer == "plain" and context.emptied_slots else None
+    if plain is not None and plain.outcome in ("failed", "died"):
         raise CannotCheck(f"the plain loop failed at step {plain.failed_step}, so its later logits were not compared")
 
 
@@ -152,7 +147,7 @@ def past_ignored(context: RunContext) -> Iterator[Fault]:
     if (decided and leading is not None and leading[1].experiment != HISTORY) or unread or _ignores_past(context, run):
         fault = build_difference(context, run, "error", IGNORED.cause)
         advice = Advice("re-export", IGNORED.advice)
-        yield replace(fault, evidence=(*unread, *fault.evidence), repair=advice)
+        yield fault.also(evidence=(*unread, *fault.evidence), repair=advice)
     else:
         yield from report_cause(context, "past-ignored", IGNORED)
 
@@ -175,22 +170,22 @@ def non_finite(context: RunContext) -> Iterator[Fault]:
     """
     run = context.checked_loop
     if run is not None and run.not_finite:
-        cause = f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
-        fault = build_difference(context, run, "error", cause)
-        yield replace(fault, repair=context.advise_graph_repair(WIDER))
+        fault = build_difference(context, run, "error", _describe_steps(run))
+        yield fault.also(repair=context.advise_graph_repair(WIDER))
         return
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
             severity = use.severity if other.cause.slot else "error"  # a slot that grows is not infinite yet
-            found = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
-            yield replace(
-                found, declared="logits and states within the range of their type", observed=other.cause.evidence
-            )
+            fault = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
+            yield fault.compare("logits and states within the range of their type", other.cause.evidence)
         else:
-            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, other.not_finite))}"
-            fault = build_difference(context, other, "error", cause)
-            yield replace(fault, use=use.required, repair=context.advise_graph_repair(WIDER))
+            fault = build_difference(context, other, "error", f"with {use.words}, {_describe_steps(other)}")
+            yield fault.also(use=use.required, repair=context.advise_graph_repair(WIDER))
         return
+
+
+def _describe_steps(run: Run) -> str:
+    return f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
 
 
 def _ignores_past(context: RunContext, run: Run) -> bool:
@@ -202,28 +197,21 @@ def _ignores_past(context: RunContext, run: Run) -> bool:
     if why is not None and why.cause is not None:
         return False
     last = run.steps[-1].difference if run.steps else None
-    return run.shows == "differs" and any(
-        control.spoilt.startswith("self")
-        and control.difference is not None
-        and control.difference.finite
-        and control.difference == last
-        for control in run.controls
-    )
+    own = (control.difference for control in run.controls if control.spoilt.startswith("self"))
+    return run.shows == "differs" and any(one is not None and one.finite and one == last for one in own)
 
 
 def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     """The checked loop with other logits: an error, unless only rounding makes it differ."""
     if run.hidden:
-        cause = f"logits with the cache differ from logits without it, {HIDDEN}"
-        yield build_difference(context, run, "warning", cause)
+        yield build_difference(context, run, "warning", f"{OFF}, {HIDDEN}")
     elif run.unrounded is not None and run.unrounded.outcome == "passed" and context.rounded_presents:
         yield _rounded(context, run)
     elif not run.by_rounding:
-        yield build_difference(context, run, "error", "logits with the cache differ from logits without it")
+        yield build_difference(context, run, "error", OFF)
     elif _affects_most_steps(context, run):
-        cause = "logits with the cache differ from logits without it, by rounding alone"
-        found = build_difference(context, run, "warning", cause)
-        yield replace(found, effects=(describe_rounding(run),), repair=LESS_ROUNDING)
+        found = build_difference(context, run, "warning", f"{OFF}, by rounding alone")
+        yield found.also(effects=(describe_rounding(run),), repair=LESS_ROUNDING)
     else:
         raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
 
@@ -234,23 +222,19 @@ def _rounded(context: RunContext, run: Run) -> Fault:
     Where it is too coarse for other uses than the checked loop alone, they decide the severity.
     """
     rounded, uses = context.rounded_presents, find_coarse_uses(context)
-    first, processed = next(iter(rounded.items()))
-    others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
     coarse = run.too_coarse or bool(uses)
     more = f", and in {format_count(len(uses) - MOST_USES, 'other use')}" if len(uses) > MOST_USES else ""
     where = f" with {' or '.join(use.words for _, use in uses[:MOST_USES])}{more}" if uses else ""
     how = f" by so much that the logits are wrong{where}" if coarse else ""
-    cause = f"{first}{others} is returned rounded{how}, but the same step attends to the unrounded values"
+    names = shorten_names([*rounded])
+    cause = f"{names} is returned rounded{how}, but the same step attends to the unrounded values"
     wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
     found = build_difference(context, run, "error" if wrong else "warning", cause)
-    return replace(
-        found,
-        use=next((use.required for _, use in uses if use.required in context.required), None),
-        effects=(describe_rounding(run),),
-        evidence=describe_rounded(context),
-        nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
-        repair=context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}"),
-    )
+    found = found.also(use=next((use.required for _, use in uses if use.required in context.required), None))
+    rounding = next(iter(rounded.values())).rounding
+    found = found.also(nodes=tuple(node.name for node in rounding[:1] if node.name), effects=(describe_rounding(run),))
+    advice = context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}")
+    return found.also(evidence=describe_rounded(context), repair=advice)
 
 
 def _affects_most_steps(context: RunContext, run: Run) -> bool:

@@ -86,37 +86,24 @@ def _is_reported_elsewhere(context: ContractContext, found: list[Disagreement], 
 
 
 def _fault(context: ContractContext, name: str, found: list[Disagreement]) -> Fault:
-    shown = found[:MOST_SHOWN]
+    """The advice corrects the config where the graph shows the right value, else lets the checkpoint decide."""
+    shown, against = found[:MOST_SHOWN], found[0].against
     rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
-    keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
     declared = "; ".join([*(f"{one.key} {one.declared}" for one in shown), *rest])
-    return Fault(
-        severity="warning",
-        file=name,
-        subject=tuple(one.key for one in found),
-        where=name,
-        apart=(name,),
-        declared=declared,
-        observed="; ".join([*(one.observed for one in shown), *rest]),
-        cause=f"{name} and {found[0].against} disagree on {', '.join(keys)}"
-        if found[0].by_graph
-        else f"{name} has {declared}, and the graph computes with other values",
-        repair=_advise(context, name, found),
-        effects=tuple(dict.fromkeys(one.so for one in shown if one.so)),
-        nodes=tuple(dict.fromkeys(one.node for one in shown if one.node)),
-    )
-
-
-def _advise(context: ContractContext, name: str, found: list[Disagreement]) -> Advice:
-    """Correct the config where the graph shows the right value, else let the checkpoint decide."""
-    shown = found[:MOST_SHOWN]
-    rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
-    if not found[0].by_graph:
-        keys = ", ".join([*dict.fromkeys(one.key for one in shown), *rest])
-        text = f"compare {keys} with the config.json of the checkpoint: where that is the same, export again with an"
-        return Advice("re-export", f"{text} exporter that has the value; else correct {name}")
-    right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
-    of_graph = found[0].against == "the graph"
-    advice = f"{'take names and sizes from the graph; ' * of_graph}correct in {name}: {right}"
-    repaired = name in SHOWN_BY_THE_GRAPH or not of_graph
-    return context.advise_graph_repair(f"or {advice}") if repaired else Advice("caller", advice)
+    if found[0].by_graph:
+        keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
+        cause = f"{name} and {against} disagree on {', '.join(keys)}"
+        right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
+        of_graph = against == "the graph"
+        advice = f"{'take names and sizes from the graph; ' * of_graph}correct in {name}: {right}"
+        repaired = name in SHOWN_BY_THE_GRAPH or not of_graph
+        repair = context.advise_graph_repair(f"or {advice}") if repaired else Advice("caller", advice)
+    else:
+        keys = [*dict.fromkeys(one.key for one in shown), *rest]
+        cause = f"{name} has {declared}, and the graph computes with other values"
+        again = "with the config.json of the checkpoint: where that is the same, export again with an exporter that has"
+        repair = Advice("re-export", f"compare {', '.join(keys)} {again} the value; else correct {name}")
+    fault = Fault("warning", tuple(one.key for one in found), cause, repair, file=name, where=name, apart=(name,))
+    fault = fault.compare(declared, "; ".join([*(one.observed for one in shown), *rest]))
+    nodes = tuple(dict.fromkeys(one.node for one in shown if one.node))
+    return fault.also(effects=tuple(dict.fromkeys(one.so for one in shown if one.so)), nodes=nodes)

@@ -57,13 +57,10 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
                 continue
             last = run.wrong_step or run.steps[-1]
             tokens = last.past_length + last.new_tokens
-            words = CauseText(
-                cause=f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}",
-                declared=f"{usable} tokens, by the config or the smallest buffer",
-                advice="export again with tables of the declared length, or declare the length that the graph supports",
-            )
-            fault = build_fault(context, run, words, use.severity)
-            place = run.node.shown if run.node else fault.where
+            cause = f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}"
+            declared = f"{usable} tokens, by the config or the smallest buffer"
+            words = replace(NUMBERS, cause=cause, declared=declared)
+            fault = build_fault(context, run, words, use.severity).also(error=run.error, use=use.required)
+            place, nodes = run.node.shown if run.node else fault.where, list_nodes(run) or fault.nodes
             observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed
-            nodes = list_nodes(run) or fault.nodes
-            yield replace(fault, where=place, observed=observed, error=run.error, use=use.required, nodes=nodes)
+            yield fault.also(where=place, observed=observed, nodes=nodes)

@@ -39,18 +39,12 @@ def cross_cache_emptied(context: ContractContext) -> Iterator[Fault]:
     graph = f'If "{branches[1].node.name}", cached branch' if branches else "decode graph"
     constant = f"{graph}: a constant of shape {list(shape or ())} is returned as {shorten_names(names)}, not the past"
     harmless = context.consumer == "held" or (plain is not None and plain.outcome == "passed")
-    yield Fault(
-        severity="note" if harmless else "error",
-        subject=names,
-        where=f"{graph}, {'computed' if shape is None else 'constant'}",
-        declared=describe(slot.dtype, context.decode_graph.outputs[slot.present or ""].shape),
-        observed=_observed(context, slot),
-        cause=f"a decode step returns {shorten_names(names)} without elements",
-        repair=context.advise_graph_repair(REPAIR),
-        effects=tuple(_list_effects(context)),
-        evidence=(constant,) if shape is not None else (),
-        nodes=list_nodes(plain),
-    )
+    cause = f"a decode step returns {shorten_names(names)} without elements"
+    fault = Fault("note" if harmless else "error", names, cause, context.advise_graph_repair(REPAIR))
+    declared = describe(slot.dtype, context.decode_graph.outputs[slot.present or ""].shape)
+    fault = fault.compare(declared, _observed(context, slot)).also(nodes=list_nodes(plain))
+    where, evidence = f"{graph}, {'computed' if shape is None else 'constant'}", () if shape is None else (constant,)
+    yield fault.also(where=where, effects=tuple(_list_effects(context)), evidence=evidence)
 
 
 def _observed(context: ContractContext, slot: Slot) -> str:

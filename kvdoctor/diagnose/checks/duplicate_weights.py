@@ -26,7 +26,7 @@ from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
-from kvdoctor.report.wording import shorten_names
+from kvdoctor.report.wording import format_count, shorten_names
 
 SMALLEST = 4096
 """Bytes: smaller copies cost nothing."""
@@ -78,19 +78,12 @@ def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Iterator[
     if wasted <= WORTH_SAYING * sum(weight.length for weight in weights):
         return
     subject = tuple(weight.name for same in copies for weight in same)
-    count = f"{len(copies)} weight{'s' * (len(copies) > 1)}"
-    yield Fault(
-        severity="note",
-        file=file.name,
-        subject=subject,
-        where=f"initializers of {file.name}",
-        declared="each weight stored once",
-        observed=f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes",
-        cause="byte-identical weights are stored more than once",
-        repair=context.advise_graph_repair(
-            "or export again, or move weights that two branches share into the graph around them"
-        ),
-    )
+    count = format_count(len(copies), "weight")
+    advice = "or export again, or move weights that two branches share into the graph around them"
+    cause = "byte-identical weights are stored more than once"
+    fault = Fault("note", subject, cause, context.advise_graph_repair(advice), file=file.name)
+    observed = f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes"
+    yield fault.compare("each weight stored once", observed).also(where=f"initializers of {file.name}")
 
 
 def _list_weights(file: OnnxFile) -> Iterator[StoredWeight]:

@@ -50,16 +50,11 @@ def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iter
             continue
         others = tuple(sharing[1:])
         graphs = f"files {', '.join(sharing[:-1])} and {sharing[-1]}" if others else f"file {file.name}"
-        yield Fault(
-            severity="error",
-            file=file.name,
-            subject=(problem.tensor, *others),
-            where=f"{graphs}, external data {problem.location!r}",
-            declared=declared,
-            observed=problem.detail + (f" of {file.name}; {', '.join(others)} names it too" if others else ""),
-            cause="weights cannot be read from the location that the graph names",
-            repair=Advice("caller", _advise(problem)),
-        )
+        more = f" of {file.name}; {', '.join(others)} names it too" if others else ""
+        cause = "weights cannot be read from the location that the graph names"
+        fault = Fault("error", (problem.tensor, *others), cause, Advice("caller", _advise(problem)), file=file.name)
+        fault = fault.compare(declared, problem.detail + more)
+        yield fault.also(where=f"{graphs}, external data {problem.location!r}")
 
 
 def _advise(problem: ExternalProblem) -> str:
@@ -73,10 +68,6 @@ def _advise(problem: ExternalProblem) -> str:
 
 def _shares(one: OnnxFile, file: OnnxFile, problem: ExternalProblem) -> bool:
     """Whether a file is the one with the problem, or has it at the same place on the disk."""
-    if one.name == file.name:
-        return True
-    return (
-        bool(problem.location)
-        and one.path.parent == file.path.parent
-        and any((other.kind, other.location) == (problem.kind, problem.location) for other in one.external_problems)
-    )
+    theirs = {(other.kind, other.location) for other in one.external_problems}
+    same = bool(problem.location) and (problem.kind, problem.location) in theirs
+    return one.name == file.name or (same and one.path.parent == file.path.parent)

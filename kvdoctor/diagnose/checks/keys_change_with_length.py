@@ -19,12 +19,11 @@ makes the finding an error.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.analysis.selected_constants import find_selected_constants
 from kvdoctor.decode.runs import KEYS_CHANGE
 from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
-from kvdoctor.diagnose.checks._faults import CauseText, build_fault
+from kvdoctor.diagnose.checks._faults import CauseText, build_fault, describe_effect
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, check
 
@@ -40,11 +39,11 @@ def keys_change_with_length(context: RunContext) -> Iterator[Fault]:
         if run.cause is not None and run.cause.name == KEYS_CHANGE:
             others = [one for one, _ in find_faulty_uses(context, "differs") if one.experiment in AT_LENGTHS]
             wrong = [one for one in others if one.cause is None and changes_keys(context, one)]
-            effects = tuple(f"experiment {one.experiment}: logits differ at step {one.failed_step}" for one in wrong)
+            effects = tuple(map(describe_effect, wrong))
             first, again = run.cause.from_length, run.cause.again
             text = CauseText(_cause(first) + AND_AGAIN * again, DECLARED, advice="")
             fault = build_fault(context, run, text, "error" if again else "warning", effects)
-            yield replace(fault, use="full-context", repair=_advise(first, again=again))
+            yield fault.also(use="full-context", repair=_advise(first, again=again))
             return
 
 
@@ -59,16 +58,9 @@ def keys_select_constants(context: ContractContext) -> Iterator[Fault]:
     if found is None or any(step.past_length > found.length for run in context.runs for step in run.steps):
         return
     if not any(run.cause is not None and run.cause.name == KEYS_CHANGE for run in context.runs):
-        yield Fault(
-            severity="warning",
-            subject=(first.present,),
-            declared=DECLARED,
-            observed=f"{first.present} is computed of constants that {found.node} selects by the number of tokens",
-            cause=_cause(found.length + 1),
-            repair=_advise(found.length + 1),
-            confidence="suspected",
-            use="full-context",
-        )
+        fault = Fault("warning", (first.present,), _cause(found.length + 1), _advise(found.length + 1))
+        observed = f"{first.present} is computed of constants that {found.node} selects by the number of tokens"
+        yield fault.compare(DECLARED, observed).also(confidence="suspected", use="full-context")
 
 
 def _cause(first: int) -> str:

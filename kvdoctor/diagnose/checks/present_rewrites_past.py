@@ -41,7 +41,7 @@ def present_rewrites_past(context: RunContext) -> Iterator[Fault]:
         changes = describe_changes(context, cause.slot) if cause is not None else ()
         # What is cut off is missing from every later value: the first value that differs says nothing of the place.
         first = fault.evidence if cause is None or not (cause.dropped and changes) else ()
-        yield replace(fault, evidence=(*changes, *first))
+        yield fault.also(evidence=(*changes, *first))
 
 
 def _find_cause(context: RunContext) -> Cause | None:

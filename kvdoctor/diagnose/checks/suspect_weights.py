@@ -21,11 +21,12 @@ from math import isfinite
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.errors import CannotCheck, UnreadableError
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Severity, check
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.weights import Weight, list_weights
 from kvdoctor.records import record
+from kvdoctor.report.wording import shorten_names
 
 FEW_ROWS = 16
 """Of a table that may be zero: of the types of tokens, which RoBERTa does not use."""
@@ -54,27 +55,19 @@ def suspect_weights(context: FileContext) -> Iterator[Fault]:
     """One fault for each kind of damage, with all weights that have it."""
     if not context.weights or context.file.view is None:
         return
-    found: dict[str, list[str]] = {}
-    names: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[str, str]]] = {}
     try:
         for weight in list_weights(context.file.path):
             for kind in _judge(weight) if weight.has_values else ():
-                found.setdefault(kind, []).append(_describe(weight))
-                names.setdefault(kind, []).append(weight.name)
+                found.setdefault(kind, []).append((weight.name, _describe(weight)))
     except (OSError, ValueError, UnreadableError) as error:
         raise CannotCheck(f"the weights of {context.file.name} cannot be read: {error}") from None
-    for kind, shown in found.items():
-        more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
-        yield Fault(
-            severity="error" if kind in ("NaN", "Inf") else "warning",
-            subject=tuple(names[kind]),
-            where=f"weights of {context.file.name}",
-            declared="values of a trained weight",
-            observed=f"{', '.join(shown[:MOST_NAMED])}{more}",
-            cause=CAUSES[kind],
-            repair=EXPORT_AGAIN,
-            apart=(kind,),
-        )
+    for kind, weights in found.items():
+        severity: Severity = "error" if kind in ("NaN", "Inf") else "warning"
+        names, shown = zip(*weights, strict=True)
+        fault = Fault(severity, names, CAUSES[kind], EXPORT_AGAIN, apart=(kind,))
+        fault = fault.compare("values of a trained weight", shorten_names(shown, MOST_NAMED))
+        yield fault.also(where=f"weights of {context.file.name}")
 
 
 CAUSES = {

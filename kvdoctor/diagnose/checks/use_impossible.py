@@ -38,18 +38,11 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
         if use.required not in context.required or use.obstacles is None:
             continue
         for obstacle in use.obstacles(context.contract):
-            port = ports.get(obstacle.names[0])
-            yield Fault(
-                severity="error",
-                subject=obstacle.names,
-                where=shorten_names(obstacle.names),
-                declared=f"--require {use.required}",
-                observed=describe(port.dtype, port.shape) if port is not None else "no such input or output",
-                cause=f"{use.required} cannot work: {obstacle.reason}",
-                repair=Advice("re-export", obstacle.advice),
-                use=use.required,
-                apart=(use.required or "",),
-            )
+            port, cause = ports.get(obstacle.names[0]), f"{use.required} cannot work: {obstacle.reason}"
+            fault = Fault("error", obstacle.names, cause, Advice("re-export", obstacle.advice), use=use.required)
+            observed = describe(port.dtype, port.shape) if port is not None else "no such input or output"
+            fault = fault.compare(f"--require {use.required}", observed)
+            yield fault.also(where=shorten_names(obstacle.names), apart=(use.required or "",))
 
 
 def _judge_draft(draft: DraftModel) -> Iterator[Fault]:
@@ -57,14 +50,8 @@ def _judge_draft(draft: DraftModel) -> Iterator[Fault]:
     from kvdoctor.decode.experiments.multi_turn import find_uncut
 
     for obstacle in find_uncut(draft.contract):
-        yield Fault(
-            severity="warning",
-            subject=obstacle.names,
-            where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}",
-            declared="a draft that takes refused tokens back",
-            observed=f"{draft.contract.graph('decode').file}: {obstacle.names[0]}",
-            cause=f"the cache of the draft cannot be cut back: {obstacle.reason}",
-            repair=Advice("caller", obstacle.advice),
-            use="speculation",
-            apart=("draft",),
-        )
+        cause = f"the cache of the draft cannot be cut back: {obstacle.reason}"
+        fault = Fault("warning", obstacle.names, cause, Advice("caller", obstacle.advice), use="speculation")
+        observed = f"{draft.contract.graph('decode').file}: {obstacle.names[0]}"
+        fault = fault.compare("a draft that takes refused tokens back", observed)
+        yield fault.also(where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}", apart=("draft",))

@@ -28,19 +28,13 @@ def worker_died(context: RunContext) -> Iterator[Fault]:
     for how, experiments in ended.items():
         first = context.find_run(experiments[0])
         limit = {"timeout": "--timeout SECONDS", "memory": "--max-memory MIB"}.get(how)
-        yield Fault(
-            severity="error",
-            subject=tuple(experiments),
-            where=f"experiment {', '.join(experiments)}",
-            declared="an answer from the runtime",
-            observed=f"the process {first.reason if first else how}",
-            cause=f"the runtime did not finish within the {'time' if how == 'timeout' else 'memory'} limit"
-            if limit
-            else "the runtime crashed on this model",
-            repair=Advice(
-                "caller", f"raise the limit: {limit}" if limit else "try another onnxruntime, or export again"
-            ),
-        )
+        cause, advice = "the runtime crashed on this model", "try another onnxruntime, or export again"
+        if limit:
+            cause = f"the runtime did not finish within the {'time' if how == 'timeout' else 'memory'} limit"
+            advice = f"raise the limit: {limit}"
+        fault = Fault("error", tuple(experiments), cause, Advice("caller", advice))
+        fault = fault.compare("an answer from the runtime", f"the process {first.reason if first else how}")
+        yield fault.also(where=f"experiment {', '.join(experiments)}")
 
 
 def _emptied_cache_explains(context: RunContext, run: Run) -> bool:

@@ -15,12 +15,11 @@ once there is a cache.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, CHUNKS, find_faulty_uses, find_named_cause, leave_to_other
-from kvdoctor.diagnose.checks._faults import CauseText, build_difference, report_cause, severity_of
+from kvdoctor.diagnose.checks._faults import OFF, CauseText, build_use_difference, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import Explained
 from kvdoctor.findings import Advice, Fault, check
@@ -48,9 +47,7 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
     export again.
     """
     for run, use in _unnamed(context, AT_LENGTHS):
-        cause = f"with {use.words}, logits with the cache differ from logits without it"
-        fault = build_difference(context, run, severity_of(run, use), cause)
-        yield replace(fault, use=use.required, effects=tuple(_describe_lengths(context, run)))
+        yield build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
 
 
 @check("KV309", "chunk-differs", "runs")
@@ -66,8 +63,7 @@ def chunk_differs(context: RunContext) -> Iterator[Fault]:
     """
     yield from report_cause(context, "chunk-differs", OTHER_TOKEN)
     for run, use in _unnamed(context, CHUNKS):
-        cause = f"with {use.words}, logits with the cache differ from logits without it"
-        yield replace(build_difference(context, run, use.severity, cause), use=use.required, repair=ONE_TOKEN)
+        yield build_use_difference(context, run, use, f", {OFF}").also(repair=ONE_TOKEN)
 
 
 def _unnamed(context: RunContext, experiments: tuple[str, ...]) -> "Iterator[tuple[Run, Use]]":

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from kvdoctor.contract import CacheContract, PhaseName, Slot
 from kvdoctor.decode.messages import TrialModel
-from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor, Step
+from kvdoctor.decode.runs import FaultLocation, FaultSource, Step
 from kvdoctor.diagnose.locate.cache_sides import change_entries, find_wrong_side
 from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, Take
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner
 from kvdoctor.diagnose.locate.match_values import FlatFile
 from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
-from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts, locate_at
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operator_of
 from kvdoctor.records import record
@@ -70,7 +70,8 @@ class DifferenceSearch:
         same = (self.left.file, self.left.taken) == (self.right.file, self.right.taken)
         other = flat if same else self.runner.flatten(self.right.file, self.right.taken)
         left, right = self._graph(flat, self.left), self._graph(other, self.right)
-        logits = [self._logits_value(f, self.contract.graph(p.name).port("logits")) for f, p in self._both(flat, other)]
+        sides = ((flat, self.left), (other, self.right))
+        logits = [self._logits_value(one, self.contract.graph(phase.name).port("logits")) for one, phase in sides]
         return CallPair(
             left=left,
             right=right,
@@ -83,11 +84,6 @@ class DifferenceSearch:
             passes=self.passes,
             caches=self._caches(other),
         )
-
-    def _both(
-        self, flat: RunnableGraph, other: RunnableGraph
-    ) -> tuple[tuple[RunnableGraph, PhaseGraph], tuple[RunnableGraph, PhaseGraph]]:
-        return (flat, self.left), (other, self.right)
 
     @staticmethod
     def _logits_value(flat: RunnableGraph, port: object) -> str:
@@ -114,7 +110,7 @@ class DifferenceSearch:
         slots = {
             slot.past: value for slot in self.contract.slots if (value := self._cache_value(flat, slot, phase.name))
         }
-        return FlatFile(flat, phase.file, named, content, slots)
+        return FlatFile(flat, named, content, slots)
 
     def _cache_value(self, flat: RunnableGraph, slot: Slot, phase: PhaseName) -> str | None:
         """The value of a graph that holds the whole cache of a slot."""
@@ -160,16 +156,14 @@ class DifferenceSearch:
         if divergence.compared < divergence.values:
             compared = f"{divergence.compared} of {divergence.values} intermediate tensors could be compared"
             lines.append(f"{compared}; the earliest divergence may be before it")
-        seen = {flat.label(name): self._fed(flat, name) for name in node.inputs if name}
-        return FaultLocation(
-            node=node.in_file,
-            scope=node.path.removesuffix(", "),
+        fed = [name for name in node.inputs if name in self.step.fed and name not in flat.producers]
+        return locate_at(
+            node,
+            words,
+            source,
             layer=node.layer(layers_of_pasts(self.contract)),
-            shapes={name: one for name, one in seen.items() if one is not None},
+            shapes={flat.label(name): self.step.fed[name] for name in fed},
             provenance=tuple(lines),
-            frozen_by=None,
-            source=source,
-            words=words,
             cause=cause,
         )
 
@@ -205,9 +199,6 @@ class DifferenceSearch:
             return f"its output is {off}, and so are later values", ""
         return f"no single node stands out: differences grow from node to node, and its output is {off}", ""
 
-    def _fed(self, flat: RunnableGraph, name: str) -> ObservedTensor | None:
-        return self.step.fed.get(name) if name not in flat.producers else None
-
     def _describe_cache(self, search: DivergenceSearch) -> FaultLocation:
         """Say which slots of the cache that was fed are wrong, and whether they hold the entries of others."""
         wrong = search.differing_caches()
@@ -218,17 +209,9 @@ class DifferenceSearch:
         slot = next((slot for slot in self.contract.slots if slot.past == wrong[0]), None)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         words = f"the past fed as {wrong[0]}{more} differs from the cache of the run without one{returned}"
-        return FaultLocation(
-            node=None,
-            scope="",
-            layer=slot.layer if slot else None,
-            shapes={name: self.step.fed[name] for name in wrong[:4]},
-            provenance=tuple(lines),
-            frozen_by=None,
-            source="graph",
-            words=words,
-            cause="new-entries-wrong",
-        )
+        shapes, layer = {name: self.step.fed[name] for name in wrong[:4]}, slot.layer if slot else None
+        cause = "new-entries-wrong"
+        return locate_at(None, words, "graph", layer=layer, shapes=shapes, provenance=tuple(lines), cause=cause)
 
     def _locate_outside(self, take: Take) -> FaultLocation:
         """Find the optimization level or the provider at fault: without optimization nothing differs."""
@@ -238,12 +221,10 @@ class DifferenceSearch:
                 if self.provider != "CPUExecutionProvider" and not self._wrong(
                     names, level, "CPUExecutionProvider", take
                 ):
-                    return locate_outside_graph(
-                        "kernel", f"the same step is right on the CPU and wrong on {self.provider}"
-                    )
+                    return locate_at(None, f"the same step is right on the CPU and wrong on {self.provider}", "kernel")
                 found = find_pass(lambda disabled: not self._wrong(names, level, None, take, disabled))  # noqa: B023
                 words = f"the step is wrong from optimization level {level!r} on, and right below it"
-                return locate_outside_graph("optimization", words + name_pass(found))
+                return locate_at(None, words + name_pass(found), "optimization")
         raise CannotCheck("run alone, the step returns the logits of the run without a cache")
 
     def _wrong(
@@ -272,8 +253,3 @@ def name_numbers(flat: RunnableGraph, value: str) -> str:
                 return "mask-not-offset"
             reached.update(node.makes)
     return ""
-
-
-def locate_outside_graph(source: FaultSource, words: str) -> FaultLocation:
-    """The location of a fault that no node of the graph has."""
-    return FaultLocation(None, "", None, {}, (), None, source, words)

@@ -15,7 +15,7 @@ from kvdoctor.contract import Axis
 from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, ObservedValues, TrialFailed
 from kvdoctor.diagnose.locate.origins import Origins, SizeSource, describe_origin
-from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, locate_at
 from kvdoctor.model.node_sizes import AxisOf, NodeSizes, NumberOf, find_unequal
 from kvdoctor.model.operator_axes import axes_of, read_equation
 from kvdoctor.model.operators import has, ports_of
@@ -87,11 +87,9 @@ def _reshape(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None
     if into is None or numbers is None:
         return None
     copies = not node.number("allowzero", 0)
-    wrong = [i for i, n in enumerate(numbers) if n == 0 and copies and i >= len(into)]
+    wrong = [Suspect(target, i, True) for i, n in enumerate(numbers) if n == 0 and copies and i >= len(into)]
     if wrong:
-        return [
-            Suspect(target, i, True) for i in wrong
-        ], f"the target {list(numbers)} copies an axis that does not exist"
+        return wrong, f"the target {list(numbers)} copies an axis that does not exist"
     wanted = [into[i] if n == 0 and copies else n for i, n in enumerate(numbers)]
     fixed, total = prod(n for n in wanted if n != -1), prod(into)
     if (-1 not in wanted and fixed == total) or (-1 in wanted and fixed and total % fixed == 0):
@@ -144,10 +142,8 @@ def _conv(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
     for place in range(places):
         reach = (weight[place + 2] - 1) * spread[place] + 1
         if data[place + 2] + pads[place] + pads[place + places] < reach:
-            size = data[place + 2]
-            return [
-                Suspect(node.inputs[0], place + 2, fits=reach)
-            ], f"an axis of length {size} is shorter than the reach of the kernel, {reach}"
+            text = f"an axis of length {data[place + 2]} is shorter than the reach of the kernel, {reach}"
+            return [Suspect(node.inputs[0], place + 2, fits=reach)], text
     return None
 
 
@@ -185,7 +181,6 @@ class FailingNode:
 
     runner: GraphRunner
     flat: RunnableGraph
-    source: Path
     node: RunnableNode
     feeds: "Mapping[str, Array]"
     axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
@@ -202,9 +197,8 @@ class FailingNode:
         origins = Origins(self.flat, known, {name: tuple(array.shape) for name, array in self.feeds.items()})
         suspects, clash = find_conflict(self.node, origins)
         if not suspects:
-            suspects = [
-                Suspect(name, axis) for name in self._computed() for axis in range(len(origins.shape(name) or ()))
-            ]
+            computed = [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
+            suspects = [Suspect(name, axis) for name in computed for axis in range(len(origins.shape(name) or ()))]
         sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in suspects]
         if not clash:
             sourced = [(suspect, sources) for suspect, sources in sourced if _moves(sources)]
@@ -214,15 +208,14 @@ class FailingNode:
         empty = bool(clash) and self._names_void(sourced) and self._makes(made, self._filled)
         frozen = _find_frozen(sourced) if clash and not empty else None
         source, words = self._assign_source(origins, sourced, frozen, clash)
-        return FaultLocation(
-            node=self.node.in_file,
-            scope=self.node.path.removesuffix(", "),
+        return locate_at(
+            self.node,
+            words,
+            source,
             layer=self.node.layer(self.layers),
             shapes={self.flat.label(name): self._seen(known, name) for name in self.node.inputs if name},
             provenance=tuple(dict.fromkeys(self._describe(origins, *one) for one in sourced)),
             frozen_by=frozen,
-            source=source,
-            words=words,
         )
 
     def _find_emptied(self, origins: Origins) -> list[SourcedSuspect]:
@@ -231,13 +224,10 @@ class FailingNode:
         sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in empty]
         return [one for one in sourced if self._names_void([one])]
 
-    def _computed(self) -> list[str]:
-        return [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
-
     def _known(self, feeds: Path) -> ObservedValues:
         reads = [name for name in self.node.reads if name in self.flat.producers]
         before = [name for node in self.flat.before(reads) for name in node.makes]
-        known = self.runner.known(self.flat, self.source, before, feeds, reads) if before else ObservedValues()
+        known = self.runner.known(self.flat, before, feeds, reads) if before else ObservedValues()
         for name, array in self.feeds.items():
             if array.dtype.kind in "iub" and array.size <= SHORT:
                 known.numbers[name] = tuple(int(number) for number in array.ravel())
@@ -247,16 +237,12 @@ class FailingNode:
         if name in known.shapes:
             return known.observed(name)
         if name in self.feeds:
-            kind = {"float32": "float", "float64": "double"}.get(
-                self.feeds[name].dtype.name, self.feeds[name].dtype.name
-            )
+            kind = self.feeds[name].dtype.name
+            kind = {"float32": "float", "float64": "double"}.get(kind, kind)
             return ObservedTensor(kind, tuple(self.feeds[name].shape))
         tensor = self.flat.constants.get(name)
-        return (
-            ObservedTensor("?", ())
-            if tensor is None
-            else ObservedTensor(ELEMENT_TYPES.get(tensor.data_type, "?"), tuple(tensor.dims))
-        )
+        kind, shape = (ELEMENT_TYPES.get(tensor.data_type, "?"), tuple(tensor.dims)) if tensor else ("?", ())
+        return ObservedTensor(kind, shape)
 
     @staticmethod
     def _sources(origins: Origins, suspect: Suspect) -> list[SizeSource]:
@@ -288,7 +274,7 @@ class FailingNode:
 
     def _moves_with(self, suspect: Suspect, feeds: "dict[str, Array]") -> bool | None:
         """Whether an axis has another length on other feeds; None where the graph does not get that far with them."""
-        variant = self.runner.variant(self.flat, self.source, shapes=[suspect.value])
+        variant = self.runner.variant(self.flat, shapes=[suspect.value])
         with contextlib.suppress(TrialFailed):
             after = self.runner.run(variant, self.runner.feeds(feeds))[suspect.value].values or ()
             before = self.runner.run(variant, self.runner.feeds(self.feeds))[suspect.value].values or ()
@@ -309,7 +295,7 @@ class FailingNode:
     def _makes(self, values: Sequence[str], feeds: "dict[str, Array]") -> bool:
         """Whether the graph computes some values on other feeds."""
         try:
-            self.runner.run(self.runner.variant(self.flat, self.source, shapes=values), self.runner.feeds(feeds))
+            self.runner.run(self.runner.variant(self.flat, shapes=values), self.runner.feeds(feeds))
         except TrialFailed:
             return False
         return True

@@ -6,7 +6,7 @@ the logits right when the reference value replaces it: that is an experiment, an
 caches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -126,19 +126,14 @@ class DivergenceSearch:
         """The pasts that hold the first entries of the counterpart of a value."""
         sides = self.sides
         names, other = list(sides.caches), self.pairs[value][0]
-        left = self.runner.variant(sides.left.flat, sides.left.source, values=names)
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=[other])
-        pairs = [(left.outputs[name], right.outputs[other], take) for name in names]
-        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
-        return [
-            name for name, facts in zip(names, results, strict=True) if facts and 0 <= facts.relative <= sides.passes
-        ]
+        found = self._compare_values([(name, other, take) for name in names])
+        return [name for name, facts in zip(names, found, strict=True) if facts and 0 <= facts.relative <= sides.passes]
 
     def _pair_entries(self, listed: list[tuple[str, str]]) -> dict[str, tuple[str, Take]]:
         """The pairs whose sizes show which entries correspond."""
         sides, fit = self.sides, dict[str, tuple[str, Take]]()
-        own = self.runner.sizes(sides.left.flat, sides.left.source, [one for one, _ in listed], sides.left_feeds)
-        whole = self.runner.sizes(sides.right.flat, sides.right.source, [two for _, two in listed], sides.right_feeds)
+        own = self.runner.sizes(sides.left.flat, [one for one, _ in listed], sides.left_feeds)
+        whole = self.runner.sizes(sides.right.flat, [two for _, two in listed], sides.right_feeds)
         self.sizes = own
         for one, two in listed:
             if one in own and two in whole:
@@ -166,13 +161,21 @@ class DivergenceSearch:
         return self._differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
 
     def _compare(self, names: list[str]) -> None:
-        sides = self.sides
-        left = self.runner.variant(sides.left.flat, sides.left.source, values=names)
-        others = list(dict.fromkeys(self.pairs[name][0] for name in names))
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=others)
-        pairs = [(left.outputs[n], right.outputs[self.pairs[n][0]], self.pairs[n][1]) for n in names]
-        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
+        results = self._compare_values([(name, *self.pairs[name]) for name in names])
         self.found |= {name: facts for name, facts in zip(names, results, strict=True) if facts is not None}
+
+    def _compare_values(
+        self, wanted: list[tuple[str, str, Take]], replaced: Sequence[str] = ()
+    ) -> tuple[ValueDifference | None, ...]:
+        """Compare values of the left graph with values of the right one; some are replaced by their counterparts."""
+        sides, flat = self.sides, self.sides.left.flat
+        given = {name: element_type(self.found[name].dtype) for name in replaced if name in flat.producers}
+        left = self.runner.variant(flat, values=[one for one, _, _ in wanted], given=given)
+        others = dict.fromkeys([*(self.pairs[name][0] for name in replaced), *(two for _, two, _ in wanted)])
+        right = self.runner.variant(sides.right.flat, values=others)
+        pairs = [(left.outputs[one], right.outputs[two], take) for one, two, take in wanted]
+        inject = [(name, right.outputs[self.pairs[name][0]], self.pairs[name][1]) for name in replaced]
+        return self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs, inject)
 
     def _differs(self, name: str) -> bool:
         facts = self.found.get(name)
@@ -207,8 +210,8 @@ class DivergenceSearch:
         if left.flat is not right.flat:
             return ()
         names = find_switches(left)
-        known = (self.runner.sizes(s.flat, s.source, names, f) for s, f in self._both())
-        own, whole = known if names else ({}, {})
+        feeds = (self.sides.left_feeds, self.sides.right_feeds)
+        own, whole = (self.runner.sizes(left.flat, names, one) for one in feeds) if names else ({}, {})
         names = [name for name in names if name in own and own[name] == whole.get(name)]
         self.pairs |= {name: (name, [None] * len(own[name])) for name in names}
         if names:
@@ -216,21 +219,11 @@ class DivergenceSearch:
         chosen = tuple(name for name in names if self._differs(name))
         return chosen if chosen and self._makes_logits_right(*chosen) else ()
 
-    def _both(self) -> tuple[tuple[FlatFile, Path], tuple[FlatFile, Path]]:
-        return (self.sides.left, self.sides.left_feeds), (self.sides.right, self.sides.right_feeds)
-
     def _makes_logits_right(self, *names: str) -> bool:
         """Whether the logits are right where the reference values replace some values."""
-        sides, flat = self.sides, self.sides.left.flat
-        given = {name: element_type(self.found[name].dtype) for name in names if name in flat.producers}
-        left = self.runner.variant(flat, sides.left.source, values=[sides.logits[0]], given=given)
-        others = dict.fromkeys(self.pairs[name][0] for name in names)
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=[*others, sides.logits[1]])
-        two, take = self.pairs[sides.logits[0]]
-        pairs = [(left.outputs[sides.logits[0]], right.outputs[two], take)]
-        inject = [(name, right.outputs[self.pairs[name][0]], self.pairs[name][1]) for name in names]
-        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs, inject)
-        return bool(results[0] is not None and 0 <= results[0].relative <= self.sides.passes)
+        logits = self.sides.logits[0]
+        found = self._compare_values([(logits, *self.pairs[logits])], names)[0]
+        return found is not None and 0 <= found.relative <= self.sides.passes
 
 
 def find_switches(graph: FlatFile) -> list[str]:

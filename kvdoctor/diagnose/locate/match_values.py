@@ -31,14 +31,13 @@ Key = tuple[object, ...]
 
 @record(slots=False)
 class FlatFile:
-    """A flat graph with the file it is from, its inputs by role, and its caches.
+    """A flat graph with its inputs by role, and its caches.
 
     `content` are the inputs with token content: tokens, encoder states and pasts. `slots` gives the values that hold
     the whole cache of a slot.
     """
 
     flat: RunnableGraph
-    source: Path
     roles: Mapping[str, str]
     content: tuple[str, ...]
     slots: Mapping[str, str]
@@ -86,7 +85,7 @@ class _Numbering:
         self.used = Counter(name for node in graph.flat.nodes for name in set(node.reads))
         behind = {name: slot for slot, name in graph.slots.items()}
         for name, tensor in graph.flat.constants.items():
-            self.keys[name] = ("constant", content(tensor, graph.source))
+            self.keys[name] = ("constant", content(tensor, graph.flat.source))
         for name, slot in behind.items():
             self.keys[name] = ("slot", slot)
         for node in graph.flat.nodes:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import FaultLocation, PartDifference
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner
-from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode
+from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode, locate_at
 from kvdoctor.diagnose.node_source import module_of
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operators_with
 from kvdoctor.records import record
+from kvdoctor.report.wording import shorten_names
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
@@ -141,7 +142,6 @@ class ModuleSearch:
     """Compares one call of a graph without a cache with the modules of a checkpoint."""
 
     runner: GraphRunner
-    source: Path
     flat: RunnableGraph
     call: ModuleCall
     passes: float
@@ -228,13 +228,13 @@ class ModuleSearch:
         }
         values = [name for node in self.flat.nodes for name in node.makes]
         fed = self._entering(self.flat.nodes)
-        sizes = self.runner.sizes(self.flat, self.source, [*fed, *values], self.call.feeds)
+        sizes = self.runner.sizes(self.flat, [*fed, *values], self.call.feeds)
         chosen, total = [], 0
         for name, shape in sizes.items():
             total += 4 * prod(shape) if prod(shape) in wanted else 0
             if prod(shape) in wanted and prod(shape) > 1 and total <= MOST_BYTES:
                 chosen.append(name)
-        return self.runner.arrays(self.flat, self.source, chosen, self.call.feeds)
+        return self.runner.arrays(self.flat, chosen, self.call.feeds)
 
     def _closest(self, names: Iterable[str], expected: "Array | None") -> tuple[float, str] | None:
         """The value closest to an array: its difference and its name."""
@@ -287,29 +287,19 @@ class ModuleSearch:
         nodes = [node for node in between if not self._is_of_lengths(node)] or between
         nodes = [node for node in nodes if node.op not in MOVING] or nodes
         off = "finite in other entries" if first.relative < 0 else f"off by {first.relative:.2g} standard deviations"
-        if at is first.module:
-            words = f"the inputs of {at.shown} agree, and its output is {off}"
-        else:
-            words = (
-                f"the inputs of {at.shown} agree, and those of {first.module.shown} in it do not: its output is {off}"
-            )
+        inner = "its" if at is first.module else f"those of {first.module.shown} in it do not: its"
+        words = f"the inputs of {at.shown} agree, and {inner} output is {off}"
         if not sudden:
             words = f"no single module stands out: differences grow, and the output of {first.module.shown} is {off}"
-        place = nodes[0] if nodes else None
         match = LAYER.search(first.module.name)
-        listed = ", ".join(node.in_file.shown for node in nodes[:SHOWN_NODES])
-        more = f" and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
-        return FaultLocation(
-            node=place.in_file if place is not None else None,
-            scope=place.path.removesuffix(", ") if place is not None else "",
+        listed = shorten_names([node.in_file.shown for node in nodes], SHOWN_NODES)
+        compute = "this node computes" if len(nodes) == 1 else "these nodes compute"
+        return locate_at(
+            next(iter(nodes), None),
+            words,
+            "graph" if sudden else "precision",
             layer=int(match[1]) if match else None,
-            shapes={},
-            provenance=(f"{'this node computes' if len(nodes) == 1 else 'these nodes compute'} it: {listed}{more}",)
-            if nodes
-            else (),
-            frozen_by=None,
-            source="graph" if sudden else "precision",
-            words=words,
+            provenance=(f"{compute} it: {listed}",) if nodes else (),
         )
 
     def _is_of_lengths(self, node: RunnableNode) -> bool:
