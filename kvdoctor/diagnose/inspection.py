@@ -22,7 +22,7 @@ from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import as_argument, free_name
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.files import MODEL_SUFFIXES
@@ -65,12 +65,9 @@ def inspect(
         if predicts:
             found += predict_faults(context, found, options.selection)
         results += correct_advice(found, context, check_advice, options, None)
-    unknown = (
-        NotChecked(None, "KV401-KV403", f"{target.words} is newer than the measured releases; step-test can run it")
-        for target in options.targets
-        if target.limits is None
-    )
-    results += CheckResults(not_checked=tuple(unknown))
+    for target in (target for target in options.targets if target.limits is None):
+        text = f"{target.words} is newer than the measured releases; step-test can run it"
+        results += leave_open(None, "KV401-KV403", text, essential=False)
     results = _leave_out_repeated(results)
     report = build_report("inspect", folder, options, results, stacks)
     rounds: set[Round] = {"file", "contract", *(("targets",) if options.targets else ())}
@@ -96,10 +93,9 @@ def _can_cut_logits(stack: StackFiles, contract: CacheContract) -> bool:
 def _leave_out_repeated(results: CheckResults) -> CheckResults:
     """The results without an invalid graph that a file makes suspect, where its stack confirms it."""
     invalid = {f.file for f in results.findings if f.name == "invalid-graph" and f.confidence == "confirmed"}
-    kept = (
-        f for f in results.findings if f.confidence == "confirmed" or f.name != "invalid-graph" or f.file not in invalid
-    )
-    return replace(results, findings=tuple(kept))
+    suspects = [f for f in results.findings if f.name == "invalid-graph" and f.confidence == "suspected"]
+    repeated = [f for f in suspects if f.file in invalid]
+    return replace(results, findings=tuple(f for f in results.findings if f not in repeated))
 
 
 def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> CheckResults:
@@ -109,7 +105,7 @@ def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> C
         context = FileContext(folder=folder, file=file, weights=options.weights, unrun=unrun)
         found += run_checks(context, "file", options.selection)
     if not folder.stacks and not any(file.role == "unreadable" for file in folder.files):
-        found += CheckResults(not_checked=(NotChecked(None, "*", _explain_no_stack(folder), essential=True),))
+        found += leave_open(None, "*", _explain_no_stack(folder))
     return found
 
 

@@ -43,7 +43,7 @@ from kvdoctor.diagnose.not_checked import (
     find_unsearched,
     list_absent,
 )
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.options import Options
@@ -163,8 +163,8 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    golden, draft = _read_golden(options), open_draft(options.draft) if options.draft is not None else None
-    prompted, checkpoint = _read_prompt(options, contracts), _open_checkpoint(options)
+    draft, prompted = open_draft(options.draft) if options.draft is not None else None, _read_prompt(options, contracts)
+    checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
     session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
     results = sum((part.results for part in parts), results)
@@ -256,9 +256,8 @@ def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
     if context.draft is None:
         return None
     if loop is None or loop.shows != "passed":
-        return DraftFacts(
-            context.stack.name, context.draft.shown, 0, reason="the loop of the model itself did not pass"
-        )
+        reason = "the loop of the model itself did not pass"
+        return DraftFacts(context.stack.name, context.draft.shown, 0, reason=reason)
     target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
     return grade_draft(target, context.draft, session.options, session.runtime)
 
@@ -304,25 +303,22 @@ def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Optio
         return options
     from kvdoctor.decode.samples import read_samples
 
-    return replace(
-        options, prompt_ids=read_samples(options.prompt_ids, options.inputs, tuple(contracts.values())).prompt
-    )
+    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()))
+    return replace(options, prompt_ids=samples.prompt)
 
 
-def _open_checkpoint(options: Options) -> "Checkpoint | None":
-    if options.reference is None:
-        return None
-    from kvdoctor.diagnose.checkpoint import Checkpoint
+def _open_others(options: Options) -> "tuple[Checkpoint | None, Golden | None]":
+    """The checkpoint and the golden numbers to compare with."""
+    checkpoint = golden = None
+    if options.against is not None:
+        from kvdoctor.diagnose.golden import read_golden
 
-    return Checkpoint(options.reference, options.offline)
+        golden = read_golden(options.against)
+    if options.reference is not None:
+        from kvdoctor.diagnose.checkpoint import Checkpoint
 
-
-def _read_golden(options: Options) -> "Golden | None":
-    if options.against is None:
-        return None
-    from kvdoctor.diagnose.golden import read_golden
-
-    return read_golden(options.against)
+        checkpoint = Checkpoint(options.reference, options.offline)
+    return checkpoint, golden
 
 
 def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults:
@@ -334,8 +330,7 @@ def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults
     try:
         compared = compare_with_golden(context, session.golden, session.options, session.runtime)
     except CannotCheck as error:
-        reason = f"not compared with {session.golden.words}: {error}"
-        return CheckResults(not_checked=(NotChecked(context.stack.name, CODE, reason, essential=True),))
+        return leave_open(context.stack.name, CODE, f"not compared with {session.golden.words}: {error}")
     found = run_checks(extend_context(context, GoldenContext, golden=compared), "golden", session.options.selection)
     open_checks = tuple(replace(entry, essential=True) for entry in found.not_checked)
     notes = () if found.findings or open_checks else (f"{context.stack.name}: {compared.words}",)
@@ -349,20 +344,16 @@ def _compare_with_checkpoint(
     checkpoint, options, logits = session.checkpoint, session.options, files.logits
     if checkpoint is None or logits is None:
         return context, CheckResults()
-    from kvdoctor.diagnose.checkpoint import NAME, compare_with_checkpoint, find_arithmetic
+    from kvdoctor.diagnose.checkpoint import NAME, compare_with_checkpoint, find_arithmetic, locate_in_modules
+    from kvdoctor.diagnose.locate.search import LocateContext
 
     runs, results = compare_with_checkpoint(context, checkpoint, logits)
     run = next((run for run in runs if run.experiment == NAME and run.outcome == "differs"), None)
     if run is None or not session.plan.locate:
         return replace(context, runs=runs), results
-    from kvdoctor.diagnose.checkpoint import locate_in_modules
-    from kvdoctor.diagnose.locate.search import LocateContext
-
     if options.show_line is not None:
         options.show_line("locating the difference to the checkpoint in its modules")
-    search = LocateContext(
-        context.stack, context.contract, session.runtime, options.provider, files.calls, context.tolerance
-    )
+    search = LocateContext.of(context, session.runtime, options.provider, files.calls)
     located = locate_in_modules(run, search, checkpoint, logits, find_arithmetic(context))
     return replace(context, runs=tuple(located if each is run else each for each in runs)), results
 

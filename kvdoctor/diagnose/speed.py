@@ -20,10 +20,9 @@ from kvdoctor.diagnose.examine import list_thresholds
 from kvdoctor.diagnose.golden import measure_size
 from kvdoctor.diagnose.inspection import build_context, check_files
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.diagnose.settle import settle_unknown
 from kvdoctor.errors import UsageError, as_argument
-from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import SpeedFacts, StackFacts
@@ -54,10 +53,8 @@ def measure_speed(
         contract = settle_unknown(context, options, runtime).contract
         stacks.append(stack_facts(stack, contract, folder.side_cars))
         context = replace(context, contract=contract)
-        if (unmet := next(find_unmet_preconditions(stack, contract), None)) is not None:
-            results += _leave_open(stack.name, unmet)
-            continue
-        facts, reason = _measure(context, options, runtime)
+        unmet = next(find_unmet_preconditions(stack, contract), None)
+        facts, reason = _measure(context, options, runtime) if unmet is None else (None, unmet)
         if facts is None:
             results += _leave_open(stack.name, reason)
             continue
@@ -96,17 +93,8 @@ def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tu
     left_out = (*_list_left_out(context, done, thresholds), *done.left_out)
     if not done.points:
         return None, "; ".join(left_out) or "no length of the past was measured"
-    facts = SpeedFacts(
-        stack=context.stack.name,
-        processor=describe_processor(),
-        threads=count_threads(),
-        provider=options.provider,
-        points=done.points,
-        steps=done.steps,
-        grown_bytes=done.grown_bytes,
-        left_out=left_out,
-    )
-    return facts, ""
+    machine, measured = (describe_processor(), count_threads(), options.provider), (done.points, done.steps)
+    return SpeedFacts(context.stack.name, *machine, *measured, done.grown_bytes, left_out), ""
 
 
 def _list_left_out(context: ContractContext, done: SpeedDone, thresholds: tuple[Threshold, ...]) -> Iterator[str]:
@@ -199,12 +187,11 @@ def _compare(now: SpeedFacts, old: SpeedFacts) -> tuple[tuple[SpeedDifference, .
         return differences, reasons
     reason = f"the rounds vary too much to decide: {', '.join(noisy)}"
     everything = len(noisy) == len(compared) * TIMES
-    open_check = NotChecked(now.stack, SLOWER, reason, essential=everything)
-    return differences, reasons + CheckResults(not_checked=(open_check,))
+    return differences, reasons + leave_open(now.stack, SLOWER, reason, essential=everything)
 
 
 def _leave_open(stack: str, reason: str) -> CheckResults:
-    return CheckResults(not_checked=(NotChecked(stack, SLOWER, f"speed: {reason}", essential=True),))
+    return leave_open(stack, SLOWER, f"speed: {reason}")
 
 
 def describe_processor() -> str:

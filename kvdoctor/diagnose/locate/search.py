@@ -10,6 +10,7 @@ from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, Run
 from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph
 from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, TrialFailed
@@ -35,6 +36,11 @@ class LocateContext:
     provider: str
     calls: Path
     tolerance: Tolerance
+
+    @classmethod
+    def of(cls, context: ContractContext, runtime: Runtime, provider: str, calls: Path) -> "LocateContext":
+        """What is known of a stack that was run."""
+        return cls(context.stack, context.contract, runtime, provider, calls, context.tolerance)
 
 
 def locate_fault(run: Run, context: LocateContext) -> Run:
