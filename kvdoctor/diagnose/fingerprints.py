@@ -21,6 +21,7 @@ the names of their stacks and files. The path of the model is not part of it: a 
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -72,12 +73,10 @@ def with_distinct_fingerprints(findings: tuple[Finding, ...]) -> tuple[Finding, 
 
 def compute_fingerprint(check: str, subject: Iterable[str], apart: Sequence[str], origin: FindingOrigin) -> str:
     """The fingerprint of one finding, by the rules above."""
-    parts = {one.name: part_of(one) for one in origin.files}
-    graph = [
-        part_of(origin.file) if origin.file else "",
-        origin.stack.kind if origin.stack else "",
-        *(_describe_weights(origin.file) if origin.file else ()),
-    ]
+    parts, view = {one.name: part_of(one) for one in origin.files}, origin.file.view if origin.file else None
+    graph = [part_of(origin.file) if origin.file else "", origin.stack.kind if origin.stack else ""]
+    if view is not None:  # how most weights are stored, and the operators that read packed or rounded ones
+        graph += [_find_commonest_type(view), *sorted(op for op in view.operators if any(one in op for one in PACKED))]
     about = sorted(parts.get(name, name) for name in subject)
     identity = json.dumps([check, graph, about, [parts.get(name, name) for name in apart]])
     return _digest(identity.encode("ascii"))
@@ -107,20 +106,9 @@ def part_of(file: OnnxFile) -> str:
     return "beside" if file.role in NAMED_ALONE else "first-step"
 
 
-def _describe_weights(file: OnnxFile) -> list[str]:
-    """How most weights are stored, and the operators that read packed or rounded ones."""
-    if file.view is None:
-        return []
-    packed = sorted(op for op in file.view.operators if any(word in op for word in PACKED))
-    return [_find_commonest_type(file.view), *packed]
-
-
 def _find_commonest_type(view: GraphView) -> str:
     """The element type with the most weights."""
     sizes: Counter[str] = Counter()
     for tensor in view.model.graph.initializer:
-        count = 1
-        for size in tensor.dims:
-            count *= size
-        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += count
+        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += math.prod(tensor.dims)
     return min(sizes, key=lambda kind: (-sizes[kind], kind), default="")

@@ -60,9 +60,8 @@ def _leave_open(context: ContractContext, contract: CacheContract, unknown: list
     """The contract with what is open, and the options that give it."""
     names = " and ".join(repr(one.subject) for one in unknown[:MOST_NAMES])
     ways = " ".join(f"--feed {one.subject}=VALUE" for one in unknown[:MOST_NAMES])
-    reason = (
-        f"not run: nothing in the file says what to feed {names}, and {why}; {ways} gives a constant, --contract a role"
-    )
+    reason = f"not run: nothing in the file says what to feed {names}, and {why}"
+    reason += f"; {ways} gives a constant, --contract a role"
     return Reading(contract, (NotChecked(context.stack.name, CODE, reason, essential=True),))
 
 

@@ -3,33 +3,31 @@
 What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
 without a cache, by more than rounding explains.
 
-How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
-quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
-difference below four times that noise is not a fault. A model that rounds (float16, bfloat16, quantized activations, or
-the cache alone) is run a second time as a float32 copy, where different splits of a correct model agree to 1e-6
-standard deviations. A difference there is a fault, and a warning if the own rounding of the model is larger than it. If
-the float32 copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a
-warning. It is also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear,
-which also cut off large entries, Round between two scales, a Cast to fewer bits and back), and that changes the logits
-by more than the limit of the model's arithmetic; the finding has the size. Such a cache is an error if at least every
-second step is off by more than half of what a corrupted cache changes, or by more than 0.6 standard deviations, the
-loosest limit of any arithmetic: the rounded cache is then hardly better than a wrong one.
+How it is decided: the difference of each step is measured in standard deviations of the logits. The noise of a
+dynamically quantized model is measured first, by sequences of several lengths without any cache; a difference below
+four times that noise is no fault. A model that rounds (float16, bfloat16, quantized activations, or the cache alone) is
+run again as a float32 copy, where different splits of a correct model agree to 1e-6 standard deviations. A difference
+there is a fault, and a warning if the rounding of the model is larger. If the copy is correct, only rounding makes the
+model differ: a few such steps are ignored, most steps are a warning. It is also a warning if the graph rounds the cache
+before it returns it (QuantizeLinear and DequantizeLinear, which also cut off large entries, Round between two scales, a
+Cast to fewer bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding
+has the size. Such a cache is an error if at least every second step is off by more than half of what a corrupted cache
+changes, or by more than 0.6 standard deviations, the loosest limit of any arithmetic.
 
 Where no other token changes the logits, or the keys and values of a layer, a wrong cache would change nothing either:
 that is not checked, and never healthy.
 
-Where a graph takes one token a call, no call without a cache exists. Then the same tokens are fed again, in this
-session and in one of another process, in turn with a second sequence; noise in each slot must change the logits, and so
-must another token at each place that the cache keeps. Such a model is healthy by these comparisons, and the report says
-that there was no other. With `--thorough`, recurrent states are fed 2,000 tokens: one that each step amplifies is
-KV304.
+Where a graph takes one token a call, no call without a cache exists. The same tokens are fed again, in this session and
+in one of another process, in turn with a second sequence; noise in each slot must change the logits, and so must
+another token at each place that the cache keeps. The report says that such a model was compared in no other way. With
+`--thorough`, recurrent states are fed 2,000 tokens: one that each step amplifies is KV304.
 
-Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second table lists its effect
-on the next token (cosine, divergence, the likeliest tokens), the growth of the error over the steps, and the difference
-of the cache from the one of a single call over the same tokens.
+Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second one its effect on the
+next token (cosine, divergence, the likeliest tokens), the growth of the error, and the difference of the cache from
+that of a single call over the same tokens.
 
-Repair: correct the node that the evidence names, or export again. A difference only with a batch of 2, or only
-with another encoder length, is a warning.
+Repair: correct the node that the evidence names, or export again. A difference only with a batch of 2, or only with
+another encoder length, is a warning.
 """
 
 from collections.abc import Iterator

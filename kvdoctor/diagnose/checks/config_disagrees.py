@@ -7,14 +7,14 @@ runtime, or reads past the end of a table; or the export lost what the checkpoin
 How it is decided: compared are layers, kv heads and head width, vocabulary, and the context with the rows of the
 position table; of config.json also, with constants of the graph, window, rotary base, width and scaling, epsilon,
 activation, scale and cap of the scores, factors and cap of the logits, embeddings and residuals, tied embeddings,
-biases, feed-forward width, experts and encoder layers; of onnxruntime-genai also names, templates, the attention
-window and whether past and present can share a buffer; of generation_config.json the token ids with the logits and the
+biases, feed-forward width, experts and encoder layers; of onnxruntime-genai also names, templates, the attention window
+and whether past and present can share a buffer; of generation_config.json the token ids with the logits and the
 embedding table, and the longest sequence with the position table; end tokens with the tokenizer's; of export.json the
 files and the traced inputs; of inference_metadata.yaml (onnx-genai; the form proposed in onnx/onnx#8184) also files,
 ports, which present is the next past, and the axis that counts tokens; of the tokenizer its end, start and padding
-tokens and its vocabulary. Only what both sides state counts: a constant in an unknown form is no difference. Nor are a
-vocabulary padded to a round number, added tokens (for images), a longer table, layers without a cache of their own,
-several kinds of attention, a config of another model in the folder.
+tokens and its vocabulary. Only what both sides state counts. No difference are a vocabulary padded to a round number,
+added tokens (for images), a longer table, layers without a cache of their own, several kinds of attention, a config of
+another model in the folder.
 
 Reproduce: `kvdoctor contract MODEL` shows names and sizes as the graph has them.
 
@@ -37,8 +37,7 @@ from kvdoctor.diagnose.checks.side_cars.config_json import (
 from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
 from kvdoctor.diagnose.checks.side_cars.inference_metadata import inference_metadata
-from kvdoctor.diagnose.checks.side_cars.stop_tokens import generation_stops
-from kvdoctor.diagnose.checks.side_cars.tokenizer import special_tokens, vocabulary
+from kvdoctor.diagnose.checks.side_cars.tokenizer import generation_stops, special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 

@@ -7,13 +7,13 @@ and without the cache, so that both agree and both are wrong; also where no leng
 positions ends there. A step that fails beyond the declared length is not a fault.
 
 How it is decided: the loop is run to the declared length. One token at each of 50 positions must have a different key
-in the first layer at every position, or, if keys do not encode positions, at none. The same is done beyond each length
-that the graph compares with, or at which a type to which it casts positions ends or rounds (float16: 2,048).
+in the first layer at every position, or, if keys do not encode positions, at none; also beyond each length that the
+graph compares with, or at which a type to which it casts positions ends or rounds (float16: 2,048).
 
 Reproduce: `kvdoctor step-test MODEL --thorough -v`, experiments `full-context` and `numbering`.
 
 Repair: export again with tables of the declared length, or declare the length that the graph supports. `--require
-full-context` runs the experiment and makes the finding an error.
+full-context` makes the finding an error.
 """
 
 from collections.abc import Iterator

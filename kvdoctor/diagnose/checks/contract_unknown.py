@@ -1,8 +1,8 @@
 """The graph has a cache, but its contract cannot be read.
 
 What it means: some inputs or outputs look like a cache, but kvdoctor could not read from the graph what a loop must
-feed, feed back and keep. No decode step was run, so nothing is known of the health of the model: the exit code is 3,
-and the line says what is missing and which option gives it. It is an error only where the graph contradicts itself.
+feed, feed back and keep. No decode step was run: the exit code is 3, and the line says what is missing and which option
+gives it. It is an error only where the graph contradicts itself.
 
 The same code stands for a cache that the module holds in an attribute or buffer, which the export stored as constants:
 the graph has neither past inputs nor present outputs, and every call starts from the same cache.

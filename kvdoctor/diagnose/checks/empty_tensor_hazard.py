@@ -3,17 +3,17 @@
 What it means: an output without elements has a null data pointer. That is harmless in Python, but a binding that builds
 a slice from the pointer aborts: the Rust crate `ort` 2.0.0-rc.10 does in builds that check for undefined behavior
 (`slice::from_raw_parts requires the pointer to be aligned and non-null`); earlier releases return an error; rc.11 fixed
-it. Up to rc.12 the same crate also refuses to create a tensor with a dimension of 0 from data, so that a loop which
-starts with an empty past cannot start.
+it. Up to rc.12 the same crate refuses to create a tensor with a dimension of 0 from data, so that a loop which starts
+with an empty past cannot start.
 
 How it is decided: by the shapes and pointers that the loops showed. Without a `--target` that names an affected
 binding, an output is a note, and is not reported if the emptied cross-attention cache (KV203) explains it.
 
 Reproduce: `kvdoctor step-test MODEL -v` marks such outputs in the table of steps.
 
-Repair: skip outputs whose shape contains a zero, or use a release of the binding that does. If the cause is the emptied
-cross-attention cache (KV203), its repair removes the output. For an empty past: a newer release of the binding; with a
-merged decoder, feed a past of length 1 with the switch off at the first step, which ignores it.
+Repair: skip outputs whose shape contains a zero, or use a release of the binding that does. The repair of the emptied
+cross-attention cache (KV203) removes the output. For an empty past: a newer release of the binding; with a merged
+decoder, feed a past of length 1 with the switch off at the first step, which ignores it.
 
 Source: issue 424 of the crate `ort`.
 """

@@ -5,10 +5,10 @@ logits now, or leave different entries in a cache: weights, graph, runtime or pr
 arithmetic explains. The logits with and without a cache may still agree.
 
 How it is decided: the tokens of the file are decoded again, with its seed, in one long decoding, one with chunks, and a
-batch. Samples of the logits of each call, and of each cache after the last call, are compared; the tolerance is that of
-the less exact arithmetic, of the recording or of now. Where the weights are quantized differently (8 bits, 4 bits),
-the correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may
-store keys in a different form.
+batch. Samples of the logits of each call, and of each cache after the last call, are compared, by the tolerance of the
+less exact arithmetic, of the recording or of now. Where the weights are quantized differently (8 bits, 4 bits), the
+correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may store
+keys in a different form.
 
 Reproduce: `kvdoctor step-test MODEL --against golden.npz`.
 

@@ -5,15 +5,14 @@ fixed size the same length as before.
 
 How it is decided: the lengths that each step returns are compared with those that it was fed: in the loop, and in runs
 at other lengths, where a step that returns a wrong length counts if the step after it is the first of that run to fail
-or to have wrong logits. The new tokens are followed through the graph,
-without a run; a run whose logits match those of a run without the cache overrules this. If the graph does not show it,
-a step with differing logits is run with another token, which must change its entry. A buffer that is written one
-position too far decodes the same with and without a cache; if its logits change with its earlier content, the positions
-that a step wrote are compared. If a graph takes one token a call, another token must change every state that a step
-returns, and another token at each place of the history must change the logits, within the reach of a sliding window: as
-many latest tokens count at every step, the cache still has the others, and the graph compares a length with its width.
-A recurrent or convolution state must change with the tokens of a step and with the state before it, and a counter by
-the number of tokens.
+or to have wrong logits. The new tokens are followed through the graph, without a run; a run whose logits match those of
+a run without the cache overrules this. Else a step with differing logits is run with another token, which must change
+its entry. A buffer that is written one position too far decodes the same with and without a cache; if its logits change
+with its earlier content, the positions that a step wrote are compared. If a graph takes one token a call, another token
+must change every state that a step returns, and at each place of the history the logits, within the reach of a sliding
+window: as many latest tokens count at every step, the cache still has the others, and the graph compares a length with
+its width. A recurrent or convolution state must change with the tokens of a step and with the state before it, and a
+counter by the number of tokens.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 

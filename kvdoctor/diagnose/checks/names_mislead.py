@@ -1,11 +1,10 @@
 """The names of inputs or outputs do not match the cache of the graph.
 
 What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
-a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. Or the
-outputs have the numbers of the inputs, each of another layer: a warning, since a loop that matches numbers goes wrong.
-Or no names tell which output belongs to which input, and the outputs are in another order than the inputs: a warning,
-since a loop that goes by their order computes wrong logits, and no runtime reports an error. The contract and all runs
-follow the graph; a loop that goes by the names, as most libraries do, feeds slots wrongly.
+a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. It is a
+warning if the outputs have the numbers of the inputs, each of another layer, or if no names tell which output belongs
+to which input, and the outputs are in another order than the inputs: a loop that matches numbers, or goes by their
+order, computes wrong logits, and no runtime reports an error. The contract and all runs follow the graph.
 
 Reproduce: `kvdoctor contract MODEL` lists each slot as the graph uses it.
 

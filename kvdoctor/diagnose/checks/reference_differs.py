@@ -1,20 +1,19 @@
 """Logits differ from the PyTorch checkpoint.
 
-What it means: the same tokens, and the same encoder input, give logits that differ from those of the checkpoint
-`--reference`: the model was exported from a different checkpoint or revision, weights were changed or lost, the
-exporter traced the wrong function, or an optimization is wrong. A loop with a cache can be consistent and still compute
-these wrong logits.
+What it means: the same tokens, and the same encoder input, give other logits than the checkpoint `--reference`: the
+model was exported from a different checkpoint or revision, weights were changed or lost, the exporter traced the wrong
+function, or an optimization is wrong. A loop with a cache can be consistent and still compute these wrong logits.
 
 How it is decided: `--reference CHECKPOINT` runs the checkpoint in float32, in a separate process: the whole sequence
 without a cache, then a prefill and one token per step. The difference of the logits is compared with the tolerance for
 the arithmetic of the graph; for weights rounded to 8 bits or fewer, the correlation of the logits decides. Where they
-differ without a cache, the outputs of the checkpoint's modules are compared with values of the graph. A module is found
-by the names that the exporter gave the nodes. The first one whose inputs agree and whose output does not is named, with
-the nodes between; where no name tells, the difference is not placed.
+differ without a cache, the outputs of the checkpoint's modules are compared with values of the graph, by the names that
+the exporter gave the nodes. The first module whose inputs agree and whose output does not is named, with the nodes
+between; where no name tells, the difference is not placed.
 
 Reproduce: `kvdoctor step-test MODEL --reference CHECKPOINT -v`, experiment `against-checkpoint`.
 
-Repair: export again from that checkpoint with a current exporter; if it is the wrong checkpoint, name the right one.
+Repair: export again from that checkpoint; if it is the wrong checkpoint, name the right one.
 """
 
 from collections.abc import Iterator

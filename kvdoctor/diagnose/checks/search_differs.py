@@ -1,9 +1,9 @@
 """The tokens of an operator that runs the whole decode loop differ from those of a loop over its decoder.
 
-What it means: a graph with BeamSearch, GreedySearch or WhisperBeamSearch holds its decoder as a subgraph. The operator
-feeds that subgraph by position, not by name: each present becomes the past at the same position. Where the
-order differs, or a second graph for the first step (`init_decoder`) computes something else, the model runs without an
-error and generates different text.
+What it means: a graph with BeamSearch, GreedySearch or WhisperBeamSearch holds its decoder as a subgraph, which the
+operator feeds by position, not by name: each present becomes the past at the same position. Where the order differs, or
+a second graph for the first step (`init_decoder`) computes something else, the model runs without an error and
+generates different text.
 
 How it is decided: the subgraphs are run as models of their own, by the cache contract that their names and dataflow
 give, with a search by the rules of the operator: greedy, then with 2 and 4 beams. The tokens and the scores of the

@@ -5,10 +5,10 @@ one number, NaN or Inf from a conversion to half precision, or numbers beyond 10
 computes is not.
 
 How it is decided: `kvdoctor inspect MODEL --weights` reads all values, in portions. Zero and constant count for
-matrices of MatMul, Gemm, Conv and Gather only: biases of zeros, and scales of a norm that are all one number, are
-normal, and so are the zeros of a new LoRA adapter, and tables of less than 16 rows: the types of tokens, which RoBERTa
-does not use. Inf counts where a matrix is multiplied, since masks hold it; NaN counts anywhere, also in the scale of
-a rounded weight. Without `--weights` nothing is read and nothing is reported. Weights in packed types are not read.
+matrices of MatMul, Gemm, Conv and Gather only: not for biases of zeros, scales of a norm that are all one number, a new
+LoRA adapter, or tables of less than 16 rows: the types of tokens, which RoBERTa does not use. Inf counts where a matrix
+is multiplied, since masks hold it; NaN counts anywhere, also in the scale of a rounded weight. Weights in packed types
+are not read, and without `--weights` none are.
 
 Reproduce: `kvdoctor inspect MODEL --weights`.
 

@@ -3,7 +3,7 @@
 What it means: the model decodes token by token, but `--require` names a use that its inputs and outputs do not allow,
 whatever the loop does. Speculative decoding needs the logits of each draft, and takes refused drafts back: the logits
 of the last token alone, states of recurrent layers and convolutions, and windows that drop old tokens stand in the way.
-A prefix that several sequences share is repeated along the batch: a cache without such an axis cannot be.
+A prefix that several sequences share is repeated along the batch, which the cache must have.
 
 How it is decided: by the cache contract, without a run. Where nothing stands in the way, the experiments of that use
 decide.

@@ -27,9 +27,7 @@ UNGROUPED = {
 }
 """Model types that have as many kv heads as attention heads, each as wide as the model divided by them."""
 
-RELATIVE = {
-    *("t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct_text_model"),
-}
+RELATIVE = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct_text_model"}
 """Model types with as many kv heads as attention heads, and a `d_kv` of their own."""
 
 DIVIDED = UNGROUPED | {
@@ -67,11 +65,22 @@ class ConfigClaim:
     also: frozenset[int] = frozenset()
 
 
+def claimed(part: dict[str, Any], path: str, **keys: What) -> Iterator[ConfigClaim]:
+    """The numbers that a part of a config declares under some keys, by what they count."""
+    for key, what in keys.items():
+        if is_count(part.get(key)):
+            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
+
+
 def claims(config: dict[str, Any]) -> Iterator[ConfigClaim]:
     """The numbers that config.json declares of the decoder. Defaults, and values that are no numbers, do not count."""
     part = decoder_config(config)
     kind = str(part.get("model_type"))
-    yield from _claimed_layers(part)
+    keys = _counted(part, (*DECODER_LAYERS, *LAYERS))
+    # Of an encoder-decoder, num_hidden_layers are those of the encoder.
+    if keys and not (part.get("is_encoder_decoder") is True and keys[0] == "num_hidden_layers"):
+        extra, value = part.get("num_nextn_predict_layers"), part[keys[0]]
+        yield ConfigClaim("layers", keys[0], value, frozenset([value + extra] if is_count(extra) else []))
     yield from _claimed_heads(part, kind)
     yield from _claimed_widths(part, kind)
     for key in _counted(part, VOCABULARIES)[:1]:
@@ -79,15 +88,6 @@ def claims(config: dict[str, Any]) -> Iterator[ConfigClaim]:
         yield ConfigClaim("vocabulary", key, part[key], frozenset([part[key] + more] if is_count(more) else []))
     for key in _counted(part, CONTEXT_KEYS)[:1]:
         yield ConfigClaim("context", key, part[key])
-
-
-def _claimed_layers(part: dict[str, Any]) -> Iterator[ConfigClaim]:
-    keys = _counted(part, (*DECODER_LAYERS, *LAYERS))
-    # Of an encoder-decoder, num_hidden_layers are those of the encoder.
-    if keys and not (part.get("is_encoder_decoder") is True and keys[0] == "num_hidden_layers"):
-        extra = part.get("num_nextn_predict_layers")
-        value = part[keys[0]]
-        yield ConfigClaim("layers", keys[0], value, frozenset([value + extra] if is_count(extra) else []))
 
 
 def _claimed_heads(part: dict[str, Any], kind: str) -> Iterator[ConfigClaim]:

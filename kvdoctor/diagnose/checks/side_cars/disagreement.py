@@ -11,8 +11,7 @@ from kvdoctor.records import record
 
 LONGEST_NAME = 80
 MOST_SHOWN = 8
-
-
+NOT_FOUND = "the runtime does not find an input or output of that name"
 ONNX_TYPES = {
     "float32": "float",
     "fp32": "float",

@@ -19,11 +19,11 @@ from kvdoctor.analysis.configs import (
 )
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
-from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim
+from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import NOT_FOUND, Disagreement, either, on_disk, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
-from kvdoctor.diagnose.checks.side_cars.stop_tokens import genai_stops
+from kvdoctor.diagnose.checks.side_cars.tokenizer import genai_stops
 from kvdoctor.diagnose.context import ContractContext
 
 
@@ -63,19 +63,13 @@ def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iter
 def _compare_numbers(
     context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]
 ) -> Iterator[Disagreement]:
-    def claimed(part: dict[str, Any], path: str, key: str, what: Any) -> Iterator[ConfigClaim]:
-        if is_count(part.get(key)):
-            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
-
-    for claim in claimed(decoder, "model.decoder", "num_hidden_layers", "layers"):
+    for claim in claimed(decoder, "model.decoder", num_hidden_layers="layers"):
         yield from compare_numbers.layers(context, claim, str(model.get("type")))
-    for claim in claimed(decoder, "model.decoder", "num_key_value_heads", "kv_heads"):
-        yield from compare_numbers.sizes(context, claim)
-    for claim in claimed(decoder, "model.decoder", "head_size", "head_dim"):
-        yield from compare_numbers.sizes(context, claim, fused=True)
-    for claim in claimed(model, "model", "vocab_size", "vocabulary"):
+    for claim in claimed(decoder, "model.decoder", num_key_value_heads="kv_heads", head_size="head_dim"):
+        yield from compare_numbers.sizes(context, claim, fused=claim.what == "head_dim")
+    for claim in claimed(model, "model", vocab_size="vocabulary"):
         yield from compare_numbers.vocabulary(context, claim, exactly=True)
-    for claim in claimed(model, "model", "context_length", "context"):
+    for claim in claimed(model, "model", context_length="context"):
         yield from compare_numbers.context(context, claim)
 
 
@@ -142,14 +136,8 @@ def _compare_encoder(
 
 
 def _report_name(key: str, name: str, side: str, actual: list[str]) -> Iterator[Disagreement]:
-    for port in actual[:1]:
-        yield Disagreement(
-            key,
-            quoted(name),
-            f"{side} {quoted(port)}",
-            quoted(port),
-            "the runtime does not find an input or output of that name",
-        )
+    for port in map(quoted, actual[:1]):
+        yield Disagreement(key, quoted(name), f"{side} {port}", port, NOT_FOUND)
 
 
 def _compare_window(context: ContractContext, window: dict[str, Any]) -> Iterator[Disagreement]:

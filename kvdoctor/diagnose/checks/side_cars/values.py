@@ -14,15 +14,11 @@ from kvdoctor.diagnose.checks.side_cars.claims import HEADS, WIDTHS
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 ACTIVATIONS = ("hidden_activation", "decoder_hidden_act", "activation_function", "dense_act_fn", "hidden_act")
 ACTIVATION_NAMES = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "gelu by tanh"),
-    "quick_gelu": "quick_gelu",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **{name: name for name in ("quick_gelu", "relu", "tanh")},
     "relu2": "squared relu",
-    "tanh": "tanh",
 }
 """The names of ACT2FN, by the function that they stand for."""
 
@@ -33,22 +29,8 @@ ENCODER_DECODERS = {
 """The family of BART. All but Whisper scale their embeddings by `scale_embedding`."""
 SCALED_BY_WIDTH = ENCODER_DECODERS | {
     *("arcee", "bloom", "codegen", "cohere", "cohere2", "falcon", "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neox"),
-    *(
-        "gpt_oss",
-        "gptj",
-        "helium",
-        "llama",
-        "mistral",
-        "mixtral",
-        "mpt",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-    ),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+    *("gpt_oss", "gptj", "helium", "llama", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "opt", "phi"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 }
 """Model types whose scores are divided by the square root of the width of a head, whatever their config says."""
 UNSCALED = {"t5", "mt5", "umt5", "longt5", "gpt_neo", "pix2struct_text_model", "switch_transformers"}
@@ -89,10 +71,9 @@ def first_number(part: dict[str, Any], keys: Iterable[str]) -> tuple[str, float]
 
 def head_width(part: dict[str, Any]) -> int | None:
     """The width of a head of queries that a config declares."""
-    if is_count(part.get("qk_rope_head_dim")):
-        return int(part["qk_rope_head_dim"])
-    if is_count(part.get("head_dim")):
-        return int(part["head_dim"])
+    for key in ("qk_rope_head_dim", "head_dim"):
+        if is_count(part.get(key)):
+            return int(part[key])
     heads, width = first_number(part, HEADS), first_number(part, WIDTHS)
     return int(width[1] // heads[1]) if heads and width and heads[1] and not width[1] % heads[1] else None
 
@@ -137,12 +118,11 @@ def rotated_width(part: dict[str, Any], scaling: dict[str, Any]) -> tuple[str, i
 
 def score_scale(part: dict[str, Any], kind: str, width: int | None) -> tuple[str, str, float] | None:
     """The scale of the scores: its key, the value there, and the scale; `width` is that of a head in the graph."""
-    if kind in SCALARS:
-        given = first_number(part, ("query_pre_attn_scalar",))
-        return (given[0], f"{given[1]:g}", given[1] ** -0.5) if given is not None and given[1] > 0 else None
-    if kind == "granite":
-        given = first_number(part, ("attention_multiplier",))
-        return (given[0], f"{given[1]:g}", given[1]) if given is not None else None
+    if kind in SCALARS or kind == "granite":
+        given = first_number(part, ("query_pre_attn_scalar" if kind in SCALARS else "attention_multiplier",))
+        if given is None or (kind in SCALARS and given[1] <= 0):
+            return None
+        return given[0], f"{given[1]:g}", given[1] ** -0.5 if kind in SCALARS else given[1]
     if kind == "gpt2" and (part.get("scale_attn_weights") is False or part.get("scale_attn_by_inverse_layer_idx")):
         return None if part.get("scale_attn_by_inverse_layer_idx") else ("scale_attn_weights", "false", 1.0)
     if kind == "mpt" and read_part(part, "attn_config").get("softmax_scale") is not None:
