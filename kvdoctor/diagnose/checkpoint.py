@@ -13,8 +13,11 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from kvdoctor.decode.parity import Verdict, compare, judge
 from kvdoctor.decode.runs import Outcome, Run, Step
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
@@ -26,10 +29,6 @@ from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.parity import Verdict
-
 
 SCRIPT = Path(__file__).parent.parent / "repair" / "export" / "scripts" / "checkpoint_logits.py"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -52,7 +51,7 @@ class Arithmetic:
 class StepVerdicts:
     """The verdict on each step, and its reason as text."""
 
-    verdicts: dict[int, "Verdict"]
+    verdicts: dict[int, Verdict]
     text: str
 
 
@@ -188,8 +187,6 @@ def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) 
 
 def _load(file: Path, experiment: str = "") -> dict[str, Any]:
     """The arrays of an experiment in a file."""
-    import numpy as np  # not for inspections
-
     start = f"{experiment}:" if experiment else ""
     with np.load(file) as held:
         return {name.removeprefix(start): held[name] for name in held.files if name.startswith(start)}
@@ -208,8 +205,6 @@ def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Chec
     Raises:
         CannotCheck: the checkpoint cannot be run.
     """
-    import numpy as np
-
     run = context.find_run(GREEDY)
     if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
         return run
@@ -245,8 +240,6 @@ def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 
 def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:
     """Each step with its difference to the checkpoint, and the verdict on all of them."""
-    from kvdoctor.decode.parity import compare
-
     wholes, held, correlations = int(stored["wholes"]), [], {}
     for step in run.steps:
         mine = stored.get(f"step.{step.step}")
@@ -286,8 +279,6 @@ def find_arithmetic(context: ContractContext) -> Arithmetic:
 
 def _judge_by_tolerance(steps: list[Step], arithmetic: Arithmetic) -> StepVerdicts:
     """By the tolerances of the other runs."""
-    from kvdoctor.decode.parity import judge
-
     limit = arithmetic.tolerance
     verdicts = {step.step: judge(step.difference, limit) for step in steps if step.difference is not None}
     return StepVerdicts(verdicts, f"{arithmetic.name} allows {limit.passes:g}")
@@ -304,8 +295,6 @@ def _judge_by_correlation(steps: list[Step], correlations: dict[int, float]) -> 
 
 def _correlate(mine: Any, theirs: Any) -> float:
     """Of two arrays of logits over the vocabulary, as a mean over the positions; 0 where they are not finite."""
-    import numpy as np
-
     one, other = (array.astype(np.float64) - array.mean(-1, keepdims=True) for array in (mine, theirs))
     with np.errstate(all="ignore"):
         found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
@@ -334,8 +323,6 @@ def _list_compared(steps: list[Step], wholes: int) -> str:
 
 def _describe_encoder(stored: dict[str, Any], found: dict[str, Any]) -> str:
     """The difference of the states of the two encoders, if both are known."""
-    import numpy as np
-
     mine, theirs = stored.get("states"), found.get("states")
     if mine is None or theirs is None or mine.shape != theirs.shape:
         return ""

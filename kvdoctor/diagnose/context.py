@@ -17,6 +17,7 @@ from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Use
     from kvdoctor.decode.golden import GoldenDifference
     from kvdoctor.decode.messages import AddedExperiment, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
@@ -143,6 +144,13 @@ class ContractContext:
         """Whether the checked loop failed or differed: this confirms what the graph makes a check suspect."""
         run = self.checked_loop
         return run is not None and run.outcome in ("differs", "failed")
+
+    @property
+    def uses(self) -> "Mapping[str, Use]":
+        """The uses that experiments try, by their names."""
+        from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
+
+        return uses()
 
     def declared_pairs(self) -> Iterator[tuple[Slot, Declared, Declared]]:
         """Every slot with its past and its present, as declared by the graph that decodes."""

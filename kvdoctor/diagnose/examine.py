@@ -192,10 +192,8 @@ def locate_faults(
 
     That is the checked loop; where it passes, the runs of other sizes that fail or differ.
     """
-    from kvdoctor.decode.experiments import uses
-
     loop, bad = context.checked_loop, [run for run in context.runs if run.shows in ("failed", "differs")]
-    wanted = [loop] if loop in bad else [run for run in bad if run.experiment in uses()]
+    wanted = [loop] if loop in bad else [run for run in bad if run.experiment in context.uses]
     if loop is None or not wanted:
         return context.runs
     from kvdoctor.diagnose.locate.search import LocateContext, locate_fault

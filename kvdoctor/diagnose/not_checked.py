@@ -280,13 +280,11 @@ def find_ungraded(draft: DraftFacts, findings: Iterable[Finding]) -> Iterator[No
 
 def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) -> Iterator[NotChecked]:
     """Uses that must work, and that neither a run showed to work nor a finding denies."""
-    from kvdoctor.decode.experiments import uses
-
     denied = {finding.use for finding in findings}
     for required in context.required:
         if denied & {required, RESTS_ON.get(required, required)}:
             continue
-        tried = {name: use for name, use in uses().items() if use.required == required}
+        tried = {name: use for name, use in context.uses.items() if use.required == required}
         needed = {name for name, use in tried.items() if use.needed}
         runs = [run for run in context.runs if run.experiment in (needed or tried)]
         passed = {run.experiment for run in runs if run.outcome == "passed"}

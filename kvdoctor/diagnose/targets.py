@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.experiments import load
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import WRONG, Run
@@ -24,12 +26,6 @@ from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
 from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
 from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Logits = np.ndarray[Any, np.dtype[Any]]
-    """float[values], those of all steps of a run in order."""
 
 BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
 UNCLEAR = "the difference to the logits of the installed runtime is between noise and a fault"
@@ -98,16 +94,14 @@ def _compare_logits(
     """Logits that differ between the local runtime and the target, of experiments that pass in both."""
     if local is None or not (local.is_file() and target.is_file()):
         return {}
-    import numpy as np
-
     with np.load(local) as ours, np.load(target) as others:
         both = [run for run in runs if run.experiment in ours and run.experiment in others and run.outcome not in WRONG]
         gaps = {one.experiment: _find_gap(context, one, ours[one.experiment], others[one.experiment]) for one in both}
     return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
-def _find_gap(context: TargetContext, run: Run, ours: "Logits", others: "Logits") -> LogitsGap | None:
-    """The first step whose logits differ from those of the local runtime; None where none do."""
+def _find_gap(context: TargetContext, run: Run, ours: Array, others: Array) -> LogitsGap | None:
+    """The first step whose logits differ from the local ones; both are float[values], those of all steps in order."""
     if ours.size != others.size:
         return LogitsGap(0, None, "fail")
     start, unclear = 0, None  # LogitsGap | None

@@ -95,20 +95,15 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     from kvdoctor.decode.experiments import find_explaining
 
     why, run = context.find_run(find_explaining(experiment) or ""), context.find_run(experiment)
-    if why is None or why.cause is None or (run is not None and _is_right_without(context, why.cause, run)):
-        return None
-    place = run.location.cause if run is not None and run.location is not None else ""
+    if why is None or why.cause is None or run is None:
+        return None if why is None or why.cause is None else (why.cause.name, why)
+    left_out = (slot for slot in context.contract.slots if why.cause.dropped and slot.past == why.cause.slot)
+    cut = next((_find_wrong_length(slot, run) for slot in left_out), None)
+    if cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1:
+        return None  # a step is right on a past without the entries that the cause says are left out
+    place = run.location.cause if run.location is not None else ""
     chosen = why.cause.name == "mask-not-offset" and place == "branches-disagree"
-    if run is not None and place and (why.cause.dropped or chosen):
-        return place, run
-    return why.cause.name, why
-
-
-def _is_right_without(context: ContractContext, cause: Cause, run: Run) -> bool:
-    """Whether a run has a right step on a past without the entries that a cause says are left out."""
-    slot = next((slot for slot in context.contract.slots if cause.dropped and slot.past == cause.slot), None)
-    cut = _find_wrong_length(slot, run) if slot is not None else None
-    return cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1
+    return (place, run) if place and (why.cause.dropped or chosen) else (why.cause.name, why)
 
 
 def find_named_cause(context: RunContext, other: Run) -> str | None:
@@ -176,24 +171,19 @@ def find_coarse_uses(context: RunContext) -> tuple[tuple[Run, "Use"], ...]:
 
 def find_broken_uses(context: RunContext) -> Iterator[tuple[Run, "Use"]]:
     """Runs with logits or states that are not finite, where the checked loop shows no fault, whatever it left open."""
-    from kvdoctor.decode.experiments import uses
-
-    loop, found = context.checked_loop, uses()
-    if loop is None or loop.shows not in WRONG:
-        for run in context.runs:
-            broken = run.not_finite or (run.cause is not None and run.cause.name == "non-finite")
-            if broken and run.shows == "differs" and run.experiment in found:
-                yield run, found[run.experiment]
+    loop = context.checked_loop
+    for run in context.runs if loop is None or loop.shows not in WRONG else ():
+        broken = run.not_finite or (run.cause is not None and run.cause.name == "non-finite")
+        if broken and run.shows == "differs" and run.experiment in context.uses:
+            yield run, context.uses[run.experiment]
 
 
 def _find_wrong_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
-    from kvdoctor.decode.experiments import uses
-
     loop = context.checked_loop
     if loop is None or loop.shows != "passed":
         return
     wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
-    for experiment, use in uses().items():
+    for experiment, use in context.uses.items():
         run = context.find_run(experiment)
         if run is not None and run.shows == outcome and not wrong.intersection(use.after):
             yield run, use
@@ -222,10 +212,14 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
     found = False
     for slot in context.contract.slots if run is not None else ():
         wrong = _find_wrong_length(slot, run) if run is not None else None
+        if wrong is None:
+            continue
         # A window whose width nothing declares: the logits, or another cause, say that it is wide enough.
-        wide = wrong is not None and loop is not None and _is_wide_enough(loop, wrong.step)
-        lost = wrong is not None and (drops_past(wrong) or _is_no_window(slot, context.runs))
-        if wrong is not None and not (slot.trimmed and (wide or (explained and not lost))):
+        before = loop is not None and loop.failed_step is not None and loop.failed_step <= wrong.step.step
+        named = loop is not None and loop.location is not None and loop.location.cause
+        wide = before or (loop is not None and loop.outcome == "passed") or named
+        lost = drops_past(wrong) or _is_no_window(slot, context.runs)
+        if not (slot.trimmed and (wide or (explained and not lost))):
             found = True
             yield wrong
     if not found:
@@ -240,12 +234,6 @@ def _is_no_window(slot: Slot, runs: Iterable[Run]) -> bool:
         if seen is not None and len(seen.shape) == len(slot.axes) and seen.shape[at] < step.new_tokens:
             found.add(seen.shape[at])
     return len(found) > 1
-
-
-def _is_wide_enough(loop: Run, cut: Step) -> bool:
-    """Whether the logits are right with a window whose width nothing declares, or wrong for another cause."""
-    before = loop.failed_step is not None and loop.failed_step <= cut.step
-    return loop.outcome == "passed" or before or bool(loop.location is not None and loop.location.cause)
 
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:

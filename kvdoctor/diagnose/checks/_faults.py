@@ -88,10 +88,10 @@ def build_fault(
     context: RunContext, run: Run, text: CauseText, severity: Severity, effects: tuple[str, ...] = ()
 ) -> Fault:
     """A fault that quotes the run which decided."""
-    from kvdoctor.decode.experiments import uses
-
     # The place is that of the run, of the checked loop, or of the first run of other sizes that has one.
-    others = (context.checked_loop, *context.runs) if run.location is None and run.experiment not in uses() else (run,)
+    others = (
+        (context.checked_loop, *context.runs) if run.location is None and run.experiment not in context.uses else (run,)
+    )
     located = next((one for one in others if one is not None and one.location is not None), None)
     advice = context.advise_graph_repair(f"or {text.advice}") if text.on_graph else Advice("re-export", text.advice)
     fault = Fault(severity, (context.logits_name,), text.cause, advice, effects=effects)

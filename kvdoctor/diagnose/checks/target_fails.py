@@ -86,7 +86,7 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     bad = _find_wrong_runs(context, result)
     if not bad or bad[0].outcome not in outcomes:
         return
-    run, severity, use = bad[0], *_rate(bad[0].experiment)
+    run, severity, use = bad[0], *_rate(context, bad[0].experiment)
     cause, subject = _describe_cause(run, result.target), tuple(run.experiment for run in bad)
     fault = Fault(severity, subject, cause, ANOTHER, use=use, apart=(result.target.asked,))
     fault = fault.also(run=run, nodes=list_nodes(run), error=run.error if run.outcome == "failed" else None)
@@ -101,18 +101,14 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
 
 def _find_wrong_runs(context: TargetContext, result: TargetResult) -> list[Run]:
     """The runs that go wrong under the target alone: the consumer's loop first, uses last."""
-    from kvdoctor.decode.experiments import uses
-
     right = {mine.experiment for mine in context.runs if mine.outcome not in (*WRONG, "skipped")}
     bad = [run for run in result.runs if run.outcome in WRONG and run.experiment in right]
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
-    return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in uses()))
+    return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in context.uses))
 
 
-def _rate(experiment: str) -> tuple[Severity, Required | None]:
-    from kvdoctor.decode.experiments import uses
-
-    use = uses().get(experiment)
+def _rate(context: TargetContext, experiment: str) -> tuple[Severity, Required | None]:
+    use = context.uses.get(experiment)
     return ("error", None) if use is None else (use.severity, use.required)
 
 
@@ -147,7 +143,7 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault
         return
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     name = judged if judged in apart else min(apart)
-    severity, use = _rate(name)
+    severity, use = _rate(context, name)
     shapes = _find_other_shape(context.find_run(name), result.run(name))
     cause = f"{result.target.words} gives other {'shapes' if shapes else 'logits'} than the local runtime"
     fault = Fault(severity, tuple(sorted(apart)), cause, ANOTHER, use=use, apart=(result.target.asked, "other logits"))

@@ -31,10 +31,8 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
         yield from _judge_draft(context.draft)
     if not context.required or context.contract.missing or not context.contract.slots:
         return
-    from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
-
     ports = {port.name: port for graph in context.contract.graphs.values() for port in (*graph.inputs, *graph.outputs)}
-    for use in uses().values():
+    for use in context.uses.values():
         if use.required not in context.required or use.obstacles is None:
             continue
         for obstacle in use.obstacles(context.contract):

@@ -50,67 +50,34 @@ class DifferenceSearch:
     passes: float
 
     def locate(self) -> FaultLocation:
-        """Locate the fault.
-
-        Raises:
-            CannotCheck: it cannot be found.
-            TrialFailed: the runtime does not run the graph with other outputs.
-        """
-        sides = self._sides()
-        search = DivergenceSearch(self.runner, sides)
-        divergence = search.run()
-        if divergence is None:
-            return self._locate_outside(search.pairs[sides.logits[0]][1])
-        if divergence.node is None:
-            return self._describe_cache(search)
-        return self._describe(sides.left, divergence, self._find_exchanged(search, divergence))
-
-    def _sides(self) -> CallPair:
+        """Locate the fault; the errors are those of `DivergenceSearch.run`."""
         flat = self.runner.flatten(self.left.file, self.left.taken)
         same = (self.left.file, self.left.taken) == (self.right.file, self.right.taken)
         other = flat if same else self.runner.flatten(self.right.file, self.right.taken)
-        left, right = self._graph(flat, self.left), self._graph(other, self.right)
-        sides = ((flat, self.left), (other, self.right))
-        logits = [self._logits_value(one, self.contract.graph(phase.name).port("logits")) for one, phase in sides]
-        return CallPair(
-            left=left,
-            right=right,
-            left_feeds=self.feeds[0],
-            right_feeds=self.feeds[1],
-            logits=(logits[0], logits[1]),
-            new=self.step.new_tokens,
-            total=self.total,
-            batch=self._batch(),
-            passes=self.passes,
-            caches=self._caches(other),
-        )
+        left, right = self._graph(flat, self.left, self.feeds[0]), self._graph(other, self.right, self.feeds[1])
+        fed = ((port, self.step.fed.get(port.name)) for port in self.contract.graph(self.left.name).inputs)
+        rows = (seen.shape[port.axes.index("batch")] for port, seen in fed if seen is not None and "batch" in port.axes)
+        sizes = (self.step.new_tokens, self.total, next(rows, 1))
+        search = DivergenceSearch(self.runner, CallPair(left, right, *sizes, self.passes, self._caches(other)))
+        divergence = search.run()
+        if divergence is None:
+            return self._locate_outside(search.pairs[left.logits][1])
+        if divergence.node is None:
+            return self._describe_cache(search)
+        return self._describe(left, divergence, self._find_exchanged(search, divergence))
 
-    @staticmethod
-    def _logits_value(flat: RunnableGraph, port: object) -> str:
-        name = getattr(port, "name", "")
-        if name not in flat.results:
+    def _graph(self, flat: RunnableGraph, phase: PhaseGraph, feeds: Path) -> FlatFile:
+        graph = self.contract.graph(phase.name)
+        ports, logits = graph.inputs, graph.port("logits")
+        if logits is None or logits.name not in flat.results:
             raise CannotCheck("a graph returns no logits")
-        return flat.results[name]
-
-    def _batch(self) -> int:
-        for port in self.contract.graph(self.left.name).inputs:
-            if "batch" in port.axes and port.name in self.step.fed:
-                return self.step.fed[port.name].shape[port.axes.index("batch")]
-        return 1
-
-    def _graph(self, flat: RunnableGraph, phase: PhaseGraph) -> FlatFile:
-        ports = self.contract.graph(phase.name).inputs
         roles = [port.role for port in ports]
-        named = {
-            port.name: f"{port.role} {roles[:index].count(port.role)}"
-            for index, port in enumerate(ports)
-            if port.role != "past"
-        }
+        numbered = {port.name: f"{port.role} {roles[:at].count(port.role)}" for at, port in enumerate(ports)}
+        named = {port.name: numbered[port.name] for port in ports if port.role != "past"}
         content = tuple(port.name for port in ports if port.role in CONTENT)
-        slots = {
-            slot.past: value for slot in self.contract.slots if (value := self._cache_value(flat, slot, phase.name))
-        }
-        return FlatFile(flat, named, content, slots)
+        held = {slot.past: self._cache_value(flat, slot, phase.name) for slot in self.contract.slots}
+        slots = {past: value for past, value in held.items() if value}
+        return FlatFile(flat, named, content, slots, feeds, flat.results[logits.name])
 
     def _cache_value(self, flat: RunnableGraph, slot: Slot, phase: PhaseName) -> str | None:
         """The value of a graph that holds the whole cache of a slot."""
@@ -201,8 +168,8 @@ class DifferenceSearch:
 
     def _describe_cache(self, search: DivergenceSearch) -> FaultLocation:
         """Say which slots of the cache that was fed are wrong, and whether they hold the entries of others."""
-        wrong = search.differing_caches()
         caches = search.sides.caches
+        wrong = [name for name in caches if search.differs(name)]
         holders = [(name, search.holders(name, caches[name][1])) for name in wrong[:2]]
         lines = [f"the entries expected in {name} are in {found[0]}" for name, found in holders if found]
         returned = f", as step {self.before.step} returned it" if self.before else ""

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvdoctor.contract import Axis
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, ObservedValues, TrialFailed
 from kvdoctor.diagnose.locate.origins import Origins, SizeSource, describe_origin
@@ -22,10 +24,6 @@ from kvdoctor.model.operators import has, ports_of
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.records import record
 from kvdoctor.report.wording import format_count
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.calls import Array
-
 
 MOST_PROOFS = 4
 """Fed lengths that are changed to see whether an axis depends on them."""
@@ -182,7 +180,7 @@ class FailingNode:
     runner: GraphRunner
     flat: RunnableGraph
     node: RunnableNode
-    feeds: "Mapping[str, Array]"
+    feeds: Mapping[str, Array]
     axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
     carried: Mapping[str, str] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
@@ -199,11 +197,13 @@ class FailingNode:
         if not suspects:
             computed = [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
             suspects = [Suspect(name, axis) for name in computed for axis in range(len(origins.shape(name) or ()))]
-        sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in suspects]
+        sourced = self._trace(origins, suspects)
         if not clash:
             sourced = [(suspect, sources) for suspect, sources in sourced if _moves(sources)]
         elif not self._names_void(sourced):
-            sourced += self._find_emptied(origins)
+            # Axes of length 0 that come from a feed without elements may have caused the conflict.
+            emptied = self._trace(origins, find_empty_axes(self.node, origins))
+            sourced += [one for one in emptied if self._names_void([one])]
         made = [name for name in self.node.makes if name]
         empty = bool(clash) and self._names_void(sourced) and self._makes(made, self._filled)
         frozen = _find_frozen(sourced) if clash and not empty else None
@@ -217,12 +217,6 @@ class FailingNode:
             provenance=tuple(dict.fromkeys(self._describe(origins, *one) for one in sourced)),
             frozen_by=frozen,
         )
-
-    def _find_emptied(self, origins: Origins) -> list[SourcedSuspect]:
-        """Axes of length 0 that come from a feed without elements: they may have caused the conflict."""
-        empty = find_empty_axes(self.node, origins)
-        sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in empty]
-        return [one for one in sourced if self._names_void([one])]
 
     def _known(self, feeds: Path) -> ObservedValues:
         reads = [name for name in self.node.reads if name in self.flat.producers]
@@ -244,10 +238,9 @@ class FailingNode:
         kind, shape = (ELEMENT_TYPES.get(tensor.data_type, "?"), tuple(tensor.dims)) if tensor else ("?", ())
         return ObservedTensor(kind, shape)
 
-    @staticmethod
-    def _sources(origins: Origins, suspect: Suspect) -> list[SizeSource]:
-        way = origins.of_number if suspect.is_number else origins.of_axis
-        return way(suspect.value, suspect.axis)
+    def _trace(self, origins: Origins, suspects: list[Suspect]) -> list[SourcedSuspect]:
+        found = ((one, origins.of(one.value, one.axis, one.is_number)) for one in suspects)
+        return [(suspect, self._drop_refuted(suspect, sources)) for suspect, sources in found]
 
     def _drop_refuted(self, suspect: Suspect, sources: list[SizeSource]) -> list[SizeSource]:
         """The sources without the fed lengths that the axis does not depend on, as feeding another length shows."""
@@ -272,7 +265,7 @@ class FailingNode:
                 return moved
         return None
 
-    def _moves_with(self, suspect: Suspect, feeds: "dict[str, Array]") -> bool | None:
+    def _moves_with(self, suspect: Suspect, feeds: dict[str, Array]) -> bool | None:
         """Whether an axis has another length on other feeds; None where the graph does not get that far with them."""
         variant = self.runner.variant(self.flat, shapes=[suspect.value])
         with contextlib.suppress(TrialFailed):
@@ -282,7 +275,7 @@ class FailingNode:
         return None
 
     @cached_property
-    def _filled(self) -> "dict[str, Array]":
+    def _filled(self) -> dict[str, Array]:
         """The feeds, with all empty ones as long as other inputs that count the same: each alone empties the value."""
         feeds = dict(self.feeds)
         for name, axes in self.axes.items():
@@ -292,7 +285,7 @@ class FailingNode:
                     feeds[name] = _resized(feeds[name], axis, sizes[0])
         return feeds
 
-    def _makes(self, values: Sequence[str], feeds: "dict[str, Array]") -> bool:
+    def _makes(self, values: Sequence[str], feeds: dict[str, Array]) -> bool:
         """Whether the graph computes some values on other feeds."""
         try:
             self.runner.run(self.runner.variant(self.flat, shapes=values), self.runner.feeds(feeds))
@@ -300,7 +293,7 @@ class FailingNode:
             return False
         return True
 
-    def _longer(self, kind: Axis) -> "dict[str, Array]":
+    def _longer(self, kind: Axis) -> dict[str, Array]:
         """The feeds of a call with one more of what an axis counts."""
         longer = (kind, "total") if kind in ("past", "new") else (kind,)
         feeds = dict(self.feeds)
@@ -310,7 +303,7 @@ class FailingNode:
                     feeds[name] = _resized(feeds[name], axis, feeds[name].shape[axis] + 1)
         return feeds
 
-    def _resized(self, source: SizeSource, size: int) -> "dict[str, Array]":
+    def _resized(self, source: SizeSource, size: int) -> dict[str, Array]:
         return {**self.feeds, source.name: _resized(self.feeds[source.name], source.axis, size)}
 
     def _describe(self, origins: Origins, suspect: Suspect, sources: list[SizeSource]) -> str:
@@ -376,10 +369,8 @@ class FailingNode:
         return any(self._is_void(source) for _, sources in sourced for source in sources)
 
 
-def _resized(array: "Array", axis: int, size: int) -> "Array":
+def _resized(array: Array, axis: int, size: int) -> Array:
     """Another length of one axis: its entries over again, zeros where there are none."""
-    import numpy as np
-
     length = array.shape[axis]
     if length:
         longer: Array = np.take(array, np.arange(size) % length, axis=axis)

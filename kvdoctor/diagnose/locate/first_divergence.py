@@ -9,7 +9,6 @@ caches.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
 from kvdoctor.decode.messages import ValueDifference
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, side
@@ -32,7 +31,7 @@ Take = list[list[int] | None]
 
 @record(slots=False)
 class CallPair:
-    """The two calls: graphs, feeds, the names of the logits, and sizes in tokens and sequences.
+    """The two calls, and sizes in tokens and sequences.
 
     `caches` gives the past inputs and the value of the other graph that holds the same entries. `passes` is the largest
     difference that counts as equal, in standard deviations.
@@ -40,9 +39,6 @@ class CallPair:
 
     left: FlatFile
     right: FlatFile
-    left_feeds: Path
-    right_feeds: Path
-    logits: tuple[str, str]
     new: int
     total: int
     batch: int
@@ -97,13 +93,12 @@ class DivergenceSearch:
         self.pairs = dict(self.sides.caches) | self._pair_entries(listed)
         order = [name for node in left.flat.nodes for name in node.makes if name in self.pairs]
         order = [*self.sides.caches, *order]
-        if self.sides.logits[0] not in self.pairs:
+        if left.logits not in self.pairs:
             raise CannotCheck("the logits of the two runs could not be matched")
         first = self._find_first(order)
         if first is None:
             return None
-        node = left.flat.producers.get(first)
-        root = self._find_root(first)
+        node, root, told = left.flat.producers.get(first), self._find_root(first), left.token_dependent
         numbers = self.found[root] if root is not None else None
         return Divergence(
             node=node,
@@ -112,15 +107,11 @@ class DivergenceSearch:
             sudden=self._is_sudden(first),
             root=root,
             numbers=(numbers.actual, numbers.expected) if numbers and numbers.actual and numbers.expected else None,
-            compared=sum(name in left.token_dependent and name in left.flat.producers for name in order),
-            values=sum(name in left.token_dependent for node in left.flat.nodes for name in node.makes),
-            equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self._differs(n)),
+            compared=sum(name in told and name in left.flat.producers for name in order),
+            values=sum(name in told for node in left.flat.nodes for name in node.makes),
+            equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self.differs(n)),
             switches=self._find_switches() if root is None or numbers is None or not numbers.actual else (),
         )
-
-    def differing_caches(self) -> list[str]:
-        """The pasts that were fed and differ from the cache of the other run."""
-        return [name for name in self.sides.caches if self._differs(name)]
 
     def holders(self, value: str, take: Take) -> list[str]:
         """The pasts that hold the first entries of the counterpart of a value."""
@@ -132,13 +123,13 @@ class DivergenceSearch:
     def _pair_entries(self, listed: list[tuple[str, str]]) -> dict[str, tuple[str, Take]]:
         """The pairs whose sizes show which entries correspond."""
         sides, fit = self.sides, dict[str, tuple[str, Take]]()
-        own = self.runner.sizes(sides.left.flat, [one for one, _ in listed], sides.left_feeds)
-        whole = self.runner.sizes(sides.right.flat, [two for _, two in listed], sides.right_feeds)
+        own = self.runner.sizes(sides.left.flat, [one for one, _ in listed], sides.left.feeds)
+        whole = self.runner.sizes(sides.right.flat, [two for _, two in listed], sides.right.feeds)
         self.sizes = own
         for one, two in listed:
             if one in own and two in whole:
                 rules = match_entries(own[one], whole[two], sides.new, sides.total, sides.batch)
-                if rules is not None and (any(rules) or len(own[one]) > 1 or one == sides.logits[0]):
+                if rules is not None and (any(rules) or len(own[one]) > 1 or one == sides.left.logits):
                     fit[one] = (two, rules)
         return fit
 
@@ -150,7 +141,7 @@ class DivergenceSearch:
             names = [order[index] for index in portion]
             self._compare(names)
             for name in names:
-                if name in token_dependent and self._differs(name) and self.found[name].actual is None:
+                if name in token_dependent and self.differs(name) and self.found[name].actual is None:
                     if self._is_sudden(name):
                         return name
                     gradual = gradual or name
@@ -158,7 +149,7 @@ class DivergenceSearch:
 
     def _is_wrong(self, name: str) -> bool:
         """Whether a value is wrong, and not only of a different length: integers must belong to single tokens."""
-        return self._differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
+        return self.differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
 
     def _compare(self, names: list[str]) -> None:
         results = self._compare_values([(name, *self.pairs[name]) for name in names])
@@ -175,9 +166,10 @@ class DivergenceSearch:
         right = self.runner.variant(sides.right.flat, values=others)
         pairs = [(left.outputs[one], right.outputs[two], take) for one, two, take in wanted]
         inject = [(name, right.outputs[self.pairs[name][0]], self.pairs[name][1]) for name in replaced]
-        return self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs, inject)
+        return self.runner.compare(side(left, sides.left.feeds), side(right, sides.right.feeds), pairs, inject)
 
-    def _differs(self, name: str) -> bool:
+    def differs(self, name: str) -> bool:
+        """Whether a value was compared, and is not that of the other run."""
         facts = self.found.get(name)
         return facts is not None and not 0 <= facts.relative <= self.sides.passes
 
@@ -191,7 +183,7 @@ class DivergenceSearch:
 
     def _find_root(self, first: str) -> str | None:
         """The first value from another one on, itself included, whose reference value makes the logits right."""
-        if first == self.sides.logits[0]:
+        if first == self.sides.left.logits:
             return None
         flat, found = self.sides.left.flat, {first}
         waiting = [first]
@@ -210,18 +202,18 @@ class DivergenceSearch:
         if left.flat is not right.flat:
             return ()
         names = find_switches(left)
-        feeds = (self.sides.left_feeds, self.sides.right_feeds)
+        feeds = (left.feeds, right.feeds)
         own, whole = (self.runner.sizes(left.flat, names, one) for one in feeds) if names else ({}, {})
         names = [name for name in names if name in own and own[name] == whole.get(name)]
         self.pairs |= {name: (name, [None] * len(own[name])) for name in names}
         if names:
             self._compare(names)
-        chosen = tuple(name for name in names if self._differs(name))
+        chosen = tuple(name for name in names if self.differs(name))
         return chosen if chosen and self._makes_logits_right(*chosen) else ()
 
     def _makes_logits_right(self, *names: str) -> bool:
         """Whether the logits are right where the reference values replace some values."""
-        logits = self.sides.logits[0]
+        logits = self.sides.left.logits
         found = self._compare_values([(logits, *self.pairs[logits])], names)[0]
         return found is not None and 0 <= found.relative <= self.sides.passes
 

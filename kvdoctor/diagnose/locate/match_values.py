@@ -34,13 +34,15 @@ class FlatFile:
     """A flat graph with its inputs by role, and its caches.
 
     `content` are the inputs with token content: tokens, encoder states and pasts. `slots` gives the values that hold
-    the whole cache of a slot.
+    the whole cache of a slot. `feeds` is the file of a call, and `logits` the value that its logits are.
     """
 
     flat: RunnableGraph
     roles: Mapping[str, str]
     content: tuple[str, ...]
     slots: Mapping[str, str]
+    feeds: Path
+    logits: str
 
     @cached_property
     def token_dependent(self) -> set[str]:

@@ -16,8 +16,10 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.runs import FaultLocation, PartDifference
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner
 from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode, locate_at
@@ -26,10 +28,6 @@ from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operators_with
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.calls import Array
-
 
 NORM = re.compile(r"norm|\bln_|(?:^|[._])ln\d?(?:[._]|$)", re.IGNORECASE)
 CROSS = re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE)
@@ -58,8 +56,8 @@ class Module:
 
     names: tuple[str, ...]
     kind: str
-    given: "Array | None"
-    gave: "Array | None"
+    given: Array | None
+    gave: Array | None
 
     @property
     def name(self) -> str:
@@ -145,7 +143,7 @@ class ModuleSearch:
     flat: RunnableGraph
     call: ModuleCall
     passes: float
-    arrays: "dict[str, Array]" = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
 
     def compare(self) -> ModuleComparison:
         """Compare all modules that can be found.
@@ -221,7 +219,7 @@ class ModuleSearch:
         read = dict.fromkeys(name for node in nodes for name in node.reads)
         return [name for name in read if name not in made and name not in self.flat.constants]
 
-    def _read(self) -> "dict[str, Array]":
+    def _read(self) -> dict[str, Array]:
         """The values that have as many elements as something that a module was given or gave."""
         wanted = {
             array.size for module in self.call.modules for array in (module.given, module.gave) if array is not None
@@ -236,7 +234,7 @@ class ModuleSearch:
                 chosen.append(name)
         return self.runner.arrays(self.flat, chosen, self.call.feeds)
 
-    def _closest(self, names: Iterable[str], expected: "Array | None") -> tuple[float, str] | None:
+    def _closest(self, names: Iterable[str], expected: Array | None) -> tuple[float, str] | None:
         """The value closest to an array: its difference and its name."""
         if expected is None:
             return None
@@ -326,10 +324,8 @@ def _rank(relative: float) -> float:
     return float("inf") if relative < 0 else relative
 
 
-def measure(actual: "Array", expected: "Array") -> float:
+def measure(actual: Array, expected: Array) -> float:
     """The largest difference in standard deviations of the expected values; -1 where one side alone is not finite."""
-    import numpy as np
-
     got, want = actual.astype(np.float64), expected.astype(np.float64)
     both = np.isfinite(got) & np.isfinite(want)
     if not (both | (got == want) | (np.isnan(got) & np.isnan(want))).all():

@@ -90,9 +90,8 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
         return locate_at(None, words + name_pass(found), "optimization")
     flat, node = FailureSearch(runner, file, feeds, branches_taken(context, phase)).node()
     axes = {port.name: port.axes for port in context.contract.graph(phase).inputs}
-    carried = _describe_carried_pasts(run, context.contract)
-    sizes = FailingNode(runner, flat, node, load_call(feeds), axes, carried, layers_of_pasts(context.contract))
-    place = sizes.locate(feeds)
+    carried, layers = _describe_carried_pasts(run, context.contract), layers_of_pasts(context.contract)
+    place = FailingNode(runner, flat, node, load_call(feeds), axes, carried, layers).locate(feeds)
     if context.provider != "CPUExecutionProvider" and _runs(runner, replace(called, provider="CPUExecutionProvider")):
         return replace(place, source="kernel", words=f"the same call passes on the CPU, not on {context.provider}")
     return place
@@ -108,18 +107,10 @@ def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, fe
         PhaseGraph(name, file_of(context, name), branches_taken(context, name))
         for name in (("decode" if step.phase == "decode" else "prefill"), "prefill")
     )
-    return DifferenceSearch(
-        runner=runner,
-        contract=context.contract,
-        step=step,
-        before=run.steps[index - 1] if index else None,
-        total=step.new_tokens + (step.past_length if step.phase == "decode" else 0),
-        left=left,
-        right=right,
-        feeds=(feeds, reference),
-        provider=context.provider,
-        passes=context.tolerance.passes,
-    ).locate()
+    before = run.steps[index - 1] if index else None
+    total = step.new_tokens + step.past_length * (step.phase == "decode")
+    limit, files = context.tolerance.passes, (left, right, (feeds, reference))
+    return DifferenceSearch(runner, context.contract, step, before, total, *files, context.provider, limit).locate()
 
 
 def _runs(runner: GraphRunner, model: TrialModel) -> bool:
@@ -172,11 +163,7 @@ class FailureSearch:
     taken: dict[str, bool]
 
     def node(self) -> tuple[RunnableGraph, RunnableNode]:
-        """Find the node, in the graph written out as deep as the node is nested.
-
-        Raises:
-            CannotCheck: it cannot be found.
-        """
+        """Find the node, in the graph written out as deep as it is nested; `CannotCheck` where it cannot be found."""
         for _ in range(MOST_ROUNDS):
             flat = self.runner.flatten(self.source, self.taken)
             node = self._find_first(flat)
