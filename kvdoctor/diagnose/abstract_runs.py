@@ -44,54 +44,38 @@ from kvdoctor.model.view import GraphView
 
 NODES = 100_000
 """Nodes that the abstract runs of one stack compute: about a second. More where its graphs are large (`LOOP_CALLS`)."""
-
 LARGE = 16_000
 """Nodes of the graphs of a stack from which on a loop has fewer steps, so that it comes to its end."""
-
 LARGEST = 30_000
 """Nodes of the graphs of a stack, at most: an inspection of so many takes three seconds, half of them for the runs."""
-
 LOOP_CALLS, SEARCH_CALLS = 5, 6
 """Times that the nodes of a large stack are computed: the calls of a short loop, and of the search for a cause."""
-
 MOST_FED = 1 << 24
 """Elements of the inputs by their declared sizes, at most: a loop copies large buffers at each step."""
-
 STEPS, FEW_STEPS = 5, 3
 """Steps of a loop, the prefill included; the second number is that of large graphs."""
-
 FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
 """Axes along which one number is broadcast."""
-
 STACKED: tuple[Axis, ...] = ("layers", "parts")
 """Axes of which each element has a number; where the graph makes one for all, it takes them for an axis of features."""
-
 DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features")
 DATA += ("encoder_input", "condition", "token_states")
 """Inputs with data; all others are lengths, positions, masks and settings."""
-
 ROTARY = operators_with("rotary")
-
 LONGEST = 128
 """Tokens of a context that is tried at its end, at most."""
-
 OPEN = "the file allows several readings of its inputs, which a run has to settle"
-
 MOST_KEPT = 64
 """The most calls whose outputs are stored for equal ones."""
-
 MOST_LOGITS = 48
 """Logits that are made of the number that stands for a row of them."""
-
 LOOPS = (
     *("plain-loop", "held-loop", "same-feed", "later-token", "empty-past", "dummy-past-runs"),
     *("why", "why-fed-back", "written-places"),
 )
 """The loops and what explains their differences. What follows is run only where they pass."""
-
 UNMASKED = ("not-causal", *GENERAL_CAUSES)
 """Causes that a mask has as well which does not hide later tokens."""
-
 USES = (
     *("long-past", "why-long", "chunk", "why-chunk", "batch", "batch-rows", "why-batch"),
     *("other-encoder-length", "left-padding", "encoder-padding", "rewind", "full-context"),

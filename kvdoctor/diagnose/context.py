@@ -152,6 +152,13 @@ class ContractContext:
 
         return uses()
 
+    @property
+    def side(self) -> "PairedSide":
+        """The stack as a job of the worker names it."""
+        from kvdoctor.decode.messages import PairedSide
+
+        return PairedSide(self.stack.name, self.folder.root.absolute(), self.contract)
+
     def declared_pairs(self) -> Iterator[tuple[Slot, Declared, Declared]]:
         """Every slot with its past and its present, as declared by the graph that decodes."""
         graph = self.decode_graph

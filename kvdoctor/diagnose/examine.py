@@ -20,15 +20,9 @@ from kvdoctor.decode.experiments.each_length import FAR_LENGTH
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import ONLY_THOROUGH, REFERENCE_CHANGES, Node, Run
 from kvdoctor.decode.search import SearchPlan
+from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32 import demand_room, rerun_in_float32
-from kvdoctor.diagnose.not_checked import (
-    REPORTED_REQUESTS,
-    find_interrupted,
-    find_unmet_preconditions,
-    why_unasked,
-    why_unfit,
-)
 from kvdoctor.diagnose.settle import settle_after, settle_unknown
 from kvdoctor.errors import CannotCheck, UnreadableError, UsageError
 from kvdoctor.findings import NotChecked
@@ -82,7 +76,7 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
         UsageError: the runtime does not have the execution provider.
     """
     name, contract = context.stack.name, context.contract
-    if unmet := next(find_unmet_preconditions(context.stack, contract, opened=True), None):
+    if unmet := next(not_checked.find_unmet_preconditions(context.stack, contract, opened=True), None):
         return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True))
     runtime.require_provider(options.provider)
     reading = settle_unknown(context, options, runtime)
@@ -113,6 +107,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
     refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
     rerun = rerun_in_float32(replace(ran, runs=runs), job, options, runtime)
+    interrupted = not_checked.find_interrupted(name, contract, results)
     results.unrounded_seconds = rerun.seconds
     results.peak_bytes = max(results.peak_bytes, rerun.peak_bytes)
     return StackObservation(
@@ -121,7 +116,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         refusals=refusals,
         timings=results.timings,
         measured=_list_measurements(results),
-        not_checked=(*find_interrupted(name, contract, results), *rerun.not_checked, *list_unvisited(observed)),
+        not_checked=(*interrupted, *rerun.not_checked, *list_unvisited(observed)),
         ran=ran if opened is not None else None,
     )
 
@@ -131,20 +126,16 @@ def _leave_unrun(contract: CacheContract, *reasons: NotChecked) -> StackObservat
 
 
 def _list_measurements(results: StackResults) -> dict[str, Any]:
-    return {
-        "seconds": results.seconds,
-        "step_seconds": results.timings,
-        "peak_bytes": results.peak_bytes,
-        **({"unrounded_seconds": results.unrounded_seconds} if results.unrounded_seconds else {}),
-    }
+    copy = {"unrounded_seconds": results.unrounded_seconds} if results.unrounded_seconds else {}
+    return {"seconds": results.seconds, "step_seconds": results.timings, "peak_bytes": results.peak_bytes, **copy}
 
 
 def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     """All experiments that the options ask for, on one stack."""
     from kvdoctor.decode.experiments import load
 
-    wanted = (one for one in load() if why_unasked(one, options) is None)
-    chosen = [one.name for one in wanted if why_unfit(one, context.contract) is None]
+    wanted = (one for one in load() if not_checked.why_unasked(one, options) is None)
+    chosen = [one.name for one in wanted if not_checked.why_unfit(one, context.contract) is None]
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),
@@ -166,8 +157,8 @@ def _list_skipped(stack: str, options: Options, runtime: Runtime) -> Iterator[Ru
 
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
     for experiment in load():
-        reason = why_unasked(experiment, options)
-        if reason is not None and experiment.on_request in REPORTED_REQUESTS:
+        reason = not_checked.why_unasked(experiment, options)
+        if reason is not None and experiment.on_request in not_checked.REPORTED_REQUESTS:
             yield Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 
 

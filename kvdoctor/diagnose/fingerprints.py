@@ -34,10 +34,8 @@ from kvdoctor.records import record
 
 FINGERPRINT_LENGTH = 16
 """Hexadecimal digits, that is 64 bits: enough that no two of some millions coincide by chance."""
-
 PACKED = ("NBits", "Bnb4", "Quantize", "Integer", "QLinear")
 """Parts of the names of operators that compute with packed or rounded weights."""
-
 NAMED_ALONE = ("encoder", "embedding", "other")
 """Roles of files that only their names identify."""
 

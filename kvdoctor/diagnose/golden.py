@@ -188,8 +188,7 @@ def compare_with_golden(
     """
     contract, stack = context.contract, context.stack
     stored = _select_stack(context, golden)
-    side = PairedSide(stack.name, context.folder.root.absolute(), contract)
-    job = DigestJob(side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)
+    job = DigestJob(context.side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)
     done, mine = _run(job, runtime, stored.walks)
     limits = (find_tolerance(name, options.tolerances) for name in (contract.exactness, stored.exactness))
     limit = max(limits, key=lambda one: one.passes)

@@ -22,7 +22,6 @@ from kvdoctor.model.view import GraphView
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 CLASS_HIERARCHY = "pkg.torch.onnx.class_hierarchy"
 STACK_TRACE = "pkg.torch.onnx.stack_trace"
-
 MOST_METADATA = 64 << 10
 """Characters of a value that is read: the trace of a deep model has a few thousand."""
 LONGEST_NAME = 200

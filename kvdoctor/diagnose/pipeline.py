@@ -15,9 +15,10 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import AddedExperiment, PairedSide
+from kvdoctor.decode.messages import AddedExperiment
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
+from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import (
@@ -32,17 +33,6 @@ from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
 from kvdoctor.diagnose.ground import find_ground, find_short_ground
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
-from kvdoctor.diagnose.not_checked import (
-    OF_PARTS,
-    find_idle_selection,
-    find_undecided_runs,
-    find_unexplained_loop,
-    find_ungraded,
-    find_unmet_preconditions,
-    find_unproved_uses,
-    find_unsearched,
-    list_absent,
-)
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
@@ -60,7 +50,7 @@ if TYPE_CHECKING:
 
 
 NOT_STARTED = "not started"
-EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", OF_PARTS)
+EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS)
 """Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
 
 
@@ -178,7 +168,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
             results += diagnoses[stack.name].results
 
     runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
-    idle = find_idle_selection(options.selection, _list_rounds(session), runs)
+    idle = not_checked.find_idle_selection(options.selection, _list_rounds(session), runs)
     results += CheckResults(not_checked=tuple(idle))
     report = build_report("step-test", folder, session.options, results, [d.facts for d in diagnoses.values()])
     # A warm worker reports its version before it is needed; the report must not depend on who used it before.
@@ -196,7 +186,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     sides = ("consistent", *(["faithful"] if options.reference else []), *(["portable"] if options.targets else []))
     report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts)
     report = replace(report, ground=find_ground(runs, read, sides))
-    absent = tuple(list_absent(all_checks(), report, options, set(_list_rounds(session)), results.absent))
+    absent = tuple(not_checked.list_absent(all_checks(), report, options, set(_list_rounds(session)), results.absent))
     report = replace(report, absent=absent, notes=report.notes + results.notes)
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
 
@@ -239,7 +229,7 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         found = replace(found + more, notes=more.notes + found.notes)
     graded = _grade_draft(after, session)
     if graded is not None:
-        found += CheckResults(not_checked=tuple(find_ungraded(graded, found.findings)))
+        found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
     return StackDiagnosis(
         facts=stack_facts(stack, after.contract, context.folder.side_cars),
         results=found,
@@ -258,19 +248,18 @@ def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
     if loop is None or loop.shows != "passed":
         reason = "the loop of the model itself did not pass"
         return DraftFacts(context.stack.name, context.draft.shown, 0, reason=reason)
-    target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
-    return grade_draft(target, context.draft, session.options, session.runtime)
+    return grade_draft(context.side, context.draft, session.options, session.runtime)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:
     """Run the checks of the runs, and list what these leave open."""
     found = run_checks(context, "runs", options.selection) if context.runs else CheckResults()
-    found = CheckResults(not_checked=tuple(find_undecided_runs(context, (*declared, *found.findings)))) + found
     findings = (*declared, *found.findings)
-    unproved = find_unproved_uses(context, findings)
-    unexplained = find_unexplained_loop(context, options.selection, findings)
-    left = (*unproved, *unexplained, *find_unsearched(context), *find_short_ground(context))
-    return found + CheckResults(not_checked=left)
+    undecided = not_checked.find_undecided_runs(context, findings)
+    unproved = not_checked.find_unproved_uses(context, findings)
+    unexplained = not_checked.find_unexplained_loop(context, options.selection, findings)
+    left = (*unproved, *unexplained, *not_checked.find_unsearched(context), *find_short_ground(context))
+    return CheckResults(not_checked=tuple(undecided)) + found + CheckResults(not_checked=left)
 
 
 def _list_rounds(session: _Session) -> Iterable[Round]:
@@ -374,7 +363,7 @@ def _run_targets(
     """The context with what the model shows under the targets; none is tried where the model could not be run."""
     if not (options.targets and context.runs):
         return context, ()
-    if unmet := next(find_unmet_preconditions(context.stack, context.contract), None):
+    if unmet := next(not_checked.find_unmet_preconditions(context.stack, context.contract), None):
         reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
     from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets

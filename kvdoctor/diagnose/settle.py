@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvdoctor.contract import Ambiguity, CacheContract, MissingPart
-from kvdoctor.decode.messages import PairedSide, Settled, SettleJob
+from kvdoctor.decode.messages import Settled, SettleJob
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import NotChecked
@@ -87,8 +87,7 @@ def settle_after(
 
 
 def _ask(context: ContractContext, options: Options, runtime: Runtime) -> tuple[Settled | None, str]:
-    side = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
-    job = SettleJob(side, seed=options.seed, provider=options.provider)
+    job = SettleJob(context.side, seed=options.seed, provider=options.provider)
     found, failed = runtime.answer(job, Settled)
     return (found[0] if found else None), failed
 
@@ -101,15 +100,12 @@ def _is_number(ambiguity: Ambiguity) -> bool:
     port = ambiguity.readings[0].port
     if port.dtype.startswith(("float", "bfloat", "double")) and FACTOR.search(port.name) is None:
         return False
-    return {*ambiguity.readings[0].port.axes} <= {"batch", "fixed"} and ambiguity.readings[0].port.role != "condition"
+    return {*port.axes} <= {"batch", "fixed"} and port.role != "condition"
 
 
 def with_contradictions(contract: CacheContract) -> CacheContract:
     """The contract with the masks whose name says that 1 marks what may be seen, where runs show that 1 hides."""
     reason = "its name says that 1 marks an entry that may be seen, and runs show that 1 hides it"
-    misnamed = (
-        MissingPart(one.subject, reason)
-        for one in contract.ambiguities
-        if one.settled and one.readings[0].port.role == "padding_mask" and one.subject.endswith(MASK_NAMES)
-    )
+    masks = [one for one in contract.ambiguities if one.settled and one.readings[0].port.role == "padding_mask"]
+    misnamed = (MissingPart(one.subject, reason) for one in masks if one.subject.endswith(MASK_NAMES))
     return replace(contract, contradictions=(*contract.contradictions, *misnamed))

@@ -27,7 +27,6 @@ MOST_LINES = 2
 SHORT_STATE = Advice(
     "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
 )
-
 HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
 OFF = "logits with the cache differ from logits without it"
 EXCLUDED = {"same-feed": "results that change from call to call", "later-token": "attention to later tokens"}

@@ -60,7 +60,6 @@ from kvdoctor.report.wording import format_count, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
 HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
-
 LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
 )
@@ -201,15 +200,16 @@ def _ignores_past(context: RunContext, run: Run) -> bool:
 
 def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     """The checked loop with other logits: an error, unless only rounding makes it differ."""
+    limit, found = context.tolerance.fails, [step.difference for step in run.steps if step.difference is not None]
     if run.hidden:
         yield build_difference(context, run, "warning", f"{OFF}, {HIDDEN}")
     elif run.unrounded is not None and run.unrounded.outcome == "passed" and context.rounded_presents:
         yield _rounded(context, run)
     elif not run.by_rounding:
         yield build_difference(context, run, "error", OFF)
-    elif _affects_most_steps(context, run):
-        found = build_difference(context, run, "warning", f"{OFF}, by rounding alone")
-        yield found.also(effects=(describe_rounding(run),), repair=LESS_ROUNDING)
+    elif 2 * sum(d.relative > limit or not d.finite for d in found) > len(found):
+        fault = build_difference(context, run, "warning", f"{OFF}, by rounding alone")
+        yield fault.also(effects=(describe_rounding(run),), repair=LESS_ROUNDING)
     else:
         raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
 
@@ -233,10 +233,3 @@ def _rounded(context: RunContext, run: Run) -> Fault:
     found = found.also(nodes=tuple(node.name for node in rounding[:1] if node.name), effects=(describe_rounding(run),))
     advice = context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}")
     return found.also(evidence=describe_rounded(context), repair=advice)
-
-
-def _affects_most_steps(context: RunContext, run: Run) -> bool:
-    """Whether at least every second step differs by more than the arithmetic of the model explains."""
-    fails = context.tolerance.fails
-    found = [step.difference for step in run.steps if step.difference is not None]
-    return 2 * sum(d.relative > fails or not d.finite for d in found) > len(found)

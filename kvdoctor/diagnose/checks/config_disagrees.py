@@ -42,7 +42,6 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 
 Compare = Callable[[ContractContext], list[Disagreement]]
-
 COMPARED: dict[str, Compare] = {
     "config.json": config_json,
     "generation_config.json": lambda context: [*generation_config(context), *generation_stops(context)],

@@ -11,7 +11,6 @@ Source: the ONNX specification, external data: `location` is a path relative to 
 
 from collections.abc import Iterator
 
-from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.model.external_data import ExternalProblem
@@ -45,7 +44,10 @@ def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iter
     for problem in file.external_problems:
         if problem.kind not in kinds:
             continue
-        sharing = [one.name for one in context.folder.files if _shares(one, file, problem)]
+        at, own = (problem.kind, problem.location), file.path.parent
+        shared = [one for one in context.folder.files if one.path.parent == own and problem.location]
+        with_it = {one.name for one in shared if at in {(o.kind, o.location) for o in one.external_problems}}
+        sharing = [one.name for one in context.folder.files if one.name in {*with_it, file.name}]
         if sharing[0] != file.name:
             continue
         others = tuple(sharing[1:])
@@ -64,10 +66,3 @@ def _advise(problem: ExternalProblem) -> str:
     if problem.wrong == "entry":
         return "the entry in the model is wrong, whatever the file holds: fetch the model again, or save it anew"
     return f"fetch or restore {problem.location!r} in the folder of the model, or save it again"
-
-
-def _shares(one: OnnxFile, file: OnnxFile, problem: ExternalProblem) -> bool:
-    """Whether a file is the one with the problem, or has it at the same place on the disk."""
-    theirs = {(other.kind, other.location) for other in one.external_problems}
-    same = bool(problem.location) and (problem.kind, problem.location) in theirs
-    return one.name == file.name or (same and one.path.parent == file.path.parent)

@@ -25,7 +25,6 @@ from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.records import record
 
 EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
-
 PARTS = CauseText(
     cause="a step returns a key in the place of a value, or a value in the place of a key",
     declared="the entries of each slot under its own name",

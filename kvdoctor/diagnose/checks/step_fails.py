@@ -22,7 +22,6 @@ from kvdoctor.findings import Fault, Severity, check
 from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
-
 EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
 NOT_PROVED = "or export again; no run proved which number of the graph stands for a size"
 OTHER_ATTENTION = "or export again with another attention operator, or with that one as its kernel takes it"

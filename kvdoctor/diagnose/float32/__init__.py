@@ -223,13 +223,6 @@ def find_rounding_limit(context: ContractContext) -> float:
     return max(context.tolerance.passes, min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects)]))
 
 
-def _find_too_coarse(run: Run, limit: float) -> int | None:
-    """The first step beyond the limit where at least every second one on a cache is; one alone may be a coincidence."""
-    cached = [step for step in run.steps if step.phase == "decode" and step.difference is not None]
-    beyond = [step.step for step in cached if step.difference and not step.difference.relative <= limit]
-    return beyond[0] if beyond and 2 * len(beyond) >= len(cached) else None
-
-
 def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
     """A run with the result of the float32 copy, which decides if it is clear.
 
@@ -246,9 +239,12 @@ def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
     if copy.outcome == "differs":
         merged = replace(run, cause=copy.cause, growth=copy.growth, unrounded=_summarize(run, copy))
         return merged if run.outcome == "differs" else replace(merged, outcome="differs", failed_step=copy.failed_step)
-    if copy.outcome == "passed" and (step := _find_too_coarse(run, limit)) is not None:
+    # At least every second step on a cache is beyond the limit; one alone may be a coincidence.
+    cached = [step for step in run.steps if step.phase == "decode" and step.difference is not None]
+    beyond = [step.step for step in cached if step.difference and not step.difference.relative <= limit]
+    if copy.outcome == "passed" and beyond and 2 * len(beyond) >= len(cached):
         coarse = replace(_summarize(run, copy), too_coarse=True)
-        return replace(run, outcome="differs", failed_step=step, cause=None, unrounded=coarse)
+        return replace(run, outcome="differs", failed_step=beyond[0], cause=None, unrounded=coarse)
     # A cause that only the rounded model shows is none.
     return replace(run, cause=None, unrounded=_summarize(run, copy))
 

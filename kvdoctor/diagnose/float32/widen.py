@@ -19,7 +19,6 @@ HALF, BRAIN = int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
 NARROW = {HALF, BRAIN}
 SMALL = 64
 """Elements up to which a constant is widened in place."""
-
 TYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "output_datatype", "softmax_precision", "stash_type", "qk_dtype"}
 """Attributes that name an element type. Sources: the operator schemas of ONNX and of ONNX Runtime."""
 

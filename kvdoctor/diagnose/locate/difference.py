@@ -20,7 +20,6 @@ from kvdoctor.report.wording import shorten_names
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
 LEVELS = ("basic", "extended", "all")
-
 MOST_DEVIATIONS = 1e6
 """Standard deviations beyond which they are no measure: equal numbers have none."""
 

@@ -20,7 +20,6 @@ from kvdoctor.records import record
 
 MOST_BYTES = 48 << 20
 """Bytes that the values of one portion may take, in each run."""
-
 MOST_VALUES = 600
 MOST_PATCHES = 8
 SUDDEN = 20.0

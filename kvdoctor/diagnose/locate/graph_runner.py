@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[str, str, Sequence[Sequence[int] | None]]
 """An output of the left model, the corresponding one of the right, and the entries to take of it (`ValuePair`)."""
-
 SHORT = 64
 """Elements of a tensor up to which its numbers are read: shapes, axes, positions."""
-
 SECONDS = 45.0
 """How long the search for one fault may take."""
 

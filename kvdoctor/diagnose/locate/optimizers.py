@@ -12,7 +12,6 @@ from kvdoctor.errors import CannotCheck
 
 Holds = Callable[[tuple[str, ...]], bool]
 """Whether the step is right with these passes disabled."""
-
 PASSES: tuple[str, ...] = (
     *("ConstantFolding", "CommonSubexpressionElimination", "ConstantSharing", "ShapeInputMerge", "PropagateCastOps"),
     *("RemoveDuplicateCastTransformer", "CastFloat16Transformer", "CastElimination", "CastChainElimination"),

@@ -43,7 +43,6 @@ from kvdoctor.records import record
 
 MOST_NODES = 200_000
 """Nodes after functions are written out: more are not worth the minutes that running them again takes."""
-
 LAYER = re.compile(r"(?:^|[./_])(?:layers?|h|blocks?|decoder_layers?)[./_]?(\d+)(?=[./_]|$)")
 """How exporters number layers in names: `/model/layers.0/...`, `transformer.h.3.`, `block.1`."""
 

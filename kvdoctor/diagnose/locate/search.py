@@ -22,7 +22,6 @@ from kvdoctor.runtime.client import Runtime
 
 MOST_ROUNDS = 6
 """Times that a branch which a failing `If` takes is written out, or another node is seen to fail first."""
-
 LEVELS = ("off", "basic", "extended", "all")
 
 

@@ -15,28 +15,23 @@ HEADS = (
 WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model")
 VOCABULARIES = ("draft_vocab_size", "decoder_vocab_size", "output_vocab_size", "padded_vocab_size", "vocab_size")
 """Keys by what they count, the most special first: `vocab_size` of a translator may be that of its encoder."""
-
 OTHER_HEADS = ("num_global_key_value_heads", "swa_num_key_value_heads")
 OTHER_WIDTHS = ("global_head_dim", "swa_head_dim", "attention_head_dim")
 """Keys of a second kind of attention layers in the same model."""
-
 UNGROUPED = {
     *("bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "gpt2"),
     *("gpt_neo", "gpt_neox", "gptj", "m2m_100", "marian", "mbart", "mpt", "musicgen_decoder", "opt"),
     *("pegasus", "plbart", "speech_to_text", "speecht5", "trocr", "whisper", "xglm"),
 }
 """Model types that have as many kv heads as attention heads, each as wide as the model divided by them."""
-
 RELATIVE = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct_text_model"}
 """Model types with as many kv heads as attention heads, and a `d_kv` of their own."""
-
 DIVIDED = UNGROUPED | {
     *("bamba", "cohere", "cohere2", "falcon", "falcon_h1", "gpt_bigcode", "granite", "granitemoe", "lfm2"),
     *("llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "smollm3"),
     *("stablelm", "starcoder2"),
 }
 """Model types whose heads are as wide as the model divided by them, unless `head_dim` is given."""
-
 ALL_LAYERS_CACHE = {
     *("arcee", "cohere", "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "glm"),
     *("glm4", "gpt_bigcode", "gpt_oss", "gptoss", "granite", "granitemoe", "helium", "llama", "mistral"),

@@ -397,7 +397,6 @@ COMPARED: tuple[Callable[[Sides], Iterator[Disagreement]], ...] = (
     *(_residual, _experts, _inner, _heads, _biases, _buckets, _encoder_layers),
 )
 """One comparison for each value, in the order of the report."""
-
 SHOWN: dict[str, Callable[[Sides], bool]] = {
     **dict.fromkeys(values.EPSILONS, lambda sides: bool(sides.graph.norms)),
     **dict.fromkeys(values.ACTIVATIONS, lambda sides: bool(sides.graph.activations)),

@@ -21,7 +21,6 @@ ACTIVATION_NAMES = {
     "relu2": "squared relu",
 }
 """The names of ACT2FN, by the function that they stand for."""
-
 ENCODER_DECODERS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus", "plbart"),
     *("speech_to_text", "trocr", "whisper"),
@@ -37,19 +36,15 @@ UNSCALED = {"t5", "mt5", "umt5", "longt5", "gpt_neo", "pix2struct_text_model", "
 """Model types whose scores have no scale."""
 SCALARS = {"gemma2", "gemma3", "gemma3_text"}
 """Model types with `query_pre_attn_scalar`."""
-
 PLAIN = SCALED_BY_WIDTH | SCALARS | UNSCALED | {"granite"}
 """Model types of one kind of block, in which each key has the one meaning that is compared."""
 ACTIVATED = PLAIN - {"gpt_oss"}
 """Those whose activation is the one that they name."""
-
 ROTATED = PLAIN | {"deepseek_v2", "deepseek_v3", "falcon_h1", "glm4", "granitemoe", "lfm2", "seed_oss"}
 """Model types whose rotation follows from the keys that are read."""
-
 BIASED = {"arcee", "cohere", "gemma", "gemma2", "gemma3_text", "glm", "granite", "helium", "llama", "nemotron", "olmo"}
 BIASED |= {"gpt_oss", "olmo2", "qwen3", "qwen3_moe", "smollm3"}
 """Model types whose `attention_bias` adds a bias to queries."""
-
 MIXED = {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 """Model types whose router chooses among all experts."""
 INNER = ("decoder_ffn_dim", "intermediate_size", "ffn_dim", "d_ff", "n_inner")
