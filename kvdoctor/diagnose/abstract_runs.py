@@ -151,13 +151,7 @@ class AbstractDriver(StackDriver):
         return Environment("none", "none", "none")
 
     def run_session(self, call: Call, session: Any = None) -> Answer:  # noqa: ARG002
-        """Run a call.
-
-        Raises:
-            StepFailed: two sizes cannot agree.
-            Undecided: the logits are unknown.
-            TooMuchWork: the budget is used up.
-        """
+        """Run a call: `StepFailed` where sizes cannot agree, `Undecided` with unknown logits, or `TooMuchWork`."""
         graph = self.contract.graph(call.phase)
         ports = {port.name: port for port in graph.inputs}
         feeds = {name: self._to_abstract(value, ports[name]) for name, value in call.feeds.items()}
@@ -261,11 +255,7 @@ def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
 def _run_by(
     contract: CacheContract, context: ContractContext, size: int, budget: Budget, graphs: dict[str, AbstractGraph]
 ) -> tuple[Run, ...]:
-    """The experiments by one contract.
-
-    Raises:
-        CannotCheck: not even a plain loop can be computed.
-    """
+    """The experiments by one contract; `CannotCheck` where not even a plain loop can be computed."""
     steps: list[Step] = []
 
     def keep(event: Event) -> None:
@@ -383,5 +373,5 @@ def _choose(limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]
     left_out = {"left-padding"} if rotary else set[str]()
     left_out |= {"full-context"} if long else set()
     for one in (every[name] for name in (*LOOPS, *USES) if name in every and name not in left_out):
-        short = one.name.endswith("-loop")
-        yield replace(one, scenario=replace(one.scenario, steps=steps)) if short else one
+        shorter = replace(one, scenario=replace(one.scenario, steps=steps))
+        yield shorter if one.name.endswith("-loop") else one

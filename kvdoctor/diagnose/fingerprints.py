@@ -76,8 +76,7 @@ def compute_fingerprint(check: str, subject: Iterable[str], apart: Sequence[str]
     if view is not None:  # how most weights are stored, and the operators that read packed or rounded ones
         graph += [_find_commonest_type(view), *sorted(op for op in view.operators if any(one in op for one in PACKED))]
     about = sorted(parts.get(name, name) for name in subject)
-    identity = json.dumps([check, graph, about, [parts.get(name, name) for name in apart]])
-    return _digest(identity.encode("ascii"))
+    return _digest(json.dumps([check, graph, about, [parts.get(name, name) for name in apart]]))
 
 
 def number_repeated(fingerprints: Sequence[str]) -> list[str]:
@@ -86,13 +85,12 @@ def number_repeated(fingerprints: Sequence[str]) -> list[str]:
     distinct = []
     for one in fingerprints:
         counts[one] += 1
-        again = f"{one} {counts[one]}".encode("ascii")
-        distinct.append(one if counts[one] == 1 else _digest(again))
+        distinct.append(one if counts[one] == 1 else _digest(f"{one} {counts[one]}"))
     return distinct
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:FINGERPRINT_LENGTH]
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode("ascii")).hexdigest()[:FINGERPRINT_LENGTH]
 
 
 def part_of(file: OnnxFile) -> str:

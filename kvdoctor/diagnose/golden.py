@@ -220,11 +220,7 @@ def describe_rounding(stack: StackFiles) -> str:
 
 
 def _select_stack(context: ContractContext, golden: Golden) -> GoldenStack:
-    """The stack of the same name, else the first with the same sizes: another layout of the same model.
-
-    Raises:
-        CannotCheck: none has these sizes, or it cannot be decoded with the golden feeds.
-    """
+    """The stack of the same name, else the first with the same sizes, another layout; `CannotCheck` without one."""
     contract, size = context.contract, measure_size(context.contract)
     if not contract.slots:
         raise CannotCheck("there is no cache contract")

@@ -147,26 +147,22 @@ def find_explanation(context: RunContext, name: str = "cached-differs") -> str |
 
 
 def leave_to_other(context: RunContext, name: str = "cached-differs") -> None:
-    """Return where no other check names the cause.
-
-    Raises:
-        Explained: one does.
-    """
+    """Raise `Explained` where another check names the cause."""
     if reason := find_explanation(context, name):
         raise Explained(reason)
 
 
-def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
+def find_faulty_uses(context: RunContext, outcome: str, *, coarse: bool = False) -> Iterator[tuple[Run, "Use"]]:
     """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
 
-    Those that are wrong by a rounded cache alone are left out: that is one fault for all uses.
+    Those that are wrong by a rounded cache alone, one fault for all uses, are left out, or are the only ones: `coarse`.
     """
-    return ((run, use) for run, use in _find_wrong_uses(context, outcome) if not run.too_coarse)
-
-
-def find_coarse_uses(context: RunContext) -> tuple[tuple[Run, "Use"], ...]:
-    """Runs of other sizes whose logits are wrong by a rounded cache alone, where those of the checked loop are not."""
-    return tuple((run, use) for run, use in _find_wrong_uses(context, "differs") if run.too_coarse)
+    loop = context.checked_loop
+    wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
+    for experiment, use in context.uses.items() if loop is not None and loop.shows == "passed" else ():
+        run = context.find_run(experiment)
+        if run is not None and run.shows == outcome and not wrong.intersection(use.after) and run.too_coarse == coarse:
+            yield run, use
 
 
 def find_broken_uses(context: RunContext) -> Iterator[tuple[Run, "Use"]]:
@@ -176,17 +172,6 @@ def find_broken_uses(context: RunContext) -> Iterator[tuple[Run, "Use"]]:
         broken = run.not_finite or (run.cause is not None and run.cause.name == "non-finite")
         if broken and run.shows == "differs" and run.experiment in context.uses:
             yield run, context.uses[run.experiment]
-
-
-def _find_wrong_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
-    loop = context.checked_loop
-    if loop is None or loop.shows != "passed":
-        return
-    wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
-    for experiment, use in context.uses.items():
-        run = context.find_run(experiment)
-        if run is not None and run.shows == outcome and not wrong.intersection(use.after):
-            yield run, use
 
 
 def fails_where_opened(context: RunContext) -> bool:

@@ -23,9 +23,7 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
     if flow is None or slot is None or slot.present is None:
         return ()
     nodes = flow.find_changes(past, len(slot.shape), slot.present)
-    more = f" and {len(nodes) - MOST_NODES} more" if len(nodes) > MOST_NODES else ""
-    words = ", ".join(map(_name, nodes[:MOST_NODES])) + more
-    return (f"between {past} and {slot.present}: {words}",) if nodes else ()
+    return (f"between {past} and {slot.present}: {shorten_names([*map(_name, nodes)], MOST_NODES)}",) if nodes else ()
 
 
 def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
@@ -114,18 +112,12 @@ def unread_in_loops(context: ContractContext) -> dict[str, str]:
 
 
 def refuse_unread(unread: dict[str, str], left_out: Collection[str]) -> None:
-    """Say why nothing is known of the pasts that a check left out.
-
-    Raises:
-        CannotCheck: it left some out.
-    """
+    """Raise `CannotCheck` where a check left some pasts out, and say why nothing is known of them."""
     if left_out:
         loop = next(unread[name] for name in left_out)
-        raise CannotCheck(
-            f"which output returns {shorten_names(tuple(left_out))} cannot be read from the graph, because the cache "
-            f"passes through {loop}; `step-test --contract FILE` takes a contract that says it",
-            essential=True,
-        )
+        which = f"which output returns {shorten_names(tuple(left_out))} cannot be read from the graph"
+        why = f"the cache passes through {loop}; `step-test --contract FILE` takes a contract that says it"
+        raise CannotCheck(f"{which}, because {why}", essential=True)
 
 
 def _follow(context: ContractContext) -> Dataflow | None:

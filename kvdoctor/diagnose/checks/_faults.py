@@ -104,8 +104,7 @@ def _describe_decision(run: Run) -> str:
         return run.cause.evidence + ("; the same in the float32 copy" if run.unrounded is not None else "")
     if run.reason:
         return run.reason
-    step = run.wrong_step
-    size = describe_difference(run, step)
+    size = describe_difference(run, run.wrong_step)
     return f"step {run.failed_step}: the logits differ" + (f", {size}" if size else "")
 
 

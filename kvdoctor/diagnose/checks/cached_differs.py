@@ -36,7 +36,6 @@ from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
     NAMED_BY_USE,
     find_broken_uses,
-    find_coarse_uses,
     find_faulty_uses,
     find_named_cause,
     leading_cause,
@@ -107,7 +106,7 @@ def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
         yield from _differs(context, run)
     elif run.outcome == "ambiguous" and run.by_rounding and context.rounded_presents:
         yield _rounded(context, run)
-    elif coarse := find_coarse_uses(context):
+    elif coarse := [*find_faulty_uses(context, "differs", coarse=True)]:
         yield _rounded(context, coarse[0][0])
     elif run.outcome == "failed":
         reason = f"the {run.experiment} failed at step {run.failed_step}, so its later logits were not compared"
@@ -219,7 +218,7 @@ def _rounded(context: RunContext, run: Run) -> Fault:
 
     Where it is too coarse for other uses than the checked loop alone, they decide the severity.
     """
-    rounded, uses = context.rounded_presents, find_coarse_uses(context)
+    rounded, uses = context.rounded_presents, [*find_faulty_uses(context, "differs", coarse=True)]
     coarse = run.too_coarse or bool(uses)
     more = f", and in {format_count(len(uses) - MOST_USES, 'other use')}" if len(uses) > MOST_USES else ""
     where = f" with {' or '.join(use.words for _, use in uses[:MOST_USES])}{more}" if uses else ""

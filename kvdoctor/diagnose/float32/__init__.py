@@ -107,11 +107,7 @@ def _unround(file: OnnxFile, contract: CacheContract) -> ModelProto:
 
 
 def demand_room(sizes: Iterable[int], external: Iterable[ExternalFile], target: Path) -> None:
-    """Demand room for files of these sizes and for external data, each file once.
-
-    Raises:
-        CannotCheck: there is less.
-    """
+    """Raise `CannotCheck` where there is no room for files of these sizes and for external data, each file once."""
     size = sum(sizes) + sum({one.path: one.bytes or 0 for one in external}.values())
     if size * 1.1 > shutil.disk_usage(target).free:
         raise CannotCheck(f"{target.parent} has no room for a copy of {size >> 20} MiB")

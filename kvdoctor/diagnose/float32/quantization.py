@@ -30,9 +30,7 @@ def unround_integers(model: ModelProto) -> None:
     Raises:
         CannotCheck: an operator that is no product reads a quantized value, or an operator rounds internally.
     """
-    view = GraphView(model)
-    used = set(view.operators)
-    if used & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
+    if set(GraphView(model).operators) & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
         _IntegerRewriter(model).run()
         for graph in graphs_in(model.graph):
             del graph.value_info[:]  # they may declare integers

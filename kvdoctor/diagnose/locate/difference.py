@@ -211,8 +211,7 @@ def name_numbers(flat: RunnableGraph, value: str) -> str:
     """The check whose fault wrong numbers are: of positions, or of a mask; empty where they are neither."""
     reached = {value}
     for node in flat.nodes:
-        places = operator_of(node.op).places
-        if any(node.input(at) in reached for at in places):
+        if any(node.input(at) in reached for at in operator_of(node.op).places):
             return "positions-not-offset"
         if not reached.isdisjoint(node.reads):
             if node.has("compare"):

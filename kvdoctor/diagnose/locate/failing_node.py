@@ -186,11 +186,7 @@ class FailingNode:
     layers: Mapping[str, int] = field(default_factory=dict)
 
     def locate(self, feeds: Path) -> FaultLocation:
-        """Describe the fault.
-
-        Raises:
-            CannotCheck: the worker process crashed, or time is up.
-        """
+        """Describe the fault; `CannotCheck` where the worker process crashed, or time is up."""
         known = self._known(feeds)
         origins = Origins(self.flat, known, {name: tuple(array.shape) for name, array in self.feeds.items()})
         suspects, clash = find_conflict(self.node, origins)

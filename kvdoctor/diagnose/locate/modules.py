@@ -146,12 +146,7 @@ class ModuleSearch:
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def compare(self) -> ModuleComparison:
-        """Compare all modules that can be found.
-
-        Raises:
-            CannotCheck: no module can be found, or the graph cannot be run.
-            TrialFailed: the runtime does not run the graph with other outputs.
-        """
+        """Compare all modules that can be found; `CannotCheck` where none can, otherwise as `GraphRunner` says."""
         if not any(module.name and LAYER.search(module.name) for module in self._named.values()):
             raise CannotCheck("no node of the graph is named after a module of the checkpoint")
         self.arrays = self._read()
@@ -205,12 +200,8 @@ class ModuleSearch:
         """The values made inside a module that are read outside, or returned."""
         nodes = self._inside.get(module.name, [])
         inside, results = {node.index for node in nodes}, set(self.flat.results.values())
-        return [
-            name
-            for node in nodes
-            for name in node.makes
-            if name in results or not self._readers.get(name, set()) <= inside
-        ]
+        made = (name for node in nodes for name in node.makes)
+        return [name for name in made if name in results or not self._readers.get(name, set()) <= inside]
 
     def _entering(self, nodes: Iterable[RunnableNode]) -> list[str]:
         """The values that nodes read and do not make; no constants."""
@@ -221,9 +212,8 @@ class ModuleSearch:
 
     def _read(self) -> dict[str, Array]:
         """The values that have as many elements as something that a module was given or gave."""
-        wanted = {
-            array.size for module in self.call.modules for array in (module.given, module.gave) if array is not None
-        }
+        seen = (array for module in self.call.modules for array in (module.given, module.gave))
+        wanted = {array.size for array in seen if array is not None}
         values = [name for node in self.flat.nodes for name in node.makes]
         fed = self._entering(self.flat.nodes)
         sizes = self.runner.sizes(self.flat, [*fed, *values], self.call.feeds)
@@ -259,8 +249,7 @@ class ModuleSearch:
 
     def _off_before(self, module: Module) -> float | None:
         """How far the inputs of a module are off; None where they cannot be found."""
-        nodes = self._inside.get(module.name, [])
-        found = self._closest(self._entering(nodes), module.given)
+        found = self._closest(self._entering(self._inside.get(module.name, [])), module.given)
         return found[0] if found is not None else None
 
     def _locate(self, wrong: Sequence[Placed], placed: Sequence[Placed]) -> FaultLocation:
@@ -282,7 +271,10 @@ class ModuleSearch:
         equal |= {name for name in self._entering(self._inside.get(at.name, [])) if name in self.arrays or at.name}
         targets = [first.value] if at is first.module else self._entering(self._inside[first.module.name])
         between = self.flat.before([name for name in targets if name not in equal], equal)
-        nodes = [node for node in between if not self._is_of_lengths(node)] or between
+        # Nodes that compute sizes and the like are left out: nothing of what they make depends on what was fed.
+        fed = self.flat.depending_on(self._entering(self.flat.nodes))
+        computing = [node for node in between if not node.has("measure", "constant", "fill")]
+        nodes = [node for node in computing if fed & set(node.makes)] or between
         nodes = [node for node in nodes if node.op not in MOVING] or nodes
         off = "finite in other entries" if first.relative < 0 else f"off by {first.relative:.2g} standard deviations"
         inner = "its" if at is first.module else f"those of {first.module.shown} in it do not: its"
@@ -299,15 +291,6 @@ class ModuleSearch:
             layer=int(match[1]) if match else None,
             provenance=(f"{compute} it: {listed}",) if nodes else (),
         )
-
-    def _is_of_lengths(self, node: RunnableNode) -> bool:
-        """Whether a node computes sizes and the like: nothing of its outputs depends on what was fed."""
-        return node.has("measure", "constant", "fill") or not self._fed_values & set(node.makes)
-
-    @cached_property
-    def _fed_values(self) -> set[str]:
-        """Values that depend on the content of what was fed."""
-        return self.flat.depending_on(self._entering(self.flat.nodes))
 
 
 def _around(scope: str) -> Iterable[str]:
@@ -358,11 +341,9 @@ def _count_layered(matched: Mapping[str, str]) -> int:
 
 def _leading(names: Iterable[str]) -> list[str]:
     """What may be left out at the front of names, the empty text first."""
-    counted = Counter(
-        ".".join(parts[:length]) + "."
-        for parts in (name.split(".") for name in names)
-        for length in range(1, min(MOST_LEADING, len(parts) - 1) + 1)
-    )
+    split = (name.split(".") for name in names)
+    starts = (parts[:length] for parts in split for length in range(1, min(MOST_LEADING, len(parts) - 1) + 1))
+    counted = Counter(".".join(start) + "." for start in starts)
     return ["", *(prefix for prefix, _ in counted.most_common(6))]
 
 

@@ -71,8 +71,7 @@ def _compare_claim(context: ContractContext, claim: ConfigClaim, model_type: str
     if claim.what == "vocabulary":
         return list(compare_numbers.vocabulary(context, claim))
     if claim.what == "context":
-        # An export with a buffer of fixed size has a shorter context on purpose.
-        fixed = context.contract.capacity is not None
+        fixed = context.contract.capacity is not None  # a shorter context on purpose
         return [] if fixed else list(compare_numbers.context(context, claim))
     packed = any("int" in slot.dtype for slot in context.contract.of_kind("self-attention"))
     return list(compare_numbers.sizes(context, claim, fused=claim.what == "head_dim" and not packed))

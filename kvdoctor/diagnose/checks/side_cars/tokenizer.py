@@ -45,10 +45,8 @@ class _Tokenizer:
 def vocabulary(context: ContractContext) -> list[Disagreement]:
     """The ordinary ids of tokenizer.json that the table of a decoder does not have.
 
-    Every text may bring an ordinary token; that of an encoder-decoder may be of the encoder's vocabulary.
-
-    Raises:
-        CannotCheck: there is a tokenizer that cannot be read.
+    Every text may bring an ordinary token; that of an encoder-decoder may be of the encoder's vocabulary. Where a
+    tokenizer cannot be read, this and `special_tokens` raise `CannotCheck`.
     """
     found = _read(context.folder.root) if meant_for(context) else None
     rows = token_rows(context) if found is not None else None
@@ -61,11 +59,7 @@ def vocabulary(context: ContractContext) -> list[Disagreement]:
 
 
 def special_tokens(context: ContractContext) -> list[Disagreement]:
-    """The ids of end, start and padding, named in tokenizer_config.json, that the graph cannot take or return.
-
-    Raises:
-        CannotCheck: there is a tokenizer that cannot be read.
-    """
+    """The ids of end, start and padding, named in tokenizer_config.json, that the graph cannot take or return."""
     found = _read(context.folder.root) if meant_for(context) else None
     return [] if found is None else [*_compare_special(context, found)]
 
@@ -147,7 +141,6 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _is_id(value: object) -> TypeGuard[int]:
-    """Whether a value can be the id of a token."""
     return (value == 0 and not isinstance(value, bool)) or is_count(value)
 
 
@@ -214,5 +207,4 @@ def _find_outside(context: ContractContext, model: dict[str, Any]) -> Iterator[D
 
 
 def _list_ids(value: Any) -> list[int]:
-    """The ids of an entry: one or a list."""
     return [one for one in (value if isinstance(value, list) else [value])[:1000] if _is_id(one)]
