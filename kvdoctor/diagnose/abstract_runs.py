@@ -84,10 +84,7 @@ USES = (
 
 
 class Undecided(Exception):
-    """Something that an experiment needs is unknown.
-
-    It must pass through the experiment, which would report a `CannotCheck` as a run that was skipped.
-    """
+    """An experiment needs what is unknown. No `CannotCheck`, which would be reported as a run that was skipped."""
 
 
 @dataclass(eq=False)
@@ -118,10 +115,7 @@ class AbstractTensor:
 
 
 def spread_logits(value: Abstract) -> Array | None:
-    """Logits float[batch, new, vocabulary], made of the numbers that stand for them; those after `MOST_LOGITS` are cut.
-
-    A number that is not finite stays as it is.
-    """
+    """Logits float[batch, new, vocabulary], the first `MOST_LOGITS`, made of the numbers that stand for them."""
     if value.data is None or value.shape is None or not value.shape:
         return None
     at = np.arange(min(max(value.shape[-1], 2), MOST_LOGITS))
@@ -185,11 +179,7 @@ class AbstractDriver(StackDriver):
         return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
 
     def _run_once(self, graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
-        """The outputs of a graph; those of an equal call are reused, unless the graph has random numbers.
-
-        A third of the calls of a step-test are repeated: experiments begin with the same prefill and end with the same
-        reference run, and a call is timed by calling it again.
-        """
+        """The outputs of a graph. A third of the calls are repeated, and answered again but for random numbers."""
         key = _digest_call(graph, feeds) if not graph.random_used else b""
         if key in self.found:
             return self.found[key]
@@ -226,11 +216,7 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
 
 
 def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
-    """The experiments that could be carried out on a stack, until the budget of nodes is used up.
-
-    Raises:
-        CannotCheck: there are none.
-    """
+    """The experiments that the budget of nodes allows on a stack; raises `CannotCheck` where there are none."""
     contract = replace(context.contract, exactness="float")
     size, budget, graphs = _open_stack(context, contract)
     runs = _run_by(contract, context, size, budget, graphs)

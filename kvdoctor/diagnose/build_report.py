@@ -36,10 +36,7 @@ ON_TARGETS = "KV4"
 def build_report(
     command: str, folder: ModelFolder, options: Options, results: CheckResults, stacks: list[StackFacts]
 ) -> Report:
-    """The report of a command on a model: its files and stacks, the findings, and the verdict.
-
-    What runs could have confirmed, and did not, is at most a warning.
-    """
+    """The report on a model. What runs could have confirmed, and did not, is at most a warning."""
     open_stacks = {entry.stack for entry in results.not_checked if entry.essential}
     found = [f if command == "inspect" or f.stack in open_stacks else _weaken(f) for f in results.findings]
     findings = with_distinct_fingerprints(worst_first([_with_issues(finding, folder) for finding in found]))

@@ -334,10 +334,7 @@ def _describe_encoder(stored: dict[str, Any], found: dict[str, Any]) -> str:
 def locate_in_modules(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> Run:
-    """The run that differs from a checkpoint with its parts and the location, or the reason why there is none.
-
-    `saved` names the file with the feeds that the worker left.
-    """
+    """The run that differs with its parts and its location, or why there is none; `saved` has the feeds."""
     return guard_search(run, lambda: _locate(run, context, checkpoint, saved, arithmetic))
 
 

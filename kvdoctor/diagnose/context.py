@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 @record(slots=False, kw_only=True)
 class FileContext:
-    """Round `file`: one file of the folder.
-
-    `weights` says that the values of its weights may be read, `unrun` that the model is not run afterwards.
-    """
+    """Round `file`: one file. `weights` says that their values may be read, `unrun` that the model is not run."""
 
     folder: ModelFolder
     file: OnnxFile

@@ -179,10 +179,7 @@ def resolve_node_names(run: Run, context: ContractContext) -> Run:
 def locate_faults(
     context: ContractContext, options: Options, runtime: Runtime, calls: Path, ran: ContractContext | None = None
 ) -> tuple[Run, ...]:
-    """The runs, with the fault location of those that findings rest on; `ran` is the context of what was run.
-
-    That is the checked loop; where it passes, the runs of other sizes that fail or differ.
-    """
+    """The runs with the location of the faults that findings rest on: of the loop, or of other uses. `ran` was run."""
     loop, bad = context.checked_loop, [run for run in context.runs if run.shows in ("failed", "differs")]
     wanted = [loop] if loop in bad else [run for run in bad if run.experiment in context.uses]
     if loop is None or not wanted:
@@ -201,10 +198,7 @@ def locate_faults(
 
 @record(slots=False)
 class OpenedOperator:
-    """A stack with its graphs as files of a private folder, and how the operator is called.
-
-    `shown` is the name of a file in reports by its name in the contract.
-    """
+    """A stack with its graphs as files, how the operator is called, and the names of the files in reports."""
 
     context: ContractContext
     search: SearchPlan
@@ -269,10 +263,7 @@ def list_thresholds(stack: StackFiles, contract: CacheContract) -> tuple[Thresho
 
 
 def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
-    """Yield one entry for what the walk over the lengths did not judge: all of it, or thresholds after its end.
-
-    None where the loop, or a length that was visited, already differs or fails.
-    """
+    """Yield one entry for what the walk over the lengths did not judge, unless a length is wrong already."""
     run, loop = context.find_run("each-length"), context.checked_loop
     steps_agree = loop is not None and loop.shows == "passed"
     if steps_agree and run is not None and run.outcome == "skipped" and run.reason == REFERENCE_CHANGES:

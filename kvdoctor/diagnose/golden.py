@@ -161,12 +161,7 @@ def render_golden(model: str, stacks: tuple[GoldenStack, ...], seed: int, onnxru
 def digest_stack(
     stack: StackFiles, contract: CacheContract, folder: Path, options: Options, runtime: Runtime
 ) -> GoldenStack:
-    """Decode with a stack, and keep the digests.
-
-    Raises:
-        CannotCheck: the runtime fails, or no decoding fits the sizes of the model.
-        KvdoctorError: the worker cannot start ONNX Runtime.
-    """
+    """Decode with a stack, and keep the digests; raises `CannotCheck` where it cannot be decoded."""
     if unmet := next(find_unmet_preconditions(stack, contract), None):
         raise CannotCheck(unmet)
     side = PairedSide(stack.name, folder, contract)

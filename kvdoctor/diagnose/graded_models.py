@@ -58,11 +58,7 @@ def grade_variants(
 def find_variants(
     stacks: Iterable[StackFiles], contracts: Mapping[str, CacheContract]
 ) -> Iterator[tuple[StackFiles, tuple[StackFiles, ...]]]:
-    """Stacks that are one model by their file names, kind and sizes: the base, and the others.
-
-    The base has the most exact arithmetic, and of several such the most bytes: weights in 4 or 8 bits are unpacked and
-    computed with in float32.
-    """
+    """Stacks that are one model by names, kind and sizes: the base, the most exact and largest, and the others."""
     groups: dict[object, list[StackFiles]] = {}
     for stack in stacks:
         contract = contracts[stack.name]

@@ -157,10 +157,7 @@ def add_targets(report: Report, options: Options, results: "dict[str, tuple[Targ
 
 
 def predict_faults(context: ContractContext, found: CheckResults, selection: Selection) -> CheckResults:
-    """What runs of a stack would show, where the graph decides it.
-
-    Nothing where the contract has an error already: one fault is one finding.
-    """
+    """What runs of a stack would show, where the graph decides it, and the contract has no error already."""
     predicted = (one for one in checks_of("runs") if one.name not in NOT_PREDICTED)
     if selection != Selection() and not any(selection.takes(one.code, one.name) for one in predicted):
         return CheckResults()

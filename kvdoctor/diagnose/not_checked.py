@@ -201,10 +201,7 @@ def find_interrupted(stack: str, contract: CacheContract, results: "StackResults
 
 
 def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = ()) -> Iterator[NotChecked]:
-    """Runs without a verdict. For the consumer's own loop that keeps the model from being called healthy.
-
-    What is rounding alone is left out where a finding tells of the rounding of the loop.
-    """
+    """Runs without a verdict, but for rounding that a finding names. An open loop is never healthy."""
     from kvdoctor.decode.experiments import judged_names
 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
@@ -294,10 +291,7 @@ def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) ->
 def find_unexplained_loop(
     context: ContractContext, selection: Selection, findings: Iterable[Finding]
 ) -> Iterator[NotChecked]:
-    """A checked loop that is wrong, and that no finding explains: never health.
-
-    Where some checks were selected, one of the others may explain it; a user who ignores a check knows of its fault.
-    """
+    """A wrong loop that no finding explains is never healthy, unless a check was left out that may explain it."""
     run = context.checked_loop
     if run is None or run.outcome not in ("differs", "failed") or any(f.severity != "note" for f in findings):
         return

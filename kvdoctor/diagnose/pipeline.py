@@ -55,10 +55,7 @@ EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS
 
 
 class AddedPart(Protocol):
-    """The part of an add-on in one step-test.
-
-    `round` is the round of its checks, and `results` are what it says of the whole model before anything is run.
-    """
+    """The part of an add-on: the round of its checks, and what it says of the whole model before anything is run."""
 
     round: Round
     results: CheckResults
@@ -129,10 +126,7 @@ class _Session:
 
 
 def step_test(
-    path: str,
-    options: Options | None = None,
-    runtime: Runtime | None = None,
-    plan: RunPlan | None = None,
+    path: str, options: Options | None = None, runtime: Runtime | None = None, plan: RunPlan | None = None
 ) -> Report:
     """Run decode steps with and without the cache, and report their results.
 
@@ -199,12 +193,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         folder = session.logits or (Path(calls) if options.targets else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)
-        tested = extend_context(
-            replace(context, contract=seen.contract, runs=seen.runs),
-            TargetContext,
-            refusals=seen.refusals,
-            local_runtime=_find_local_runtime(runtime),
-        )
+        known = {"refusals": seen.refusals, "local_runtime": _find_local_runtime(runtime)}
+        tested = extend_context(replace(context, contract=seen.contract, runs=seen.runs), TargetContext, **known)
         tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
         tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
@@ -230,14 +220,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     graded = _grade_draft(after, session)
     if graded is not None:
         found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
-    return StackDiagnosis(
-        facts=stack_facts(stack, after.contract, context.folder.side_cars),
-        results=found,
-        runs=after.runs,
-        measured=seen.measured,
-        target_results=after.target_results,
-        draft=graded,
-    )
+    facts = stack_facts(stack, after.contract, context.folder.side_cars)
+    return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results, graded)
 
 
 def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:

@@ -103,10 +103,7 @@ class _Answers:
 
 
 def _complete(fault: Fault, context: Context) -> Fault:
-    """The fault with its file and its place.
-
-    Where the decoder is a pipeline of several files, the file is the one that the first subject belongs to.
-    """
+    """The fault with its place and its file: of a pipeline of files, the one that the first subject belongs to."""
     if isinstance(context, FileContext):
         where = fault.where or f"file {shorten_names(fault.subject)}"
         return fault.also(file=fault.file or context.file.name, where=where)

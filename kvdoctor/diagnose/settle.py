@@ -68,10 +68,7 @@ def _leave_open(context: ContractContext, contract: CacheContract, unknown: list
 def settle_after(
     context: ContractContext, runs: tuple[Run, ...], crashed: bool, options: Options, runtime: Runtime
 ) -> CacheContract | None:
-    """The contract under other readings, where runs fail or differ and the model comes further under those.
-
-    `crashed` says that an experiment could not be carried out.
-    """
+    """The contract under other readings, where runs fail or differ, or `crashed`, and it comes further by them."""
     doubtful = [one for one in context.contract.ambiguities if not one.settled]
     rounds = context.contract.exactness.endswith("quantization")  # its noise decides between no readings
     outcomes = ("failed", "died") if rounds else ("failed", "differs", "inconclusive", "died")
@@ -93,10 +90,7 @@ def _ask(context: ContractContext, options: Options, runtime: Runtime) -> tuple[
 
 
 def _is_number(ambiguity: Ambiguity) -> bool:
-    """Whether an input takes one number, for all sequences or for each: all that a loop may feed was tried.
-
-    What a number of floats means only its name tells: a factor is 1 where nothing is changed.
-    """
+    """Whether an input takes one number of which all that a loop may feed was tried; of floats only a factor, 1."""
     port = ambiguity.readings[0].port
     if port.dtype.startswith(("float", "bfloat", "double")) and FACTOR.search(port.name) is None:
         return False

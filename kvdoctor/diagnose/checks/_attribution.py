@@ -34,10 +34,7 @@ NAMED_BY_USE = (*AT_LENGTHS, *CHUNKS)
 
 @record
 class WrongLength:
-    """A slot, the first step of a run after which its length is wrong, the tensor returned, and its length in tokens.
-
-    `use` is that of the run, where it is not the usual loop.
-    """
+    """A slot, the first step of a run after which its length is wrong, that length in tokens, and the use."""
 
     slot: Slot
     run: Run
@@ -222,10 +219,7 @@ def _is_no_window(slot: Slot, runs: Iterable[Run]) -> bool:
 
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
-    """Slots whose presents lose entries at lengths that the loop does not reach.
-
-    They come from one run, the first that fails or differs in the very step that is fed a present with lost entries.
-    """
+    """Slots whose presents lose entries at other lengths, by the first run that fails or differs right after it."""
     differing = [one for one in find_faulty_uses(context, "differs") if not (one[0].location and one[0].location.cause)]
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):

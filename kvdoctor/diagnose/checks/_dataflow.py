@@ -27,10 +27,7 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
 
 
 def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
-    """The entries that a step returns in a slot in place of those that it uses itself, as text; None where it does not.
-
-    Only a part of the cache is followed: a state whose new entries are joined to it.
-    """
+    """How a step returns other entries of a slot than it uses itself, as text; None where it does not."""
     flow, rank = _follow(context), len(slot.shape)
     if flow is None or slot.present is None:
         return None
@@ -43,10 +40,7 @@ def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
 
 
 def describe_rounded(context: ContractContext, past: str | None = None) -> tuple[str, ...]:
-    """The nodes that round a present on the way to the output alone; () for none.
-
-    It is that of the slot with this past, or the first one that is rounded.
-    """
+    """The nodes that round the present of a slot, or the first one that is rounded, on the way out; () for none."""
     wanted = next((slot.present for slot in context.contract.slots if slot.past == past), None)
     for name, processed in context.rounded_presents.items():
         if past is None or name == wanted:
@@ -89,10 +83,7 @@ def find_exchanged_entries(context: ContractContext) -> Iterator[tuple[Slot, Slo
 
 
 def find_repeated(context: ContractContext) -> dict[str, tuple[str, Slot]]:
-    """The pasts that no output carries on, each with an output that returns another slot once more, and that slot.
-
-    Pasts and outputs go together in their order, where there are as many of both.
-    """
+    """The pasts that no output carries on, each with an output that returns another slot again, and that slot."""
     flow, graph = _follow(context), context.contract.graph("decode")
     if flow is None:
         return {}

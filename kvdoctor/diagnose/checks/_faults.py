@@ -44,10 +44,7 @@ class CauseText:
 
 
 def report_cause(context: RunContext, name: str, text: CauseText) -> Iterator[Fault]:
-    """The fault of the check `name`, if an experiment decided for it and no other fault explains the runs.
-
-    Where only runs of other sizes differ for that cause, it is one fault, by the worst of them.
-    """
+    """The fault of the check `name`, if an experiment decided for it; of runs of other sizes, by the worst of them."""
     leading = leading_cause(context)
     leave_to_other(context, name)
     if leading is None or leading[0] != name:

@@ -1,10 +1,6 @@
 """Past and present of a slot do not match.
 
-What it means: the output of a step cannot be the input of the next one.
-
 Reproduce: `kvdoctor inspect MODEL` shows both declarations.
-
-Repair: export again; for element types, add casts at the inputs or outputs of the graph.
 """
 
 from collections.abc import Iterator

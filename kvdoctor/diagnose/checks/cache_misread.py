@@ -1,7 +1,5 @@
 """A decode step computes wrong logits, and it is known whether it misreads the cache or fills it wrongly.
 
-What it means: a step reads the cache, and adds an entry to it; one of the two is wrong.
-
 How it is decided: the entries of a prefill are compared with those of a longer one, and each new entry with the entry
 of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Where all
 calls store the same entries, the graph decides at the first value that differs: entries are stored wrong if the

@@ -1,8 +1,5 @@
 """Logits with the cache differ from the reference run.
 
-What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
-without a cache, by more than rounding explains.
-
 How it is decided: the difference of each step is measured in standard deviations of the logits. The noise of a
 dynamically quantized model is measured first, by sequences of several lengths without any cache; a difference below
 four times that noise is no fault. A model that rounds (float16, bfloat16, quantized activations, or the cache alone) is
@@ -185,10 +182,7 @@ def _describe_steps(run: Run) -> str:
 
 
 def _ignores_past(context: RunContext, run: Run) -> bool:
-    """Whether the call with a corrupted past is off by as much as the loop itself, so that the past has no effect.
-
-    If the search for the cause saw an effect of the past, that decides.
-    """
+    """Whether a corrupted past changes as much as the loop is off, and no search saw an effect of the past."""
     why = context.find_run("why")
     if why is not None and why.cause is not None:
         return False
@@ -214,10 +208,7 @@ def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
 
 
 def _rounded(context: RunContext, run: Run) -> Fault:
-    """A cache that the graph rounds, and no rounding of the arithmetic: a warning, or an error if it is too coarse.
-
-    Where it is too coarse for other uses than the checked loop alone, they decide the severity.
-    """
+    """A cache that the graph rounds: a warning, or an error if it is too coarse, for the loop or for other uses."""
     rounded, uses = context.rounded_presents, [*find_faulty_uses(context, "differs", coarse=True)]
     coarse = run.too_coarse or bool(uses)
     more = f", and in {format_count(len(uses) - MOST_USES, 'other use')}" if len(uses) > MOST_USES else ""

@@ -1,7 +1,5 @@
 """External data is missing, truncated, or outside the folder of the model.
 
-What it means: the weights are stored in a file of their own, which cannot be read.
-
 Reproduce: `python -c "import onnxruntime; onnxruntime.InferenceSession('FILE')"` fails with an external data error.
 
 Repair: put the complete data file in the folder of the model, under the name in the graph; or save the model again.

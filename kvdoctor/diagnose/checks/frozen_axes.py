@@ -1,7 +1,5 @@
 """An axis that must be dynamic is declared with a fixed size.
 
-What it means: an axis that changes from call to call is a fixed number in the declared inputs.
-
 Reproduce: feed any other size; the runtime answers `Got invalid dimensions for input`.
 
 Repair: `kvdoctor re-export` makes the axis dynamic where the graph shows which of its numbers stand for that length.

@@ -1,8 +1,5 @@
 """The present does not grow by the new tokens.
 
-What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a buffer of
-fixed size the same length as before.
-
 How it is decided: the lengths that each step returns are compared with those that it was fed: in the loop, and in runs
 at other lengths, where a step that returns a wrong length counts if the step after it is the first of that run to fail
 or to have wrong logits. The new tokens are followed through the graph, without a run; a run whose logits match those of
@@ -15,8 +12,6 @@ its width. A recurrent or convolution state must change with the tokens of a ste
 counter by the number of tokens.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
-
-Repair: export again; in a loop of your own, append the returned entries to the past.
 """
 
 from collections.abc import Iterator

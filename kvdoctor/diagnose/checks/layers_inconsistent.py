@@ -37,10 +37,7 @@ def layers_inconsistent(context: ContractContext) -> Iterator[Fault]:
 
 
 def _find_gaps(slots: tuple[Slot, ...], others: set[int], is_stage: bool) -> list[str]:
-    """Layers without a slot between others with one, unless they have another kind of state (a hybrid).
-
-    A stage of a pipeline, which takes hidden states, begins at any layer.
-    """
+    """Layers without a slot or another state (a hybrid) between others; a stage of a pipeline begins at any layer."""
     layers = {slot.layer for slot in slots if slot.layer is not None}
     first = min(layers, default=0) if is_stage else 0
     lacking = sorted(set(range(first, max(layers, default=-1) + 1)) - layers - others)

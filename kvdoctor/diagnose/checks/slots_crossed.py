@@ -1,7 +1,5 @@
 """Names and dataflow of the cache disagree.
 
-What it means: the names say which present is fed back as which past, and the graph says how each is used.
-
 How it is decided: each past is followed to the output with its content and to the attention that uses it, before the
 Softmax as a key or after it as a value; each output that first fills a past to its own attention; and new entries that
 are stored in one slot are those that the attention reads from another. A run whose logits match those of a run without

@@ -1,7 +1,5 @@
 """A decode step fails.
 
-What it means: the runtime stops with an error in a call that the cache contract allows.
-
 Reproduce: `kvdoctor step-test MODEL -v` lists the inputs and outputs of each step.
 
 Repair: the node and the shapes of its inputs show which axis the export has fixed. `kvdoctor re-export` makes it

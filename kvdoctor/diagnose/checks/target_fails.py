@@ -1,7 +1,5 @@
 """The model works in the local runtime, and fails or differs under a target.
 
-What it means: the installed runtime runs the model, and the target runtime fails or returns other logits.
-
 How it is decided: the same experiments, with the same feeds, are run in an isolated environment with only the target's
 release. What fails in the local runtime as well is not reported for the target. Logits of experiments that pass in both
 are compared by the tolerances of docs/policy.md. The fault location is searched under the target.
@@ -161,10 +159,10 @@ def _describe_size(difference: LogitsDifference) -> str:
 
 def _find_other_shape(here: Run | None, there: Run | None) -> str | None:
     """The first output with another shape under the target."""
-    theirs = {step.step: step.returned for step in there.steps} if there is not None else {}
+    theirs = {(step.step, name): one for step in (there.steps if there else ()) for name, one in step.returned.items()}
     for step in here.steps if here is not None else ():
         for name, seen in step.returned.items():
-            other = theirs.get(step.step, {}).get(name)
+            other = theirs.get((step.step, name))
             if other is not None and other.shape != seen.shape:
                 shown, mine = describe(other.dtype, other.shape), describe(seen.dtype, seen.shape)
                 return f"step {step.step} returns {name} as {shown}, and as {mine} in the local runtime"

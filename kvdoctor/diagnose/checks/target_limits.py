@@ -1,8 +1,5 @@
 """The file exceeds a limit of a target: its IR version, its opset, or an operator.
 
-What it means: every release of onnxruntime has a largest IR version and a largest ONNX opset that it opens, and a fixed
-set of operators and attributes beyond the standard.
-
 How it is decided: by a table that was measured by opening small models in every release (docs/targets.md), for each
 `--target`. Without a target, the installed runtime is compared if it refuses the file, and `inspect` compares with the
 newest release of the table. The limits of a release that is not in the table are measured when it is run. If the target

@@ -1,7 +1,5 @@
 """A past that no output fills, or a present that no input takes.
 
-What it means: past inputs and present outputs do not pair over the whole set of files.
-
 Reproduce: compare the names of past inputs and present outputs over all files of the export.
 
 Repair: add the missing file, or export again with the task that ends in `-with-past`.

@@ -1,7 +1,5 @@
 """Logits are right in the usual loop, and wrong at other lengths or with several new tokens.
 
-What it means: the loop of a few single tokens gives the logits of the reference run; other lengths do not.
-
 How it is decided: one step at each past from 1 to 39, steps, chunks and prefills around each number that the graph
 compares a length with, and one step after 49 tokens; chunks of 3 tokens, and of 2 in a batch of 2. All logits are
 compared with those of one call over the same tokens without a cache. A cause that has a check of its own is reported by
@@ -9,9 +7,6 @@ that check.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `far-thresholds`, `long-past`,
 `chunk`, `second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
-
-Repair: correct the node that the evidence names, or export again. For chunks: feed one token per step
-once there is a cache.
 """
 
 from collections.abc import Iterator
@@ -77,10 +72,7 @@ def _unnamed(context: RunContext, experiments: tuple[str, ...]) -> "Iterator[tup
 
 
 def _describe_lengths(context: RunContext, run: Run) -> Iterator[str]:
-    """One line: the shortest past at which a single step is wrong, and how many shorter ones are right.
-
-    A wrong step leaves wrong entries in the cache, so that longer ones may be wrong for that alone.
-    """
+    """The first past at which a single step is wrong; later ones may be so for the entries that it left."""
     single = [step for step in run.steps if step.phase == "decode" and step.new_tokens == 1 and step.difference]
     wrong = {s.past_length for s in single if s.difference and not s.difference.relative <= context.tolerance.fails}
     right = {step.past_length for step in single if wrong and step.past_length < min(wrong)}

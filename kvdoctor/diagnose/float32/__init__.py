@@ -137,10 +137,7 @@ class Float32Rerun:
 
 
 def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Options, runtime: Runtime) -> Float32Rerun:
-    """Repeat the judged experiments of a stack on its float32 copy, if it rounds and that is worth its price.
-
-    `job` is the one that was carried out on the stack itself. With `--thorough` the size of the copy does not matter.
-    """
+    """Repeat the judged experiments of `job` on the float32 copy of a stack, if it rounds and that is worth it."""
     runs, contract = context.runs, context.contract
     names = tuple(name for name in _select_experiments(context) if name in job.experiments)
     unclear = any(run.outcome in UNCLEAR for run in runs if run.experiment in names)
@@ -220,10 +217,7 @@ def find_rounding_limit(context: ContractContext) -> float:
 
 
 def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
-    """A run with the result of the float32 copy, which decides if it is clear.
-
-    `limit` is how far what the model rounds may move the logits.
-    """
+    """A run with the result of its float32 copy, which decides if clear; `limit` is what rounding may do to logits."""
     from kvdoctor.decode.experiments import by_name
 
     if copy is None:

@@ -61,10 +61,7 @@ def _scale_of(node: NodeProto) -> tuple[object, ...]:
 
 
 class _ChainRewriter:
-    """Rewrites what stands between the attention and one present.
-
-    `whole` are the values that were whole numbers of a float type, `real` those that were integers.
-    """
+    """Rewrites what rounds one present. `whole` were whole numbers of a float type, `real` were integers."""
 
     def __init__(self, processed: ProcessedPresent, pairs: set[str], known: set[str], keep_float8: bool) -> None:
         self.nodes, self.scope = processed.nodes, Scope(processed.graph, "")

@@ -251,10 +251,7 @@ class FailingNode:
         return [source for source in sources if source not in refuted]
 
     def _depends_on(self, suspect: Suspect, source: SizeSource) -> bool | None:
-        """Whether an axis depends on a fed length; None where the graph does not get that far with another one.
-
-        That length alone is changed first, then all that a longer past, more tokens, ... would change.
-        """
+        """Whether an axis depends on a fed length, changed alone, then with all that count the same."""
         kind = self._kind(source)
         for feeds in (self._resized(source, source.size + 1), self._longer(kind) if kind else None):
             if feeds is not None and (moved := self._moves_with(suspect, feeds)) is not None:

@@ -218,10 +218,7 @@ class DivergenceSearch:
 
 
 def find_switches(graph: FlatFile) -> list[str]:
-    """Values that are chosen by comparing lengths, whatever the tokens are, and that token-dependent ones rest on.
-
-    What chooses between a cache and something else is none: in a run without a cache it chooses otherwise.
-    """
+    """Values chosen by comparing lengths, which token-dependent ones rest on; not what chooses between caches."""
     flat, told = graph.flat, graph.token_dependent
     compared = [name for node in flat.nodes if node.has("compare", "clamp") for name in node.makes if name not in told]
     chosen = flat.depending_on(compared) - told

@@ -112,10 +112,7 @@ class GraphRunner:
     def known(
         self, flat: RunnableGraph, values: Iterable[str], feeds: Path, whole: Iterable[str] = ()
     ) -> ObservedValues:
-        """Sizes of values, and types and numbers of those that are short or wanted `whole`.
-
-        Two runs: the first shows which values are short, so that no others are held in memory.
-        """
+        """Sizes of values, and types and numbers of short or `whole` ones: two runs, so that no others are held."""
         known = ObservedValues(self.sizes(flat, values, feeds))
         short = {value for value, shape in known.shapes.items() if len(shape) < 2 and prod(shape) <= SHORT}
         short |= {value for value in whole if value in known.shapes}

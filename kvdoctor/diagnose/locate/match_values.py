@@ -161,10 +161,7 @@ def _digest(*parts: object) -> str:
 def match_entries(
     shape: Sequence[int], whole: Sequence[int], new: int, total: int, batch: int
 ) -> list[list[int] | None] | None:
-    """The part of a value of the run without a cache that a step of `new` tokens computes too; None where unclear.
-
-    For each axis None (all of it) or [parts, start, count]: it counts new tokens in the step, and all in the other run.
-    """
+    """The part of a whole value that a step computes too: for each axis None (all) or [parts, start, count]."""
     if len(shape) != len(whole):
         return None
     rules: list[list[int] | None] = []

@@ -30,10 +30,13 @@ from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 
 NORM = re.compile(r"norm|\bln_|(?:^|[._])ln\d?(?:[._]|$)", re.IGNORECASE)
-CROSS = re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE)
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-MIXER = re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE)
-MLP = re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE)
+KINDS = {
+    "cross-attention": re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE),
+    "attention": re.compile(r"attn|attention", re.IGNORECASE),
+    "mixer": re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE),
+    "MLP": re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE),
+}
+"""Parts of a layer by the names of their modules, the most special first."""
 MOST_BYTES = 512 << 20
 """Bytes of values of the graph that are read at once."""
 SENSITIVE = 0.1
@@ -89,11 +92,8 @@ def list_parts(call: ModuleCall, differences: Mapping[str, float], limit: float)
             continue
         relative, worst = differences[module.name], found.get(key, 0.0)
         found[key] = -1.0 if min(relative, worst) < 0 else max(relative, worst)
-    off = [key for key, relative in found.items() if not 0 <= relative <= limit]
-    return tuple(
-        PartDifference(name, layer, float(f"{relative:.3g}"), (layer, name) in off)
-        for (layer, name), relative in found.items()
-    )
+    rounded = ((key, relative, float(f"{relative:.3g}")) for key, relative in found.items())
+    return tuple(PartDifference(name, at, short, not 0 <= off <= limit) for (at, name), off, short in rounded)
 
 
 def part_of(names: tuple[str, ...], embedding: str, head: str) -> tuple[int | None, str] | None:
@@ -107,12 +107,9 @@ def part_of(names: tuple[str, ...], embedding: str, head: str) -> tuple[int | No
         return (None, "final norm") if last and NORM.search(last) and "embed" not in last else None
     rest = [part for part in names[0][match.end() :].split(".") if part]
     for part in rest:
-        if not NORM.search(part):
-            for pattern, kind in ((CROSS, "cross-attention"), (ATTENTION, "attention"), (MIXER, "mixer"), (MLP, "MLP")):
-                if pattern.search(part):
-                    return int(match[1]), kind
-        elif part is rest[-1]:
-            return int(match[1]), part
+        kinds = [kind for kind, pattern in KINDS.items() if pattern.search(part)] if not NORM.search(part) else []
+        if kinds or (part is rest[-1] and NORM.search(part)):
+            return int(match[1]), next(iter(kinds), part)
     return None
 
 
@@ -321,10 +318,7 @@ def measure(actual: Array, expected: Array) -> float:
 
 
 def match_scopes(scopes: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
-    """The module of each scope that has one: the leading parts are left out that make most names equal.
-
-    Only names of modules inside layers count: `lm_head` alone shows no relation.
-    """
+    """The module of each scope that has one, without the leading parts that make most names of layers equal."""
     found = sorted({scope for scope in scopes if scope})
     best: dict[str, str] = {}
     for more, less in sorted(product(_leading(found), _leading(modules)), key=lambda pair: len(pair[0] + pair[1])):

@@ -35,11 +35,7 @@ PASSES: tuple[str, ...] = (
 
 
 def find_pass(is_right: Holds) -> str | None:
-    """The pass without which the step is right; None where no single one of those that are known makes it so.
-
-    About seven sessions are opened: the passes are halved. A fault that needs one of two passes has none by itself. A
-    search that is cut short finds none, and the level stays known.
-    """
+    """The single pass without which the step is right, found by halving in about seven sessions; None where none is."""
     left = PASSES
     try:
         if not is_right(left):

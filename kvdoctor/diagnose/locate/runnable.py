@@ -49,10 +49,7 @@ LAYER = re.compile(r"(?:^|[./_])(?:layers?|h|blocks?|decoder_layers?)[./_]?(\d+)
 
 @dataclass(slots=True, eq=False)
 class RunnableNode(FlatNode):
-    """A flat node with its copy to be run, under flat names; the name of the copy is unique.
-
-    `path` says in which branches and functions it stands, `captures` what its own bodies read from around them.
-    """
+    """A flat node with its copy under flat names, its path of branches and functions, and what its bodies capture."""
 
     copy: NodeProto = field(default_factory=NodeProto)
     path: str = ""
@@ -74,10 +71,7 @@ class RunnableNode(FlatNode):
         return Node(str(self.proto.name) or next(iter(self.proto.output), ""), self.op)
 
     def layer(self, pasts: Mapping[str, int]) -> int | None:
-        """Its layer: by its name, else that of a past which it reads itself.
-
-        What a node is computed from does not tell: a layer's projections depend on the pasts of earlier ones alone.
-        """
+        """Its layer: by its name, else that of a past which it reads itself; what it is computed from does not tell."""
         found = (LAYER.search(name) for name in (self.proto.name, *self.proto.output))
         named = next((int(match[1]) for match in found if match), None)
         return named if named is not None else next((pasts[name] for name in self.reads if name in pasts), None)

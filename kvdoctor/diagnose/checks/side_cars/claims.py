@@ -49,10 +49,7 @@ What = Literal["layers", "kv_heads", "head_dim", "key_dim", "value_dim", "vocabu
 
 @record
 class ConfigClaim:
-    """A number that a config declares under `key`; `also` are other numbers that agree with it.
-
-    A head is `head_dim` wide, or `key_dim` and `value_dim` where keys and values differ.
-    """
+    """A number that a config declares under `key`; `also` agree. Keys and values may differ: `key_dim`, `value_dim`."""
 
     what: What
     key: str

@@ -42,10 +42,7 @@ def layers(context: ContractContext, claim: ConfigClaim, model_type: str) -> Ite
 
 
 def sizes(context: ContractContext, claim: ConfigClaim, *, fused: bool = False) -> Iterator[Disagreement]:
-    """Kv heads and widths. Where layers differ, a config that names one of their sizes is right.
-
-    `fused` asks the attention operators where the caches declare no number.
-    """
+    """Kv heads and widths, one of which a config may name; `fused` asks operators where no cache declares one."""
     seen = cache_sizes(context, "kv_heads" if claim.what == "kv_heads" else "head_dim", PARTS[claim.what])
     seen = seen or (head_widths(context) if fused else set())
     if seen and claim.value not in seen and not seen <= claim.also:

@@ -74,10 +74,7 @@ def on_disk(context: ContractContext, name: str) -> bool:
 
 
 def fits_port(declared: dict[str, Any], port: Declared) -> bool:
-    """Whether a port takes a tensor that a config declares.
-
-    What is no known type, rank or size says nothing. A name stands for any size, in the config and in the graph.
-    """
+    """Whether a port takes a tensor that a config declares. A name stands for any size, and what is unknown fits."""
     dtype, shape = declared.get("dtype"), port.shape
     word = ONNX_TYPES.get(dtype, dtype) if isinstance(dtype, str) else ""
     if word in ELEMENT_TYPES.values() and port.dtype and word != port.dtype:

@@ -9,14 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.analysis.configs import (
-    GENAI_ROLES,
-    GENAI_SLOTS,
-    declared_windows,
-    is_count,
-    read_part,
-    read_strings,
-)
+from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, declared_windows, is_count, read_part, read_strings
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import claimed
@@ -41,10 +34,9 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
         return [] if on_disk(context, file) else [lost]
     return [
         *_find_missing_files(context, model),
-        *_compare_inputs(context, context.contract, given, "embedding" in model),
-        *_compare_logits(context, context.contract, returned),
-        *_compare_templates(context, context.contract, given, returned),
-        *_compare_encoder(context, context.contract, read_part(model, "encoder")),
+        *_compare_inputs(context, given, "embedding" in model),
+        *_compare_outputs(context, given, returned),
+        *_compare_encoder(context, read_part(model, "encoder")),
         *_compare_numbers(context, model, decoder),
         *_compare_window(context, read_part(decoder, "sliding_window")),
         *_compare_shared_buffer(context.contract, read_part(genai, "search")),
@@ -73,11 +65,9 @@ def _compare_numbers(
         yield from compare_numbers.context(context, claim)
 
 
-def _compare_inputs(
-    context: ContractContext, contract: CacheContract, names: dict[str, str], embedded: bool
-) -> Iterator[Disagreement]:
+def _compare_inputs(context: ContractContext, names: dict[str, str], embedded: bool) -> Iterator[Disagreement]:
     """Names of inputs. The config may name inputs that the graph does not have: they are not fed."""
-    ports = contract.graph("decode").inputs
+    ports = context.contract.graph("decode").inputs
     for key, name in names.items():
         if name in context.decode_graph.inputs or "%d" in name:
             continue
@@ -91,16 +81,11 @@ def _compare_inputs(
         yield from _report_name(f"model.decoder.inputs.{key}", name, "input", unnamed)
 
 
-def _compare_logits(context: ContractContext, contract: CacheContract, names: dict[str, str]) -> Iterator[Disagreement]:
-    name, port = names.get("logits"), contract.graph("decode").port("logits")
+def _compare_outputs(context: ContractContext, given: dict[str, str], made: dict[str, str]) -> Iterator[Disagreement]:
+    """The logits, and name templates of pasts and presents, completed by the number of the layer."""
+    name, port, contract = made.get("logits"), context.contract.graph("decode").port("logits"), context.contract
     if name is not None and name not in context.decode_graph.outputs and port is not None:
         yield from _report_name("model.decoder.outputs.logits", name, "output", [port.name])
-
-
-def _compare_templates(
-    context: ContractContext, contract: CacheContract, given: dict[str, str], made: dict[str, str]
-) -> Iterator[Disagreement]:
-    """Name templates of pasts and presents, completed by the number of the layer."""
     for past_key, present_key, kind, part, _ in GENAI_SLOTS:
         whole = part or ("key-value" if kind in ATTENTION else None)
         slots = [s for s in contract.of_kind(kind) if s.layer is not None and s.part == (whole or s.part)]
@@ -115,19 +100,16 @@ def _compare_templates(
                 break
 
 
-def _compare_encoder(
-    context: ContractContext, contract: CacheContract, encoder: dict[str, Any]
-) -> Iterator[Disagreement]:
+def _compare_encoder(context: ContractContext, encoder: dict[str, Any]) -> Iterator[Disagreement]:
     """Names of the encoder, whose ports have no known roles: wrong names, if there is a port without a name."""
     file = context.stack.files.get("encoder")
     if file is None or file.view is None or encoder.get("filename") != file.name:
         return
-    layers = [slot for slot in contract.of_kind("cross-attention") if slot.layer is not None]
+    layers = [slot for slot in context.contract.of_kind("cross-attention") if slot.layer is not None]
     for side, ports in (("input", file.view.inputs), ("output", file.view.outputs)):
         names = read_strings(encoder.get(f"{side}s"))
-        meant = {
-            key: {_complete(name, slot) for slot in layers} if "%d" in name else {name} for key, name in names.items()
-        }
+        whole = {key: {_complete(name, slot) for slot in layers} for key, name in names.items()}
+        meant = {key: whole[key] if "%d" in name else {name} for key, name in names.items()}
         left = [port for port in ports if not any(port in one for one in meant.values())]
         for key, name in names.items():
             if not meant[key] & set(ports):
