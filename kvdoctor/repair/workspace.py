@@ -13,26 +13,29 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvdoctor._version import __version__
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
-from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.contract import CacheContract, PhaseName, describe
 from kvdoctor.decode.runs import Run
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
+from kvdoctor.model.edit import keep_only
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import MARK, copy_whole, regular_files, write_whole
-from kvdoctor.model.proto import ModelProto, TensorProto
+from kvdoctor.model.proto import GraphProto, ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import explain_old_opset
-from kvdoctor.model.view import GraphView
+from kvdoctor.model.view import GraphView, declared
 from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
+from kvdoctor.report.repair_record import Change
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kvdoctor.runtime.client import Runtime
 
+__all__ = ("CannotRepair", "Change", "RepairContext")  # what every repair needs
 
 REPORTS = (MARK, "kvdoctor-report.md", "kvdoctor-report.html")
 PROVENANCE = "kvdoctor."
@@ -189,6 +192,10 @@ class RepairContext:
         """A read-only view of a model as it is now, valid until the next change."""
         return GraphView(self.copy.model(name))
 
+    def files_of(self, *checks: str) -> tuple[str, ...]:
+        """The files of the stack that findings of those checks name."""
+        return tuple(dict.fromkeys(one.file for one in self.found(*checks) if one.file in self.files))
+
     def graphs(self) -> Iterator[tuple[PhaseName, str]]:
         """The phases that decode and the file of each, the first step before the later ones."""
         for phase in ("prefill", "decode"):
@@ -227,6 +234,21 @@ class RepairContext:
             CannotRepair: always.
         """
         raise CannotRepair(reason, instead)
+
+
+def find_declared(values: Iterable[ValueInfoProto], name: str | None) -> ValueInfoProto | None:
+    """The declaration of a value among those of a graph."""
+    return next((value for value in values if value.name == name), None)
+
+
+def describe_type(value: ValueInfoProto) -> str:
+    """The declared type of a value, as in `float[batch, 4, past, 8]`."""
+    return describe(declared(value).dtype, declared(value).shape)
+
+
+def forget_declaration(graph: GraphProto, name: str) -> None:
+    """Drop what a graph declares of a value inside it."""
+    keep_only(graph.value_info, lambda value: value.name != name)
 
 
 def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = ()) -> None:

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
+from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import Readers, describe_node, output_of, own_names, readers
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 SCALE, WEIGHT, ZERO_POINT = 1, 0, 2
 
@@ -28,11 +27,10 @@ SCALE, WEIGHT, ZERO_POINT = 1, 0, 2
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Search every branch of the files that the runtime does not load."""
     changes: list[Change] = []
-    for file in dict.fromkeys(finding.file for finding in context.found("session-refused") if finding.file):
-        if file in context.files:
-            for scope in list(context.view(file).scopes()):
-                if scope.outer is not None:
-                    changes += _copy_scales(scope, file)
+    for file in context.files_of("session-refused"):
+        for scope in list(context.view(file).scopes()):
+            if scope.outer is not None:
+                changes += _copy_scales(scope, file)
     if not changes:
         context.cannot("no quantized MatMul takes its scale from outside its branch: the runtime has another reason")
     return tuple(changes)
@@ -50,14 +48,16 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
             if tensor is None:
                 continue
             if tensor.name not in copied:
-                copied[tensor.name] = _copy_tensor(scope.graph, tensor)
+                copy = scope.graph.initializer.add()
+                copy.CopyFrom(tensor)
+                copy.name = fresh_name(f"{tensor.name}.branch", own_names(scope.graph))
+                copied[tensor.name] = str(copy.name)
             before = node.input[at]
             node.input[at] = copied[tensor.name]
             word = {SCALE: "scale", WEIGHT: "weight", ZERO_POINT: "zero point"}[at]
             title = f"{scope.path}, {describe_node(node)}, {word}"
-            yield Change(
-                file, title, f"{before}, of the enclosing graph", f"{copied[tensor.name]}, a copy in the branch"
-            )
+            after = f"{copied[tensor.name]}, a copy in the branch"
+            yield Change(file, title, f"{before}, of the enclosing graph", after)
 
 
 def _reaches_product(reads: Readers, node: NodeProto) -> bool | None:
@@ -72,30 +72,14 @@ def _reaches_product(reads: Readers, node: NodeProto) -> bool | None:
 
 def _find_outer(scope: Scope, name: str) -> TensorProto | None:
     """The initializer of an enclosing graph that a name refers to."""
-    if name in own_names(scope.graph):
-        return None
-    around = scope.outer
-    while around is not None:
+    around = scope if name not in own_names(scope.graph) else None
+    while around is not None and (around := around.outer) is not None:
         if name in around.initializers:
             return around.initializers[name]
         if name in own_names(around.graph):
             return None
-        around = around.outer
     return None
 
 
-def _copy_tensor(graph: GraphProto, tensor: TensorProto) -> str:
-    copy = graph.initializer.add()
-    copy.CopyFrom(tensor)
-    copy.name = fresh_name(f"{tensor.name}.branch", own_names(graph))
-    return str(copy.name)
-
-
-REPAIR = Repair(
-    name="branch-scales",
-    checks=("session-refused",),
-    stage="session",
-    keeps="bits",
-    apply=apply,
-    advice=("Load the session at the optimization level basic, if it loads there.",),
-)
+ADVICE = ("Load the session at the optimization level basic, if it loads there.",)
+REPAIR = Repair("branch-scales", ("session-refused",), "session", "bits", apply, ADVICE)

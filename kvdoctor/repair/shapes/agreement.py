@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from kvdoctor.diagnose.locate.graph_runner import side
 from kvdoctor.diagnose.locate.runnable import Variant, read_located, share_root
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.proto import ModelProto
-from kvdoctor.repair.shapes.freeing import CannotFree, Edit, free_axes
+from kvdoctor.repair.shapes.freeing import EXPORT_AGAIN, Edit, free_axes
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
 from kvdoctor.runtime.client import Runtime
@@ -148,32 +149,22 @@ def _synthesize_integers(
     return np.ones(shape)
 
 
-EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
-
-
 def free_axis(context: RepairContext, check: str, kind: Axis) -> tuple[Change, ...]:
     """Free one kind of axis in every file for which the check reports it as a warning or an error.
 
     Raises:
-        CannotRepair: a graph does not tell what it has to compute at other lengths.
+        CannotRepair: a graph does not tell what it has to compute at other lengths, or it then returns other outputs.
     """
     files = dict.fromkeys(f.file for f in context.found(check) if f.severity != "note" and f.file is not None)
-    return tuple(change for file in files for change in _free_axes_of_file(context, file, (kind,)))
+    return tuple(change for file in files for change in _free_axis_of_file(context, file, kind))
 
 
-def _free_axes_of_file(context: RepairContext, file: str, kinds: tuple[Axis, ...]) -> tuple[Change, ...]:
-    """Free axes of one file, and compare it with the original at the traced sizes.
-
-    Raises:
-        CannotRepair: the graph does not tell how, or the result returns other outputs.
-    """
+def _free_axis_of_file(context: RepairContext, file: str, kind: Axis) -> tuple[Change, ...]:
+    """Free an axis of one file, and compare it with the original at the traced sizes."""
     graph, model = find_graph(context, file), context.model(file)
     if any(slot.window is not None or slot.trimmed for slot in context.drivable.slots):
         raise CannotRepair("a window hides older tokens, and a traced mask does not show its width", EXPORT_AGAIN)
-    try:
-        edits = free_axes(model, graph, kinds, lambda tensor: context.values(file, tensor))
-    except CannotFree as reason:
-        raise CannotRepair(str(reason), EXPORT_AGAIN) from None
+    edits = free_axes(model, graph, (kind,), partial(context.values, file))
     if edits and not compare_with_original(context, file):
         raise CannotRepair(f"{file} runs at no size, so the change cannot be compared with the original", EXPORT_AGAIN)
     return list_changes(file, edits)

@@ -20,6 +20,7 @@ from kvdoctor.repair.shapes.reshapes import write_target
 from kvdoctor.repair.shapes.terms import ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Table, Writer
+from kvdoctor.repair.workspace import CannotRepair
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,8 +39,14 @@ def no_values(tensor: TensorProto) -> "Array":
     raise CannotFree(f"the values of {tensor.name!r} are not available")
 
 
-class CannotFree(Exception):
+EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
+
+
+class CannotFree(CannotRepair):
     """The graph does not tell what it has to compute at another length; the message says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, EXPORT_AGAIN)
 
 
 @record
