@@ -13,8 +13,8 @@ from kvdoctor.diagnose.locate.runnable import Variant, read_located, share_root
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.repair.shapes.freeing import EXPORT_AGAIN, Edit, free_axes
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.shapes.terms import size_of
+from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
 from kvdoctor.runtime.client import Runtime
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
     with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
         copy = ModelProto()
         copy.CopyFrom(changed)
-        sides = [
-            _write_variant(m, source, Path(folder, f"{n}.onnx"))
-            for m, n in ((read_located(source), "old"), (copy, "new"))
-        ]
+        sides = []
+        for model, name in ((read_located(source), "old"), (copy, "new")):
+            root, file = share_root(model, source), Path(folder, f"{name}.onnx")
+            file.write_bytes(model.SerializeToString())
+            sides.append(Variant(file, root, {}))
         compared = 0
         for switch in (True, False) if graph.port("branch_switch") else (True,):
             feeds = Path(folder, f"feeds{int(switch)}.npz")
@@ -78,12 +79,6 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
                 if found is None or found.relative != 0:
                     raise OutputsDiffer(f"at the traced sizes the output {pair.left} differs from the original's")
     return compared
-
-
-def _write_variant(model: ModelProto, source: Path, to: Path) -> Variant:
-    root = share_root(model, source)
-    to.write_bytes(model.SerializeToString())
-    return Variant(to, root, {})
 
 
 def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None) -> "dict[str, Array]":
@@ -108,13 +103,9 @@ def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | Non
 def _choose_sizes(graph: Graph, given: Mapping[Axis, int]) -> dict[Axis, int]:
     found = {**SMALL, **given}
     for kind in SMALL:
-        numbers = [
-            int(dim)
-            for port in graph.inputs
-            for axis, dim in zip(port.axes, port.shape or (), strict=False)
-            if axis == kind and (isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal()))
-        ]
-        found[kind] = min(numbers, default=found[kind])
+        axes = (axis for port in graph.inputs for axis in zip(port.axes, port.shape or (), strict=False))
+        numbers = (size_of(dim) for axis, dim in axes if axis == kind)
+        found[kind] = min((number for number in numbers if number is not None), default=found[kind])
     if not any("past" in port.axes for port in graph.inputs):
         found["past"] = 0
     return found
@@ -124,8 +115,8 @@ def _choose_shape(port: Port, sizes: dict[Axis, int]) -> list[int]:
     shape = []
     for at, dim in enumerate(port.shape or ()):
         axis = port.axes[at] if at < len(port.axes) else "fixed"
-        if isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal()):
-            shape.append(int(dim))
+        if (number := size_of(dim)) is not None:
+            shape.append(number)
         elif axis == "total":
             shape.append(sizes["past"] + sizes["new"])
         else:
