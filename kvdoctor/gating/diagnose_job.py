@@ -63,11 +63,7 @@ def diagnose_job(job: GateJob) -> Report:
 
 
 def inspect_job(job: GateJob) -> Report:
-    """Inspect a model without running it. The report never says healthy.
-
-    Raises:
-        UsageError: the path does not exist.
-    """
+    """Inspect a model without running it. The report never says healthy. Raises UsageError: the path does not exist."""
     report = inspect(job.path, job.options, check_advice)
     not_checked = (*report.not_checked, *_leave_out_golden(job.options))
     return replace(report, command="gate", arguments={**report.arguments, "static": True}, not_checked=not_checked)

@@ -52,11 +52,7 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
 
 
 def read_baseline_request(choices: BaselineChoices) -> BaselineRequest:
-    """Read the changes to make to a baseline.
-
-    Raises:
-        UsageError: nothing is to be done, or `until` is not of use.
-    """
+    """Read the changes to make to a baseline. Raises UsageError: nothing is to be done, or `until` is not of use."""
     if not (choices.reason or choices.prune or choices.check):
         raise UsageError(
             "give --reason TEXT to add the findings that count, --prune to remove those that are not found any more, "

@@ -84,9 +84,13 @@ def report_nothing_done(before: Report, tried: RepairedFiles, fix: tuple[str, ..
         text = f"none of the repairs asked for applies to the findings ({calls}): no copy was written"
     elif before.verdict == "unhealthy" or left:
         text = "no repair of the graph is known for the findings: no copy was written"
-    record = RepairRecord(before.model.path, None, (), _side(before), None, (), not_repaired=left)
     findings = before.findings if fix else _update_advice(before, before.model.path, tried.copy.folder)
-    return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, text))
+    return replace(_report_unwritten(before, text, left), findings=findings)
+
+
+def _report_unwritten(before: Report, note: str, left: tuple[NotRepaired, ...] = ()) -> Report:
+    record = RepairRecord(before.model.path, None, (), _side(before), None, (), not_repaired=left)
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
 
 
 def report_refused(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
@@ -95,9 +99,7 @@ def report_refused(before: Report, tried: RepairedFiles, refusal: CannotConvert)
         report = report_nothing_done(before, tried, ())
         return replace(report, notes=(*report.notes, str(refusal)))
     repairs = ", ".join(dict.fromkeys(one.repair.name for one in tried.applied))
-    note = f"no copy was written: {repairs} repairs the model, but then {refusal}"
-    record = RepairRecord(before.model.path, None, (), _side(before), None, ())
-    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+    return _report_unwritten(before, f"no copy was written: {repairs} repairs the model, but then {refusal}")
 
 
 def report_unproved(

@@ -145,9 +145,5 @@ EXPORTERS = (OPTIMUM, TRANSFORMERS_5, ONNXRUNTIME_GENAI)
 
 
 def find_exporter(name: str) -> Exporter:
-    """The exporter of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The exporter of that name. Raises KeyError: there is none."""
     return {exporter.name: exporter for exporter in EXPORTERS}[name]

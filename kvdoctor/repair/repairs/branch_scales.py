@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import NodeProto, TensorProto
-from kvdoctor.model.traverse import Readers, describe_node, output_of, own_names, readers
+from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.traverse import describe_node, output_of, own_names, readers
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext
@@ -40,9 +40,13 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
     copied: dict[str, str] = {}
     reads = readers(scope.graph)
     for node in scope.graph.node:
-        if not has(node.op_type, "dequantize") or (transposed := _reaches_product(reads, node)) is None:
+        following = [reader for reader, _ in reads.get(output_of(node), ())]
+        transposed = [reader for reader in following if has(reader.op_type, "permute")]
+        further = [reader for one in transposed for reader, _ in reads.get(output_of(one), ())]
+        direct, reached = (any(has(one.op_type, "product") for one in some) for some in (following, further))
+        if not has(node.op_type, "dequantize") or not (direct or reached):
             continue
-        wanted = (SCALE, ZERO_POINT) if transposed else (SCALE, ZERO_POINT, WEIGHT)
+        wanted = (SCALE, ZERO_POINT, WEIGHT) if direct else (SCALE, ZERO_POINT)
         for at in wanted:
             tensor = _find_outer(scope, node.input[at]) if at < len(node.input) else None
             if tensor is None:
@@ -58,16 +62,6 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
             title = f"{scope.path}, {describe_node(node)}, {word}"
             after = f"{copied[tensor.name]}, a copy in the branch"
             yield Change(file, title, f"{before}, of the enclosing graph", after)
-
-
-def _reaches_product(reads: Readers, node: NodeProto) -> bool | None:
-    """Whether a node reaches a MatMul by a Transpose alone; None where it reaches none."""
-    following = [reader for reader, _ in reads.get(output_of(node), ())]
-    if any(has(reader.op_type, "product") for reader in following):
-        return False
-    transposed = [reader for reader in following if has(reader.op_type, "permute")]
-    further = (each for reader in transposed for each, _ in reads.get(output_of(reader), ()))
-    return True if any(has(each.op_type, "product") for each in further) else None
 
 
 def _find_outer(scope: Scope, name: str) -> TensorProto | None:

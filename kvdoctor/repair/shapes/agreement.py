@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Axis, Graph, Port
 from kvdoctor.decode.messages import CompareJob, TrialJob, ValuePair
@@ -15,70 +15,17 @@ from kvdoctor.model.proto import ModelProto
 from kvdoctor.repair.shapes.freeing import EXPORT_AGAIN, Edit, free_axes
 from kvdoctor.repair.shapes.terms import size_of
 from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
-from kvdoctor.runtime.client import Runtime
 
 if TYPE_CHECKING:
     import numpy as np
 
-    Array = np.ndarray[Any, Any]
+    from kvdoctor.decode.calls import Array
 
 
 SMALL: dict[Axis, int] = {"batch": 2, "past": 5, "new": 3, "encoder": 7}
 """Sizes for open axes."""
 
 SEED = 7
-
-
-class OutputsDiffer(Exception):
-    """The changed graph returns other outputs, or does not run; the message says which."""
-
-
-def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
-    source: Path,
-    changed: ModelProto,
-    graph: Graph,
-    *,
-    runtime: Runtime,
-    provider: str,
-    sizes: Mapping[Axis, int] | None = None,
-) -> int:
-    """Run the file and its changed copy on the same feeds, in every branch, and compare every output.
-
-    Feeds are synthetic; both sides get the same. `sizes` are those at which the original is known to run.
-
-    Returns:
-        The number of calls that were compared; a call that the original itself refuses does not count.
-
-    Raises:
-        OutputsDiffer: the outputs differ.
-        WorkerDied: the worker process crashed.
-    """
-    from kvdoctor.decode.calls import save_call
-
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
-        copy = ModelProto()
-        copy.CopyFrom(changed)
-        sides = []
-        for model, name in ((read_located(source), "old"), (copy, "new")):
-            root, file = share_root(model, source), Path(folder, f"{name}.onnx")
-            file.write_bytes(model.SerializeToString())
-            sides.append(Variant(file, root, {}))
-        compared = 0
-        for switch in (True, False) if graph.port("branch_switch") else (True,):
-            feeds = Path(folder, f"feeds{int(switch)}.npz")
-            save_call(feeds, synthesize_feeds(graph, switch, sizes))
-            pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
-            done = runtime.trial(CompareJob(side(sides[0], feeds), side(sides[1], feeds), pairs, provider=provider))
-            if done.error is not None:
-                alone = runtime.trial(TrialJob(side(sides[0], feeds), provider=provider))
-                if alone.error is not None:
-                    continue
-                raise OutputsDiffer(f"at the traced sizes it no longer runs: {done.error}")
-            compared += 1
-            for pair, found in zip(pairs, done.differences, strict=True):
-                if found is None or found.relative != 0:
-                    raise OutputsDiffer(f"at the traced sizes the output {pair.left} differs from the original's")
-    return compared
 
 
 def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None) -> "dict[str, Array]":
@@ -167,21 +114,54 @@ def find_graph(context: RepairContext, file: str) -> Graph:
 
 
 def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None = None) -> int:
-    """Compare a changed file with the original at the sizes that the original accepts; gives the number of calls.
+    """Run a file and its changed copy on the same synthetic feeds, in every branch, and compare every output.
+
+    `sizes` are those at which the original is known to run.
+
+    Returns:
+        The number of calls that were compared; a call that the original itself refuses does not count.
 
     Raises:
-        CannotRepair: the outputs differ at those sizes.
+        CannotRepair: the outputs differ, or the worker process crashed.
     """
-    source, graph = Path(context.copy.file(file).path), find_graph(context, file)
     try:
-        provider = context.options.provider
-        return compare_at_traced_sizes(
-            source, context.model(file), graph, runtime=context.running, provider=provider, sizes=sizes
-        )
-    except OutputsDiffer as reason:
-        raise CannotRepair(f"the change of {file} was rejected: {reason}", EXPORT_AGAIN) from None
+        compared, reason = _compare_calls(context, file, sizes)
     except WorkerDied as death:
         raise CannotRepair(f"the worker process crashed on the changed graph: {death.how}", EXPORT_AGAIN) from None
+    if reason is not None:
+        context.cannot(f"the change of {file} was rejected: at the traced sizes {reason}", EXPORT_AGAIN)
+    return compared
+
+
+def _compare_calls(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None) -> tuple[int, str | None]:
+    """The number of calls that agree, and what differs in the first that does not."""
+    from kvdoctor.decode.calls import save_call
+
+    source, graph = Path(context.copy.file(file).path), find_graph(context, file)
+    runtime, provider = context.running, context.options.provider
+    changed = ModelProto()
+    changed.CopyFrom(context.model(file))
+    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
+        variants = []
+        for model, name in ((read_located(source), "old"), (changed, "new")):
+            variants.append(Variant(Path(folder, f"{name}.onnx"), share_root(model, source), {}))
+            variants[-1].path.write_bytes(model.SerializeToString())
+        compared = 0
+        for switch in (True, False) if graph.port("branch_switch") else (True,):
+            feeds = Path(folder, f"feeds{int(switch)}.npz")
+            save_call(feeds, synthesize_feeds(graph, switch, sizes))
+            sides = tuple(side(variant, feeds) for variant in variants)
+            pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
+            done = runtime.trial(CompareJob(sides[0], sides[1], pairs, provider=provider))
+            if done.error is not None and runtime.trial(TrialJob(sides[0], provider=provider)).error is not None:
+                continue
+            if done.error is not None:
+                return compared, f"it no longer runs: {done.error}"
+            compared += 1
+            for pair, found in zip(pairs, done.differences, strict=True):
+                if found is None or found.relative != 0:
+                    return compared, f"the output {pair.left} differs from the original's"
+    return compared, None
 
 
 def list_changes(file: str, edits: tuple[Edit, ...]) -> tuple[Change, ...]:

@@ -23,19 +23,13 @@ from kvdoctor.repair.shapes.writing import Table, Writer
 from kvdoctor.repair.workspace import CannotRepair
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+    from kvdoctor.decode.calls import Array
 
 Values = Callable[[TensorProto], "Array"]
 
 
 def no_values(tensor: TensorProto) -> "Array":
-    """For callers that only read a graph.
-
-    Raises:
-        CannotFree: always.
-    """
+    """For callers that only read a graph. Raises CannotFree: always."""
     raise CannotFree(f"the values of {tensor.name!r} are not available")
 
 
@@ -78,11 +72,7 @@ class AxisFreeing:
         return self.lengths.settled(self.facts.real(term))
 
     def run(self) -> tuple[Edit, ...]:
-        """Make all changes.
-
-        Raises:
-            CannotFree: the graph does not tell how; the model may be changed in part.
-        """
+        """Make all changes. Raises CannotFree: the graph does not tell how; the model may be changed in part."""
         for conflict in self.conflicts[:1]:
             place = describe_place(conflict.node, conflict.scope)
             raise CannotFree(f"in {place} {conflict.words}; the graph does not tell which is meant")
@@ -250,11 +240,7 @@ def read_declared_sizes(model: ModelProto) -> "dict[str, tuple[int | str | None,
 
 
 def set_allowzero(node: NodeProto, opset: int) -> None:
-    """Make the zeros in the target of a Reshape mean 0.
-
-    Raises:
-        CannotFree: the opset has no such option.
-    """
+    """Make the zeros in the target of a Reshape mean 0. Raises CannotFree: the opset has no such option."""
     if opset < 14:
         raise CannotFree(f'Reshape "{node.name}" needs allowzero, which exists from opset 14 on')
     if (given := find_attribute(node, "allowzero")) is not None:

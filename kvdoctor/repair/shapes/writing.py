@@ -18,9 +18,7 @@ from kvdoctor.records import record
 from kvdoctor.repair.shapes.terms import Lengths, Term, symbol, whole
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+    from kvdoctor.decode.calls import Array
 
 
 @dataclass(eq=False)
