@@ -84,9 +84,9 @@ def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abst
     """One output of a node."""
     import numpy as np
 
-    from kvdoctor.analysis.abstract_run.graph_run import ANY_NUMPY, RULES
+    from kvdoctor.analysis.abstract_run.graph_run import RULES
     from kvdoctor.analysis.abstract_run.reading import Reading
-    from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun
+    from kvdoctor.analysis.abstract_run.values import UNKNOWN, CannotRun
 
     rule = RULES.get(node.op)
     if rule is None:
@@ -94,10 +94,10 @@ def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abst
     inputs = [value or UNKNOWN if name else None for name, value in zip(node.inputs, given, strict=True)]
     try:
         with np.errstate(all="ignore"):
-            made = rule(Reading(node.proto, inputs, np.random.default_rng(0)))
-    except (CannotRun, *ANY_NUMPY):
+            made = Reading(node.proto, inputs, np.random.default_rng(0)).compute(rule)
+    except CannotRun:
         return None
-    return dict(zip(node.outputs, [made] if isinstance(made, Abstract) else made, strict=False)).get(output)
+    return dict(zip(node.outputs, made, strict=False)).get(output)
 
 
 COUNTS = ("position_ids", "cache_position", "write_index", "past_length", "total_length", "last_index", "new_length")

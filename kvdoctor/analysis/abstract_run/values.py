@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -34,6 +34,14 @@ class CannotRun(Exception):
     def __str__(self) -> str:
         """The reason with its node."""
         return f'{self.op} "{self.node}": {self.words}' if self.op else self.words
+
+
+class NotKnown(Exception):
+    """What an operator needs is not known. Of its outputs at most the given shapes are, the first one's first."""
+
+    def __init__(self, *shapes: Sequence[int] | None) -> None:
+        super().__init__()
+        self.outputs = [unknown(shape) for shape in shapes]
 
 
 class TooMuchWork(Exception):
@@ -90,6 +98,20 @@ def exactly(array: Any) -> Abstract:
     """An exact value."""
     found = np.asarray(array)
     return Abstract(found.shape, found, exact=True)
+
+
+T = TypeVar("T")
+
+
+def known(found: T | None, *shapes: Sequence[int] | None) -> T:
+    """What was found of an input.
+
+    Raises:
+        NotKnown: it is None; then the outputs have `shapes`.
+    """
+    if found is None:
+        raise NotKnown(*shapes)
+    return found
 
 
 def unknown(shape: Sequence[int] | None) -> Abstract:

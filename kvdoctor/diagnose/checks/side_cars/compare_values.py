@@ -143,7 +143,7 @@ def _score_cap(sides: Sides) -> Iterator[Disagreement]:
 
 def _logit_cap(sides: Sides) -> Iterator[Disagreement]:
     key = "final_logit_softcapping"
-    head = sides.graph.head(sides.context.logits_name) if key in sides.part else None
+    head = sides.graph.find_head(sides.context.logits_name) if key in sides.part else None
     if head is not None:
         yield from _compare_cap(key, sides.part[key], [(head.cap, head.node)], "logits")
 
@@ -276,7 +276,7 @@ LONGEST = 1 << 17
 def _tied(sides: Sides) -> Iterator[Disagreement]:
     declared = values.is_tied(sides.part, sides.config)
     embedding = sides.graph.embedding(_token_inputs(sides)) if declared is not None else None
-    head = sides.graph.head(sides.context.logits_name) if embedding is not None else None
+    head = sides.graph.find_head(sides.context.logits_name) if embedding is not None else None
     tied = sides.graph.are_tied(embedding, head) if embedding and head else None
     if tied is not None and head is not None and tied is not declared:
         shown = "logits by the table of the tokens" if tied else "logits by other weights than the table of the tokens"
@@ -299,14 +299,14 @@ def _embedding(sides: Sides) -> Iterator[Disagreement]:
 
 def _logits(sides: Sides) -> Iterator[Disagreement]:
     claim = values.logits_factor(sides.part, sides.kind)
-    head = sides.graph.head(sides.context.logits_name) if claim else None
+    head = sides.graph.find_head(sides.context.logits_name) if claim else None
     if claim is not None and head is not None and not _is_close(head.before * head.after, claim[2]):
         yield _differs(claim[0], claim[1], f"logits multiplied by {head.before * head.after:.6g}", head.node)
 
 
 def _residual(sides: Sides) -> Iterator[Disagreement]:
     given = values.first_number(sides.part, ("residual_multiplier",)) if sides.kind == "granite" else None
-    found = sides.graph.blocks.residual_factors() if given else {}
+    found = sides.graph.residual_factors() if given else {}
     if given is not None and len(found) == 1 and not any(_is_close(one, given[1]) for one in found):
         factor, node = next(iter(found.items()))
         yield _differs(given[0], f"{given[1]:g}", f"residuals multiplied by {factor:.6g}", node)
@@ -419,7 +419,7 @@ SHOWN: dict[str, Callable[[Sides], bool]] = {
     "query_pre_attn_scalar": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
     "attention_multiplier": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
     "attn_logit_softcapping": lambda sides: bool(sides.graph.attentions),
-    "final_logit_softcapping": lambda sides: sides.graph.head(sides.context.logits_name) is not None,
+    "final_logit_softcapping": lambda sides: sides.graph.find_head(sides.context.logits_name) is not None,
     "sliding_window": lambda sides: any(one.local or one.windows is not None for one in sides.graph.attentions),
 }
 """Keys whose value a graph of a known form shows, with the question whether it does."""
