@@ -90,11 +90,7 @@ class AbstractStep:
 
 def _expect_presents(contract: CacheContract, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The shape of each present after a step on a past that grows, or that is a buffer of a declared size."""
-    sizes: dict[Axis, int] = {
-        "batch": rows,
-        "batch_heads": rows * (contract.heads or 1),
-        "past": PAST + TOKENS,
-    }
+    sizes: dict[Axis, int] = {"batch": rows, "batch_heads": rows * (contract.heads or 1), "past": PAST + TOKENS}
     for slot in contract.growing:
         if slot.present is not None and slot.growth != "delta":
             yield slot.present, slot.sized(sizes)

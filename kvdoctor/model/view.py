@@ -8,14 +8,7 @@ from math import prod
 
 from kvdoctor.contract import Dim
 from kvdoctor.model.operators import has, operators_with
-from kvdoctor.model.proto import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    TensorShapeProto,
-    ValueInfoProto,
-)
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
 from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, input_of, nodes_in, normalize_domain
 from kvdoctor.records import record
 

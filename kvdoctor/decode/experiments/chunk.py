@@ -56,12 +56,7 @@ def chunk(builder: FeedBuilder) -> Calls:
 
 
 @unjudged(
-    "why-chunk",
-    "what the first of several new tokens attends to",
-    SHARED,
-    has_content,
-    explains=("chunk",),
-    order=41,
+    "why-chunk", "what the first of several new tokens attends to", SHARED, has_content, explains=("chunk",), order=41
 )
 def why_chunk(builder: FeedBuilder) -> Decision:
     """What the first of 3 new tokens attends to: all of the past, and no later token."""

@@ -94,11 +94,7 @@ REFUSES_TO_MAKE = Hazard(
 """Source: pykeio/ort commit e336d6b."""
 
 BINDINGS = (
-    Binding(
-        "onnxruntime",
-        "PyPI",
-        also=("onnxruntime-gpu", "onnxruntime-directml", "ort"),
-    ),
+    Binding("onnxruntime", "PyPI", also=("onnxruntime-gpu", "onnxruntime-directml", "ort")),
     Binding(
         "ort-crate",
         "the crate `ort` of Rust (pykeio/ort)",
