@@ -397,7 +397,7 @@ def _replaces_states(view: GraphView) -> bool:
         if not fitting or not port.shape or sum(not isinstance(size, int) for size in port.shape) > 1:
             continue
         dataflow, rank = follow_graph(view), len(port.shape)
-        if dataflow is None or rank < 2 or (rank < 3 and not _returns_logits(view, dataflow, ids)):
+        if dataflow is None or rank < 2 or (rank < 3 and not makes_logits(view, dataflow)):
             continue
         if port.dtype in FLOATS and dataflow.descent.find_update(name, fitting) is not None:
             return True
@@ -407,10 +407,12 @@ def _replaces_states(view: GraphView) -> bool:
     return False
 
 
-def _returns_logits(view: GraphView, dataflow: Dataflow, ids: list[str]) -> bool:
+def makes_logits(view: GraphView, dataflow: Dataflow) -> bool:
     """Whether a float output is as wide as a table of embeddings that integers index has rows."""
+    ids = [name for name, port in view.inputs.items() if port.dtype in ("int64", "int32")]
     rows = {dataflow.uses.table_rows(name) for name in ids} - {None}
-    return any(port.dtype in FLOATS and port.shape and port.shape[-1] in rows for port in view.outputs.values())
+    wide = [port for port in view.outputs.values() if port.dtype in FLOATS and len(port.shape or ()) > 1]
+    return any((port.shape or ())[-1] in rows for port in wide)
 
 
 def _returns_cache(view: GraphView) -> bool:

@@ -13,8 +13,8 @@ compute it (abstract_run/graph_run.py); no weights are read for it.
 
 import math
 import struct
-from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -122,7 +122,7 @@ ROUNDS: dict[int, tuple[int, ...]] = {TensorProto.FLOAT16: (1 << 11,), TensorPro
 LEAST, MOST = 2, 1 << 17
 """Bounds of a number that is taken for a length in tokens; larger ones mean "to the end" in most graphs."""
 NEAR = 32
-"""Values that are looked at for where a place comes from."""
+"""Nodes that are looked at for where a place comes from."""
 MOST_FOUND = 64
 """Thresholds of a graph up to which they are listed, the smallest first."""
 
@@ -155,24 +155,10 @@ def may_go_on(flow: Flow, size: int) -> bool:
     """
     writes = [node for node in flow.nodes if node.has("write")]
     places = [node.input(at) for node in writes for at in operator_of(node.op).places]
-    kept = any(ports_of(node.domain, node.op) is not None for node in flow.nodes)
-    return not kept and all(place and _is_modulo(flow, place, size) for place in places)
-
-
-def _is_modulo(flow: Flow, value: str, size: int) -> bool:
-    """Whether a place is computed, within a few nodes, by a Mod with this number."""
-    waiting, seen = deque([value]), {value}
-    while waiting and len(seen) < NEAR:
-        node = flow.producers.get(waiting.popleft())
-        if node is None:
-            continue
-        if node.has("modulo") and list(whole_numbers(flow.constant(node.input(1)))) == [size]:
-            return True
-        for name in node.inputs:
-            if name and name not in seen:
-                seen.add(name)
-                waiting.append(name)
-    return False
+    if any(ports_of(node.domain, node.op) is not None for node in flow.nodes):
+        return False
+    near = [[node for node in islice(flow.before(place), NEAR) if node.has("modulo")] for place in places]
+    return all(any(list(whole_numbers(flow.constant(mod.input(1)))) == [size] for mod in mods) for mods in near)
 
 
 class _Counts:

@@ -9,7 +9,7 @@ front of everything and is not described here.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -197,6 +197,16 @@ class Flow(FlatGraph[FlatNode]):
             if node.has("constant") or (given and all(name in fixed for name in given)):
                 fixed.update(name for name in node.outputs if name not in changing)
         return fixed
+
+    def before(self, value: str) -> Iterator[FlatNode]:
+        """The nodes that a value is computed by, the nearest first."""
+        waiting, seen = [value], {value}
+        for name in waiting:
+            if (node := self.producers.get(name)) is not None:
+                yield node
+                new = [one for one in dict.fromkeys(node.inputs) if one and one not in seen]
+                seen.update(new)
+                waiting += new
 
     def constant(self, name: str) -> TensorProto | None:
         """The tensor of a value that is a constant, also through Identity and Cast."""

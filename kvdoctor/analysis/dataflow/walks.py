@@ -133,6 +133,11 @@ class Walk:
         while self.waiting and (self.most is None or len(self.seen) < self.most) and self.budget.goes_on():
             yield self.waiting.popleft()
 
+    def takers(self, flow: Flow) -> Iterator[tuple[FlatNode, int]]:
+        """The nodes that take the values, each with the index of the input."""
+        for value in self:
+            yield from flow.consumers.get(value, ())
+
     def add(self, values: Iterable[str]) -> None:
         """Queue values that were not seen before; the empty name stands for an optional input or output left out."""
         for value in values:
@@ -256,12 +261,11 @@ class Descent:
         An input that is combined with new tokens in this way is no past: it is a rotation table or a mask.
         """
         walk = Walk([name], self.budget, MOST_VISITED)
-        for value in walk:
-            for node, index in self.flow.consumers.get(value, ()):
-                if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
-                    return True
-                if keeps(node, index) or node.op in MIXES:
-                    walk.add([node.output()])
+        for node, index in walk.takers(self.flow):
+            if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
+                return True
+            if keeps(node, index) or node.op in MIXES:
+                walk.add([node.output()])
         return False
 
     def ancestors(self, *values: str) -> set[str]:
