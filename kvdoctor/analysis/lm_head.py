@@ -165,7 +165,9 @@ class _Search:
             computed = []
             self.roots[id(node), 0] = scopes, node, 0
         elif kind[0] == "" and (kind[1] in BY_ENTRY or self._cuts_vocabulary(scopes, node)):
-            self._refuse_row_constants(scopes, node)
+            fixed = [find_dims(scopes, given) for given in node.input if given and self.is_fixed(scopes, given)]
+            if any(dims is not None and len(dims) > 1 and dims[-2] != 1 for dims in fixed):  # of a number of tokens
+                raise NoHead(f"the node {describe_op(node)} after the LM head has a constant for each row")
         else:
             raise NoHead(
                 f"the node {describe_op(node)} between the LM head and the logits is none that computes each row "
@@ -199,13 +201,6 @@ class _Search:
             return False
         numbers = integers(axes)
         return numbers is not None and set(numbers) <= {-1, 2}
-
-    def _refuse_row_constants(self, scopes: Scopes, node: NodeProto) -> None:
-        """A constant with several rows belongs to a number of tokens."""
-        for name in node.input:
-            dims = find_dims(scopes, name) if name and self.is_fixed(scopes, name) else None
-            if dims is not None and len(dims) > 1 and dims[-2] != 1:
-                raise NoHead(f"the node {describe_op(node)} after the LM head has a constant for each row")
 
     def is_fixed(self, scopes: Scopes, name: str) -> bool:
         """Whether a value is a weight, or computed of weights alone."""
@@ -279,7 +274,10 @@ def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Sear
     """Nothing else may read the rows that will no longer be computed."""
     for reader in nodes_in(scopes[0].node):
         name = next((name for name in reader.input if name in head.values), None)
-        if name is not None and id(reader) not in search.nodes and not _returns_only(reader, name):
+        if name is None or id(reader) in search.nodes:
+            continue
+        # A node may hold the head in one of its branches, which returns the value and does nothing else with it.
+        if not any(name in node.output for body in subgraphs(reader) for node in body.node):
             raise NoHead(
                 f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the logits, for "
                 "another output"
@@ -288,8 +286,3 @@ def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Sear
         other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
         if other is not None:
             raise NoHead(f"the output {other!r} is returned from between the LM head and the logits")
-
-
-def _returns_only(reader: NodeProto, name: str) -> bool:
-    """Whether a node holds the head in one of its branches, which returns the value and does nothing else with it."""
-    return any(name in {n for node in body.node for n in node.output} for body in subgraphs(reader))

@@ -5,11 +5,11 @@ of tensors, or change them in a way that no walk follows. Whether one of its out
 is no fault of the model.
 """
 
-from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.axes import unequal_axes
 from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.slot_rules import proven_part
 from kvdoctor.analysis.stacks import OnnxFile, has_named_logits, makes_logits
-from kvdoctor.contract import CacheContract, Port
+from kvdoctor.contract import CacheContract
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.operators import operator_of
 from kvdoctor.model.traverse import describe_node
@@ -58,7 +58,8 @@ def find_unread_loops(dataflow: Dataflow | None, contract: CacheContract) -> dic
     graph = contract.graph("decode")
     pasts = [port for port in graph.inputs if port.role in ("past", "auxiliary") and port.name not in taken]
     presents = [port for port in graph.outputs if port.role in ("present", "auxiliary") and port.name not in taken]
-    fitting = [(past, present) for past in pasts for present in presents if _fits(past, present)]
+    wide = [(past, present) for past in pasts for present in presents if len(past.shape or ()) >= LEAST_AXES]
+    fitting = [pair for pair in wide if (unequal := unequal_axes(*pair)) is not None and len(unequal) < 2]
     if dataflow is None or not fitting:
         return {}
     found, flow = dict[str, str](), dataflow.flow
@@ -70,12 +71,3 @@ def find_unread_loops(dataflow: Dataflow | None, contract: CacheContract) -> dic
                 found.setdefault(past.name, describe_node(node.proto))
                 found.setdefault(present.name, describe_node(node.proto))
     return found
-
-
-def _fits(past: Port, present: Port) -> bool:
-    """Whether two ports have one element type, and no other sizes on more than one axis."""
-    before, after = past.shape or (), present.shape or ()
-    if past.dtype != present.dtype or len(before) != len(after) or len(before) < LEAST_AXES:
-        return False
-    sizes = [(as_number(one), as_number(other)) for one, other in zip(before, after, strict=True)]
-    return sum(isinstance(one, int) and isinstance(other, int) and one != other for one, other in sizes) < 2

@@ -70,7 +70,6 @@ class SlotReader:
 
     def __post_init__(self) -> None:
         self.decode, self.first = self.parts.decode, self.parts.first
-
         self._new_entries = NewEntries(self.decode.graph, self.tokens)
 
     def read(self) -> SlotsRead:
@@ -92,7 +91,12 @@ class SlotReader:
         init = SlotInit(self.parts, self.ids, found)
         found = [init.add_sizes(init.add_first_values(slot, names.get(slot.past))) for slot in found]
         found = fill_scales(found, self._stored, self.first.graph.outputs)
-        slots = tuple(sorted(self._add_attentions(found, states), key=_sort_key))
+
+        def place(slot: Slot) -> tuple[int, bool, str, str]:  # replaced states stay as a layer computes them
+            layer, name = -1 if slot.layer is None else slot.layer, slot.past if slot.growth != "replace" else ""
+            return layer, slot.kind != "self-attention", slot.part, name
+
+        slots = tuple(sorted(self._add_attentions(found, states), key=place))
         return SlotsRead(slots, tuple(self._missing), tuple(self._contradictions), (*evidence, *init.evidence))
 
     def _slot_names(self) -> dict[str, SlotName]:
@@ -472,9 +476,3 @@ def _rank_attentions(slots: list[Slot], uses: dict[str, StateUse], in_loop: bool
 
 def _site_of(state: StateFlow | None) -> int:
     return state.use.site if state is not None and state.use is not None else -1
-
-
-def _sort_key(slot: Slot) -> tuple[int, bool, str, str]:
-    """States that are replaced stay in the order in which a layer computes them."""
-    layer = -1 if slot.layer is None else slot.layer
-    return layer, slot.kind != "self-attention", slot.part, slot.past if slot.growth != "replace" else ""

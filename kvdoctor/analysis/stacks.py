@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_facts
+from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_facts, read_part
 from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import ENCODER_LIKE, Dialect, RoleRule, find_dialect
@@ -304,17 +304,13 @@ def _stem(file: OnnxFile) -> str:
 
 def _find_configured(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> StackFiles | None:
     """The stack that genai_config.json describes; pipelines of several graphs are not supported."""
-    model = genai.get("model")
-    parts = {part: model.get(part) for part in ("decoder", "encoder")} if isinstance(model, dict) else {}
-    named = {
-        part: entry["filename"] for part, entry in parts.items() if isinstance(entry, dict) and "filename" in entry
-    }
-    by_name = {file.name: file for file in files if file.view is not None}
-    decoder = by_name.get(str(named.get("decoder")))
+    model, by_name = read_part(genai, "model"), {file.name: file for file in files if file.view is not None}
+    named = {part: str(read_part(model, part).get("filename")) for part in ("decoder", "encoder")}
+    decoder = by_name.get(named["decoder"])
     if decoder is None:
         return None
     chosen: dict[FileRole, OnnxFile] = {"decoder": decoder}
-    if encoder := by_name.get(str(named.get("encoder"))):
+    if encoder := by_name.get(named["encoder"]):
         chosen["encoder"] = replace(encoder, role="encoder")
     return StackFiles("decoder", "decoder-only", chosen)
 

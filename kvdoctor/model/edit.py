@@ -192,14 +192,11 @@ def drop_unused(graph: GraphProto, name: str) -> None:
     while waiting:
         value = waiting.pop()
         node = producer(graph, value)
-        if node is None or any(_is_used(graph, made) for made in node.output if made):
+        used = {value.name for value in graph.output}.union(*map(values_read, graph.node))
+        if node is None or not used.isdisjoint(filter(None, node.output)):
             continue
         waiting += [read for read in node.input if read]
         graph.node.remove(node)
-
-
-def _is_used(graph: GraphProto, name: str) -> bool:
-    return any(value.name == name for value in graph.output) or any(name in values_read(n) for n in graph.node)
 
 
 def prune(model: ModelProto) -> list[str]:
@@ -223,22 +220,17 @@ def _prune_graph(graph: GraphProto, wanted: list[str]) -> set[str]:
     keep_only(graph.node, lambda node: not needed.isdisjoint(node.output))
     for node in graph.node:
         if has(node.op_type, "branch") and not needed.issuperset(node.output):
-            _prune_if(node, needed)
+            kept = [index for index, name in enumerate(node.output) if name in needed]
+            node.output[:] = [node.output[index] for index in kept]
+            for body in subgraphs(node):
+                replace_all(body.output, [body.output[index] for index in kept if index < len(body.output)])
+                _prune_graph(body, [value.name for value in body.output])
     if needed_for(graph, wanted) != needed:  # branches may have lost what they captured
         return _prune_graph(graph, wanted)
     keep_only(graph.initializer, lambda tensor: tensor.name in needed)
     keep_only(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
     keep_only(graph.value_info, lambda value: value.name in needed)
     return needed
-
-
-def _prune_if(node: NodeProto, needed: set[str]) -> None:
-    """Drop the outputs of an `If` that are not needed, in both branches."""
-    kept = [index for index, name in enumerate(node.output) if name in needed]
-    node.output[:] = [node.output[index] for index in kept]
-    for body in subgraphs(node):
-        replace_all(body.output, [body.output[index] for index in kept if index < len(body.output)])
-        _prune_graph(body, [value.name for value in body.output])
 
 
 def _drop_uncalled_functions(model: ModelProto) -> None:
