@@ -161,10 +161,7 @@ def _state_axes(shape: tuple[Dim, ...], kind: SlotKind) -> tuple[Axis, ...]:
 
 
 def find_head_dim(view: GraphView, flow: Flow, node: FlatNode) -> int | None:
-    """The head_dim of one fused attention: the width of its queries over its number of heads.
-
-    None where the node does not say: caches may leave head_dim to a config.
-    """
+    """The head_dim of one fused attention: the width of its queries over its number of heads."""
     if node.domain != CONTRIB or node.op not in FUSED:
         return None
     heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)

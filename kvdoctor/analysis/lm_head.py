@@ -44,10 +44,7 @@ Scopes = tuple[GraphProto, ...]
 
 @record(slots=False)
 class Head:
-    """A head: the node that reads the hidden states, at which input, its graph, and the values from it to the logits.
-
-    `outputs` are the declared results with their graphs: of each branch, and of the model.
-    """
+    """A head: the node that reads the hidden states, at which input, its graph, and the values up to the logits."""
 
     graph: GraphProto
     node: NodeProto

@@ -49,10 +49,7 @@ LEAST_AXES = 3
 
 
 def find_unread_loops(dataflow: Dataflow | None, contract: CacheContract) -> dict[str, str]:
-    """The loop between leftover ports of the decode graph, as reports name it, by the names of the ports.
-
-    Such a past reaches the loop, and the loop such a present, declared like the past but for one size.
-    """
+    """The loop between leftover ports of the decode graph, as reports name it, by the names of the ports."""
     taken = {name for slot in contract.slots if slot.filled_by for name in (slot.past, slot.present) if slot.present}
     taken |= {slot.past for slot in contract.slots if slot.is_given}
     graph = contract.graph("decode")

@@ -231,10 +231,7 @@ class InputFlow:
         return set()
 
     def table_rows(self, name: str) -> int | None:
-        """Rows of the constant table that an integer input indexes directly; None where there is none.
-
-        For token ids that is the size of the vocabulary.
-        """
+        """Rows of the constant table that an integer input indexes directly; None where there is none."""
         return self.dataflow.uses.table_rows(name) if self.inputs[name].dtype in INTEGERS else None
 
     def _reaches(self, name: str, *goals: Goal, summed: bool = False, through: Container[str] = COMPUTED) -> bool:
@@ -294,10 +291,7 @@ def find_token_inputs(parts: StackParts) -> TokenInputs:
 
 
 def _find_candidates(file: OnnxFile, parts: StackParts) -> list[str]:
-    """The inputs that may carry token ids, best first: one by name, else those that index the embedding table.
-
-    The length of the logits is that of the tokens.
-    """
+    """The inputs that may carry token ids, best first: one by name, else those that index the embedding table."""
     view = file.graph
     known = [(name, role_by_name(port, parts.input_rules)) for name, port in view.inputs.items()]
     tokens = [name for name, role in known if role in ("token_ids", "token_and_position")]

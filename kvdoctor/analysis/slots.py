@@ -127,10 +127,7 @@ class SlotReader:
         return [replace(one, growth="grow", axes=o.axes, carry=o.carry) if o is not None else one for one, o in pairs]
 
     def _match_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
-        """Match unnamed inputs and outputs by prefix or suffix (`x`, `x_out`), as a loop would.
-
-        If the data flows to another such output, a check reports it.
-        """
+        """Match unnamed inputs and outputs by prefix or suffix (`x`, `x_out`), as a loop would."""
         known = {name.past for name in self._dialect_names}
         unnamed = {
             slot.past: slot.present

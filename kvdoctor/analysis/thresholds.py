@@ -148,11 +148,7 @@ def find_thresholds(flow: Flow, graph: Graph) -> tuple[Threshold, ...]:
 
 
 def may_go_on(flow: Flow, size: int) -> bool:
-    """Whether a graph can be run with more tokens than its buffers hold: no operator writes after their end.
-
-    Either none writes at a place, or the place is counted modulo `size`; an attention that keeps a buffer is trusted in
-    nothing.
-    """
+    """Whether a graph can be run with more tokens than its buffers hold: no operator writes after their end."""
     writes = [node for node in flow.nodes if node.has("write")]
     places = [node.input(at) for node in writes for at in operator_of(node.op).places]
     if any(ports_of(node.domain, node.op) is not None for node in flow.nodes):

@@ -31,10 +31,7 @@ from kvdoctor.model.operator_axes import read_equation
 
 
 def blend(values: Array) -> Array:
-    """What stands for the mean over a collapsed axis.
-
-    The wave keeps differences alive from one normalization to the next, and is slow enough for rounding not to grow.
-    """
+    """What stands for the mean over a collapsed axis."""
     found: Array = values * (1 + 0.5 * np.sin(3 * np.log1p(np.abs(values)))) + 0.3
     return found
 

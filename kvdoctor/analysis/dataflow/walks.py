@@ -118,10 +118,7 @@ class WalkBudget:
 
 
 class Walk:
-    """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated.
-
-    It ends when nothing is left, when `most` values were seen, or when the budget of the graph is spent.
-    """
+    """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated."""
 
     def __init__(self, start: Iterable[str], budget: WalkBudget, most: int | None = None) -> None:
         self.waiting = deque(start)

@@ -14,7 +14,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
 )
 from kvdoctor.decode.experiments.entry_origins import other_position, pieces_of
-from kvdoctor.decode.experiments.state_changes import wrong_states
+from kvdoctor.decode.experiments.long_states import wrong_states
 from kvdoctor.decode.experiments.why_logits_differ import has_content
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause

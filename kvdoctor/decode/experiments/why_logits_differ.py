@@ -33,7 +33,7 @@ from kvdoctor.decode.experiments.entry_origins import (
     same_for_two,
     where_from,
 )
-from kvdoctor.decode.experiments.state_changes import find_no_states, wrong_states
+from kvdoctor.decode.experiments.long_states import find_no_states, wrong_states
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import GENERAL_CAUSES, LOOPS, Cause
 from kvdoctor.decode.tolerances import Tolerance
@@ -234,7 +234,11 @@ def _deeper(step: CachedStep, whole: Answer) -> Decision:
         if cause := of_another(builder, start, wrong[0], step.answer, whole):
             return cause
         return (yield from other_attention(builder, start, step.past, wrong[0])) or _first_wrong(wrong, pieces)
-    return same_for_two(slots, whole, limit) or _last_result(start, step.answer, whole, limit)
+    if (cause := same_for_two(slots, whole, limit)) or whole.logits.shape[1] <= start:
+        return cause
+    # Right entries in every layer: the last layer reads them wrongly, or what follows it.
+    text = "all cache entries fed to the step and added by it are right, and its logits are wrong"
+    return None if _has_right_logits(start, step.answer, whole, limit) else Cause("cache-misread", text)
 
 
 def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause | None:
@@ -262,15 +266,6 @@ def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
         )
     text = f"{first.present} is the first slot whose new entry is wrong; those of the layers before it are right"
     return Cause("cache-misread", text)
-
-
-def _last_result(start: int, step: Answer, whole: Answer, limit: Tolerance) -> Cause | None:
-    """Right entries in every layer, and wrong logits: the last layer reads them wrongly, or what follows it."""
-    if whole.logits.shape[1] <= start or _has_right_logits(start, step, whole, limit):
-        return None
-    return Cause(
-        "cache-misread", "all cache entries fed to the step and added by it are right, and its logits are wrong"
-    )
 
 
 def _has_right_logits(start: int, step: Answer, whole: Answer, limit: Tolerance) -> bool:
@@ -390,9 +385,13 @@ def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Dec
 def _no_distance(step: CachedStep, whole: Answer) -> Decision:
     """Where keys hold no position, a step must count the distance to them."""
     builder, start = step.builder, step.start
-    moves = any(slot.growth == "ring" for slot in by_position(builder.contract))
-    if moves or not (yield from _has_free_keys(builder, start, whole)):
+    if any(slot.growth == "ring" for slot in by_position(builder.contract)):
         return None
+    piece = pieces_of(by_position(builder.contract), whole)[0]
+    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
+    right = piece.right_entry(whole, start)
+    if alone.failed or not same_entries(piece.right_entry(alone, 0), right, builder.tolerance):
+        return None  # keys hold a position: that of a token is not the same at the start and later
     swapped = swap_entries(step.past, by_position(builder.contract), 0, start - 1)
     answer = yield as_probe(builder.decode(start, start + 1, swapped))
     if answer.failed or not same_logits(answer.logits, step.answer.logits, builder.tolerance):
@@ -426,12 +425,3 @@ def _counts_distance(builder: FeedBuilder, start: int) -> "Generator[Call, Answe
     return any(
         not same_entries(p.right_entry(one, start), p.right_entry(other, start), builder.tolerance) for p in second
     )
-
-
-def _has_free_keys(builder: FeedBuilder, start: int, whole: Answer) -> "Generator[Call, Answer, bool]":
-    """Whether keys hold no position: that of a token is the same at the start and later."""
-    piece = pieces_of(by_position(builder.contract), whole)[0]
-    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
-    if alone.failed:
-        return False
-    return same_entries(piece.right_entry(alone, 0), piece.right_entry(whole, start), builder.tolerance)
