@@ -58,7 +58,8 @@ class ReplacedStates:
             if kind[0] not in FLOATS:
                 given = {name for port in found for name in given & (self._returned(port) | self._returned_tokens)}
             likely = [port for port in found if given and self._is_likely(port, given)]
-            likely.sort(key=lambda port: self.flow.descent.first_use(port.name))
+            takers = self.flow.flow.consumers
+            likely.sort(key=lambda port: min((node.index for node, _ in takers.get(port.name, ())), default=-1))
             named, proven = pair_by_name([port.name for port in likely], given), self._pair(likely, given)
             layers = _number_by_name([port.name for port in likely])
             for port in likely:

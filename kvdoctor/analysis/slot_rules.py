@@ -53,16 +53,11 @@ def growth_of(kind: SlotKind, name: SlotName | None, state: StateFlow | None, sh
     if kind in REPLACED:
         return "replace"
     by_flow = state.growth if state is not None and state.joined else None
-    if name is None and by_flow == "grow" and state is not None and returns_new_entries(state):
-        return "delta"
+    if name is None and by_flow == "grow" and state is not None and state.output is None and state.delta is not None:
+        return "delta"  # no output returns the past, but one the new entries
     if state is None or not isinstance(shape[state.axis or 0], int) or by_flow not in ("grow", None):
         return by_flow or "grow"
     return "ring" if by_flow == "grow" and state.trimmed else "grow"
-
-
-def returns_new_entries(state: StateFlow) -> bool:
-    """Whether no output returns a past that new entries join, but one returns the new entries."""
-    return state.joined and state.output is None and state.delta is not None
 
 
 def _is_appended(by_name: Growth, state: StateFlow | None, shape: tuple[Dim, ...]) -> bool:

@@ -156,14 +156,10 @@ def find_alike(value: Abstract, axes: Iterable[int]) -> tuple[int, ...]:
 def fold_axis(data: Array, axis: int) -> Array:
     """Numbers with an axis collapsed again where all along it are equal, as those of a part that was cut out."""
     first = data[(slice(None),) * axis + (slice(0, 1),)]
-    return first if data.shape[axis] > 1 and are_equal(first, data) else data
-
-
-def are_equal(one: Array, other: Array) -> bool:
-    """Whether numbers are the same but for rounding."""
-    if (one == other).all():
-        return True
-    return bool(np.allclose(one, other, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True))
+    if data.shape[axis] <= 1:
+        return data
+    close = (first == data).all() or np.allclose(first, data, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True)
+    return first if close else data
 
 
 @lru_cache(4096)

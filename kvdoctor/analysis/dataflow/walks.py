@@ -210,10 +210,6 @@ class Descent:
             return viewed_by(node, value)
         return node.input(0) if node is not None and node.op in PASSES_OUT else ""
 
-    def first_use(self, name: str) -> int:
-        """The index of the first node that takes a value, -1 where none does."""
-        return min((node.index for node, _ in self.flow.consumers.get(name, ())), default=-1)
-
     def computed_at(self, output: str) -> int:
         """The index of the node that computes an output, before casts and views; -1 where none does."""
         value, passed = self.flow.results.get(output, output), set[str]()
