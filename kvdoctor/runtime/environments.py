@@ -187,12 +187,7 @@ class ScriptProcess:
     """A running script in a Python with its requirements. It stays alive between questions."""
 
     def __init__(
-        self,
-        script: Path,
-        arguments: dict[str, Any],
-        needs: Requirements,
-        offline: bool,
-        log: ScriptLog | None = None,
+        self, script: Path, arguments: dict[str, Any], needs: Requirements, offline: bool, log: ScriptLog | None = None
     ) -> None:
         """Start it.
 
