@@ -2,7 +2,8 @@
 
 What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
 a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. Or the
-outputs have the numbers of the inputs, each of another layer: a warning, since a loop that matches numbers goes wrong.
+outputs have the numbers of the inputs, each of another layer, or the other parts of their names, each of another slot:
+a warning, since a loop that matches names goes wrong.
 Or no names tell which output belongs to which input, and the outputs are in another order than the inputs: a warning,
 since a loop that goes by their order computes wrong logits, and no runtime reports an error. The contract and all runs
 follow the graph; a loop that goes by the names, as most libraries do, feeds slots wrongly.
@@ -16,6 +17,7 @@ import re
 from collections.abc import Iterator
 from itertools import takewhile
 
+from kvdoctor.analysis.slot_rules import pair_by_name
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
@@ -25,8 +27,7 @@ MOST_PAIRS = 4
 
 BY_CONTRACT = Advice(
     "caller",
-    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or the number in its "
-    "name",
+    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or its name",
 )
 
 
@@ -34,7 +35,11 @@ BY_CONTRACT = Advice(
 def names_mislead(context: ContractContext) -> Iterator[Fault]:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
-    moved = tuple(_find_other_read_numbers(contract)) or tuple(_find_another_order(contract))
+    moved = (
+        tuple(_find_other_read_numbers(contract))
+        or tuple(_find_other_names(contract))
+        or tuple(_find_another_order(contract))
+    )
     yield from moved
     named = {name for fault in moved for name in fault.subject}
     known = {slot.past for slot in contract.slots if slot.present in named}
@@ -66,6 +71,22 @@ def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
             declared="outputs with the numbers of the inputs to which they are fed back",
             observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
             cause="the numbers in the names of outputs are those of other layers",
+            repair=BY_CONTRACT,
+        )
+
+
+def _find_other_names(contract: CacheContract) -> Iterator[Fault]:
+    """Outputs whose names pair all of them with inputs, and not as the graph does."""
+    pairs = {slot.past: slot.present for slot in contract.slots if slot.present is not None}
+    promised = pair_by_name(list(pairs), set(pairs.values()))
+    crossed = [(past, present) for past, present in pairs.items() if promised.get(past, present) != present]
+    if crossed:
+        yield Fault(
+            severity="warning",
+            subject=tuple(present for _, present in crossed),
+            declared=f"{promised[crossed[0][0]]} as the present of {crossed[0][0]}, by its name",
+            observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
+            cause="the names of outputs are those of other slots",
             repair=BY_CONTRACT,
         )
 
