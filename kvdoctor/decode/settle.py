@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MOST_CALLS = 24
 """Calls of the model by which all readings of a contract are settled, at most."""
-FOR_ONE_ROW = 6
+FOR_ONE_ROW = 4
 """How many of them are left for one row alone."""
 SCENARIO = Scenario(batch=2, prompt=3, steps=4)
 ONE_ROW = Scenario(batch=1, prompt=4, steps=4)
