@@ -286,13 +286,19 @@ class SlotReader:
         self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
     ) -> tuple[Axis, ...]:
         """The axes of a past."""
-        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state))
+        joined = state.axis if state is not None else None
+        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state), joined)
 
-    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """The axes with the batch where the shape has the name that the tokens give it: others may come first."""
+    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...], joined: int | None) -> tuple[Axis, ...]:
+        """The axes with the batch where the shape has the name that the tokens give it: others may come first.
+
+        The axis along which new entries are `joined` is no batch, whatever its name.
+        """
         named = [at for at, size in enumerate(shape) if size in self._batch_names]
-        if "batch" in axes and len(named) == 1 and axes[named[0]] == "capacity":
-            axes = tuple("capacity" if a == "batch" else "batch" if a == "capacity" else a for a in axes)
+        length = axes[named[0]] if len(named) == 1 else None
+        if "batch" in axes and (length == "capacity" or (length == "past" and joined is None)):
+            swapped: dict[Axis, Axis] = {"batch": length, length: "batch"}
+            axes = tuple(swapped.get(axis, axis) for axis in axes)
         movable = [at for at, axis in enumerate(axes) if axis not in ("past", "capacity", "encoder", "batch_heads")]
         if "batch" not in axes or len(named) != 1 or named[0] not in movable:
             return axes
@@ -383,7 +389,7 @@ class SlotReader:
             tokens=self.tokens,
             has_other_slots=bool(found),
         )
-        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes)) for slot in states.read()]
+        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes, None)) for slot in states.read()]
         return sorted(found, key=lambda slot: flow.descent.computed_at(slot.present or ""))
 
     def _sizes_of(self, port: Declared, axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Dim, ...]:

@@ -2,9 +2,10 @@
 
 What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
 a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. It is a
-warning if the outputs have the numbers of the inputs, each of another layer, or if no names tell which output belongs
-to which input, and the outputs are in another order than the inputs: a loop that matches numbers, or goes by their
-order, computes wrong logits, and no runtime reports an error. The contract and all runs follow the graph.
+warning if the outputs have the numbers of the inputs, each of another layer, or the other parts of their names, each of
+another slot; or if no names tell which output belongs to which input, and the outputs are in another order than the
+inputs: a loop that matches names, or goes by their order, computes wrong logits, and no runtime reports an error. The
+contract and all runs follow the graph.
 
 Reproduce: `kvdoctor contract MODEL` lists each slot as the graph uses it.
 
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator
 from itertools import takewhile
 
+from kvdoctor.analysis.slot_rules import pair_by_name
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
@@ -24,8 +26,7 @@ MOST_PAIRS = 4
 """Pairs that a finding lists; `kvdoctor contract` has them all."""
 BY_CONTRACT = Advice(
     "caller",
-    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or the number in its "
-    "name",
+    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or its name",
 )
 
 
@@ -33,7 +34,11 @@ BY_CONTRACT = Advice(
 def names_mislead(context: ContractContext) -> Iterator[Fault]:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
-    moved = tuple(_find_other_read_numbers(contract)) or tuple(_find_another_order(contract))
+    moved = (
+        tuple(_find_other_read_numbers(contract))
+        or tuple(_find_other_names(contract))
+        or tuple(_find_another_order(contract))
+    )
     yield from moved
     named = {name for fault in moved for name in fault.subject}
     known = {slot.past for slot in contract.slots if slot.present in named}
@@ -57,6 +62,22 @@ def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
         declared = "outputs with the numbers of the inputs to which they are fed back"
         observed = f"{crossed[0][1]} is the present of {crossed[0][0]}"
         yield Fault("warning", names, cause, BY_CONTRACT).compare(declared, observed)
+
+
+def _find_other_names(contract: CacheContract) -> Iterator[Fault]:
+    """Outputs whose names pair all of them with inputs, and not as the graph does."""
+    pairs = {slot.past: slot.present for slot in contract.slots if slot.present is not None}
+    promised = pair_by_name(list(pairs), set(pairs.values()))
+    crossed = [(past, present) for past, present in pairs.items() if promised.get(past, present) != present]
+    if crossed:
+        yield Fault(
+            severity="warning",
+            subject=tuple(present for _, present in crossed),
+            declared=f"{promised[crossed[0][0]]} as the present of {crossed[0][0]}, by its name",
+            observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
+            cause="the names of outputs are those of other slots",
+            repair=BY_CONTRACT,
+        )
 
 
 def _find_another_order(contract: CacheContract) -> Iterator[Fault]:

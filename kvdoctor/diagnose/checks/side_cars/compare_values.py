@@ -298,7 +298,7 @@ def _logits(sides: Sides) -> Iterator[Disagreement]:
 
 def _residual(sides: Sides) -> Iterator[Disagreement]:
     given = values.first_number(sides.part, ("residual_multiplier",)) if sides.kind == "granite" else None
-    found = sides.graph.blocks.residual_factors() if given else {}
+    found = sides.graph.residual_factors() if given else {}
     if len(found) == 1:
         yield from _unless_close(given, found.items(), "residuals multiplied by {:.6g}")
 
