@@ -1,5 +1,6 @@
 """Whatever lies at the path: the right exit code, a finding or a message that helps, and nothing is harmed."""
 
+import io
 import json
 import os
 import platform
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor import inspect
+from kvdoctor.decode.samples import read_npz
 
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
@@ -1063,3 +1066,60 @@ def test_one_file_that_two_graphs_lack_is_one_finding(tmp_path: Path) -> None:
     assert graph.name in found[0].where
     assert "second.onnx" in found[0].where
     assert "second.onnx" in found[0].subject
+
+
+SIDE_FILES = {
+    "inputs": ("step-test", "--inputs", "FILE", GPT2),
+    "trace": ("step-test", "--trace", "FILE", GPT2),
+    "against": ("step-test", "--against", "FILE", GPT2),
+    "contract": ("step-test", "--contract", "FILE", GPT2),
+    "earlier": ("speed", "--against", "FILE", GPT2),
+    "baseline": ("gate", "--baseline", "FILE", GPT2),
+    "policy": ("gate", "--config", "FILE", GPT2),
+}
+
+
+@posix
+@pytest.mark.parametrize("option", sampled(SIDE_FILES, 3))
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_a_side_file_without_an_end_is_refused(what: str, option: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    os.mkfifo(file) if what == "pipe" else file.symlink_to(what)
+    result = call(*(file if word == "FILE" else word for word in SIDE_FILES[option]))
+    assert result.code == 2
+    assert "no file" in result.err or "not a regular file" in result.err
+
+
+@posix
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_a_config_without_an_end_is_named(what: str, tmp_path: Path) -> None:
+    folder = copied(GPT2, tmp_path / "model")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json") if what == "pipe" else (folder / "config.json").symlink_to(what)
+    assert "config.json was not read: it is not a regular file" in call("inspect", folder).out
+
+
+def _with_header(shape: tuple[int, ...]) -> bytes:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return header.getvalue() + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (np.zeros(4096).tobytes(), "larger than 0 MiB"),
+        (_with_header((1 << 40,)), "its header says otherwise"),
+        (_with_header((-4,)), "its header says otherwise"),
+        (_with_header((4,))[:-1], "its header says otherwise"),
+        (b"nothing", "magic string"),
+    ],
+)
+def test_an_archive_that_takes_more_memory_than_its_bytes(content: bytes, reason: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", content)
+    with pytest.raises(ValueError, match=reason):
+        read_npz(tmp_path / "a.npz", 1 << 12)
+    damaged = (tmp_path / "a.npz").read_bytes()[:-9]
+    result = call("step-test", GPT2, "--inputs", saved(damaged, tmp_path, "b.npz") / "b.npz")
+    assert result.code == 2

@@ -17,6 +17,7 @@ from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encode
 from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.contract import Dim
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UnreadableError, as_argument, free_name
 from kvdoctor.model.external_data import examine
 from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
@@ -228,13 +229,12 @@ def read_object(path: Path, most: int | None = None) -> tuple[dict[str, Any], st
     in_yaml = path.suffix == ".yaml"
     most = most or (MOST_YAML_BYTES if in_yaml else MOST_CONFIG_BYTES)
     try:
-        if not path.is_file():
-            return {}, None
-        if path.stat().st_size > most:
-            return {}, f"{path.name} is larger than {most >> 20} MiB and was not read"
-        text = path.read_text(encoding="utf-8")
+        text = read_side_file(path, most).decode("utf-8")
         content = _parse_yaml(text) if in_yaml else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and not path.is_symlink()
+        return {}, None if missing else f"{path.name} was not read: {error.strerror or error}"
+    except (ValueError, RecursionError) as error:
         return {}, f"{path.name} cannot be read: {type(error.__cause__ or error).__name__}"
     if isinstance(content, dict):
         return content, None

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES
 from kvdoctor.decode.runs import Outcome, Run, Step
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner
@@ -131,7 +133,7 @@ class Checkpoint:
         if not self.is_folder:
             return {}
         try:
-            read = json.loads((Path(self.name) / "config.json").read_text(encoding="utf-8"))
+            read = json.loads(read_side_file(Path(self.name) / "config.json", MOST_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return read if isinstance(read, dict) else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
 from kvdoctor.records import from_plain, record
@@ -81,10 +82,10 @@ def read_because(path: str) -> SourceModel:
     """
     advice = "; `kvdoctor step-test MODEL --output json=REPORT.json` writes one"
     try:
-        if Path(path).stat().st_size > MOST_BYTES:
-            raise UsageError(f"--because {path!r} is larger than 256 MiB{advice}")
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        document = json.loads(read_side_file(Path(path), MOST_BYTES))
+    except OSError as error:
+        raise UsageError(f"--because {path!r} cannot be read: {error.strerror or error}{advice}") from None
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--because {path!r} cannot be read ({type(error).__name__}){advice}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise UsageError(f"--because {path!r} is not a report with the schema {SCHEMA}{advice}")
