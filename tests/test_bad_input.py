@@ -1123,3 +1123,13 @@ def test_an_archive_that_takes_more_memory_than_its_bytes(content: bytes, reason
     damaged = (tmp_path / "a.npz").read_bytes()[:-9]
     result = call("step-test", GPT2, "--inputs", saved(damaged, tmp_path, "b.npz") / "b.npz")
     assert result.code == 2
+
+
+@pytest.mark.parametrize("axes", [64, 65, 20_000])
+def test_a_tensor_of_many_axes(axes: int, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("many", TensorProto.FLOAT, [f"axis{n}" for n in range(axes)])
+    model = bad.changed(lambda graph: graph.input.append(value))
+    result = only_report("inspect", saved(model, tmp_path / "model"))
+    if axes > 64:
+        assert result.findings["unreadable"]["observed"] == f"it has a tensor of {axes:,} axes, 'many'"
+    assert (result.code, "unreadable" in result.findings) == ((3, True) if axes > 64 else (0, False))

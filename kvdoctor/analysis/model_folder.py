@@ -113,6 +113,8 @@ def find_misfit(parameter: AdapterParameter, dtype: str, shape: tuple[Dim, ...] 
 
 
 ADAPTER_SUFFIX = ".onnx_adapter"
+MOST_AXES = 64
+"""Axes of an array. Source: numpy, NPY_MAXDIMS."""
 MOST_CONFIG_BYTES = 8 << 20
 MOST_YAML_BYTES = 1 << 20
 """YAML is read forty times as slowly as JSON; a package of 48 layers has 50 KiB."""
@@ -195,11 +197,23 @@ def _read_file(path: Path, root: Path) -> OnnxFile:
     name = path.relative_to(root).as_posix()
     try:
         skeleton = read_skeleton(path)
+        view = GraphView(skeleton.model)
+        _refuse_high_ranks(view)
     except UnreadableError as problem:
         return OnnxFile(path, name, "unreadable", problem=problem)
-    view = GraphView(skeleton.model)
     external, problems = examine(skeleton.model, path)
     return OnnxFile(path, name, role_of(path, view), skeleton, view, None, external, problems)
+
+
+def _refuse_high_ranks(view: GraphView) -> None:
+    """Refuse a tensor with more axes than arrays have: what follows each axis of it would never end."""
+    for scope in view.scopes():
+        graph = scope.graph
+        values = ((v.name, v.type.tensor_type.shape.dim) for v in (*graph.input, *graph.output, *graph.value_info))
+        for name, axes in (*values, *((tensor.name, tensor.dims) for tensor in graph.initializer)):
+            if len(axes) > MOST_AXES:
+                reason = f"it has a tensor of {len(axes):,} axes, {name[:80]!r}"
+                raise UnreadableError(reason, f"export the model again; arrays have at most {MOST_AXES} axes")
 
 
 def _read_side_cars(folder: Path) -> SideCars:

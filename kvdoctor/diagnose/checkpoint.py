@@ -7,7 +7,6 @@ checkpoint gave are brought together for `locate.modules`, which finds the first
 
 import json
 import re
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from kvdoctor.findings import NotChecked
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
+from kvdoctor.runtime.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     from kvdoctor.decode.parity import Verdict
@@ -84,7 +84,7 @@ class Checkpoint:
             raise UsageError("CHECKPOINT is a placeholder: give the folder of a checkpoint, or a name on the hub")
         if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
             raise UsageError(f"{self.name!r} is neither the folder of a checkpoint nor the name of a model on the hub")
-        self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")
+        self._folder = ScratchFolder()
 
     @property
     def scratch(self) -> Path:

@@ -43,6 +43,7 @@ from kvdoctor.report.document import Report, decide, worst_first
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import NotRepaired, Proof
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 MOST_ROUNDS = 3
 
@@ -62,7 +63,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
         refuse_unfit(Path(request.out), Path(path), request.force)
     with (
         Runtime(options.limits) as runtime,
-        tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
+        scratch_folder() as scratch,
     ):
         before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder, choice = open_folder(path), RepairChoice(how.fix)

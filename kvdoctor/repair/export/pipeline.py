@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +53,7 @@ from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
 from kvdoctor.report.repair_record import ExportRecord, Proof, RepairRecord
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
 Announce = Callable[[str], None]
@@ -162,7 +162,7 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
         raise UsageError("give --from CHECKPOINT to export from a checkpoint")
     refuse_unknown_repairs(request.how.fix)
     refuse_impossible(request, checkpoint, options.offline)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         session = _ExportSession(request, checkpoint, options, runtime, Path(scratch), listener)
         source = _read_source(session)
         with _export_folder(session) as folder:

@@ -1,6 +1,7 @@
 """Frees an axis of a file, and compares the changed graph with the original at the traced sizes, bit for bit."""
 
-import tempfile
+import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ from kvdoctor.diagnose.locate.graph_runner import side
 from kvdoctor.diagnose.locate.runnable import Variant, read_located, share_root
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.proto import ModelProto
-from kvdoctor.repair.shapes.freeing import CannotFree, Edit, free_axes
+from kvdoctor.repair.shapes.freeing import Edit, free_axes
+from kvdoctor.repair.shapes.terms import CannotFree
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,10 +29,12 @@ SMALL: dict[Axis, int] = {"batch": 2, "past": 5, "new": 3, "encoder": 7}
 """Sizes for open axes."""
 
 SEED = 7
+BYTES_EACH = 24
+"""Bytes that a number fed takes at most: drawn as float64, converted, and packed for the worker."""
 
 
 class OutputsDiffer(Exception):
-    """The changed graph returns other outputs, or does not run; the message says which."""
+    """The changed graph returns other outputs, or was not run; the message says which."""
 
 
 def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
@@ -54,7 +59,7 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
     """
     from kvdoctor.decode.calls import save_call
 
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
+    with scratch_folder() as folder:
         copy = ModelProto()
         copy.CopyFrom(changed)
         sides = [
@@ -64,7 +69,7 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
         compared = 0
         for switch in (True, False) if graph.port("branch_switch") else (True,):
             feeds = Path(folder, f"feeds{int(switch)}.npz")
-            save_call(feeds, synthesize_feeds(graph, switch, sizes))
+            save_call(feeds, synthesize_feeds(graph, switch, sizes, runtime.limits.memory_limit()))
             pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
             done = runtime.trial(CompareJob(side(sides[0], feeds), side(sides[1], feeds), pairs, provider=provider))
             if done.error is not None:
@@ -85,16 +90,25 @@ def _write_variant(model: ModelProto, source: Path, to: Path) -> Variant:
     return Variant(to, root, {})
 
 
-def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None) -> "dict[str, Array]":
-    """Synthetic feeds in the sizes that the inputs declare."""
+def synthesize_feeds(
+    graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None, most: int = sys.maxsize
+) -> "dict[str, Array]":
+    """Synthetic feeds in the sizes that the inputs declare.
+
+    Raises:
+        OutputsDiffer: they would take more than `most` bytes.
+    """
     import numpy as np
 
     from kvdoctor.decode.calls import NUMPY_TYPES
 
     random, sizes = np.random.default_rng(SEED), _choose_sizes(graph, given or {})
     feeds: dict[str, Array] = {}
+    shapes = {port.name: _choose_shape(port, sizes) for port in graph.inputs}
+    if sum(map(math.prod, shapes.values())) * BYTES_EACH > most:
+        raise OutputsDiffer("its inputs are too large to be fed within the memory limit")
     for port in graph.inputs:
-        shape = _choose_shape(port, sizes)
+        shape = shapes[port.name]
         if port.dtype == "bool":
             feeds[port.name] = np.full(shape, switch)
         elif port.dtype.startswith(("int", "uint")):

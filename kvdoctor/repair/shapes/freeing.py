@@ -17,7 +17,7 @@ from kvdoctor.model.view import integers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import BakedNumber, ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
+from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Table, Writer
 
@@ -36,10 +36,6 @@ def no_values(tensor: TensorProto) -> "Array":
         CannotFree: always.
     """
     raise CannotFree(f"the values of {tensor.name!r} are not available")
-
-
-class CannotFree(Exception):
-    """The graph does not tell what it has to compute at another length; the message says why."""
 
 
 @record

@@ -10,6 +10,13 @@ from kvdoctor.records import record
 
 Monomial = tuple[str, ...]
 
+MOST_PARTS, MOST_FACTORS = 4096, 64
+"""Parts of a polynomial and symbols of a part: those of real graphs have a few; others double with each product."""
+
+
+class CannotFree(Exception):
+    """The graph does not tell what it has to compute at another length; the message says why."""
+
 
 @record(slots=False)
 class Term:
@@ -36,6 +43,9 @@ class Term:
         return self + other * whole(-1)
 
     def __mul__(self, other: "Term") -> "Term":
+        factors = [max((len(monomial) for monomial, _ in term.parts), default=0) for term in (self, other)]
+        if len(self.parts) * len(other.parts) > MOST_PARTS or sum(factors) > MOST_FACTORS:
+            raise CannotFree("a size in the graph is a product of too many lengths")
         return _collect(
             [(tuple(sorted(a + b)), m * n) for a, m in self.parts for b, n in other.parts],
         )
