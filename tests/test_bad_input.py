@@ -756,6 +756,24 @@ def test_a_model_that_takes_the_runtime_with_it(command: str, harm: str, tmp_pat
     assert result.outcome("same-cache") == "differs"
 
 
+def test_a_file_that_is_never_open_is_opened_once(tmp_path: Path) -> None:
+    folder = saved(bad.decoder(*bad.opening_for_minutes()), tmp_path / "model")
+    result = only_report("step-test", folder, "--timeout", "6")
+    died = [run["experiment"] for run in result.report["runs"] if run["outcome"] == "died"]
+    assert (result.code, died) == (3, ["plain-loop"])
+    assert result.findings["worker-died"]["observed"].endswith(" while it opened model.onnx")
+    again = [run["reason"] for run in result.report["runs"] if "not opened again" in (run["reason"] or "")]
+    assert len(again) > 3
+
+
+def test_a_file_that_is_open_is_not_blamed_for_the_first_call(tmp_path: Path) -> None:
+    """The same work in a step: each experiment has a worker of its own for it."""
+    result = only_report("step-test", saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model"), "--timeout", "2")
+    died = [run for run in result.report["runs"] if run["outcome"] == "died"]
+    assert died
+    assert not any("opened" in run["reason"] for run in result.report["runs"] if run["reason"])
+
+
 @pytest.mark.slow
 def test_a_worker_that_died_does_not_stop_the_next_model(tmp_path: Path) -> None:
     folder = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model")

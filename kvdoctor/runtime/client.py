@@ -15,6 +15,7 @@ from kvdoctor.decode.messages import (
     Event,
     ExperimentJob,
     ExperimentStarted,
+    FileOpened,
     FileOpening,
     FileRefused,
     Job,
@@ -74,6 +75,7 @@ class Runtime:
         self.limits, self.python = limits, python
         self._worker = Worker(limits, python)
         self._beside: dict[str, Runtime] = {}
+        self._unopened: dict[tuple[str, str], None] = {}
 
     def __enter__(self) -> "Runtime":
         return self
@@ -146,7 +148,7 @@ class Runtime:
             self._send(replace(job, experiments=part, keep_logits=kept), results)
             current = _Current(left[0])
             try:
-                for event in self._worker.events():
+                for event in self._events():
                     if isinstance(event, ExperimentStarted) and progress is not None:
                         name = event.experiment
                         progress(name, job.experiments.index(name) + 1, len(job.experiments))
@@ -199,9 +201,21 @@ class Runtime:
         """
         self._send(job, StackResults())
         try:
-            yield from self._worker.events()
+            yield from self._events()
         except WorkerDied:
             self._restart(StackResults())
+            raise
+
+    def _events(self) -> Iterator[Event]:
+        """The events of a job. A file during whose opening the worker ends is not opened again."""
+        opening: FileOpening | None = None
+        try:
+            for event in self._worker.events():
+                opening = event if isinstance(event, FileOpening) else None
+                yield event
+        except WorkerDied:
+            if opening is not None:
+                self._unopened[opening.path, opening.level] = None
             raise
 
     def answer(self, job: Job, kind: type[Answered]) -> tuple[tuple[Answered, ...], str]:
@@ -227,6 +241,7 @@ class Runtime:
 
     def forget_peak(self) -> None:
         """Measure anew, for another model."""
+        self._unopened.clear()
         self._worker.peak_bytes = 0
         for other in self._beside.values():
             other.forget_peak()
@@ -235,7 +250,7 @@ class Runtime:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
         if not self._worker.is_idle:
             self._restart(results)
-        self._worker.send(job)
+        self._worker.send(replace(job, unopened=tuple(self._unopened)))
 
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
@@ -256,6 +271,7 @@ class _Current:
     doing: str = STARTING
     step: int | None = None
     steps: dict[int, Step] = field(default_factory=dict)
+    before: tuple[str, int | None] = (STARTING, None)
 
 
 def _update_position(event: Event, current: _Current) -> None:
@@ -263,7 +279,10 @@ def _update_position(event: Event, current: _Current) -> None:
         case ExperimentStarted():
             current.experiment, current.doing, current.step, current.steps = event.experiment, STARTING, None, {}
         case FileOpening():
+            current.before = current.doing, current.step
             current.doing, current.step = f"while it opened {event.file}", None
+        case FileOpened():
+            current.doing, current.step = current.before
         case CallStarting():
             names = {"step": f"step {event.step}", "reference": "the reference run"}
             current.doing, current.step = f"during {names.get(event.call, f'a {event.call} call')}", event.step

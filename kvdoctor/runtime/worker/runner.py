@@ -48,7 +48,7 @@ def run_stages(
 
 def open_stack(side: PairedSide, job: Job, announce: Announce, samples: Samples | None = None) -> "StackRunner":
     """The stack of a side, whose files are opened with the provider and the threads of a job."""
-    sessions = Sessions(side.folder, job.provider, job.threads, announce, job.settings)
+    sessions = Sessions(side.folder, job.provider, job.threads, announce, job.settings, job.unopened)
     return StackRunner(side.stack, side.contract, sessions, job.seed, announce, samples or Samples())
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime as ort
 
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import FileOpening, FileRefused, LimitsMeasured
+from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
@@ -115,6 +115,7 @@ class Sessions:
     threads: int
     announce: Announce
     settings: dict[str, str] = field(default_factory=dict)
+    unopened: tuple[tuple[str, str], ...] = ()
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -142,7 +143,7 @@ class Sessions:
         """The runtime's error for a file at that level; None where it opens it."""
         try:
             self._open(file, level)
-        except ProviderMissing:
+        except (ProviderMissing, CannotCheck):
             raise
         except Exception as error:  # the bindings raise many types, and all of them are a refusal
             return self.clean(error)
@@ -161,10 +162,9 @@ class Sessions:
         refusals = {}
         self.tried.add(file)
         for level in TRIED:
-            self.announce(FileOpening(file, level))
             try:
                 self.opened[file, level] = self._open(file, level)
-            except ProviderMissing:
+            except (ProviderMissing, CannotCheck):
                 raise
             except Exception as error:  # the bindings raise many types, and all of them are a refusal
                 refusals[level] = self.clean(error)
@@ -182,8 +182,13 @@ class Sessions:
         options.enable_mem_reuse = reuse
         for key, value in self.settings.items():
             options.add_session_config_entry(key, value)
-        with _openable(self.folder, file) as path:
+        whole = str(self.folder / file)
+        if (whole, level) in self.unopened:
+            raise CannotCheck(f"{file} is not opened again: a worker process ended while it opened it")
+        self.announce(FileOpening(file, level, whole))
+        with _openable(whole) as path:
             session = ort.InferenceSession(path, options, providers=[self.provider])
+        self.announce(FileOpened())
         if self.provider not in session.get_providers():
             # The runtime falls back to the CPU silently.
             raise ProviderMissing(f"{self.provider} cannot be used here; the runtime has {session.get_providers()}")
@@ -200,16 +205,15 @@ class Sessions:
 
 
 @contextmanager
-def _openable(folder: Path, file: str) -> Iterator[str]:
+def _openable(path: str) -> Iterator[str]:
     """The path of a file as the runtime takes it: a path that is no valid text is replaced by a link."""
-    path = str(folder / file)
     try:
         path.encode()
     except UnicodeEncodeError:
         with TemporaryDirectory(prefix="kvdoctor-") as scratch:
             link = Path(scratch, "model")
-            link.symlink_to(folder.absolute(), target_is_directory=True)
-            yield str(link / file)
+            link.symlink_to(Path(path).parent.absolute(), target_is_directory=True)
+            yield str(link / Path(path).name)
         return
     yield path
 
