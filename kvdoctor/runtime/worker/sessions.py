@@ -46,9 +46,10 @@ class ProviderMissing(Exception):
 
 @record(slots=False)
 class OrtTensor:
-    """A tensor in the runtime's memory. `dtype` as ONNX spells it."""
+    """A tensor in the runtime's memory. `dtype` as ONNX spells it; `made`: see `StackDriver.run_once`."""
 
     ort_value: Any
+    made: tuple[int, bytes] | None = None
 
     @cached_property
     def observed(self) -> ObservedTensor:

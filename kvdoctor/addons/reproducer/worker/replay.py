@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class RecordingStack(StackRunner):
     With `exact` the floats that a loop computed from outputs are written as numbers, else as noise.
     """
 
+    reuses: ClassVar[bool] = False
     exact: bool = False
     noises: dict[bytes, int] = field(default_factory=dict)
     calls: list[ScriptCall] = field(default_factory=list)
