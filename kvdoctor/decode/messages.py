@@ -40,6 +40,7 @@ class Job:
     """What a worker is to do: the seed of synthetic feeds, and the provider, threads and settings of its sessions.
 
     `unopened` are files with levels of optimization at which a worker ended while it opened them: it would end again.
+    `diagnosis` is a number that jobs on the same model have in common: its sessions stay open from one to the next.
     """
 
     seed: int = 0
@@ -47,6 +48,7 @@ class Job:
     settings: dict[str, str] = field(default_factory=dict)
     threads: int = field(default_factory=count_threads)
     unopened: tuple[tuple[str, str], ...] = ()
+    diagnosis: int = 0
 
 
 @record(slots=False)

@@ -3,6 +3,7 @@
 A worker that crashes is replaced, and the new one goes on with the remaining experiments.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -76,6 +77,7 @@ class Runtime:
         self._worker = Worker(limits, python)
         self._beside: dict[str, Runtime] = {}
         self._unopened: dict[tuple[str, str], None] = {}
+        self._diagnosis = time.monotonic_ns()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -242,6 +244,7 @@ class Runtime:
     def forget_peak(self) -> None:
         """Measure anew, for another model."""
         self._unopened.clear()
+        self._diagnosis = time.monotonic_ns()
         self._worker.peak_bytes = 0
         for other in self._beside.values():
             other.forget_peak()
@@ -250,7 +253,7 @@ class Runtime:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
         if not self._worker.is_idle:
             self._restart(results)
-        self._worker.send(replace(job, unopened=tuple(self._unopened)))
+        self._worker.send(replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis))
 
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)

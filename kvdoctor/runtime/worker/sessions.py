@@ -7,7 +7,7 @@ Fields by onnx.proto of ONNX.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime as ort
 
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, LimitsMeasured
+from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
@@ -107,16 +107,29 @@ class LogitsTensor:
         return self.copy
 
 
+Held = tuple[str, int, tuple[Any, ...]]
+"""The path of a file, the diagnosis, and what else a session depends on."""
+HELD: dict[Held, Any] = {}
+"""The sessions of the last stack."""
+
+
+def close_others(files: Collection[str] = ()) -> None:
+    """Close the sessions of other files: together they could take the memory of several models."""
+    for key in [key for key in HELD if key[0] not in files]:
+        del HELD[key]
+
+
 @dataclass
 class Sessions:
-    """The open files of one stack: each is opened once, at the highest optimization level that takes it."""
+    """The open files of one stack: each is opened once, at the highest optimization level that takes it.
+
+    `held` are sessions of an earlier job on the same model, which are not opened again.
+    """
 
     folder: Path
-    provider: str
-    threads: int
+    job: Job
     announce: Announce
-    settings: dict[str, str] = field(default_factory=dict)
-    unopened: tuple[tuple[str, str], ...] = ()
+    held: dict[Held, Any] = field(default_factory=dict)
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -156,7 +169,10 @@ class Sessions:
         The unoptimized session is closed first: three sessions at once would hold three times the weights.
         """
         if self.levels.get(file) != "off":
-            self.opened.pop((file, "off"), None)
+            unoptimized = self.opened.pop((file, "off"), None)
+            for key in [key for key, session in self.held.items() if session is unoptimized]:
+                del self.held[key]
+            del unoptimized
         return self._open(file, self.levels.get(file, "all"), reuse=False)
 
     def _open_highest(self, file: str) -> None:
@@ -179,20 +195,26 @@ class Sessions:
             raise CannotCheck(f"ONNX Runtime cannot load {file}")
 
     def _open(self, file: str, level: str, reuse: bool = True) -> Any:
-        options = session_options(level, self.threads)
+        job, whole = self.job, str(self.folder / file)
+        found = Path(whole).stat()
+        state = (level, job.provider, job.threads, *job.settings.items(), found.st_ino, found.st_mtime_ns)
+        if reuse and (held := self.held.get((whole, job.diagnosis, state))) is not None:
+            return held
+        options = session_options(level, job.threads)
         options.enable_mem_reuse = reuse
-        for key, value in self.settings.items():
+        for key, value in job.settings.items():
             options.add_session_config_entry(key, value)
-        whole = str(self.folder / file)
-        if (whole, level) in self.unopened:
+        if (whole, level) in job.unopened:
             raise CannotCheck(f"{file} is not opened again: a worker process ended while it opened it")
         self.announce(FileOpening(file, level, whole))
         with _openable(whole) as path:
-            session = ort.InferenceSession(path, options, providers=[self.provider])
+            session = ort.InferenceSession(path, options, providers=[job.provider])
         self.announce(FileOpened())
-        if self.provider not in session.get_providers():
+        if job.provider not in session.get_providers():
             # The runtime falls back to the CPU silently.
-            raise ProviderMissing(f"{self.provider} cannot be used here; the runtime has {session.get_providers()}")
+            raise ProviderMissing(f"{job.provider} cannot be used here; the runtime has {session.get_providers()}")
+        if reuse:
+            self.held[whole, job.diagnosis, state] = session
         return session
 
     def clean(self, error: Exception) -> str:

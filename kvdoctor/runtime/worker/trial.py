@@ -23,7 +23,7 @@ from kvdoctor.decode.messages import (
     ValueDifference,
     ValuePair,
 )
-from kvdoctor.runtime.worker.sessions import OrtTensor, mentioned, session_options, to_runtime
+from kvdoctor.runtime.worker.sessions import OrtTensor, close_others, mentioned, session_options, to_runtime
 
 FEW = 64
 """Elements of a tensor of integers up to which its values are sent, not only its shape."""
@@ -36,7 +36,8 @@ MASKING = 1e3
 
 
 def run_trial(job: TrialJob | CompareJob, _: object = None) -> TrialDone:
-    """Carry out a trial."""
+    """Carry out a trial, in the memory that the sessions of the stack took."""
+    close_others()
     try:
         if isinstance(job, CompareJob):
             return _compare(job)

@@ -101,7 +101,7 @@ class RecordingStack(StackRunner):
 
 def record_experiment(job: RecordJob, announce: Announce) -> Iterator[Event]:
     """Run one experiment and announce its calls."""
-    sessions = Sessions(job.folder, job.provider, job.threads, announce)
+    sessions = Sessions(job.folder, job, announce)
     experiment = by_name()[job.experiment]
     stack = RecordingStack(job.stack, job.contract, sessions, job.seed, announce, exact=job.exact)
     yield ExperimentStarted(experiment.name)
@@ -111,7 +111,7 @@ def record_experiment(job: RecordJob, announce: Announce) -> Iterator[Event]:
 
 def replay_script(job: PlayJob, announce: Announce) -> ScriptPlayed:
     """Play a script on the files of a folder."""
-    return _Play(job.script, Sessions(job.folder, job.provider, job.threads, announce), announce).play()
+    return _Play(job.script, Sessions(job.folder, job, announce), announce).play()
 
 
 @dataclass
