@@ -206,7 +206,8 @@ class Sessions:
             options.add_session_config_entry(key, value)
         if (whole, level) in job.unopened:
             raise CannotCheck(f"{file} is not opened again: a worker process ended while it opened it")
-        self.announce(FileOpening(file, level, whole))
+        if reuse:  # it says nothing of the usual session if the other one does not open
+            self.announce(FileOpening(file, level, whole))
         with _openable(whole) as path:
             session = ort.InferenceSession(path, options, providers=[job.provider])
         self.announce(FileOpened())
