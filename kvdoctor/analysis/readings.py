@@ -132,7 +132,7 @@ def _read_input(port: Port, names: AxisNames, unknown: bool, guessed: bool) -> I
     """The readings of an input: its own, and all that its type allows where no name gives its role."""
     first: tuple[Reading, ...] = (Reading(port, TEXTS.get(port.role, port.role), "dataflow" if guessed else "name"),)
     if (
-        (unknown or (guessed and port.role not in MASKS))
+        (unknown or (guessed and port.role not in (*MASKS, "encoder_states")))
         and port.shape is not None
         and port.dtype
         and not looks_like_cache(port.name, port.shape)
@@ -148,7 +148,8 @@ def _read_input(port: Port, names: AxisNames, unknown: bool, guessed: bool) -> I
         draft = _reading(port, "token_states", ("batch", "new", "hidden"), "declared")
         # Where the axis has the name of the tokens', the file says what it counts.
         declared = names.read(port.shape or ())[1] == "new" and "enc" not in port.name.lower()
-        yield from (draft,) if declared else (*first, draft)
+        # Embeddings that are added to tokens are projected to keys as the states of an encoder are: runs decide.
+        yield from ((draft, *first) if guessed else (draft,)) if declared else (*first, draft)
 
 
 def _list_masks(port: Port) -> tuple[Role, ...]:
