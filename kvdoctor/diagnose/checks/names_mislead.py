@@ -62,42 +62,32 @@ def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
 def _find_another_order(contract: CacheContract) -> Iterator[Fault]:
     """Outputs in another order than the inputs, where no names tell which belong together and shapes do not either."""
     slots = [slot for slot in contract.slots if slot.present is not None]
-    if contract.has_known_names or _is_told_by_names(slots):
+    pairs = [(slot, other) for slot in slots for other in slots if other is not slot]
+    # Names alone pair each past with its present.
+    if contract.has_known_names or all(_in_common(one, one) > _in_common(one, other) for one, other in pairs):
         return
     graph = contract.graph("decode")
     places = {port.name: place for ports in (graph.inputs, graph.outputs) for place, port in enumerate(ports)}
     by_input = sorted(slots, key=lambda slot: places.get(slot.past, 0))
     by_output = sorted(slots, key=lambda slot: places.get(slot.present or "", 0))
-    moved = [slot for slot, there in zip(by_input, by_output, strict=True) if slot is not there and _fits(slot, there)]
+    same = (pair for pair in zip(by_input, by_output, strict=True) if pair[0] is not pair[1])
+    kinds = ((slot, {(one.dtype, one.axes, one.sized({})) for one in (slot, there)}) for slot, there in same)
+    moved = [slot for slot, kind in kinds if len(kind) == 1]  # the present of one could be fed to the other
     if moved:
-        pairs = [f"{slot.present} is the present of {slot.past}" for slot in moved]
+        seen = [f"{slot.present} is the present of {slot.past}" for slot in moved]
         cause = "the outputs are not in the order of the inputs to which they are fed back"
         declared = "outputs in the order of the inputs to which they are fed back, as no names tell it"
         fault = Fault("warning", tuple(slot.present or "" for slot in moved), cause, BY_CONTRACT)
         effects = ("a loop that feeds the outputs back in their order computes wrong logits",)
-        yield fault.compare(declared, shorten_names(pairs, MOST_PAIRS)).also(effects=effects)
+        yield fault.compare(declared, shorten_names(seen, MOST_PAIRS)).also(effects=effects)
 
 
-def _is_told_by_names(slots: list[Slot]) -> bool:
-    """Whether names alone pair each past with its present."""
-    return all(
-        _in_common(slot.past, slot.present or "") > _in_common(slot.past, other.present or "")
-        for slot in slots
-        for other in slots
-        if other is not slot
-    )
-
-
-def _in_common(past: str, present: str) -> tuple[int, int]:
-    """How many parts (text or number) two names share, and how many letters both begin with: `h` and `hn`."""
+def _in_common(slot: Slot, other: Slot) -> tuple[int, int]:
+    """How many parts (text or number) a past and a present share, and how many letters both begin with: `h`, `hn`."""
+    past, present = slot.past, other.present or ""
     words, others = ({*re.findall(r"[a-z]+|[0-9]+", name.lower())} for name in (past, present))
     begin = takewhile(lambda pair: pair[0] == pair[1], zip(past, present, strict=False))
     return len(words & others), len(list(begin))
-
-
-def _fits(slot: Slot, other: Slot) -> bool:
-    """Whether the present of one slot could be fed to the other."""
-    return (slot.dtype, slot.axes, slot.sized({})) == (other.dtype, other.axes, other.sized({}))
 
 
 def _find_crossed(slots: list[Slot]) -> list[tuple[str, str]]:

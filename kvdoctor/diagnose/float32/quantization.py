@@ -4,8 +4,8 @@ Dynamic: `DynamicQuantizeLinear` returns round(x / scale) + zero point, and `Mat
 weights. Here x itself replaces the first, with a scale of 1 and a zero point of 0, and the product is one of real
 numbers: the product of the scales that follows is then right as it is. Weights keep their quantized values.
 
-Static: a QuantizeLinear and DequantizeLinear on an activation become a clip. The saturation at the ends of the scale
-belongs to the mathematics of the graph and stays; the rounding goes.
+Static: a QuantizeLinear and DequantizeLinear on an activation become a clip: the saturation at the ends of the scale
+belongs to the mathematics of the graph.
 """
 
 import struct

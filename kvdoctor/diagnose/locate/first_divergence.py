@@ -1,9 +1,8 @@
 """The first divergence of a step with the cache from the run without one: the value that differs, and its root cause.
 
-Corresponding values are compared in portions of bounded size, in the order of the graph. From the first token-dependent
-value that differs, the search goes back over inputs that differ as well. The root is the earliest of these that makes
-the logits right when the reference value replaces it: that is an experiment, and holds for masks, positions and swapped
-caches.
+Corresponding values are compared in portions of bounded size, in the order of the graph. The search goes back from the
+first token-dependent value that differs over inputs that differ as well. The root is the earliest of these that makes
+the logits right when the reference value replaces it: an experiment, which holds for masks, positions, swapped caches.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import (
     Disagreement,
     describe_tensor,
     fits_port,
-    on_disk,
+    missing_file,
     plain,
     quoted,
 )
@@ -137,8 +137,8 @@ def export_json(context: ContractContext) -> list[Disagreement]:
         if file in views:
             kwargs = read_part(read_part(entry, "metadata"), "kwargs")
             found += _traced(f"{key}.metadata.kwargs", kwargs, views[file].inputs) if kwargs else ()
-        elif file.endswith(".onnx") and not on_disk(context, file):
-            found.append(Disagreement(f"{key}.file", quoted(file), "no such file", "the file of that component"))
+        else:
+            found += missing_file(context, f"{key}.file", file, "component")
     return found
 
 

@@ -14,7 +14,14 @@ from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
-from kvdoctor.diagnose.checks.side_cars.disagreement import NOT_FOUND, Disagreement, either, on_disk, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import (
+    NOT_FOUND,
+    Disagreement,
+    either,
+    missing_file,
+    on_disk,
+    quoted,
+)
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
 from kvdoctor.diagnose.checks.side_cars.tokenizer import genai_stops
 from kvdoctor.diagnose.context import ContractContext
@@ -47,9 +54,7 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
 def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
     """The other graphs of the pipeline."""
     for part in ("encoder", "embedding", "vision", "speech"):
-        file = read_part(model, part).get("filename")
-        if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
-            yield Disagreement(f"model.{part}.filename", quoted(file), "no such file", "the file of that part")
+        yield from missing_file(context, f"model.{part}.filename", read_part(model, part).get("filename"), "part")
 
 
 def _compare_numbers(

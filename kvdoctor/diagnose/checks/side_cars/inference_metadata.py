@@ -19,7 +19,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import (
     describe_tensor,
     either,
     fits_port,
-    on_disk,
+    missing_file,
     plain,
     quoted,
 )
@@ -39,9 +39,12 @@ def inference_metadata(context: ContractContext) -> list[Disagreement]:
     decoders = [name for name in _names(components) if _artifact(components, name) == context.decode_file]
     # The sizes are those of one decoder: of several stacks, the one that a component names.
     named = bool(decoders) or (not workflow and len(context.folder.stacks) == 1)
+    artifacts = ((f"components.{plain(name)}.implementation.artifact", name) for name in _names(components))
+    files = ((key, _artifact(components, name)) for key, name in artifacts)
+    missing = (one for key, file in files for one in missing_file(context, key, file, "component"))
     return [
         *(_compare_numbers(context, read_part(document, "model")) if named else ()),
-        *_find_missing_files(context, workflow),
+        *missing,
         *(one for name in decoders for one in _compare_ports(context, workflow, name)),
         *(one for name in decoders for one in _compare_state(context, workflow, name)),
     ]
@@ -57,15 +60,6 @@ def _artifact(components: dict[str, Any], name: str) -> str | None:
     made_by = read_part(read_part(components, name), "implementation")
     artifact = made_by.get("artifact")
     return PurePosixPath(artifact).as_posix() if made_by.get("kind") == "onnx" and isinstance(artifact, str) else None
-
-
-def _find_missing_files(context: ContractContext, workflow: dict[str, Any]) -> Iterator[Disagreement]:
-    components = read_part(workflow, "components")
-    for name in _names(components):
-        file = _artifact(components, name)
-        if file is not None and file.endswith(".onnx") and not on_disk(context, file):
-            key = f"components.{plain(name)}.implementation.artifact"
-            yield Disagreement(key, quoted(file), "no such file", "the file of that component")
 
 
 def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
