@@ -78,10 +78,10 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, contract, opened=True), None):
         return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True))
     runtime.require_provider(options.provider)
-    reading = settle_unknown(context, options, runtime)
-    context = replace(context, contract=reading.contract)
-    if reading.open_parts:
-        return _leave_unrun(context.contract, *reading.open_parts)
+    contract, open_parts = settle_unknown(context, options, runtime)
+    context = replace(context, contract=contract)
+    if open_parts:
+        return _leave_unrun(contract, *open_parts)
     seen = _run(context, options, runtime, files)
     crashed = any(entry.essential for entry in seen.not_checked)
     again = settle_after(context, seen.runs, crashed, options, runtime)
