@@ -13,11 +13,9 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 Repair: export both files again from one checkpoint.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 WORDS = CauseText(
     cause="the graph with a past and the graph without one compute different functions",
@@ -27,6 +25,6 @@ WORDS = CauseText(
 
 
 @check("KV311", "branches-disagree", "runs")
-def branches_disagree(context: RunContext) -> Iterator[Fault]:
+def branches_disagree(context: RunContext) -> Faults:
     """Branches that differ even without a cache, and choices by the length of the past."""
     yield from report_cause(context, "branches-disagree", WORDS)

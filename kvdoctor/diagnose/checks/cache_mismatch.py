@@ -3,12 +3,10 @@
 Reproduce: `kvdoctor inspect MODEL` shows both declarations.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import Dim, Slot, describe
 from kvdoctor.decode.runs import Step
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Confidence, Fault, check
+from kvdoctor.findings import Advice, Confidence, Fault, Faults, check
 from kvdoctor.model.view import Declared
 from kvdoctor.report.wording import shorten_names
 
@@ -16,7 +14,7 @@ EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree
 
 
 @check("KV104", "cache-dtype-mismatch", "contract")
-def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
+def cache_dtype_mismatch(context: ContractContext) -> Faults:
     """Slots whose element types differ.
 
     What it means: the past and the present of a slot have different element types, so that the output of a step cannot
@@ -35,7 +33,7 @@ def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV105", "cache-shape-mismatch", "contract")
-def cache_shape_mismatch(context: ContractContext) -> Iterator[Fault]:
+def cache_shape_mismatch(context: ContractContext) -> Faults:
     """Slots whose rank, heads or head width differ between past and present, as declared or as observed.
 
     What it means: the past and the present of a slot have different ranks, numbers of heads or head widths, so that the

@@ -12,12 +12,11 @@ Repair: rename the inputs and outputs, or write the loop by the contract.
 """
 
 import re
-from collections.abc import Iterator
 from itertools import takewhile
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
 MOST_PAIRS = 4
@@ -30,7 +29,7 @@ BY_CONTRACT = Advice(
 
 
 @check("KV107", "names-mislead", "contract")
-def names_mislead(context: ContractContext) -> Iterator[Fault]:
+def names_mislead(context: ContractContext) -> Faults:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
     moved = tuple(_find_other_read_numbers(contract)) or tuple(_find_another_order(contract))
@@ -46,7 +45,7 @@ def names_mislead(context: ContractContext) -> Iterator[Fault]:
     yield fault.compare("slots that the graph uses as their names say", "; ".join(seen))
 
 
-def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
+def _find_other_read_numbers(contract: CacheContract) -> Faults:
     """Outputs with the numbers of the inputs, in another order."""
     groups: dict[tuple[str, str], list[Slot]] = {}
     for slot in contract.slots:
@@ -59,7 +58,7 @@ def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
         yield Fault("warning", names, cause, BY_CONTRACT).compare(declared, observed)
 
 
-def _find_another_order(contract: CacheContract) -> Iterator[Fault]:
+def _find_another_order(contract: CacheContract) -> Faults:
     """Outputs in another order than the inputs, where no names tell which belong together and shapes do not either."""
     slots = [slot for slot in contract.slots if slot.present is not None]
     pairs = [(slot, other) for slot in slots for other in slots if other is not slot]

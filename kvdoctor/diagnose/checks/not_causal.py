@@ -11,11 +11,9 @@ Repair: export again with the causal mask; a model that is meant to look ahead (
 for a cache.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 WORDS = CauseText(
     cause="without a cache, the logits of a token change with later tokens",
@@ -25,6 +23,6 @@ WORDS = CauseText(
 
 
 @check("KV313", "not-causal", "runs")
-def not_causal(context: RunContext) -> Iterator[Fault]:
+def not_causal(context: RunContext) -> Faults:
     """Reference runs that look ahead."""
     yield from report_cause(context, "not-causal", WORDS)

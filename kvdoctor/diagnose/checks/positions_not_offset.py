@@ -14,11 +14,9 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiments `why` and `history`.
 Repair: export again with positions computed from the length of the past, or with `position_ids` as an input.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 WORDS = CauseText(
     cause="cached steps compute their tokens at wrong positions",
@@ -29,6 +27,6 @@ WORDS = CauseText(
 
 
 @check("KV310", "positions-not-offset", "runs")
-def positions_not_offset(context: RunContext) -> Iterator[Fault]:
+def positions_not_offset(context: RunContext) -> Faults:
     """Steps whose tokens are computed at the wrong position."""
     yield from report_cause(context, "positions-not-offset", WORDS)

@@ -21,7 +21,7 @@ from math import isfinite
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.errors import CannotCheck, UnreadableError
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.weights import Weight, list_weights
@@ -40,7 +40,7 @@ EXPORT_AGAIN = Advice(
 
 
 @check("KV030", "suspect-weights", "file")
-def suspect_weights(context: FileContext) -> Iterator[Fault]:
+def suspect_weights(context: FileContext) -> Faults:
     """One fault for each kind of damage, with all weights that have it."""
     if not context.weights or context.file.view is None:
         return

@@ -42,6 +42,9 @@ class Disagreement:
     against: str = "the graph"
 
 
+Disagreements = Iterator[Disagreement]
+
+
 def quoted(name: str) -> str:
     """A name in quotes, in ASCII and of limited length: it is data."""
     return dumps(name[:LONGEST_NAME])
@@ -73,7 +76,7 @@ def on_disk(context: ContractContext, name: str) -> bool:
         return True
 
 
-def missing_file(context: ContractContext, key: str, file: object, part: str) -> Iterator[Disagreement]:
+def missing_file(context: ContractContext, key: str, file: object, part: str) -> Disagreements:
     """An ONNX file that a config names for a part, and that is not there."""
     if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
         yield Disagreement(key, quoted(file), "no such file", f"the file of that {part}")

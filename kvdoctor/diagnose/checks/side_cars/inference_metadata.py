@@ -5,7 +5,6 @@ keeps a copy in `src/mobius/integrations/onnx_genai/_schema`. It calls itself pr
 another version, is passed over.
 """
 
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
     NOT_FOUND,
     Disagreement,
+    Disagreements,
     describe_tensor,
     either,
     fits_port,
@@ -62,7 +62,7 @@ def _artifact(components: dict[str, Any], name: str) -> str | None:
     return PurePosixPath(artifact).as_posix() if made_by.get("kind") == "onnx" and isinstance(artifact, str) else None
 
 
-def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Disagreements:
     attention = read_part(model, "attention")
     if attention.get("type") not in LATENT:
         for claim in claimed(attention, "model.attention", num_kv_heads="kv_heads", head_dim="head_dim"):
@@ -76,7 +76,7 @@ def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterato
         yield Disagreement("model.attention.sliding_window", str(size), observed, right)
 
 
-def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str) -> Iterator[Disagreement]:
+def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str) -> Disagreements:
     """Names, element types, ranks and sizes of the inputs and outputs of a component."""
     ports = read_part(read_part(read_part(workflow, "components"), name), "ports")
     graph = context.decode_graph
@@ -94,7 +94,7 @@ def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str
                 yield Disagreement(f"{key}.{plain(port)}", describe_tensor(tensor), there, there)
 
 
-def _compare_state(context: ContractContext, workflow: dict[str, Any], component: str) -> Iterator[Disagreement]:
+def _compare_state(context: ContractContext, workflow: dict[str, Any], component: str) -> Disagreements:
     """Which present is the next past, what it holds, and which axis counts the tokens, of each group of states."""
     slots = {slot.past: slot for slot in context.contract.slots}
     groups = read_part(read_part(read_part(workflow, "serving"), "state_service"), "groups")
@@ -114,7 +114,7 @@ def _compare_state(context: ContractContext, workflow: dict[str, Any], component
             yield Disagreement(f"{path}.sequence_axis", str(axis)[:20], f"axis {numbers} counts the tokens", numbers)
 
 
-def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Iterator[Disagreement]:
+def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Disagreements:
     output, role = pair.get("output"), pair.get("role")
     if isinstance(output, str) and pair.get("access") != "read_only" and slot.present and output != slot.present:
         so = "the runtime feeds back the present of another layer or part"
