@@ -86,9 +86,9 @@ class Fault:
     apart: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
 
-    def compare(self, declared: str, observed: str) -> "Fault":
+    def compare(self, declared: str, observed: str, **more: Any) -> "Fault":
         """The fault with what was to be, and what is."""
-        return replace(self, declared=declared, observed=observed)
+        return replace(self, declared=declared, observed=observed, **more)
 
     def also(self, **more: Any) -> "Fault":
         """The fault with other fields."""

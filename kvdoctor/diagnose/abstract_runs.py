@@ -294,10 +294,7 @@ def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int,
 
 
 def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[AbstractGraph]) -> list[Run]:
-    """The runs, but only those that fail where loops may differ because the numbers of a mask are unknown.
-
-    Where tokens see later ones, steps differ from one call, and entries change with the number of later tokens.
-    """
+    """The runs, or those that fail: loops may differ by an unknown mask, as where tokens see later ones."""
     wrong = [run for run in runs if run.experiment in LOOPS and run.outcome == "differs"]
     causes = {run.cause.name for run in wrong if run.cause is not None}
     later = next((run for run in runs if run.experiment == "later-token"), None)

@@ -190,13 +190,7 @@ def _is_synthetic(stored: Mapping[str, Any]) -> bool:
 
 
 def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
-    """Compare the greedy tokens of the held loop with the checkpoint; None if it did not come that far.
-
-    If each token is the likeliest of the checkpoint after the tokens before it, the checkpoint decodes the same ones.
-
-    Raises:
-        CannotCheck: the checkpoint cannot be run.
-    """
+    """Compare the greedy tokens of the held loop with the likeliest of the checkpoint after the tokens before them."""
     run = context.find_run(GREEDY)
     if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
         return run

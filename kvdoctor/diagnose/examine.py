@@ -69,11 +69,7 @@ class StackObservation:
 
 
 def examine(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
-    """Run all experiments on one stack, if its preconditions are met.
-
-    Raises:
-        UsageError: the runtime does not have the execution provider.
-    """
+    """Run all experiments on one stack, if it can be run; raises `UsageError` where the provider is not there."""
     name, contract = context.stack.name, context.contract
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, contract, opened=True), None):
         return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True))

@@ -75,11 +75,7 @@ def _as_fed(slot: Slot, step: Step) -> bool:
 
 
 def _fits(axes: tuple[str, ...], past: tuple[Dim, ...], now: tuple[Dim, ...]) -> bool:
-    """Whether a present could be fed back: same rank, same heads and head width.
-
-    Where the present gives such an axis a name, it fits unless its numbers stand at other places than those of the
-    past: that is another order of the axes.
-    """
+    """Whether a present could be fed back: rank, heads and width are equal, and its numbers stand at the same axes."""
     if len(past) != len(now):
         return False
     fixed = [at for at, axis in enumerate(axes) if axis in ("kv_heads", "head_dim") and isinstance(past[at], int)]

@@ -64,8 +64,7 @@ def contract_unknown(context: ContractContext) -> Faults:
         raise CannotCheck(f"the cache contract cannot be read from the graph: {observed}; {advice}", essential=True)
     subject = tuple(dict.fromkeys(lack.subject for lack in refuted))
     fault = Fault("error", subject, "the graph contradicts itself", Advice("caller", DESCRIBE))
-    fault = fault.compare("a cache contract that a loop can follow", observed)
-    yield fault.also(where=f"file {context.decode_file}")
+    yield fault.compare("a cache contract that a loop can follow", observed, where=f"file {context.decode_file}")
 
 
 @check("KV101", "contract-unknown", "file")

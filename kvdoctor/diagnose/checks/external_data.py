@@ -51,8 +51,7 @@ def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Faul
         more = f" of {file.name}; {', '.join(others)} names it too" if others else ""
         cause = "weights cannot be read from the location that the graph names"
         fault = Fault("error", (problem.tensor, *others), cause, Advice("caller", _advise(problem)), file=file.name)
-        fault = fault.compare(declared, problem.detail + more)
-        yield fault.also(where=f"{graphs}, external data {problem.location!r}")
+        yield fault.compare(declared, problem.detail + more, where=f"{graphs}, external data {problem.location!r}")
 
 
 def _advise(problem: ExternalProblem) -> str:

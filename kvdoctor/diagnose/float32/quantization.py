@@ -25,11 +25,7 @@ TAKES_QUANTIZED = {*PRODUCTS, "MatMulIntegerToFloat", "DequantizeLinear"}
 
 
 def unround_integers(model: ModelProto) -> None:
-    """Replace integer products by products of real numbers, in place.
-
-    Raises:
-        CannotCheck: an operator that is no product reads a quantized value, or an operator rounds internally.
-    """
+    """Replace integer products by real ones, in place; raises `CannotCheck` where anything else reads integers."""
     if set(GraphView(model).operators) & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
         _IntegerRewriter(model).run()
         for graph in graphs_in(model.graph):

@@ -78,12 +78,7 @@ class DivergenceSearch:
         self.pairs: dict[str, tuple[str, Take]] = {}
 
     def run(self) -> Divergence | None:
-        """Find the first divergence; None where no value that depends on tokens differs, the logits included.
-
-        Raises:
-            CannotCheck: it cannot be found.
-            TrialFailed: the runtime does not run the graph with other outputs.
-        """
+        """Find the first divergence; None where no token-dependent value differs. Raises like `GraphRunner`."""
         left = self.sides.left
         listed = match_values(left, self.sides.right)
         if left.flat is self.sides.right.flat:  # what is made of a past alone has no counterpart in a run without one
