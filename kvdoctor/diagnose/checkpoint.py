@@ -7,7 +7,6 @@ checkpoint gave are brought together for `locate.modules`, which finds the first
 
 import json
 import re
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping
@@ -17,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES
 from kvdoctor.decode.parity import Verdict, compare, judge
 from kvdoctor.decode.runs import Outcome, Run, Step
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner
@@ -29,6 +30,7 @@ from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
+from kvdoctor.runtime.scratch import ScratchFolder
 
 SCRIPT = Path(__file__).parent.parent / "repair" / "export" / "scripts" / "checkpoint_logits.py"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -72,7 +74,7 @@ class Checkpoint:
             raise UsageError("CHECKPOINT is a placeholder: give the folder of a checkpoint, or a name on the hub")
         if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
             raise UsageError(f"{self.name!r} is neither the folder of a checkpoint nor the name of a model on the hub")
-        self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")
+        self._folder = ScratchFolder()
 
     @property
     def scratch(self) -> Path:
@@ -121,7 +123,7 @@ class Checkpoint:
         if not self.is_folder:
             return {}
         try:
-            read = json.loads((Path(self.name) / "config.json").read_text(encoding="utf-8"))
+            read = json.loads(read_side_file(Path(self.name) / "config.json", MOST_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return read if isinstance(read, dict) else {}

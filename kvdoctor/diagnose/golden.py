@@ -5,7 +5,6 @@ the file, so that the model may have another layout, other names, another arithm
 `ModelSize` is what shows that an earlier file is of the same model.
 """
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.wording import format_count
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 SCHEMA = "kvdoctor/golden/1"
 HEAD = "golden"
@@ -231,7 +231,7 @@ def _run(
     job: DigestJob, runtime: Runtime, golden: tuple[GoldenWalk, ...] = ()
 ) -> tuple[Digested, tuple[GoldenWalk, ...]]:
     """Carry out a job in a private folder; with golden walks, along their tokens."""
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with scratch_folder() as scratch:
         job = replace(job, out=Path(scratch, "out.npz"))
         if golden:
             job = replace(job, golden=Path(scratch, "golden.npz"))

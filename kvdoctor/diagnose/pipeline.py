@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdoctor import addons
@@ -41,6 +40,7 @@ from kvdoctor.records import record
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import DraftFacts, StackFacts
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     """Run one stack, and then the checks of all rounds that need one."""
     stack, runtime, plan, selection = context.stack, session.runtime, session.plan, session.options.selection
     options = session.options
-    with TemporaryDirectory(prefix="kvdoctor-") as calls:
+    with scratch_folder() as calls:
         folder = session.logits or (Path(calls) if options.targets else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from kvdoctor.report.facts import TargetFacts
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
 from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
+from kvdoctor.runtime.scratch import scratch_folder
 from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
 
 BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
@@ -63,7 +63,7 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
         return TargetResult(target, not_run=str(reason))
     except (KvdoctorError, WorkerDied):
         return TargetResult(target, not_run=BROKEN.format(target.onnxruntime, hide_home(str(python.parent.parent))))
-    with TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with scratch_folder() as scratch:
         logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
         calls.mkdir()
         job = build_job(replace(context, contract=local.contract), options)

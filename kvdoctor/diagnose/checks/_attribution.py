@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdoctor.contract import Slot
+from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.runs import (
     GENERAL_CAUSES,
     HISTORY,
@@ -28,6 +28,7 @@ AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thr
 """Experiments with steps of one token, at other lengths than those of the loop."""
 CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
 """Experiments with steps of several tokens."""
+STATES = ("recurrent-state", "conv-state", "hidden-memory")
 NAMED_BY_USE = (*AT_LENGTHS, *CHUNKS)
 """Experiments whose differences have checks of their own, where they have no other cause."""
 
@@ -61,8 +62,15 @@ def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
     for run in map(context.find_run, experiments):
         if run is not None and run.cause is not None:
             place = loop.location.cause if loop is not None and loop.location is not None else ""
-            return (place, loop) if loop is not None and place and _is_open(run.cause, place) else (run.cause.name, run)
+            open_ = place and (_is_open(run.cause, place) or _is_read_first(context.contract, run.cause, place))
+            return (place, loop) if loop is not None and place and open_ else (run.cause.name, run)
     return None
+
+
+def _is_read_first(contract: CacheContract, cause: Cause, place: str) -> bool:
+    """Whether a state departs where its past is read: what a step makes of a past that is read wrong is wrong too."""
+    departs = cause.name == "new-entries-wrong" and place == "cache-misread"
+    return departs and any(slot.past == cause.slot and slot.kind in STATES for slot in contract.slots)
 
 
 def _is_open(cause: Cause, place: str = "cache-misread") -> bool:

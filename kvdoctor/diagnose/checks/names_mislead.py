@@ -2,9 +2,10 @@
 
 What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
 a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. It is a
-warning if the outputs have the numbers of the inputs, each of another layer, or if no names tell which output belongs
-to which input, and the outputs are in another order than the inputs: a loop that matches numbers, or goes by their
-order, computes wrong logits, and no runtime reports an error. The contract and all runs follow the graph.
+warning if the outputs have the numbers of the inputs, each of another layer, or the other parts of their names, each of
+another slot; or if no names tell which output belongs to which input, and the outputs are in another order than the
+inputs: a loop that matches names, or goes by their order, computes wrong logits, and no runtime reports an error. The
+contract and all runs follow the graph.
 
 Reproduce: `kvdoctor contract MODEL` lists each slot as the graph uses it.
 
@@ -14,6 +15,7 @@ Repair: rename the inputs and outputs, or write the loop by the contract.
 import re
 from itertools import takewhile
 
+from kvdoctor.analysis.slot_rules import pair_by_name
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
@@ -23,8 +25,7 @@ MOST_PAIRS = 4
 """Pairs that a finding lists; `kvdoctor contract` has them all."""
 BY_CONTRACT = Advice(
     "caller",
-    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or the number in its "
-    "name",
+    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or its name",
 )
 
 
@@ -32,7 +33,11 @@ BY_CONTRACT = Advice(
 def names_mislead(context: ContractContext) -> Faults:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
-    moved = tuple(_find_other_read_numbers(contract)) or tuple(_find_another_order(contract))
+    moved = (
+        tuple(_find_other_read_numbers(contract))
+        or tuple(_find_other_names(contract))
+        or tuple(_find_another_order(contract))
+    )
     yield from moved
     named = {name for fault in moved for name in fault.subject}
     known = {slot.past for slot in contract.slots if slot.present in named}
@@ -52,10 +57,24 @@ def _find_other_read_numbers(contract: CacheContract) -> Faults:
         groups.setdefault((slot.kind, slot.part), []).append(slot)
     crossed = [pair for slots in groups.values() for pair in _find_crossed(slots)]
     if crossed:
-        names, cause = tuple(out for _, out in crossed), "the numbers in the names of outputs are those of other layers"
         declared = "outputs with the numbers of the inputs to which they are fed back"
-        observed = f"{crossed[0][1]} is the present of {crossed[0][0]}"
-        yield Fault("warning", names, cause, BY_CONTRACT).compare(declared, observed)
+        yield _report(crossed, "the numbers in the names of outputs are those of other layers", declared)
+
+
+def _find_other_names(contract: CacheContract) -> Faults:
+    """Outputs whose names pair all of them with inputs, and not as the graph does."""
+    pairs = {slot.past: slot.present for slot in contract.slots if slot.present is not None}
+    promised = pair_by_name(list(pairs), set(pairs.values()))
+    crossed = [(past, present) for past, present in pairs.items() if promised.get(past, present) != present]
+    if crossed:
+        declared = f"{promised[crossed[0][0]]} as the present of {crossed[0][0]}, by its name"
+        yield _report(crossed, "the names of outputs are those of other slots", declared)
+
+
+def _report(crossed: list[tuple[str, str]], cause: str, declared: str) -> Fault:
+    """Pasts with presents that their names give to others."""
+    fault = Fault("warning", tuple(present for _, present in crossed), cause, BY_CONTRACT)
+    return fault.compare(declared, f"{crossed[0][1]} is the present of {crossed[0][0]}")
 
 
 def _find_another_order(contract: CacheContract) -> Faults:

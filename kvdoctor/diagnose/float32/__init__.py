@@ -9,7 +9,6 @@ written to a private folder; user files are only read.
 
 import math
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import field, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.process import MIB
+from kvdoctor.runtime.scratch import scratch_folder
 
 SETTINGS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 """Keeps ONNX Runtime from rounding where the graph does not: MatMulNBits nodes that it fuses itself compute in float32.
@@ -140,7 +140,7 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
     if not names or (contract.exactness == "float" and not (unclear and context.rounded_presents)):
         return Float32Rerun(runs)
     reason = _refuse_size(context, options, unclear)
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
+    with scratch_folder() as folder:
         try:
             copy = write_float32_copy(context.folder.files, contract, Path(folder)) if reason is None else contract
         except CannotCheck as error:

@@ -73,7 +73,7 @@ class _SlotWay:
             read = [node for node in self.list_changes(used) if not (self.packed and node.has("pick"))]
         if same and read:
             node = read[0].in_file.shown
-            return "cache-misread", f"{self.past} is changed on its way to the attention, first by {node}"
+            return "cache-misread", f"{self.past} is changed before it is used, first by {node}"
         if same and any(node.has("select") for node in self.graph.flat.before([present], stored.makes)):
             return (
                 "new-entries-wrong",

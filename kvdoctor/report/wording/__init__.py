@@ -32,6 +32,12 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def join_some(texts: Sequence[str], most: int, between: str = ", ", rest: str = " and {} more") -> str:
+    """The first of many, and how many are left out: `KV203, KV301 and 3 more`."""
+    left = len(texts) - most
+    return between.join(texts[:most]) + (rest.format(left) if left > 0 else "")
+
+
 def shorten_names(names: Sequence[str], most: int = 1) -> str:
     """Name the first of many: `present.0.encoder.key and 3 more`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return join_some(names, most)

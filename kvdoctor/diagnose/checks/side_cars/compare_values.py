@@ -149,7 +149,7 @@ def _caps(sides: Sides) -> Disagreements:
         meant = given[1] if given is not None else None
         if key not in sides.part or (meant is None and sides.part[key] is not None):
             continue
-        head = sides.graph.head(sides.context.logits_name) if what == "logits" else None
+        head = sides.graph.find_head(sides.context.logits_name) if what == "logits" else None
         for one in sides.graph.attentions if what == "scores" else (head,) if head is not None else ():
             same = one.cap is meant or (one.cap is not None and meant is not None and _is_close(one.cap, meant))
             if not same:
@@ -269,7 +269,7 @@ LONGEST = 1 << 17
 def _tied(sides: Sides) -> Disagreements:
     declared = values.is_tied(sides.part, sides.config)
     embedding = sides.graph.embedding(_token_inputs(sides)) if declared is not None else None
-    head = sides.graph.head(sides.context.logits_name) if embedding is not None else None
+    head = sides.graph.find_head(sides.context.logits_name) if embedding is not None else None
     tied = sides.graph.are_tied(embedding, head) if embedding and head else None
     if tied is not None and head is not None and tied is not declared:
         shown = "logits by the table of the tokens" if tied else "logits by other weights than the table of the tokens"
@@ -291,14 +291,14 @@ def _embedding(sides: Sides) -> Disagreements:
 
 def _logits(sides: Sides) -> Disagreements:
     claim = values.logits_factor(sides.part, sides.kind)
-    head = sides.graph.head(sides.context.logits_name) if claim else None
+    head = sides.graph.find_head(sides.context.logits_name) if claim else None
     if head is not None:
         yield from _unless_close(claim, [(head.before * head.after, head.node)], "logits multiplied by {:.6g}")
 
 
 def _residual(sides: Sides) -> Disagreements:
     given = values.first_number(sides.part, ("residual_multiplier",)) if sides.kind == "granite" else None
-    found = sides.graph.blocks.residual_factors() if given else {}
+    found = sides.graph.residual_factors() if given else {}
     if len(found) == 1:
         yield from _unless_close(given, found.items(), "residuals multiplied by {:.6g}")
 
@@ -404,7 +404,7 @@ SHOWN: dict[str, Callable[[Sides], bool]] = {
     "query_pre_attn_scalar": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
     "attention_multiplier": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
     "attn_logit_softcapping": lambda sides: bool(sides.graph.attentions),
-    "final_logit_softcapping": lambda sides: sides.graph.head(sides.context.logits_name) is not None,
+    "final_logit_softcapping": lambda sides: sides.graph.find_head(sides.context.logits_name) is not None,
     "sliding_window": lambda sides: any(one.local or one.windows is not None for one in sides.graph.attentions),
 }
 """Keys whose value a graph of a known form shows, with the question whether it does."""
