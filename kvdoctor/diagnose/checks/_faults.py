@@ -1,7 +1,7 @@
 """Not a check: the faults of runs, and the evidence of a fault location."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import FaultLocation, Run, Step
@@ -14,7 +14,7 @@ from kvdoctor.diagnose.checks._attribution import (
     leave_to_other,
 )
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, Faults, Severity
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.records import record
 from kvdoctor.report.wording.runs import describe_difference, describe_growth
 
@@ -56,6 +56,16 @@ def report_cause(context: RunContext, name: str, text: CauseText) -> Faults:
     # Two graphs quantized apart have other weights, by no more than quantization changes them anyway.
     severity: Severity = "warning" if loop.hidden and name == "branches-disagree" else "error"
     yield build_fault(context, leading[1], text, severity, (describe_effect(loop),))
+
+
+def check_cause(module: str, code: str, name: str, when: Literal["runs"], text: CauseText) -> None:
+    """Register a check of a module that says the same of every model: `when` is a literal, as for `check`."""
+
+    def report(context: RunContext) -> Faults:
+        return report_cause(context, name, text)
+
+    report.__module__ = module
+    check(code, name, when)(report)
 
 
 def describe_effect(run: Run) -> str:

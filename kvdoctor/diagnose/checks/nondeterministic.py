@@ -16,8 +16,8 @@ Source: the ONNX operator schema, Dropout since version 12.
 """
 
 from kvdoctor.diagnose.checks._attribution import leading_cause
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
+from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import NodeProto, TensorProto
@@ -32,10 +32,7 @@ WORDS = CauseText(
 )
 
 
-@check("KV314", "nondeterministic", "runs")
-def nondeterministic(context: RunContext) -> Faults:
-    """Reference runs that differ from themselves."""
-    yield from report_cause(context, "nondeterministic", WORDS)
+check_cause(__name__, "KV314", "nondeterministic", "runs", WORDS)
 
 
 @check("KV314", "nondeterministic", "contract")

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.checks._dataflow import find_exchanged_entries, find_repeated
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import ContractContext, RunContext
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
+from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.records import record
 
@@ -75,16 +75,8 @@ def layers_swapped(context: ContractContext) -> Faults:
         yield _report_names(misnamed, f"layer {slot.layer}", f"attention number {slot.used_at}", "layers")
 
 
-@check("KV306", "key-value-swapped", "runs")
-def values_in_keys(context: RunContext) -> Faults:
-    """Steps whose cache entries are those of the other half of their layer."""
-    yield from report_cause(context, "key-value-swapped", PARTS)
-
-
-@check("KV307", "layers-swapped", "runs")
-def entries_of_other_layers(context: RunContext) -> Faults:
-    """Steps whose cache entries are those of another layer."""
-    yield from report_cause(context, "layers-swapped", LAYERS)
+check_cause(__name__, "KV306", "key-value-swapped", "runs", PARTS)
+check_cause(__name__, "KV307", "layers-swapped", "runs", LAYERS)
 
 
 def _number_by_layer(slots: tuple[Slot, ...]) -> Iterator[tuple[Slot, int]]:
