@@ -128,11 +128,7 @@ def spread_logits(value: Abstract) -> Array | None:
 
 @dataclass
 class AbstractDriver(StackDriver):
-    """Runs calls of one stack on abstract graphs, by file in `sessions`.
-
-    `parts` are those that the pasts were joined of, by input: each is uniform, also where an experiment feeds changed
-    numbers. `uniform` has the axes of layers and parts along which one number is broadcast.
-    """
+    """Runs calls on abstract graphs, by file in `sessions`. `parts` and `uniform` say what one number stands for."""
 
     failed: Node | None = None
     parts: dict[str, Parts] = field(default_factory=dict)
@@ -328,11 +324,7 @@ def _open_graphs(
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
-    """The names that identify weights in every body of a stack.
-
-    The files of a pair name most weights anew, and each folds and joins its own: of these only embedding tables count.
-    In a merged decoder a weight counts that both branches read.
-    """
+    """The weights of every body: of a pair embedding tables alone, of a merged decoder what both branches read."""
     if len(models) > 1:
         return frozenset.intersection(*(_find_tables(model) for model in models.values()))
     graph = next(iter(models.values())).graph

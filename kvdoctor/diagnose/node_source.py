@@ -31,11 +31,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_sources(nodes: Iterable[str], views: Iterable[GraphView]) -> tuple[NodeSource, ...]:
-    """The sources of nodes, by their names; one without a name goes by the first value that it makes.
-
-    Each is looked for in the first graph that has it. What equally named nodes of a graph do not agree on is left out,
-    and so is a node that nothing is known of.
-    """
+    """The sources of nodes, by name or first value, in the first graph that has them and where all agree."""
     views, found = list(views), list[NodeSource]()
     for name in dict.fromkeys(nodes):
         alike = next(filter(None, ([node for node in all_nodes(v.model) if name_of(node) == name] for v in views)), [])

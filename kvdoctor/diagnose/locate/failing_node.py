@@ -172,10 +172,7 @@ SourcedSuspect = tuple[Suspect, list[SizeSource]]
 
 @dataclass
 class FailingNode:
-    """A failing node in its graph and the call in which it fails. `axes` says what axes of the graph's inputs count.
-
-    `carried` says of fed presents which step returned them, `layers` of pasts to which layer they belong.
-    """
+    """A failing node and its call: the axes of inputs, the steps that returned pasts, the layers of pasts."""
 
     runner: GraphRunner
     flat: RunnableGraph

@@ -29,11 +29,7 @@ Take = list[list[int] | None]
 
 @record(slots=False)
 class CallPair:
-    """The two calls, and sizes in tokens and sequences.
-
-    `caches` gives the past inputs and the value of the other graph that holds the same entries. `passes` is the largest
-    difference that counts as equal, in standard deviations.
-    """
+    """Two calls: sizes in tokens and sequences, `caches` with their values at right, what `passes` as equal."""
 
     left: FlatFile
     right: FlatFile

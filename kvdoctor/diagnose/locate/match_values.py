@@ -30,11 +30,7 @@ Key = tuple[object, ...]
 
 @record(slots=False)
 class FlatFile:
-    """A flat graph with its inputs by role, and its caches.
-
-    `content` are the inputs with token content: tokens, encoder states and pasts. `slots` gives the values that hold
-    the whole cache of a slot. `feeds` is the file of a call, and `logits` the value that its logits are.
-    """
+    """A flat graph: its inputs by role and by token content, the values of its slots, and a call with its logits."""
 
     flat: RunnableGraph
     roles: Mapping[str, str]
