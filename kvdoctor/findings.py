@@ -86,13 +86,17 @@ class Fault:
     apart: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
 
-    def compare(self, declared: str, observed: str) -> "Fault":
+    def compare(self, declared: str, observed: str, **more: Any) -> "Fault":
         """The fault with what was to be, and what is."""
-        return replace(self, declared=declared, observed=observed)
+        return replace(self, declared=declared, observed=observed, **more)
 
     def also(self, **more: Any) -> "Fault":
         """The fault with other fields."""
         return replace(self, **more)
+
+
+Faults = Iterator[Fault]
+"""What a check yields."""
 
 
 @record
@@ -217,7 +221,7 @@ class Check:
 
     code: str
     name: str
-    functions: Mapping[Round, Callable[[Any], Iterator[Fault]]]
+    functions: Mapping[Round, Callable[[Any], Faults]]
     incomplete: bool
     needs: tuple[str, ...]
 
@@ -270,7 +274,7 @@ def _split_sections(text: str) -> dict[str, str]:
 
 _REGISTERED: dict[str, Check] = {}
 C = TypeVar("C")
-Register = Callable[[Callable[[C], Iterator[Fault]]], Callable[[C], Iterator[Fault]]]
+Register = Callable[[Callable[[C], Faults]], Callable[[C], Faults]]
 
 
 @overload
@@ -296,7 +300,7 @@ def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs:
     as a literal: the modules of a round are found by that text, and the others are not loaded.
     """
 
-    def register(function: Callable[[Any], Iterator[Fault]]) -> Callable[[Any], Iterator[Fault]]:
+    def register(function: Callable[[Any], Faults]) -> Callable[[Any], Faults]:
         known = _REGISTERED.get(code) or next((one for one in _REGISTERED.values() if one.name == name), None)
         if known is None:
             _REGISTERED[code] = Check(code, name, {when: function}, incomplete, needs)

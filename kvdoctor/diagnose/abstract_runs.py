@@ -128,11 +128,7 @@ def spread_logits(value: Abstract) -> Array | None:
 
 @dataclass
 class AbstractDriver(StackDriver):
-    """Runs calls of one stack on abstract graphs, by file in `sessions`.
-
-    `parts` are those that the pasts were joined of, by input: each is uniform, also where an experiment feeds changed
-    numbers. `uniform` has the axes of layers and parts along which one number is broadcast.
-    """
+    """Runs calls on abstract graphs, by file in `sessions`. `parts` and `uniform` say what one number stands for."""
 
     failed: Node | None = None
     parts: dict[str, Parts] = field(default_factory=dict)
@@ -294,10 +290,7 @@ def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int,
 
 
 def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[AbstractGraph]) -> list[Run]:
-    """The runs, but only those that fail where loops may differ because the numbers of a mask are unknown.
-
-    Where tokens see later ones, steps differ from one call, and entries change with the number of later tokens.
-    """
+    """The runs, or those that fail: loops may differ by an unknown mask, as where tokens see later ones."""
     wrong = [run for run in runs if run.experiment in LOOPS and run.outcome == "differs"]
     causes = {run.cause.name for run in wrong if run.cause is not None}
     later = next((run for run in runs if run.experiment == "later-token"), None)
@@ -331,11 +324,7 @@ def _open_graphs(
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
-    """The names that identify weights in every body of a stack.
-
-    The files of a pair name most weights anew, and each folds and joins its own: of these only embedding tables count.
-    In a merged decoder a weight counts that both branches read.
-    """
+    """The weights of every body: of a pair embedding tables alone, of a merged decoder what both branches read."""
     if len(models) > 1:
         return frozenset.intersection(*(_find_tables(model) for model in models.values()))
     graph = next(iter(models.values())).graph

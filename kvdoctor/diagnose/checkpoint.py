@@ -49,14 +49,6 @@ class Arithmetic:
     tolerance: Tolerance
 
 
-@record
-class StepVerdicts:
-    """The verdict on each step, and its reason as text."""
-
-    verdicts: dict[int, Verdict]
-    text: str
-
-
 @dataclass
 class Checkpoint:
     """A checkpoint of PyTorch, as the user named it: a folder, or a model of the hub.
@@ -200,13 +192,7 @@ def _is_synthetic(stored: Mapping[str, Any]) -> bool:
 
 
 def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
-    """Compare the greedy tokens of the held loop with the checkpoint; None if it did not come that far.
-
-    If each token is the likeliest of the checkpoint after the tokens before it, the checkpoint decodes the same ones.
-
-    Raises:
-        CannotCheck: the checkpoint cannot be run.
-    """
+    """Compare the greedy tokens of the held loop with the likeliest of the checkpoint after the tokens before them."""
     run = context.find_run(GREEDY)
     if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
         return run
@@ -258,13 +244,12 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
         held.append(replace(step, difference=compare(mine, expected, arithmetic.tolerance)))
     if not correlations:
         raise CannotCheck(f"not compared with {model}: no step of the run has logits")
-    rounded = arithmetic.name == ROUNDED_WEIGHTS
-    judged = _judge_by_correlation(held, correlations) if rounded else _judge_by_tolerance(held, arithmetic)
-    at = next((number for number, verdict in judged.verdicts.items() if verdict == "fail"), None)
+    verdicts, limit = _judge(held, correlations, arithmetic)
+    at = next((number for number, verdict in verdicts.items() if verdict == "fail"), None)
     outcome: Outcome = "differs" if at is not None else run.outcome
-    if outcome == "passed" and "ambiguous" in judged.verdicts.values():
+    if outcome == "passed" and "ambiguous" in verdicts.values():
         outcome = "ambiguous"
-    text = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {judged.text}"
+    text = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {limit}"
     text += _describe_encoder(stored, found)
     failed = run.failed_step if at is None else at
     return replace(run, outcome=outcome, failed_step=failed, reason=text, steps=tuple(held))
@@ -279,20 +264,15 @@ def find_arithmetic(context: ContractContext) -> Arithmetic:
     return Arithmetic(context.contract.exactness, context.tolerance)
 
 
-def _judge_by_tolerance(steps: list[Step], arithmetic: Arithmetic) -> StepVerdicts:
-    """By the tolerances of the other runs."""
-    limit = arithmetic.tolerance
-    verdicts = {step.step: judge(step.difference, limit) for step in steps if step.difference is not None}
-    return StepVerdicts(verdicts, f"{arithmetic.name} allows {limit.passes:g}")
-
-
-def _judge_by_correlation(steps: list[Step], correlations: dict[int, float]) -> StepVerdicts:
-    """For rounded weights: one verdict for all positions together."""
-    mean = sum(correlations.values()) / max(len(correlations), 1)
-    finite = all(step.difference.finite for step in steps if step.difference is not None)
+def _judge(steps: list[Step], correlations: dict[int, float], arithmetic: Arithmetic) -> tuple[dict[int, Verdict], str]:
+    """The verdict on each step, and why: by the tolerances of the other runs; one for all of rounded weights."""
+    limit, seen = arithmetic.tolerance, {one.step: one.difference for one in steps if one.difference is not None}
+    if arithmetic.name != ROUNDED_WEIGHTS:
+        return {step: judge(one, limit) for step, one in seen.items()}, f"{arithmetic.name} allows {limit.passes:g}"
+    mean, finite = sum(correlations.values()) / max(len(correlations), 1), all(one.finite for one in seen.values())
     verdict: Verdict = "fail" if mean < UNLIKE or not finite else "pass" if mean >= ALIKE else "ambiguous"
     text = f"their correlation is {mean:.3f}, and rounded weights allow {ALIKE:g} or more"
-    return StepVerdicts(dict.fromkeys(correlations, verdict), text)
+    return dict.fromkeys(correlations, verdict), text
 
 
 def _correlate(mine: Any, theirs: Any) -> float:

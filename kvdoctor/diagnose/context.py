@@ -85,10 +85,7 @@ class ContractContext:
 
     @property
     def checked_loop(self) -> Run | None:
-        """The run of the loop that the consumer uses: plain, or held where that is a loop of its own.
-
-        An emptied cache breaks the plain loop and has a check of its own: then the held loop shows any other fault.
-        """
+        """The run of the loop that is used: held, where that is asked for or an emptied cache breaks the plain one."""
         held = self.find_run("held-loop")
         if held is not None and held.outcome != "skipped" and (self.consumer == "held" or self.emptied_slots):
             return held

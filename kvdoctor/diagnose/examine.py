@@ -1,8 +1,7 @@
 """Runs one stack: the experiments in the worker, again in float32 where the model rounds, and the search for a node.
 
-The graphs inside an operator that runs the whole loop become models of a private folder, which a loop can call. Their
-weights are copied from file to file; the user's files are only read. Length thresholds of the graphs that
-no run visited are listed after the runs.
+The graphs inside an operator that runs the whole loop become models of a private folder, which a loop can call, with
+weights copied from file to file. Length thresholds of the graphs that no run visited are listed after the runs.
 """
 
 import sys
@@ -70,19 +69,15 @@ class StackObservation:
 
 
 def examine(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
-    """Run all experiments on one stack, if its preconditions are met.
-
-    Raises:
-        UsageError: the runtime does not have the execution provider.
-    """
+    """Run all experiments on one stack, if it can be run; raises `UsageError` where the provider is not there."""
     name, contract = context.stack.name, context.contract
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, contract, opened=True), None):
         return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True))
     runtime.require_provider(options.provider)
-    reading = settle_unknown(context, options, runtime)
-    context = replace(context, contract=reading.contract)
-    if reading.open_parts:
-        return _leave_unrun(context.contract, *reading.open_parts)
+    contract, open_parts = settle_unknown(context, options, runtime)
+    context = replace(context, contract=contract)
+    if open_parts:
+        return _leave_unrun(contract, *open_parts)
     seen = _run(context, options, runtime, files)
     crashed = any(entry.essential for entry in seen.not_checked)
     again = settle_after(context, seen.runs, crashed, options, runtime)
@@ -92,18 +87,16 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
 def _run(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
     """Run all experiments on one stack by its contract."""
     name, contract = context.stack.name, context.contract
-    ran, opened = context, None
+    ran, search, shown = context, None, dict[str, str]()
     if context.stack.operator is not None:
         try:
-            opened = open_operator(context, files.calls)
+            ran, search, shown = open_operator(context, files.calls)
         except CannotCheck as error:
             return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True))
-        ran = opened.context
     job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
-    job = job if opened is None else replace(job, search=opened.search)
+    job = replace(job, search=search)
     results = runtime.examine(job, options.progress)
     runs = (*(resolve_node_names(run, ran) for run in results.runs), *_list_skipped(name, options, runtime))
-    shown = opened.shown if opened is not None else {}
     refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
     rerun = rerun_in_float32(replace(ran, runs=runs), job, options, runtime)
@@ -117,7 +110,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         timings=results.timings,
         measured=_list_measurements(results),
         not_checked=(*interrupted, *rerun.not_checked, *list_unvisited(observed)),
-        ran=ran if opened is not None else None,
+        ran=None if ran is context else ran,
     )
 
 
@@ -186,8 +179,7 @@ def locate_faults(
         return context.runs
     from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 
-    within = ran or context
-    search = LocateContext(within.stack, within.contract, runtime, options.provider, calls, context.tolerance)
+    search = LocateContext.of(ran or context, runtime, options.provider, calls)
     located = []
     for run in context.runs:
         if run in wanted and options.show_line is not None:
@@ -196,17 +188,10 @@ def locate_faults(
     return tuple(located)
 
 
-@record(slots=False)
-class OpenedOperator:
-    """A stack with its graphs as files, how the operator is called, and the names of the files in reports."""
-
-    context: ContractContext
-    search: SearchPlan
-    shown: Mapping[str, str]
-
-
-def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
+def open_operator(context: ContractContext, folder: Path) -> tuple[ContractContext, SearchPlan, dict[str, str]]:
     """Write the graphs inside the operator of a stack into a folder.
+
+    Returns the stack with these files, how the operator is called, and the names of the files in reports.
 
     Raises:
         CannotCheck: they cannot be written, or the operator feeds them otherwise than a loop does. Source:
@@ -236,7 +221,7 @@ def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
     contract = _rename(context.contract, parts, model)
     opened = replace(context, folder=inside, stack=replace(stack, files=parts), contract=contract)
     shown = {part.name: stack.files[role].name for role, part in parts.items()}
-    return OpenedOperator(opened, search, {**shown, str(model.path.absolute()): model.name})
+    return opened, search, {**shown, str(model.path.absolute()): model.name}
 
 
 def _rename(contract: CacheContract, parts: Mapping[FileRole, OnnxFile], model: OnnxFile) -> CacheContract:

@@ -10,13 +10,10 @@ that may change while the fault stays:
 3. its `subject` (names of inputs, outputs, nodes, tensors), sorted; a file stands there as the part that it plays;
 4. `Fault.apart` (an experiment, a target), where the subject does not separate two faults of one check.
 
-So a fingerprint survives renamed or moved files, folders and stacks, other wording and numbers in a finding, another
-severity, and another order of nodes or findings. It changes when the fault affects more or fewer layers, and when the
-exporter renames nodes. A fault whose subject is a whole file (the runtime refuses it) has the fingerprint of every such
-fault of that file.
-
-Two findings of one model with the same fingerprint (two files with the same part and the same fault) are numbered by
-the names of their stacks and files. The path of the model is not part of it: a baseline for several models adds it.
+So it survives renamed or moved files, folders and stacks, other wording and numbers, another severity, and another
+order of nodes or findings. It changes when the fault affects more or fewer layers, and when the exporter renames nodes.
+A fault whose subject is a whole file has the fingerprint of every such fault of that file. Two findings of one model
+with the same one are numbered by the names of their stacks and files. A baseline for several models adds their paths.
 """
 
 import hashlib

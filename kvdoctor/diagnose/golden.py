@@ -104,11 +104,7 @@ class Golden:
 
 
 def read_golden(path: str) -> Golden:
-    """Read a file of golden numbers.
-
-    Raises:
-        UsageError: it cannot be read, or is no such file.
-    """
+    """Read a file of golden numbers; raises `UsageError` where it cannot be read, or is no such file."""
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"{path!r} is no file; `kvdoctor record MODEL -o FILE` writes golden numbers")
@@ -175,12 +171,7 @@ def digest_stack(
 def compare_with_golden(
     context: ContractContext, golden: Golden, options: Options, runtime: Runtime
 ) -> GoldenComparison:
-    """Decode with a stack along the golden tokens, and compare.
-
-    Raises:
-        CannotCheck: no stack of the golden numbers fits, or the decoding fails.
-        KvdoctorError: the worker cannot start ONNX Runtime.
-    """
+    """Decode with a stack along the golden tokens, and compare; raises `CannotCheck` where no golden stack fits."""
     contract, stack = context.contract, context.stack
     stored = _select_stack(context, golden)
     job = DigestJob(context.side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)

@@ -2,7 +2,8 @@
 
 Variants (`model.onnx`, `model_q4.onnx`) are graded by the most exact one. A token of a draft is accepted where it is
 also the most likely one of the model, so the share of these positions is what to expect. Both are facts, not findings:
-the user decides which difference is too large (`diff --agree`), and whether a draft pays.
+the user decides which difference is too large (`diff --agree`), and whether a draft pays. What runs them raises
+`KvdoctorError` where the worker cannot start ONNX Runtime.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,11 +30,7 @@ PROMPTS = 4
 def grade_variants(
     folder: ModelFolder, contracts: Mapping[str, CacheContract], options: Options, runtime: Runtime
 ) -> Iterator[VariantFacts]:
-    """The variants in a folder, each run with the base of its group.
-
-    Raises:
-        KvdoctorError: the worker cannot start ONNX Runtime.
-    """
+    """The variants in a folder, each run with the base of its group."""
     for base, variants in find_variants(folder.stacks, contracts):
         ours, *theirs = (PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, *variants))
         job = GradeJob(ours, tuple(theirs), seed=options.seed, provider=options.provider)
@@ -89,11 +86,7 @@ def _count_bytes(stack: StackFiles) -> int:
 
 
 def open_draft(path: str) -> DraftModel:
-    """Read the contract of a draft.
-
-    Raises:
-        UsageError: there is nothing at the path, or no decoder with a cache that can be driven.
-    """
+    """Read the contract of a draft; raises `UsageError` where there is no decoder with a cache that can be driven."""
     folder = open_folder(path)
     for stack in folder.stacks:
         contract = read_contract(stack, folder.side_cars)
@@ -126,11 +119,7 @@ def find_other_token(ours: dict[str, int], theirs: dict[str, int]) -> tuple[int,
 
 
 def grade_draft(target: PairedSide, draft: DraftModel, options: Options, runtime: Runtime) -> DraftFacts:
-    """Decode greedily with the target, and ask the draft for each next token.
-
-    Raises:
-        KvdoctorError: the worker cannot start ONNX Runtime.
-    """
+    """Decode greedily with the target, and ask the draft for each next token."""
     if draft.contract.has_encoder and not target.contract.has_encoder:
         reason = "the draft takes the states of an encoder, and the model has none"
         return DraftFacts(target.stack, draft.shown, PROMPTS, reason=reason)

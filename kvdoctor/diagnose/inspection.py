@@ -59,8 +59,7 @@ def inspect(
     options = options or Options()
     folder = open_folder(path)
     results, stacks = check_files(folder, options, unrun=True), []
-    read = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
-    contracts = with_given(read, options.feed, options.logits_output)
+    contracts = read_contracts(folder, options)
     for stack in folder.stacks:
         contract = contracts[stack.name]
         facts = stack_facts(stack, contract, folder.side_cars, options.load)
@@ -97,6 +96,12 @@ def _can_cut_logits(stack: StackFiles, contract: CacheContract) -> bool:
     except NoHead:
         return False
     return True
+
+
+def read_contracts(folder: ModelFolder, options: Options) -> dict[str, CacheContract]:
+    """The contract of each stack, with what the options say of it."""
+    read = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+    return with_given(read, options.feed, options.logits_output)
 
 
 def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> CheckResults:

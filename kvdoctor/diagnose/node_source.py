@@ -1,12 +1,10 @@
 """Where a node of the graph comes from in the source of a PyTorch model: its module, and the line that computes it.
 
-Exporters leave that at the node. The dynamo exporter of torch.onnx writes metadata: `pkg.torch.onnx.name_scopes` lists
-the modules around the operation, `pkg.torch.onnx.class_hierarchy` their classes and `pkg.torch.onnx.stack_trace` the
-Python calls, the innermost last. TorchScript and the model builder write the path of the module into the name of the
-node (`/model/layers.0/mlp/Mul`). A node that a tool made has neither.
-
-All of it is data of the model: what does not have the form that an exporter writes, or is far too long, is left out.
-Source: torch 2.13, torch/onnx/_internal/exporter/_core.py, `_set_node_metadata`.
+The dynamo exporter of torch.onnx writes metadata: `pkg.torch.onnx.name_scopes` lists the modules around the operation,
+`pkg.torch.onnx.class_hierarchy` their classes and `pkg.torch.onnx.stack_trace` the Python calls, the innermost last.
+TorchScript and the model builder write the path of the module into the name of the node (`/model/layers.0/mlp/Mul`). A
+node that a tool made has neither. All of it is data of the model: what does not have that form, or is far too long, is
+left out. Source: torch 2.13, torch/onnx/_internal/exporter/_core.py, `_set_node_metadata`.
 """
 
 import ast
@@ -33,11 +31,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_sources(nodes: Iterable[str], views: Iterable[GraphView]) -> tuple[NodeSource, ...]:
-    """The sources of nodes, by their names; one without a name goes by the first value that it makes.
-
-    Each is looked for in the first graph that has it. What equally named nodes of a graph do not agree on is left out,
-    and so is a node that nothing is known of.
-    """
+    """The sources of nodes, by name or first value, in the first graph that has them and where all agree."""
     views, found = list(views), list[NodeSource]()
     for name in dict.fromkeys(nodes):
         alike = next(filter(None, ([node for node in all_nodes(v.model) if name_of(node) == name] for v in views)), [])

@@ -61,11 +61,7 @@ COMPILED = "EPContext"
 
 
 def find_unmet_preconditions(stack: StackFiles, contract: CacheContract, opened: bool = False) -> Iterator[str]:
-    """Why decode steps cannot be run on a stack; the first reason is the one to report.
-
-    Where it is `opened`, the graphs inside an operator are called as models of their own, and the blocks of a paged
-    cache are given out by us.
-    """
+    """Why no decode step can be run, the reason to report first; `opened`: graphs inside operators are called."""
     yield from (problem.cause for problem in stack.problems if problem.essential or not problem.declared)
     for file in stack.members:
         if file.external_problems:
@@ -321,10 +317,7 @@ def find_idle_selection(selection: Selection, rounds: Iterable[Round], runs: Seq
 def list_absent(
     checks: Iterable[Check], report: Report, options: Options, rounds: Set[Round], found: Iterable[NotChecked]
 ) -> Iterator[NotChecked]:
-    """Every absent result that the report does not have as `not_checked` or as a skipped run.
-
-    `rounds` are those that ran, and `found` is what the checks were not asked, or left to other findings.
-    """
+    """Every absent result that no list of the report has: `rounds` ran, and `found` is what checks left out."""
     present = {(finding.stack, finding.code) for finding in report.findings}
     yield from (entry for entry in dict.fromkeys(found) if (entry.stack, entry.code) not in present)
     for one in checks:

@@ -68,11 +68,7 @@ class AddedPart(Protocol):
 
 
 def open_parts(options: Options, contracts: Mapping[str, CacheContract]) -> tuple[AddedPart, ...]:
-    """The parts that the options ask for.
-
-    Raises:
-        UsageError: one cannot be opened.
-    """
+    """The parts that the options ask for; raises `UsageError` where one cannot be opened."""
     opened = (module.open_part(options, contracts) for module in addons.modules("step_test"))
     return tuple(part for part in opened if part is not None)
 

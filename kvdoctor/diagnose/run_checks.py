@@ -1,6 +1,5 @@
 """Runs the checks of one round, and returns what they found."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.diagnose.not_checked import find_obstacle
 from kvdoctor.errors import CannotCheck, Explained
-from kvdoctor.findings import Check, Fault, Finding, NotChecked, Round, Selection, checks_of
+from kvdoctor.findings import Check, Fault, Faults, Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 
@@ -94,11 +93,11 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
 class _Answers:
     """The faults that a check yields; `open_part` is what it may return: why a part of its question has no answer."""
 
-    def __init__(self, faults: Iterator[Fault]) -> None:
+    def __init__(self, faults: Faults) -> None:
         self.faults: Any = faults
         self.open_part: str | None = None
 
-    def __iter__(self) -> Iterator[Fault]:
+    def __iter__(self) -> Faults:
         self.open_part = yield from self.faults
 
 

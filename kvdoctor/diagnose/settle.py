@@ -9,7 +9,6 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
-from kvdoctor.records import record
 from kvdoctor.report.wording import format_count
 from kvdoctor.runtime.client import Runtime
 
@@ -20,12 +19,8 @@ MASK_NAMES = ("attention_mask", "attn_mask")
 """Ends of names of masks in which 1 marks an entry that may be seen, by the convention of transformers."""
 
 
-@record
-class Reading:
-    """A contract whose readings were settled as well as runs allow; `open_parts` say why nothing can be run by it."""
-
-    contract: CacheContract
-    open_parts: tuple[NotChecked, ...] = ()
+Reading = tuple[CacheContract, tuple[NotChecked, ...]]
+"""A contract whose readings were settled as well as runs allow, and why nothing can be run by it."""
 
 
 def settle_unknown(context: ContractContext, options: Options, runtime: Runtime) -> Reading:
@@ -33,19 +28,19 @@ def settle_unknown(context: ContractContext, options: Options, runtime: Runtime)
     contract = context.contract
     unknown = [one for one in contract.ambiguities if one.unknown and not one.settled]
     if not unknown or (contract.new_tokens is not None and all(map(_is_condition, unknown))):
-        return Reading(contract)
+        return contract, ()
     if contract.new_tokens is not None:
         count = format_count(contract.new_tokens, "new token")
         why = f"no run without a cache decides, since a call takes {count} only"
         return _leave_open(context, contract, unknown, why)
     settled, failed = _ask(context, options, runtime)
     if settled is None:
-        return Reading(contract, (NotChecked(context.stack.name, CODE, f"not run: {failed}", essential=True),))
+        return contract, (NotChecked(context.stack.name, CODE, f"not run: {failed}", essential=True),)
     unknown = [one for one in settled.contract.ambiguities if one.unknown and not one.settled]
     tried = settled.tried or all(FACTOR.search(one.subject) for one in unknown)
     known = all(_is_number(one) or _is_condition(one) for one in unknown)
     if settled.holds or (settled.runs and tried and known):
-        return Reading(settled.contract)  # what differs differs under every number that a loop would feed
+        return settled.contract, ()  # what differs differs under every number that a loop would feed
     why = "the logits with and without the cache differ" if settled.runs else "the runtime refuses the first call"
     ends = "" if settled.tried else f" (not all were tried in {settled.calls} calls)"
     return _leave_open(context, settled.contract, unknown, f"under each reading that was tried {why}{ends}")
@@ -62,7 +57,7 @@ def _leave_open(context: ContractContext, contract: CacheContract, unknown: list
     ways = " ".join(f"--feed {one.subject}=VALUE" for one in unknown[:MOST_NAMES])
     reason = f"not run: nothing in the file says what to feed {names}, and {why}"
     reason += f"; {ways} gives a constant, --contract a role"
-    return Reading(contract, (NotChecked(context.stack.name, CODE, reason, essential=True),))
+    return contract, (NotChecked(context.stack.name, CODE, reason, essential=True),)
 
 
 def settle_after(

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import SpeedDone, SpeedJob, count_threads
@@ -18,7 +16,7 @@ from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
 from kvdoctor.diagnose.examine import list_thresholds
 from kvdoctor.diagnose.golden import measure_size
-from kvdoctor.diagnose.inspection import build_context, check_files
+from kvdoctor.diagnose.inspection import build_context, check_files, read_contracts
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.diagnose.settle import settle_unknown
@@ -46,11 +44,10 @@ def measure_speed(
         raise UsageError("the earlier report holds no speed; `kvdoctor speed MODEL --output speed.json` writes one")
     folder = open_folder(path)
     results, stacks, measured = check_files(folder, options), [], list[SpeedFacts]()
-    read = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
-    contracts = with_given(read, options.feed, options.logits_output)
+    contracts = read_contracts(folder, options)
     for stack in folder.stacks:
         context = build_context(folder, stack, contracts[stack.name], options)
-        contract = settle_unknown(context, options, runtime).contract
+        contract, _ = settle_unknown(context, options, runtime)
         stacks.append(stack_facts(stack, contract, folder.side_cars))
         context = replace(context, contract=contract)
         unmet = next(find_unmet_preconditions(stack, contract), None)
@@ -61,10 +58,8 @@ def measure_speed(
         measured.append(facts)
         before = _find_before(earlier, stack.name, contract) if earlier is not None else None
         differences: tuple[SpeedDifference, ...] = ()
-        reasons = CheckResults()
-        if isinstance(before, str):
-            reasons = _leave_open(stack.name, before)
-        elif before is not None:
+        reasons = _leave_open(stack.name, before) if isinstance(before, str) else CheckResults()
+        if isinstance(before, SpeedFacts):
             differences, reasons = _compare(facts, before)
             if any(not one.noisy for one in differences):
                 with Runtime(runtime.limits, runtime.python) as fresh:  # the peak of the memory is that of a process
@@ -159,12 +154,10 @@ def _compare(now: SpeedFacts, old: SpeedFacts) -> tuple[tuple[SpeedDifference, .
     if not compared:
         return (), _leave_open(now.stack, "no length of the past was measured both times")
     differences = tuple(find_worse(now.points, old.points))
-    gone = sorted({point.past for point in old.points} - compared)
-    reasons = CheckResults()
-    if gone:
-        why = f" ({'; '.join(now.left_out)})" if now.left_out else ""
-        lengths = ", ".join(map(str, gone))
-        reasons = _leave_open(now.stack, f"the earlier report has a past of {lengths}, which was not measured now{why}")
+    gone = ", ".join(map(str, sorted({point.past for point in old.points} - compared)))
+    why = f" ({'; '.join(now.left_out)})" if now.left_out else ""
+    lost = _leave_open(now.stack, f"the earlier report has a past of {gone}, which was not measured now{why}")
+    reasons = lost if gone else CheckResults()
     noisy = [f"{one.what} at a past of {one.past}" for one in differences if one.noisy]
     if not noisy:
         return differences, reasons

@@ -110,7 +110,7 @@ def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
             read = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
             given = with_given(read, options.feed, options.logits_output)
             contexts = [build_context(folder, stack, given[stack.name], options) for stack in folder.stacks]
-            contracts = {one.stack.name: settle_unknown(one, options, runtime).contract for one in contexts}
+            contracts = {one.stack.name: settle_unknown(one, options, runtime)[0] for one in contexts}
             target = _choose(folder, request.stack, language, contracts)
         except NoLoop as reason:
             return WrittenLoop(folder.shown, None, language.name, reason=str(reason), exit_code=3)

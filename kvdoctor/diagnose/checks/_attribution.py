@@ -92,11 +92,7 @@ def rests_on_place(context: ContractContext) -> bool:
 
 
 def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] | None:
-    """The check that explains why a run of other sizes differs, and the run that decided.
-
-    The place says more where entries are left out, and of what a token sees where the graph chooses by a length: a mask
-    is no such choice, since it is as large as the tokens.
-    """
+    """The check that explains why another use differs, and the run: the place, where it says more, else `why`."""
     from kvdoctor.decode.experiments import find_explaining
 
     why, run = context.find_run(find_explaining(experiment) or ""), context.find_run(experiment)

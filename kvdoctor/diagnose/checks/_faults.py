@@ -1,8 +1,7 @@
 """Not a check: the faults of runs, and the evidence of a fault location."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import FaultLocation, Run, Step
@@ -15,7 +14,7 @@ from kvdoctor.diagnose.checks._attribution import (
     leave_to_other,
 )
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, Severity
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.records import record
 from kvdoctor.report.wording.runs import describe_difference, describe_growth
 
@@ -43,7 +42,7 @@ class CauseText:
     on_graph: bool = False
 
 
-def report_cause(context: RunContext, name: str, text: CauseText) -> Iterator[Fault]:
+def report_cause(context: RunContext, name: str, text: CauseText) -> Faults:
     """The fault of the check `name`, if an experiment decided for it; of runs of other sizes, by the worst of them."""
     leading = leading_cause(context)
     leave_to_other(context, name)
@@ -59,12 +58,22 @@ def report_cause(context: RunContext, name: str, text: CauseText) -> Iterator[Fa
     yield build_fault(context, leading[1], text, severity, (describe_effect(loop),))
 
 
+def check_cause(module: str, code: str, name: str, when: Literal["runs"], text: CauseText) -> None:
+    """Register a check of a module that says the same of every model: `when` is a literal, as for `check`."""
+
+    def report(context: RunContext) -> Faults:
+        return report_cause(context, name, text)
+
+    report.__module__ = module
+    check(code, name, when)(report)
+
+
 def describe_effect(run: Run) -> str:
     """What a run shows of a cause that another one decided."""
     return f"experiment {run.experiment}: logits differ at step {run.failed_step}"
 
 
-def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Iterator[Fault]:
+def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Faults:
     found = []
     for run, use in find_faulty_uses(context, "differs"):
         cause = cause_in_use(context, run.experiment)

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from kvdoctor.analysis.model_folder import AdapterFile, AdapterParameter, find_misfit
 from kvdoctor.contract import Port
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 MAKE_AGAIN = Advice("caller", "make the adapter again for this graph, or remove the file from the folder")
 
 
 @check("KV114", "adapter-misfits", "contract")
-def adapter_misfits(context: ContractContext) -> Iterator[Fault]:
+def adapter_misfits(context: ContractContext) -> Faults:
     """Adapter files whose matrices are not those that the decoder takes, one finding for each file."""
     ports = (port for graph in context.contract.graphs.values() for port in graph.inputs)
     wanted = {port.name: port for port in ports if port.role == "adapter"}

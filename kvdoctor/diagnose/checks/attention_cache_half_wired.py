@@ -11,11 +11,11 @@ Repair: name the present outputs of the node, which need no consumer; subtract 1
 operator Attention 23; ONNX Runtime, docs/ContribOperators.md, GroupQueryAttention.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.node_source import name_of
-from kvdoctor.findings import Fault, Severity, check
+from kvdoctor.findings import Fault, Faults, Severity, check
 from kvdoctor.model.operators import CachePorts, has, operators_with, ports_of
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import describe_node, name_node
@@ -32,7 +32,7 @@ OFF = ("seqlens_k = total length - 1", "seqlens_k = sum of the mask", "subtract 
 
 
 @check("KV108", "attention-cache-half-wired", "contract")
-def attention_cache_half_wired(context: ContractContext) -> Iterator[Fault]:
+def attention_cache_half_wired(context: ContractContext) -> Faults:
     """One fault for all nodes of a file with the same defect."""
     run = context.checked_loop
     severity: Severity = "note" if run is not None and run.outcome == "passed" else "error"

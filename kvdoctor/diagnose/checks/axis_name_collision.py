@@ -13,16 +13,14 @@ are declared inside the graph (`value_info`), which no runtime needs.
 Source: onnxruntime issue 21213.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Fault, Faults, check
 
 
 @check("KV113", "axis-name-collision", "contract")
-def axis_name_collision(context: ContractContext) -> Iterator[Fault]:
+def axis_name_collision(context: ContractContext) -> Faults:
     """Growing slots whose present has the axis name of its past."""
     same = []
     for slot, past, present in context.declared_pairs():

@@ -13,13 +13,11 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batc
 Repair: export again; until then decode one sequence at a time.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._attribution import leading_cause
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import CannotCheck, Explained
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording.runs import describe_difference
 
 WORDS = CauseText(
@@ -30,7 +28,7 @@ WORDS = CauseText(
 
 
 @check("KV305", "batch-rows-interact", "runs")
-def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
+def batch_rows_interact(context: RunContext) -> Faults:
     """Rows with other logits in a batch than alone."""
     run, leading = context.find_run("batch-rows"), leading_cause(context)
     if run is None or run.shows != "differs":

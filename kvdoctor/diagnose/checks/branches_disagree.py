@@ -13,20 +13,11 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 Repair: export both files again from one checkpoint.
 """
 
-from collections.abc import Iterator
-
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
 
 WORDS = CauseText(
     cause="the graph with a past and the graph without one compute different functions",
     declared="the same logits for the first token from both",
     advice="export again, both graphs from one checkpoint",
 )
-
-
-@check("KV311", "branches-disagree", "runs")
-def branches_disagree(context: RunContext) -> Iterator[Fault]:
-    """Branches that differ even without a cache, and choices by the length of the past."""
-    yield from report_cause(context, "branches-disagree", WORDS)
+check_cause(__name__, "KV311", "branches-disagree", "runs", WORDS)

@@ -3,12 +3,10 @@
 Reproduce: `kvdoctor inspect MODEL` shows both declarations.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import Dim, Slot, describe
 from kvdoctor.decode.runs import Step
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Confidence, Fault, check
+from kvdoctor.findings import Advice, Confidence, Fault, Faults, check
 from kvdoctor.model.view import Declared
 from kvdoctor.report.wording import shorten_names
 
@@ -16,7 +14,7 @@ EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree
 
 
 @check("KV104", "cache-dtype-mismatch", "contract")
-def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
+def cache_dtype_mismatch(context: ContractContext) -> Faults:
     """Slots whose element types differ.
 
     What it means: the past and the present of a slot have different element types, so that the output of a step cannot
@@ -35,7 +33,7 @@ def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV105", "cache-shape-mismatch", "contract")
-def cache_shape_mismatch(context: ContractContext) -> Iterator[Fault]:
+def cache_shape_mismatch(context: ContractContext) -> Faults:
     """Slots whose rank, heads or head width differ between past and present, as declared or as observed.
 
     What it means: the past and the present of a slot have different ranks, numbers of heads or head widths, so that the
@@ -77,11 +75,7 @@ def _as_fed(slot: Slot, step: Step) -> bool:
 
 
 def _fits(axes: tuple[str, ...], past: tuple[Dim, ...], now: tuple[Dim, ...]) -> bool:
-    """Whether a present could be fed back: same rank, same heads and head width.
-
-    Where the present gives such an axis a name, it fits unless its numbers stand at other places than those of the
-    past: that is another order of the axes.
-    """
+    """Whether a present could be fed back: rank, heads and width are equal, and its numbers stand at the same axes."""
     if len(past) != len(now):
         return False
     fixed = [at for at, axis in enumerate(axes) if axis in ("kv_heads", "head_dim") and isinstance(past[at], int)]

@@ -13,8 +13,6 @@ Repair: `kvdoctor re-export MODEL -o FIXED` where entries are changed on their w
 again. The evidence names the first layer that is wrong.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, find_named_cause, leading_cause, leave_to_other
 from kvdoctor.diagnose.checks._dataflow import (
     describe_changes,
@@ -24,11 +22,11 @@ from kvdoctor.diagnose.checks._dataflow import (
 )
 from kvdoctor.diagnose.checks._faults import HIDDEN, advise_place, build_difference, build_use_difference
 from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 
 
 @check("KV317", "cache-misread", "runs")
-def cache_misread(context: RunContext) -> Iterator[Fault]:
+def cache_misread(context: RunContext) -> Faults:
     """Right entries in the cache, and wrong logits.
 
     What it means: the entries of the cache are right, but the logits that a step computes from them are wrong. The past
@@ -42,7 +40,7 @@ def cache_misread(context: RunContext) -> Iterator[Fault]:
 
 
 @check("KV318", "new-entries-wrong", "runs")
-def new_entries_wrong(context: RunContext) -> Iterator[Fault]:
+def new_entries_wrong(context: RunContext) -> Faults:
     """Wrong keys or values that a step adds to the cache.
 
     What it means: a step adds other keys or values than a call without a cache computes for the same token, or a
@@ -57,7 +55,7 @@ EXCHANGED = ("layers-swapped", "key-value-swapped")
 
 
 @check("KV318", "new-entries-wrong", "contract")
-def other_entries_stored(context: ContractContext) -> Iterator[Fault]:
+def other_entries_stored(context: ContractContext) -> Faults:
     """Slots that a step returns with other new entries than it uses itself."""
     leading = leading_cause(context)
     if context.checked_loop is None or context.passes_parity or (leading is not None and leading[0] in EXCHANGED):
@@ -74,7 +72,7 @@ def other_entries_stored(context: ContractContext) -> Iterator[Fault]:
         yield fault.also(confidence="confirmed" if context.loop_is_wrong else "suspected")
 
 
-def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
+def _report(context: RunContext, name: str, cause: str) -> Faults:
     run, leading = context.checked_loop, leading_cause(context)
     for other, use in find_faulty_uses(context, "differs"):
         if find_named_cause(context, other) == name and other.location is not None and other.location.cause == name:

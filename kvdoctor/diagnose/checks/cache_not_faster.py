@@ -14,10 +14,8 @@ Repair: profile a decode step (`SessionOptions.enable_profiling`); look for node
 number of new tokens.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 LEAST_SECONDS = 5e-3
 FASTER = 1.25
@@ -27,7 +25,7 @@ PROFILE = "profile a decode step, and look for nodes whose cost does not fall wi
 
 
 @check("KV501", "cache-not-faster", "runs")
-def cache_not_faster(context: RunContext) -> Iterator[Fault]:
+def cache_not_faster(context: RunContext) -> Faults:
     """Compare the times of the longest sequence that was timed with and without the cache."""
     cached, uncached = (context.timings.get(f"{how}:{TOKENS}") for how in ("cached", "uncached"))
     if cached is None or uncached is None or uncached < LEAST_SECONDS or cached * FASTER < uncached:

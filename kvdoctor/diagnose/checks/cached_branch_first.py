@@ -10,14 +10,12 @@ Repair: in your loop, feed false on the first step and true on every later one. 
 the opposite values, as the finding states.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 
 @check("KV204", "cached-branch-first", "runs")
-def cached_branch_first(context: RunContext) -> Iterator[Fault]:
+def cached_branch_first(context: RunContext) -> Faults:
     """Report the result of the cached branch with an empty cache."""
     run, contract = context.find_run("cached-branch-first"), context.contract
     if run is None or run.outcome not in ("failed", "differs"):

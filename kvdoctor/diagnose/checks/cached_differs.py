@@ -27,8 +27,6 @@ Repair: correct the node that the evidence names, or export again. A difference 
 another encoder length, is a warning.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
     NAMED_BY_USE,
@@ -51,7 +49,7 @@ from kvdoctor.diagnose.checks._faults import (
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import CannotCheck, Explained
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_count, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
@@ -72,7 +70,7 @@ IGNORED = CauseText(
 
 
 @check("KV301", "cached-differs", "runs")
-def cached_differs(context: RunContext) -> Iterator[Fault]:
+def cached_differs(context: RunContext) -> Faults:
     """Wrong logits of the checked loop, or of runs of other sizes, without a named cause.
 
     What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
@@ -98,7 +96,7 @@ def cached_differs(context: RunContext) -> Iterator[Fault]:
         raise CannotCheck(f"the plain loop failed at step {plain.failed_step}, so its later logits were not compared")
 
 
-def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
+def _judge_loop(context: RunContext, run: Run) -> Faults:
     if run.outcome == "differs":
         yield from _differs(context, run)
     elif run.outcome == "ambiguous" and run.by_rounding and context.rounded_presents:
@@ -111,7 +109,7 @@ def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
 
 
 @check("KV302", "past-ignored", "runs")
-def past_ignored(context: RunContext) -> Iterator[Fault]:
+def past_ignored(context: RunContext) -> Faults:
     """Wrong logits, and zeroing the self-attention cache changes nothing, or no logit depends on some of it.
 
     What it means: the graph, or one of its layers, ignores the cache. The logits with the cache differ from those of
@@ -146,7 +144,7 @@ def past_ignored(context: RunContext) -> Iterator[Fault]:
 
 
 @check("KV304", "non-finite", "runs")
-def non_finite(context: RunContext) -> Iterator[Fault]:
+def non_finite(context: RunContext) -> Faults:
     """NaN or infinity in the logits of the checked loop, or of runs of other sizes.
 
     What it means: the logits of some step are NaN or infinite. Common causes are values beyond 65,504 in float16, a
@@ -191,7 +189,7 @@ def _ignores_past(context: RunContext, run: Run) -> bool:
     return run.shows == "differs" and any(one is not None and one.finite and one == last for one in own)
 
 
-def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
+def _differs(context: RunContext, run: Run) -> Faults:
     """The checked loop with other logits: an error, unless only rounding makes it differ."""
     limit, found = context.tolerance.fails, [step.difference for step in run.steps if step.difference is not None]
     if run.hidden:

@@ -8,11 +8,9 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `chunk`: 3 new tokens on a 
 Repair: export again with sample inputs of several new tokens on a past; until then feed one token per step.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 WORDS = CauseText(
     cause="several new tokens on top of a cache fail",
@@ -23,7 +21,7 @@ WORDS = CauseText(
 
 
 @check("KV207", "chunk-fails", "runs")
-def chunk_fails(context: RunContext) -> Iterator[Fault]:
+def chunk_fails(context: RunContext) -> Faults:
     """Chunks that the runtime refuses, where one token per step works."""
     run, judged = context.find_run("chunk"), context.checked_loop
     if run is None or run.outcome != "failed" or judged is None or judged.outcome != "passed":

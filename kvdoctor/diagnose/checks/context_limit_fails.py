@@ -16,14 +16,13 @@ Repair: export again with tables of the declared length, or declare the length t
 full-context` makes the finding an error.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, find_faulty_uses, leave_to_other
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 NUMBERS = CauseText(
     cause="positions stop counting, or repeat, before the declared length",
@@ -38,7 +37,7 @@ UNDECLARED = replace(
 
 
 @check("KV209", "context-limit-fails", "runs", needs=("full-context", "numbering"))
-def context_limit_fails(context: RunContext) -> Iterator[Fault]:
+def context_limit_fails(context: RunContext) -> Faults:
     """The full context, where fewer tokens work."""
     usable, rows = context.contract.usable_length, positions(context.stack, context.contract)
     leave_to_other(context)
@@ -53,8 +52,8 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
         return
     for outcome in ("failed", "differs"):
         for run, use in find_faulty_uses(context, outcome):
-            if run.experiment != "full-context" or not run.steps:
-                continue
+            if run.experiment != "full-context" or not run.steps or changes_keys(context, run):
+                continue  # KV319 reports keys that change with the length
             last = run.wrong_step or run.steps[-1]
             tokens = last.past_length + last.new_tokens
             cause = f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}"

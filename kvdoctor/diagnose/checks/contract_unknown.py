@@ -14,15 +14,13 @@ Repair: write the contract to a file (`kvdoctor contract MODEL --format json`), 
 cache inside the module must become inputs and outputs of `forward`.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.analysis.completeness import NO_PAST, find_unfilled
 from kvdoctor.analysis.lost_caches import find_constant_caches, returns_logits
 from kvdoctor.contract import MissingPart
 from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext, FileContext
 from kvdoctor.errors import CannotCheck
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_count, shorten_names
 
 HAND_OVER = Advice(
@@ -41,7 +39,7 @@ GIVE_HEADS = (
 
 
 @check("KV101", "contract-unknown", "contract")
-def contract_unknown(context: ContractContext) -> Iterator[Fault]:
+def contract_unknown(context: ContractContext) -> Faults:
     """Contracts with something missing."""
     contract = context.contract
     empty = {*find_unfilled(contract)}  # past-without-present names these
@@ -66,12 +64,11 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
         raise CannotCheck(f"the cache contract cannot be read from the graph: {observed}; {advice}", essential=True)
     subject = tuple(dict.fromkeys(lack.subject for lack in refuted))
     fault = Fault("error", subject, "the graph contradicts itself", Advice("caller", DESCRIBE))
-    fault = fault.compare("a cache contract that a loop can follow", observed)
-    yield fault.also(where=f"file {context.decode_file}")
+    yield fault.compare("a cache contract that a loop can follow", observed, where=f"file {context.decode_file}")
 
 
 @check("KV101", "contract-unknown", "file")
-def cache_inside_module(context: FileContext) -> Iterator[Fault]:
+def cache_inside_module(context: FileContext) -> Faults:
     """A constant prefix of keys and values, where no file of the folder has cache inputs or outputs."""
     file = context.file
     if context.folder.stacks or not returns_logits(file) or not (constants := find_constant_caches(file)):

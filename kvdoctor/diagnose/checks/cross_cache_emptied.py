@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from kvdoctor.contract import Slot, describe
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
 REPAIR = "or, in your loop, keep the prefill values of these outputs and feed them at every step"
 
 
 @check("KV203", "cross-cache-emptied", "contract")
-def cross_cache_emptied(context: ContractContext) -> Iterator[Fault]:
+def cross_cache_emptied(context: ContractContext) -> Faults:
     """Slots that a decode step returns without elements, by the graph or by the runs."""
     if not context.emptied_slots:
         return

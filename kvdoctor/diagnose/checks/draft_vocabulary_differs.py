@@ -15,17 +15,15 @@ Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192): the dist
 token.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 TAKE_ANOTHER = "take a draft with the same tokenizer, of the same family of models"
 PADDED = "feed only ids below both sizes, and cut the larger logits before they are compared"
 
 
 @check("KV022", "draft-vocabulary-differs", "contract")
-def draft_vocabulary_differs(context: ContractContext) -> Iterator[Fault]:
+def draft_vocabulary_differs(context: ContractContext) -> Faults:
     """A different number of logits, or different tokens by the same ids."""
     draft = context.draft
     if draft is None:

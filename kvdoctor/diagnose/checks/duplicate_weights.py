@@ -20,7 +20,7 @@ from pathlib import Path
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import FileContext, RunContext
 from kvdoctor.errors import CannotCheck, UnreadableError
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import read_skeleton
@@ -35,20 +35,20 @@ HEAD = 4096
 
 
 @check("KV502", "duplicate-weights", "runs")
-def duplicate_weights(context: RunContext) -> Iterator[Fault]:
+def duplicate_weights(context: RunContext) -> Faults:
     """One fault for each file: all its copies."""
     for file in context.stack.members:
         yield from _find_copies(file, context)
 
 
 @check("KV502", "duplicate-weights", "file")
-def duplicate_weights_of_file(context: FileContext) -> Iterator[Fault]:
+def duplicate_weights_of_file(context: FileContext) -> Faults:
     """The same in an inspection that may read weights."""
     if context.weights:
         yield from _find_copies(context.file, context)
 
 
-def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Iterator[Fault]:
+def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Faults:
     try:
         weights = list(_list_weights(file))
         copies = [same for same in alike(weights).values() if len(same) > 1]

@@ -18,18 +18,16 @@ decoder, feed a past of length 1 with the switch off at the first step, which ig
 Source: issue 424 of the crate `ort`.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks._attribution import find_wrong_lengths
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.runtime.targets import Target
 from kvdoctor.runtime.targets.bindings import Hazard, Kind
 
 
 @check("KV410", "empty-tensor-hazard", "runs")
-def empty_tensor_hazard(context: RunContext) -> Iterator[Fault]:
+def empty_tensor_hazard(context: RunContext) -> Faults:
     """Null pointers in the loops, and past inputs that a binding cannot create."""
     if next(find_wrong_lengths(context), None) or "present-does-not-grow" in context.declared_faults:
         return  # the hazard is a consequence of what KV205 names
@@ -37,7 +35,7 @@ def empty_tensor_hazard(context: RunContext) -> Iterator[Fault]:
     yield from _find_empty_inputs(context)
 
 
-def _find_empty_outputs(context: RunContext) -> Iterator[Fault]:
+def _find_empty_outputs(context: RunContext) -> Faults:
     """Outputs without elements: an error where a target cannot read them."""
     affected, emptied = _list_affected(context, "reads-empty"), {slot.present for slot in context.emptied_slots}
     run = context.find_run("plain-loop")
@@ -59,7 +57,7 @@ def _find_empty_outputs(context: RunContext) -> Iterator[Fault]:
         return
 
 
-def _find_empty_inputs(context: RunContext) -> Iterator[Fault]:
+def _find_empty_inputs(context: RunContext) -> Faults:
     """Past inputs of length 0 in the first step: a binding may refuse to create them."""
     affected = _list_affected(context, "makes-empty")
     first = next((run.steps[0] for run in context.runs if run.experiment == "plain-loop" and run.steps), None)

@@ -12,17 +12,15 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `encoder-rows`.
 Repair: take the encoder and the config from one export; or correct the number in the config.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.decode.experiments.encoder_rows import DIFFERENT
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 ONE_EXPORT = Advice("caller", "take the encoder and the config from one export, or correct the number in the config")
 
 
 @check("KV210", "encoder-rows-differ", "runs")
-def encoder_rows_differ(context: RunContext) -> Iterator[Fault]:
+def encoder_rows_differ(context: RunContext) -> Faults:
     """Encoders whose rows were counted, and differ from what the config declares."""
     run = context.find_run("encoder-rows")
     if run is None or run.cause is None or run.cause.name != DIFFERENT:

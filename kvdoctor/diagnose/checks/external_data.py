@@ -7,15 +7,13 @@ Repair: put the complete data file in the folder of the model, under the name in
 Source: the ONNX specification, external data: `location` is a path relative to the model, inside its folder.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.context import FileContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.model.external_data import ExternalProblem
 
 
 @check("KV002", "external-data-missing", "file", incomplete=True)
-def external_data_missing(context: FileContext) -> Iterator[Fault]:
+def external_data_missing(context: FileContext) -> Faults:
     """External data that is missing or too short.
 
     What it means: the weights are stored outside of the graph, and a file that the graph names does not exist, or is
@@ -25,7 +23,7 @@ def external_data_missing(context: FileContext) -> Iterator[Fault]:
 
 
 @check("KV003", "external-data-escapes", "file", incomplete=True)
-def external_data_escapes(context: FileContext) -> Iterator[Fault]:
+def external_data_escapes(context: FileContext) -> Faults:
     """External data outside the folder of the model.
 
     What it means: the graph names a data file outside both the model's folder and the folder of the target of a
@@ -36,7 +34,7 @@ def external_data_escapes(context: FileContext) -> Iterator[Fault]:
     yield from _find_problems(context, {"escapes"}, "a file inside the folder of the model")
 
 
-def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iterator[Fault]:
+def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Faults:
     """One fault for each location: that of several graphs is reported once, at the first of them, and names all."""
     file = context.file
     for problem in file.external_problems:
@@ -53,8 +51,7 @@ def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iter
         more = f" of {file.name}; {', '.join(others)} names it too" if others else ""
         cause = "weights cannot be read from the location that the graph names"
         fault = Fault("error", (problem.tensor, *others), cause, Advice("caller", _advise(problem)), file=file.name)
-        fault = fault.compare(declared, problem.detail + more)
-        yield fault.also(where=f"{graphs}, external data {problem.location!r}")
+        yield fault.compare(declared, problem.detail + more, where=f"{graphs}, external data {problem.location!r}")
 
 
 def _advise(problem: ExternalProblem) -> str:

@@ -10,11 +10,11 @@ fix the sizes 0 and 1.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvdoctor.contract import DECODING, Axis, Graph, Slot, describe
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 
 EXPORT_AGAIN = "export again with dynamic axes; sample sizes of 2 or more, all different"
 OPEN_AXES: tuple[Axis, ...] = ("past", "batch", "new", "total", "encoder", "encoder_input", "batch_heads", "batch_new")
@@ -58,7 +58,7 @@ def _advise_export(context: ContractContext, graph: Graph, axis: Axis) -> str:
 
 
 @check("KV110", "past-axis-frozen", "contract")
-def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
+def past_axis_frozen(context: ContractContext) -> Faults:
     """Slots that must grow, with a fixed past length.
 
     What it means: the past length of a growing cache is a fixed number in the declared inputs. A second step, which has
@@ -79,7 +79,7 @@ def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV111", "batch-axis-frozen", "contract")
-def batch_axis_frozen(context: ContractContext) -> Iterator[Fault]:
+def batch_axis_frozen(context: ContractContext) -> Faults:
     """Token ids or slots with a fixed batch: only a note in a graph of fixed sizes throughout.
 
     What it means: the batch is a fixed number in the declared inputs. The graph takes that many sequences at once, and
@@ -90,7 +90,7 @@ def batch_axis_frozen(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV112", "sequence-axis-frozen", "contract")
-def sequence_axis_frozen(context: ContractContext) -> Iterator[Fault]:
+def sequence_axis_frozen(context: ContractContext) -> Faults:
     """Token ids with a fixed number of new tokens.
 
     What it means: the number of new tokens is a fixed number in the declared inputs. A prompt of another length, or
@@ -120,7 +120,7 @@ def _is_fixed(context: ContractContext) -> bool:
 
 def _find_fixed_inputs(
     context: ContractContext, axis: Axis, severity: Callable[[str, int], Severity], declared: str
-) -> Iterator[Fault]:
+) -> Faults:
     """One fault for each graph of the loop with a fixed axis; `severity` by its file and the size."""
     for name in dict.fromkeys(context.contract.phases[phase].graph for phase in DECODING):
         graph = context.contract.graphs[name]

@@ -16,13 +16,11 @@ Repair: find the change: `kvdoctor diff OLD NEW` compares two models, `--target 
 it is meant, record golden numbers again.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.decode.golden import GoldenDifference
 from kvdoctor.decode.tolerances import UNLIKE, Tolerance
 from kvdoctor.diagnose.context import GoldenContext
 from kvdoctor.errors import CannotCheck
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 
 FIND_CHANGE = Advice(
     "re-export",
@@ -31,7 +29,7 @@ FIND_CHANGE = Advice(
 
 
 @check("KV321", "golden-differs", "golden")
-def golden_differs(context: GoldenContext) -> Iterator[Fault]:
+def golden_differs(context: GoldenContext) -> Faults:
     """Logits or caches that are not those of the golden numbers."""
     compared, found = context.golden, context.golden.difference
     if compared.unclear:

@@ -11,18 +11,17 @@ the graph afterwards. Source: ONNX, docs/IR.md, "Graphs".
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.node_source import name_of
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.model.edit import node_order
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import values_read
 
 
 @check("KV005", "graph-unsorted", "file")
-def graph_unsorted(context: FileContext) -> Iterator[Fault]:
+def graph_unsorted(context: FileContext) -> Faults:
     """One fault for each file: the first node that reads a later one, or the first name that nodes share."""
     view = context.file.view
     if view is None:

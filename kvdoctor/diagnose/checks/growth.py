@@ -14,7 +14,6 @@ counter by the number of tokens.
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.contract import describe
@@ -23,7 +22,7 @@ from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_
 from kvdoctor.diagnose.checks._dataflow import describe_changes
 from kvdoctor.diagnose.checks._faults import CauseText, describe_location, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.report.wording.runs import describe_difference
 
 EXPORT_AGAIN = "export again, so that present = past followed by the new tokens"
@@ -62,7 +61,7 @@ LOST_STATE = CauseText(
 
 
 @check("KV205", "present-does-not-grow", "runs")
-def present_does_not_grow(context: RunContext) -> Iterator[Fault]:
+def present_does_not_grow(context: RunContext) -> Faults:
     """Slots that do not depend on the new tokens, or whose length after a step is neither past + new nor new.
 
     What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a
@@ -91,7 +90,7 @@ def _choose_words(context: RunContext) -> CauseText:
 
 
 @check("KV206", "present-drops-past", "runs")
-def present_drops_past(context: RunContext) -> Iterator[Fault]:
+def present_drops_past(context: RunContext) -> Faults:
     """Slots that contain only the new tokens after a step with a past.
 
     What it means: the present contains the new tokens alone. If it is fed back, the history is lost. The same holds for
@@ -109,7 +108,7 @@ def present_drops_past(context: RunContext) -> Iterator[Fault]:
 
 
 @check("KV205", "present-does-not-grow", "contract")
-def present_without_new_tokens(context: ContractContext) -> Iterator[Fault]:
+def present_without_new_tokens(context: ContractContext) -> Faults:
     """Slots whose present does not depend on the tokens of the step."""
     lost = tuple(slot for slot in context.contract.slots if slot.takes_new is False)
     if not lost or context.passes_parity:
@@ -130,7 +129,7 @@ def _find_history(context: RunContext, name: str) -> bool:
     return run is not None and run.cause is not None and run.cause.name == name
 
 
-def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -> Iterator[Fault]:
+def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -> Faults:
     if not wrong:
         return
     first, names = wrong[0], tuple(item.slot.present or "" for item in wrong)

@@ -15,13 +15,12 @@ Reproduce: `python -c "import onnx; onnx.checker.check_model('MODEL')"`.
 Repair: export again, without the tool that changed the graph afterwards.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.model.flow import FLAWS
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import payload_left_out
@@ -34,7 +33,7 @@ EXPORT_AGAIN = Advice("re-export", "export again, without the tool that changed 
 
 
 @check("KV004", "invalid-graph", "file")
-def invalid_graph_unrun(context: FileContext) -> Iterator[Fault]:
+def invalid_graph_unrun(context: FileContext) -> Faults:
     """Files of a model that is not run. Where it is, the runtime's answer decides, in the round `runs`."""
     if context.unrun and context.file.view is not None:
         problems = find_violations(context.file.view)
@@ -43,7 +42,7 @@ def invalid_graph_unrun(context: FileContext) -> Iterator[Fault]:
 
 
 @check("KV004", "invalid-graph", "contract")
-def unfollowed_graph(context: ContractContext) -> Iterator[Fault]:
+def unfollowed_graph(context: ContractContext) -> Faults:
     """A value without one definition: what the inputs do to the outputs cannot be said, and nothing is run."""
     flaws = [lack for lack in context.contract.missing if lack.reason in FLAWS]
     found = {lack.subject: f"{lack.subject!r}: {lack.reason}" for lack in flaws}
@@ -52,7 +51,7 @@ def unfollowed_graph(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV004", "invalid-graph", "runs")
-def invalid_graph(context: RunContext) -> Iterator[Fault]:
+def invalid_graph(context: RunContext) -> Faults:
     """Files that the runtime refuses; with --thorough the other files as well."""
     refused = {file: errors for file, errors, opens_at in context.refusals if opens_at is None}
     for file in context.stack.members:

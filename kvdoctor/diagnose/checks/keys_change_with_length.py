@@ -18,21 +18,19 @@ change with each token, use no cache from that length on, or export with a fixed
 makes the finding an error.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.analysis.selected_constants import find_selected_constants
 from kvdoctor.decode.runs import KEYS_CHANGE
 from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, describe_effect
 from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 DECLARED = "a key that does not change with the number of tokens after it"
 AND_AGAIN = ", and more tokens change them again: no loop with this cache gives the logits of such a call"
 
 
 @check("KV319", KEYS_CHANGE, "runs")
-def keys_change_with_length(context: RunContext) -> Iterator[Fault]:
+def keys_change_with_length(context: RunContext) -> Faults:
     """Steps over a length that differ from calls without a cache of the same length."""
     leave_to_other(context)
     for run, _ in find_faulty_uses(context, "differs"):
@@ -48,7 +46,7 @@ def keys_change_with_length(context: RunContext) -> Iterator[Fault]:
 
 
 @check("KV319", KEYS_CHANGE, "contract")
-def keys_select_constants(context: ContractContext) -> Iterator[Fault]:
+def keys_select_constants(context: ContractContext) -> Faults:
     """Keys of the first layer that are made of constants selected by a length that no run went over."""
     dataflow, graph = context.stack.main.dataflow, context.contract.graph("decode")
     first = next((slot for slot in context.contract.of_kind("self-attention") if slot.used_as != "value"), None)

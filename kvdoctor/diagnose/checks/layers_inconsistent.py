@@ -8,11 +8,9 @@ Reproduce: `kvdoctor inspect MODEL` lists the slots by layer.
 Repair: export again; if the model is really built this way, ignore this check for it.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
 MOST_NAMED = 8
@@ -20,7 +18,7 @@ EXPORT_AGAIN = Advice("re-export", "export again, or ignore this check if the mo
 
 
 @check("KV106", "layers-inconsistent", "contract")
-def layers_inconsistent(context: ContractContext) -> Iterator[Fault]:
+def layers_inconsistent(context: ContractContext) -> Faults:
     """Compare the layers of each kind of cache."""
     loop = context.checked_loop
     proved = loop is not None and loop.shows == "passed"

@@ -13,12 +13,11 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk` and `why-chunk`.
 Repair: export again; until then feed one token per step once there is a cache.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 WORDS = CauseText(
     cause="the causal mask is not offset by the past",
@@ -29,7 +28,7 @@ WORDS = CauseText(
 
 
 @check("KV315", "mask-not-offset", "runs")
-def mask_not_offset(context: RunContext) -> Iterator[Fault]:
+def mask_not_offset(context: RunContext) -> Faults:
     """One token per step that attends to too little, or several that attend to too much or too little."""
     loop = context.checked_loop
     fails = loop is not None and loop.shows == "differs"  # with one token per step already

@@ -12,17 +12,15 @@ Reproduce: `kvdoctor speed MODEL`.
 Repair: try another release of the runtime, or without its memory arena (`SessionOptions.enable_cpu_mem_arena`).
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.decode.speed import LEAK_BYTES, LEAST_STEPS
 from kvdoctor.diagnose.context import SpeedContext
 from kvdoctor.errors import CannotCheck
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_bytes
 
 
 @check("KV504", "memory-grows", "speed")
-def memory_grows(context: SpeedContext) -> Iterator[Fault]:
+def memory_grows(context: SpeedContext) -> Faults:
     """Memory that equal steps never give back."""
     speed = context.speed
     if speed.grown_bytes <= LEAK_BYTES:

@@ -13,13 +13,12 @@ Repair: rename the inputs and outputs, or write the loop by the contract.
 """
 
 import re
-from collections.abc import Iterator
 from itertools import takewhile
 
 from kvdoctor.analysis.slot_rules import pair_by_name
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
 MOST_PAIRS = 4
@@ -31,7 +30,7 @@ BY_CONTRACT = Advice(
 
 
 @check("KV107", "names-mislead", "contract")
-def names_mislead(context: ContractContext) -> Iterator[Fault]:
+def names_mislead(context: ContractContext) -> Faults:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
     moved = (
@@ -51,74 +50,62 @@ def names_mislead(context: ContractContext) -> Iterator[Fault]:
     yield fault.compare("slots that the graph uses as their names say", "; ".join(seen))
 
 
-def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
+def _find_other_read_numbers(contract: CacheContract) -> Faults:
     """Outputs with the numbers of the inputs, in another order."""
     groups: dict[tuple[str, str], list[Slot]] = {}
     for slot in contract.slots:
         groups.setdefault((slot.kind, slot.part), []).append(slot)
     crossed = [pair for slots in groups.values() for pair in _find_crossed(slots)]
     if crossed:
-        names, cause = tuple(out for _, out in crossed), "the numbers in the names of outputs are those of other layers"
         declared = "outputs with the numbers of the inputs to which they are fed back"
-        observed = f"{crossed[0][1]} is the present of {crossed[0][0]}"
-        yield Fault("warning", names, cause, BY_CONTRACT).compare(declared, observed)
+        yield _report(crossed, "the numbers in the names of outputs are those of other layers", declared)
 
 
-def _find_other_names(contract: CacheContract) -> Iterator[Fault]:
+def _find_other_names(contract: CacheContract) -> Faults:
     """Outputs whose names pair all of them with inputs, and not as the graph does."""
     pairs = {slot.past: slot.present for slot in contract.slots if slot.present is not None}
     promised = pair_by_name(list(pairs), set(pairs.values()))
     crossed = [(past, present) for past, present in pairs.items() if promised.get(past, present) != present]
     if crossed:
-        yield Fault(
-            severity="warning",
-            subject=tuple(present for _, present in crossed),
-            declared=f"{promised[crossed[0][0]]} as the present of {crossed[0][0]}, by its name",
-            observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
-            cause="the names of outputs are those of other slots",
-            repair=BY_CONTRACT,
-        )
+        declared = f"{promised[crossed[0][0]]} as the present of {crossed[0][0]}, by its name"
+        yield _report(crossed, "the names of outputs are those of other slots", declared)
 
 
-def _find_another_order(contract: CacheContract) -> Iterator[Fault]:
+def _report(crossed: list[tuple[str, str]], cause: str, declared: str) -> Fault:
+    """Pasts with presents that their names give to others."""
+    fault = Fault("warning", tuple(present for _, present in crossed), cause, BY_CONTRACT)
+    return fault.compare(declared, f"{crossed[0][1]} is the present of {crossed[0][0]}")
+
+
+def _find_another_order(contract: CacheContract) -> Faults:
     """Outputs in another order than the inputs, where no names tell which belong together and shapes do not either."""
     slots = [slot for slot in contract.slots if slot.present is not None]
-    if contract.has_known_names or _is_told_by_names(slots):
+    pairs = [(slot, other) for slot in slots for other in slots if other is not slot]
+    # Names alone pair each past with its present.
+    if contract.has_known_names or all(_in_common(one, one) > _in_common(one, other) for one, other in pairs):
         return
     graph = contract.graph("decode")
     places = {port.name: place for ports in (graph.inputs, graph.outputs) for place, port in enumerate(ports)}
     by_input = sorted(slots, key=lambda slot: places.get(slot.past, 0))
     by_output = sorted(slots, key=lambda slot: places.get(slot.present or "", 0))
-    moved = [slot for slot, there in zip(by_input, by_output, strict=True) if slot is not there and _fits(slot, there)]
+    same = (pair for pair in zip(by_input, by_output, strict=True) if pair[0] is not pair[1])
+    kinds = ((slot, {(one.dtype, one.axes, one.sized({})) for one in (slot, there)}) for slot, there in same)
+    moved = [slot for slot, kind in kinds if len(kind) == 1]  # the present of one could be fed to the other
     if moved:
-        pairs = [f"{slot.present} is the present of {slot.past}" for slot in moved]
+        seen = [f"{slot.present} is the present of {slot.past}" for slot in moved]
         cause = "the outputs are not in the order of the inputs to which they are fed back"
         declared = "outputs in the order of the inputs to which they are fed back, as no names tell it"
         fault = Fault("warning", tuple(slot.present or "" for slot in moved), cause, BY_CONTRACT)
         effects = ("a loop that feeds the outputs back in their order computes wrong logits",)
-        yield fault.compare(declared, shorten_names(pairs, MOST_PAIRS)).also(effects=effects)
+        yield fault.compare(declared, shorten_names(seen, MOST_PAIRS)).also(effects=effects)
 
 
-def _is_told_by_names(slots: list[Slot]) -> bool:
-    """Whether names alone pair each past with its present."""
-    return all(
-        _in_common(slot.past, slot.present or "") > _in_common(slot.past, other.present or "")
-        for slot in slots
-        for other in slots
-        if other is not slot
-    )
-
-
-def _in_common(past: str, present: str) -> tuple[int, int]:
-    """How many parts (text or number) two names share, and how many letters both begin with: `h` and `hn`."""
+def _in_common(slot: Slot, other: Slot) -> tuple[int, int]:
+    """How many parts (text or number) a past and a present share, and how many letters both begin with: `h`, `hn`."""
+    past, present = slot.past, other.present or ""
     words, others = ({*re.findall(r"[a-z]+|[0-9]+", name.lower())} for name in (past, present))
     begin = takewhile(lambda pair: pair[0] == pair[1], zip(past, present, strict=False))
     return len(words & others), len(list(begin))
-
-
-def _fits(slot: Slot, other: Slot) -> bool:
-    """Whether the present of one slot could be fed to the other."""
-    return (slot.dtype, slot.axes, slot.sized({})) == (other.dtype, other.axes, other.sized({}))
 
 
 def _find_crossed(slots: list[Slot]) -> list[tuple[str, str]]:

@@ -15,12 +15,10 @@ Repair: export again in evaluation mode.
 Source: the ONNX operator schema, Dropout since version 12.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._attribution import leading_cause
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import name_node, normalize_domain
@@ -34,14 +32,11 @@ WORDS = CauseText(
 )
 
 
-@check("KV314", "nondeterministic", "runs")
-def nondeterministic(context: RunContext) -> Iterator[Fault]:
-    """Reference runs that differ from themselves."""
-    yield from report_cause(context, "nondeterministic", WORDS)
+check_cause(__name__, "KV314", "nondeterministic", "runs", WORDS)
 
 
 @check("KV314", "nondeterministic", "contract")
-def dropout_left_on(context: ContractContext) -> Iterator[Fault]:
+def dropout_left_on(context: ContractContext) -> Faults:
     """One fault for each file with active dropouts, unless a run already shows their effect."""
     leading = leading_cause(context)
     if leading is not None and leading[0] == "nondeterministic":

@@ -11,20 +11,11 @@ Repair: export again with the causal mask; a model that is meant to look ahead (
 for a cache.
 """
 
-from collections.abc import Iterator
-
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
 
 WORDS = CauseText(
     cause="without a cache, the logits of a token change with later tokens",
     declared="logits that depend on the token and earlier ones alone",
     advice="export again with the causal mask",
 )
-
-
-@check("KV313", "not-causal", "runs")
-def not_causal(context: RunContext) -> Iterator[Fault]:
-    """Reference runs that look ahead."""
-    yield from report_cause(context, "not-causal", WORDS)
+check_cause(__name__, "KV313", "not-causal", "runs", WORDS)

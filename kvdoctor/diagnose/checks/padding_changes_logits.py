@@ -15,12 +15,10 @@ Repair: export again with `position_ids` as an input, or with positions and mask
 until then decode only sequences of the same length together. `--require left-padding` makes the finding an error.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 TOKENS = CauseText(
     cause="padding on the left changes a row's logits",
@@ -43,7 +41,7 @@ STATES = CauseText(
 
 
 @check("KV316", "padding-changes-logits", "runs")
-def padding_changes_logits(context: RunContext) -> Iterator[Fault]:
+def padding_changes_logits(context: RunContext) -> Faults:
     """Rows with other logits when padded, where rows without padding are right."""
     leave_to_other(context)
     for run, use in find_faulty_uses(context, "differs"):

@@ -15,16 +15,15 @@ Repair: put a missing file in the folder of the others; take all files and confi
 """
 
 import itertools
-from collections.abc import Iterator
 
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 ONE_EXPORT = "put a missing file in the folder of the others, and take all files and configs from one export"
 
 
 @check("KV021", "parts-do-not-fit", "contract")
-def parts_do_not_fit(context: ContractContext) -> Iterator[Fault]:
+def parts_do_not_fit(context: ContractContext) -> Faults:
     """Parts that are missing or do not fit, as the search for them found it."""
     names = {file.name for file in context.folder.files}
     before = itertools.takewhile(lambda stack: stack.name != context.stack.name, context.folder.stacks)

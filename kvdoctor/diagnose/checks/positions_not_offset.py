@@ -14,11 +14,7 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiments `why` and `history`.
 Repair: export again with positions computed from the length of the past, or with `position_ids` as an input.
 """
 
-from collections.abc import Iterator
-
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
 
 WORDS = CauseText(
     cause="cached steps compute their tokens at wrong positions",
@@ -26,9 +22,4 @@ WORDS = CauseText(
     advice="export again with positions that start after the past",
     on_graph=True,
 )
-
-
-@check("KV310", "positions-not-offset", "runs")
-def positions_not_offset(context: RunContext) -> Iterator[Fault]:
-    """Steps whose tokens are computed at the wrong position."""
-    yield from report_cause(context, "positions-not-offset", WORDS)
+check_cause(__name__, "KV310", "positions-not-offset", "runs", WORDS)

@@ -13,14 +13,13 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 Repair: export again so that the present is the past followed by the new entries.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import cause_in_use, leading_cause
 from kvdoctor.diagnose.checks._dataflow import describe_changes
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Faults, check
 
 NAME = "present-rewrites-past"
 WORDS = CauseText(
@@ -33,7 +32,7 @@ DROPPED = replace(WORDS, cause="a step drops the oldest entries of the past, whi
 
 
 @check("KV312", "present-rewrites-past", "runs")
-def present_rewrites_past(context: RunContext) -> Iterator[Fault]:
+def present_rewrites_past(context: RunContext) -> Faults:
     """Steps that change the entries of earlier tokens."""
     # What the experiment that decided saw of the slot concerned.
     found = [leading_cause(context), *(cause_in_use(context, run.experiment) for run in context.runs)]

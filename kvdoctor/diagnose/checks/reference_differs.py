@@ -22,7 +22,7 @@ from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.diagnose.checks._faults import list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import CannotCheck
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording.runs import describe_parts
 
 EXPORT_AGAIN = Advice(
@@ -31,7 +31,7 @@ EXPORT_AGAIN = Advice(
 
 
 @check("KV320", "reference-differs", "runs", needs=("against-checkpoint",))
-def reference_differs(context: RunContext) -> Iterator[Fault]:
+def reference_differs(context: RunContext) -> Faults:
     """Logits of the whole sequence, or of a loop that agrees with it, that differ from the checkpoint."""
     run, judged = context.find_run("against-checkpoint"), context.checked_loop
     if run is None or run.outcome != "differs":

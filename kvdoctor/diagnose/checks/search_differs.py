@@ -19,12 +19,10 @@ of all layers, key before value, before those of cross-attention.
 Source: ONNX Runtime, onnxruntime/contrib_ops/cpu/transformers (subgraph_gpt.cc, subgraph_t5_decoder.cc).
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.decode.runs import SEARCH
 from kvdoctor.diagnose.checks.session_refused import UNSUPPORTED
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 EXPORT = Advice(
     "re-export",
@@ -35,7 +33,7 @@ OTHERS = "different sequences"
 
 
 @check("KV322", "search-differs", "runs")
-def search_differs(context: RunContext) -> Iterator[Fault]:
+def search_differs(context: RunContext) -> Faults:
     """An operator that fails, or whose sequences differ from those of kvdoctor's loop."""
     run = context.find_run(SEARCH)
     if run is None or run.shows not in ("failed", "differs"):

@@ -9,7 +9,7 @@ Reproduce: open the file with `onnxruntime.InferenceSession` at the level that t
 Repair: export again for this runtime, or use a runtime that supports the file's IR version, opsets and operators.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks._attribution import fails_where_opened
@@ -17,13 +17,13 @@ from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.invalid_graph import EXPORT_AGAIN, list_problems
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 UNSUPPORTED = Advice("re-export", "export again for this runtime; its message above says what it does not support")
 
 
 @check("KV010", "session-refused", "runs")
-def session_refused(context: RunContext) -> Iterator[Fault]:
+def session_refused(context: RunContext) -> Faults:
     """Files that the runtime does not open, or only at a lower level."""
     files = {file.name: file for file in context.stack.members}
     for file, errors, opens_at in context.refusals:

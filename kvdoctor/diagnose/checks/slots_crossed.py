@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.checks._dataflow import find_exchanged_entries, find_repeated
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
-from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.diagnose.checks._faults import CauseText, check_cause
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.records import record
 
 EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
@@ -42,7 +42,7 @@ class _Crossing:
 
 
 @check("KV306", "key-value-swapped", "contract")
-def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
+def key_value_swapped(context: ContractContext) -> Faults:
     """Slots filled from the other half of their layer, or only named after it.
 
     What it means: an output named as a key contains the value of its layer, or the other way round. Both have the same
@@ -59,7 +59,7 @@ def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV307", "layers-swapped", "contract")
-def layers_swapped(context: ContractContext) -> Iterator[Fault]:
+def layers_swapped(context: ContractContext) -> Faults:
     """Slots filled from another layer, or only named after it.
 
     What it means: an output named after one layer contains the keys or values of another. Both have the same shape, so
@@ -75,16 +75,8 @@ def layers_swapped(context: ContractContext) -> Iterator[Fault]:
         yield _report_names(misnamed, f"layer {slot.layer}", f"attention number {slot.used_at}", "layers")
 
 
-@check("KV306", "key-value-swapped", "runs")
-def values_in_keys(context: RunContext) -> Iterator[Fault]:
-    """Steps whose cache entries are those of the other half of their layer."""
-    yield from report_cause(context, "key-value-swapped", PARTS)
-
-
-@check("KV307", "layers-swapped", "runs")
-def entries_of_other_layers(context: RunContext) -> Iterator[Fault]:
-    """Steps whose cache entries are those of another layer."""
-    yield from report_cause(context, "layers-swapped", LAYERS)
+check_cause(__name__, "KV306", "key-value-swapped", "runs", PARTS)
+check_cause(__name__, "KV307", "layers-swapped", "runs", LAYERS)
 
 
 def _number_by_layer(slots: tuple[Slot, ...]) -> Iterator[tuple[Slot, int]]:
@@ -135,7 +127,7 @@ def _find_layer(slots: tuple[Slot, ...], slot: Slot) -> int | None:
     return next((other.layer for other in alike if other.used_at == slot.made_at), slot.made_at)
 
 
-def _report_crossings(context: ContractContext, crossed: list[_Crossing], cause: str) -> Iterator[Fault]:
+def _report_crossings(context: ContractContext, crossed: list[_Crossing], cause: str) -> Faults:
     if not crossed or context.passes_parity:
         return
     first, run = crossed[0], context.checked_loop if context.loop_is_wrong else None

@@ -15,11 +15,9 @@ Repair: compare the models (`kvdoctor diff OLD NEW`) and the releases of the run
 new report (`kvdoctor speed MODEL --output speed.json`).
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.decode.speed import SpeedDifference
 from kvdoctor.diagnose.context import SpeedContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_bytes, format_milliseconds
 
 FIND_CHANGE = Advice(
@@ -30,7 +28,7 @@ FIND_CHANGE = Advice(
 
 
 @check("KV503", "slower", "speed")
-def slower(context: SpeedContext) -> Iterator[Fault]:
+def slower(context: SpeedContext) -> Faults:
     """Figures that are worse than in the earlier report, one for each length of the past."""
     for found in context.differences:
         if found.noisy:

@@ -8,15 +8,13 @@ several sequences at once, or another encoder length, fail while one sequence wo
 config declares usable is not a fault.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other, rejects_empty_past
 from kvdoctor.diagnose.checks._faults import SHORT_STATE, describe_location, find_undeclared_size, list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import CannotCheck
-from kvdoctor.findings import Fault, Severity, check
+from kvdoctor.findings import Fault, Faults, Severity, check
 from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
@@ -26,7 +24,7 @@ OTHER_ATTENTION = "or export again with another attention operator, or with that
 
 
 @check("KV201", "empty-past-rejected", "runs")
-def empty_past_rejected(context: RunContext) -> Iterator[Fault]:
+def empty_past_rejected(context: RunContext) -> Faults:
     """The first step with past length 0, if it runs with a dummy past of length 1.
 
     What it means: the runtime stops with an error if the past of the first step has length 0, and runs if it has length
@@ -38,7 +36,7 @@ def empty_past_rejected(context: RunContext) -> Iterator[Fault]:
 
 
 @check("KV202", "step-fails", "runs")
-def step_fails(context: RunContext) -> Iterator[Fault]:
+def step_fails(context: RunContext) -> Faults:
     """A checked loop, or runs of other sizes, that fail without a named cause.
 
     What it means: the runtime stops with an error in a call that the cache contract allows, and no other check names

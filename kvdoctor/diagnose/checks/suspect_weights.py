@@ -21,11 +21,10 @@ from math import isfinite
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.errors import CannotCheck, UnreadableError
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.weights import Weight, list_weights
-from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 
 FEW_ROWS = 16
@@ -40,18 +39,8 @@ EXPORT_AGAIN = Advice(
 )
 
 
-@record(slots=False)
-class Facts:
-    """The values of a weight: the least and the greatest finite one, and how many are NaN or Inf."""
-
-    least: float = 0.0
-    greatest: float = 0.0
-    nans: int = 0
-    infinite: int = 0
-
-
 @check("KV030", "suspect-weights", "file")
-def suspect_weights(context: FileContext) -> Iterator[Fault]:
+def suspect_weights(context: FileContext) -> Faults:
     """One fault for each kind of damage, with all weights that have it."""
     if not context.weights or context.file.view is None:
         return
@@ -83,14 +72,14 @@ def _judge(weight: Weight) -> Iterator[str]:
     """The kinds of damage that a weight shows."""
     if not weight.is_float and not _is_rounded(weight):
         return
-    facts = _read(weight)
-    if facts.nans and (weight.size > 1 or has(weight.op, "weights")):
+    least, greatest, nans, infinite = _read(weight)
+    if nans and (weight.size > 1 or has(weight.op, "weights")):
         yield "NaN"
-    if facts.infinite and weight.is_multiplied:
+    if infinite and weight.is_multiplied:
         yield "Inf"
-    if facts.nans == facts.infinite == 0 and facts.least == facts.greatest and _is_matrix(weight):
-        yield "zero" if facts.least == 0 else "constant"
-    if weight.is_multiplied and max(-facts.least, facts.greatest) > LARGEST:
+    if nans == infinite == 0 and least == greatest and _is_matrix(weight):
+        yield "zero" if least == 0 else "constant"
+    if weight.is_multiplied and max(-least, greatest) > LARGEST:
         yield "large"
 
 
@@ -107,7 +96,8 @@ def _is_matrix(weight: Weight) -> bool:
     return known and len(weight.dims) > 1 and weight.size >= SMALLEST and not lora
 
 
-def _read(weight: Weight) -> Facts:
+def _read(weight: Weight) -> tuple[float, float, int, int]:
+    """The least and the greatest finite value of a weight, and how many are NaN or Inf."""
     import numpy as np
 
     least, greatest, nans, infinite = float("inf"), float("-inf"), 0, 0
@@ -117,7 +107,7 @@ def _read(weight: Weight) -> Facts:
         finite = values[np.isfinite(values)]
         if finite.size:
             least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
-    return Facts(least, greatest, nans, infinite) if isfinite(least) else Facts(0.0, 0.0, nans, infinite)
+    return (least, greatest, nans, infinite) if isfinite(least) else (0.0, 0.0, nans, infinite)
 
 
 def _describe(weight: Weight) -> str:

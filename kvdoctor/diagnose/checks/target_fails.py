@@ -19,14 +19,14 @@ from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.runtime.targets import Target, TargetResult
 
 ANOTHER = Advice("re-export", "use a release that runs the model as it is, or export it again for this one")
 
 
 @check("KV404", "target-fails", "targets")
-def target_fails(context: TargetContext) -> Iterator[Fault]:
+def target_fails(context: TargetContext) -> Faults:
     """Files and steps that the local runtime runs, and that fail under a target.
 
     What it means: the installed runtime opens the file and runs its steps; the target runtime does not. An operator is
@@ -40,7 +40,7 @@ def target_fails(context: TargetContext) -> Iterator[Fault]:
 
 
 @check("KV405", "target-differs", "targets")
-def target_differs(context: TargetContext) -> Iterator[Fault]:
+def target_differs(context: TargetContext) -> Faults:
     """Logits that are right in the local runtime, and wrong or different under a target.
 
     What it means: the steps run in both runtimes, and the logits of the target differ. An operator had a bug in that
@@ -65,7 +65,7 @@ def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
             yield result
 
 
-def _report_refusals(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
+def _report_refusals(context: TargetContext, result: TargetResult) -> Faults:
     """Files that open only locally, or under the target only with less optimization, for no known limit."""
     here = {file: opens_at for file, _, opens_at in context.refusals}
     files = {file.name: file for file in context.stack.members}
@@ -79,7 +79,7 @@ def _report_refusals(context: TargetContext, result: TargetResult) -> Iterator[F
         yield fault.also(file=file, where=f"file {file}, under {result.target.words}")
 
 
-def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[str, ...]) -> Iterator[Fault]:
+def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[str, ...]) -> Faults:
     """Experiments that go wrong under the target alone: one finding, if the first of them has one of these outcomes."""
     bad = _find_wrong_runs(context, result)
     if not bad or bad[0].outcome not in outcomes:
@@ -134,7 +134,7 @@ def _describe_cause(run: Run, target: Target) -> str:
     return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes in the local runtime"
 
 
-def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
+def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     """Logits that are consistent in both runtimes, and differ between them."""
     apart = {name: gap for name, gap in result.gaps.items() if gap.verdict == "fail"}
     if not apart:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import TargetContext
-from kvdoctor.findings import Fault, check
+from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 from kvdoctor.runtime.targets import Target, TargetResult, of_release
@@ -43,7 +43,7 @@ def is_ruled_out(file: OnnxFile, limits: ReleaseLimits | None) -> bool:
 
 
 @check("KV401", "ir-too-new", "targets")
-def ir_too_new(context: TargetContext) -> Iterator[Fault]:
+def ir_too_new(context: TargetContext) -> Faults:
     """The IR version is newer than a target supports.
 
     What it means: every release of onnxruntime has a largest IR version that it opens. A current exporter, or a tool
@@ -55,7 +55,7 @@ def ir_too_new(context: TargetContext) -> Iterator[Fault]:
 
 
 @check("KV402", "opset-too-new", "targets")
-def opset_too_new(context: TargetContext) -> Iterator[Fault]:
+def opset_too_new(context: TargetContext) -> Faults:
     """The opset is newer than a target supports.
 
     What it means: every release of onnxruntime has a largest ONNX opset that it opens. A current exporter writes a
@@ -67,7 +67,7 @@ def opset_too_new(context: TargetContext) -> Iterator[Fault]:
 
 
 @check("KV403", "operator-unsupported", "targets")
-def operator_unsupported(context: TargetContext) -> Iterator[Fault]:
+def operator_unsupported(context: TargetContext) -> Faults:
     """The graph has an operator, or an attribute of one, that a target does not support on the CPU.
 
     What it means: every release of onnxruntime has a fixed set of operators beyond the standard, with fixed inputs and
@@ -91,7 +91,7 @@ def _report_excesses(
     what: str,
     takes: Callable[[LimitExceeded], str],
     confirmed: bool = False,
-) -> Iterator[Fault]:
+) -> Faults:
     """One finding for all files and targets."""
     if not found:
         return

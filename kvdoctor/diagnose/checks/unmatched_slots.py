@@ -5,19 +5,17 @@ Reproduce: compare the names of past inputs and present outputs over all files o
 Repair: add the missing file, or export again with the task that ends in `-with-past`.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.analysis.completeness import find_unfilled
 from kvdoctor.diagnose.checks._dataflow import find_repeated, refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
 EXPORT_AGAIN = Advice("re-export", "add the missing file of the export, or export again with the task ...-with-past")
 
 
 @check("KV102", "past-without-present", "contract")
-def past_without_present(context: ContractContext) -> Iterator[Fault]:
+def past_without_present(context: ContractContext) -> Faults:
     """Slots that neither the prefill nor a decode step fills.
 
     What it means: no present output in the whole set of files can fill a past input. Often a file is missing:
@@ -44,7 +42,7 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
 
 
 @check("KV103", "present-without-past", "contract")
-def present_without_past(context: ContractContext) -> Iterator[Fault]:
+def present_without_past(context: ContractContext) -> Faults:
     """Present outputs that no past input takes.
 
     What it means: no graph in the whole set of files takes some present outputs as its past. Often a file is missing:

@@ -8,14 +8,12 @@ Reproduce: `python -c "import onnx; onnx.load('FILE')"` fails or returns an empt
 Repair: download the file again; `git lfs pull` for a pointer; give the `.onnx` file from which an `.ort` file was made.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.context import FileContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 
 @check("KV001", "unreadable", "file", incomplete=True)
-def unreadable(context: FileContext) -> Iterator[Fault]:
+def unreadable(context: FileContext) -> Faults:
     """A file that cannot be read."""
     problem = context.file.problem
     if problem is not None:

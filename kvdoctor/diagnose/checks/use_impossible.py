@@ -16,16 +16,14 @@ Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192), verifies
 refuses to crop a sliding-window layer that has seen more tokens than its window (`DynamicSlidingWindowLayer.crop`).
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.context import ContractContext, DraftModel
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
 
 @check("KV115", "use-impossible", "contract")
-def use_impossible(context: ContractContext) -> Iterator[Fault]:
+def use_impossible(context: ContractContext) -> Faults:
     """What in the contract stands in the way of the uses that are required."""
     if context.draft is not None:
         yield from _judge_draft(context.draft)
@@ -43,7 +41,7 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
             yield fault.also(where=shorten_names(obstacle.names), apart=(use.required or "",))
 
 
-def _judge_draft(draft: DraftModel) -> Iterator[Fault]:
+def _judge_draft(draft: DraftModel) -> Faults:
     """What keeps a draft from going back to the tokens that were accepted."""
     from kvdoctor.decode.experiments.multi_turn import find_uncut
 

@@ -8,17 +8,15 @@ Reproduce: make the call that the finding names in a separate process.
 Repair: if a limit was reached, raise it; if the runtime crashed, use another version of it or a new export.
 """
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 FEED_BACK = ("plain-loop", "late-cache")
 """Experiments that feed every returned slot back."""
 
 
 @check("KV011", "worker-died", "runs", incomplete=True)
-def worker_died(context: RunContext) -> Iterator[Fault]:
+def worker_died(context: RunContext) -> Faults:
     """Runs in which the process ended, one finding for each way in which it did."""
     ended: dict[str, list[str]] = {}
     held = context.find_run("held-loop")

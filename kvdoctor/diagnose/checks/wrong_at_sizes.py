@@ -17,7 +17,7 @@ from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, CHUNKS, find_fault
 from kvdoctor.diagnose.checks._faults import OFF, CauseText, build_use_difference, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import Explained
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Faults, check
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
@@ -31,7 +31,7 @@ ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or 
 
 
 @check("KV308", "wrong-at-lengths", "runs")
-def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
+def wrong_at_lengths(context: RunContext) -> Faults:
     """Wrong logits at some lengths of the past.
 
     What it means: the loop of a few single tokens gives the logits of the reference run, and at some lengths of the
@@ -46,7 +46,7 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
 
 
 @check("KV309", "chunk-differs", "runs")
-def chunk_differs(context: RunContext) -> Iterator[Fault]:
+def chunk_differs(context: RunContext) -> Faults:
     """Wrong logits of several new tokens at once.
 
     What it means: single tokens on a cache give the logits of the reference run, and several new tokens at once do not

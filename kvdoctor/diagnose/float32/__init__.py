@@ -63,11 +63,7 @@ def unrounded_bytes(files: Iterable[OnnxFile]) -> int:
 
 
 def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, target: Path) -> CacheContract:
-    """Write the float32 copy of a stack's files into an existing empty folder, and give the contract to run it by.
-
-    Raises:
-        CannotCheck: the rounding cannot be taken out, or there is no room; the message says why.
-    """
+    """Write the copy of a stack into an empty folder, and give its contract; raises `CannotCheck` with the reason."""
     wanted = {file: name for name, graph in contract.graphs.items() for file in graph.files}
     chosen = [file for file in files if file.name in wanted]
     decoding = {contract.phases[phase].graph for phase in DECODING}

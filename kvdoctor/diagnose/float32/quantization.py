@@ -4,8 +4,8 @@ Dynamic: `DynamicQuantizeLinear` returns round(x / scale) + zero point, and `Mat
 weights. Here x itself replaces the first, with a scale of 1 and a zero point of 0, and the product is one of real
 numbers: the product of the scales that follows is then right as it is. Weights keep their quantized values.
 
-Static: a QuantizeLinear and DequantizeLinear on an activation become a clip. The saturation at the ends of the scale
-belongs to the mathematics of the graph and stays; the rounding goes.
+Static: a QuantizeLinear and DequantizeLinear on an activation become a clip: the saturation at the ends of the scale
+belongs to the mathematics of the graph.
 """
 
 import struct
@@ -25,11 +25,7 @@ TAKES_QUANTIZED = {*PRODUCTS, "MatMulIntegerToFloat", "DequantizeLinear"}
 
 
 def unround_integers(model: ModelProto) -> None:
-    """Replace integer products by products of real numbers, in place.
-
-    Raises:
-        CannotCheck: an operator that is no product reads a quantized value, or an operator rounds internally.
-    """
+    """Replace integer products by real ones, in place; raises `CannotCheck` where anything else reads integers."""
     if set(GraphView(model).operators) & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
         _IntegerRewriter(model).run()
         for graph in graphs_in(model.graph):

@@ -35,11 +35,7 @@ def cast(source: str, target: str) -> NodeProto:
 
 
 def widen(model: ModelProto) -> None:
-    """Change a model in place.
-
-    Raises:
-        CannotCheck: it holds a 16-bit number whose bits are read, or one outside the file that cannot be cast.
-    """
+    """Change a model in place; raises `CannotCheck` where bits are read, or a 16-bit value outside cannot be cast."""
     known = names_in(model)
     for graph in graphs_in(model.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):

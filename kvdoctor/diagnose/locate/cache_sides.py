@@ -22,11 +22,7 @@ MEETS = operators_with("product", "attend")
 
 
 def find_wrong_side(graph: FlatFile, value: str, packed: Container[str]) -> tuple[Side, str] | None:
-    """The check whose fault it is that a value is the first that differs, and why; None where the graph does not tell.
-
-    `graph` is that of a decode step, `value` what its attention reads: old and new entries together. `packed` are the
-    pasts that hold several parts, each of which is taken out first.
-    """
+    """The check whose fault the first wrong `value` is, and why, or None; `packed` pasts hold several parts."""
     for past, present in graph.slots.items():
         cached = graph.flat.depending_on({past})
         for views in (COPIES, VIEWS) if value in cached else ():

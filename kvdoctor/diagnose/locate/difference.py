@@ -184,9 +184,8 @@ class DifferenceSearch:
         names = [port.name for p in (self.left, self.right) if (port := self.contract.graph(p.name).port("logits"))]
         for level in LEVELS:
             if self._wrong(names, level, None, take):
-                if self.provider != "CPUExecutionProvider" and not self._wrong(
-                    names, level, "CPUExecutionProvider", take
-                ):
+                cpu = "CPUExecutionProvider"
+                if self.provider != cpu and not self._wrong(names, level, cpu, take):
                     return locate_at(None, f"the same step is right on the CPU and wrong on {self.provider}", "kernel")
                 found = find_pass(lambda disabled: not self._wrong(names, level, None, take, disabled))  # noqa: B023
                 words = f"the step is wrong from optimization level {level!r} on, and right below it"
@@ -196,13 +195,8 @@ class DifferenceSearch:
     def _wrong(
         self, names: Sequence[str], level: str, provider: str | None, take: Take, disabled: tuple[str, ...] = ()
     ) -> bool:
-        left, right = (
-            TrialModel(phase.file.absolute(), None, feeds, at, provider, passes)
-            for phase, feeds, at, passes in (
-                (self.left, self.feeds[0], level, disabled),
-                (self.right, self.feeds[1], "off", ()),
-            )
-        )
+        left = TrialModel(self.left.file.absolute(), None, self.feeds[0], level, provider, disabled)
+        right = TrialModel(self.right.file.absolute(), None, self.feeds[1], "off", provider, ())
         found = self.runner.compare(left, right, [(names[0], names[-1], take)])[0]
         return found is None or not 0 <= found.relative <= self.passes
 

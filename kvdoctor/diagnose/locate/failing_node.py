@@ -172,10 +172,7 @@ SourcedSuspect = tuple[Suspect, list[SizeSource]]
 
 @dataclass
 class FailingNode:
-    """A failing node in its graph and the call in which it fails. `axes` says what axes of the graph's inputs count.
-
-    `carried` says of fed presents which step returned them, `layers` of pasts to which layer they belong.
-    """
+    """A failing node and its call: the axes of inputs, the steps that returned pasts, the layers of pasts."""
 
     runner: GraphRunner
     flat: RunnableGraph
@@ -253,10 +250,9 @@ class FailingNode:
     def _depends_on(self, suspect: Suspect, source: SizeSource) -> bool | None:
         """Whether an axis depends on a fed length, changed alone, then with all that count the same."""
         kind = self._kind(source)
-        for feeds in (self._resized(source, source.size + 1), self._longer(kind) if kind else None):
-            if feeds is not None and (moved := self._moves_with(suspect, feeds)) is not None:
-                return moved
-        return None
+        others = [self._resized(source, source.size + 1), *([self._longer(kind)] if kind else [])]
+        moved = (self._moves_with(suspect, feeds) for feeds in others)
+        return next((one for one in moved if one is not None), None)
 
     def _moves_with(self, suspect: Suspect, feeds: dict[str, Array]) -> bool | None:
         """Whether an axis has another length on other feeds; None where the graph does not get that far with them."""

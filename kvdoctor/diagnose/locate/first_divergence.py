@@ -1,9 +1,8 @@
 """The first divergence of a step with the cache from the run without one: the value that differs, and its root cause.
 
-Corresponding values are compared in portions of bounded size, in the order of the graph. From the first token-dependent
-value that differs, the search goes back over inputs that differ as well. The root is the earliest of these that makes
-the logits right when the reference value replaces it: that is an experiment, and holds for masks, positions and swapped
-caches.
+Corresponding values are compared in portions of bounded size, in the order of the graph. The search goes back from the
+first token-dependent value that differs over inputs that differ as well. The root is the earliest of these that makes
+the logits right when the reference value replaces it: an experiment, which holds for masks, positions, swapped caches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,7 @@ Take = list[list[int] | None]
 
 @record(slots=False)
 class CallPair:
-    """The two calls, and sizes in tokens and sequences.
-
-    `caches` gives the past inputs and the value of the other graph that holds the same entries. `passes` is the largest
-    difference that counts as equal, in standard deviations.
-    """
+    """Two calls: sizes in tokens and sequences, `caches` with their values at right, what `passes` as equal."""
 
     left: FlatFile
     right: FlatFile
@@ -79,12 +74,7 @@ class DivergenceSearch:
         self.pairs: dict[str, tuple[str, Take]] = {}
 
     def run(self) -> Divergence | None:
-        """Find the first divergence; None where no value that depends on tokens differs, the logits included.
-
-        Raises:
-            CannotCheck: it cannot be found.
-            TrialFailed: the runtime does not run the graph with other outputs.
-        """
+        """Find the first divergence; None where no token-dependent value differs. Raises like `GraphRunner`."""
         left = self.sides.left
         listed = match_values(left, self.sides.right)
         if left.flat is self.sides.right.flat:  # what is made of a past alone has no counterpart in a run without one

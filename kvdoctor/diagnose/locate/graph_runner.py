@@ -92,9 +92,13 @@ class GraphRunner:
         found = self._trial(TrialJob(side(variant, feeds), provider=self.provider)).outputs
         return {value: found[output] for value, output in variant.outputs.items() if output in found}
 
-    def run_file(self, model: TrialModel) -> None:
-        """Run a file of the user as it is."""
-        self._trial(TrialJob(model, provider=self.provider))
+    def passes(self, model: TrialModel) -> bool:
+        """Whether a call of a file of the user, as it is, passes."""
+        try:
+            self._trial(TrialJob(model, provider=self.provider))
+        except TrialFailed:
+            return False
+        return True
 
     def compare(
         self, left: TrialModel, right: TrialModel, pairs: Iterable[Pair], inject: Iterable[Pair] = ()

@@ -1,10 +1,9 @@
 """Matches the values of two graphs: the one of the step with the cache, and the one of the run without it.
 
-Where one graph serves both, every value is its own counterpart. Values of two branches or files are matched by
-operator, attributes and inputs, constants by their content. Values that depend on lengths alone (masks, positions,
-targets of a Reshape) may be computed differently and match anything, and so do constants where all else is equal. The
-present of a slot matches on both sides. Where inputs could not be matched, a large weight that one node alone uses
-matches the next node.
+Where one graph serves both, every value is its own counterpart. Else values are matched by operator, attributes and
+inputs, constants by their content. Values that depend on lengths alone (masks, positions, targets of a Reshape) match
+anything, and so do constants where all else is equal. The present of a slot matches on both sides. Where inputs could
+not be matched, a large weight that one node alone uses matches the next node.
 """
 
 import os
@@ -31,11 +30,7 @@ Key = tuple[object, ...]
 
 @record(slots=False)
 class FlatFile:
-    """A flat graph with its inputs by role, and its caches.
-
-    `content` are the inputs with token content: tokens, encoder states and pasts. `slots` gives the values that hold
-    the whole cache of a slot. `feeds` is the file of a call, and `logits` the value that its logits are.
-    """
+    """A flat graph: its inputs by role and by token content, the values of its slots, and a call with its logits."""
 
     flat: RunnableGraph
     roles: Mapping[str, str]
@@ -86,10 +81,9 @@ class _Numbering:
         self.alike: dict[Key, list[Key]] = {}
         self.used = Counter(name for node in graph.flat.nodes for name in set(node.reads))
         behind = {name: slot for slot, name in graph.slots.items()}
-        for name, tensor in graph.flat.constants.items():
-            self.keys[name] = ("constant", content(tensor, graph.flat.source))
-        for name, slot in behind.items():
-            self.keys[name] = ("slot", slot)
+        tensors = graph.flat.constants.items()
+        self.keys |= {name: ("constant", content(tensor, graph.flat.source)) for name, tensor in tensors}
+        self.keys |= {name: ("slot", slot) for name, slot in behind.items()}
         for node in graph.flat.nodes:
             self._number(node, behind)
 
@@ -101,10 +95,8 @@ class _Numbering:
         loose: Key = (node.domain, node.op, _digest(attributes, said))
         anchor = self._anchor(node)
         if self.other is not None and key not in self.other.firsts:
-            for known, mine in ((self.other.alike, loose), (self.other.anchors, anchor)):
-                if mine is not None and len(known.get(mine, ())) == 1:
-                    key = known[mine][0]
-                    break
+            known = (self.other.alike.get(loose, ()), self.other.anchors.get(anchor, ()) if anchor is not None else ())
+            key = next((found[0] for found in known if len(found) == 1), key)
         self.alike.setdefault(loose, []).append(key)
         if anchor is not None:
             self.anchors.setdefault(anchor, []).append(key)

@@ -142,11 +142,7 @@ class RunnableGraph(FlatGraph[RunnableNode]):
 
 
 def flatten(model: ModelProto, taken: Mapping[str, bool], source: Path) -> RunnableGraph:
-    """Write out the model of a file. `taken` says which branch an `If` takes, by the first value that it makes.
-
-    Raises:
-        CannotCheck: the graph cannot be written out.
-    """
+    """Write out the model of a file; `taken` has the branch of each `If`, by its first value. Raises `CannotCheck`."""
     writer, names = _RunnableWriter(model, taken), ScopeNames()
     site = Site(names)
     names.update({value.name: writer.name_value(value.name, site) for value in model.graph.input})

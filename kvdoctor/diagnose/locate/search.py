@@ -44,8 +44,7 @@ class LocateContext:
 
 def locate_fault(run: Run, context: LocateContext) -> Run:
     """The run with the location of its fault, or with the reason why that was not found."""
-    runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
-    return guard_search(run, lambda: replace(run, location=_locate(run, context, runner)))
+    return guard_search(run, lambda: replace(run, location=_locate(run, context)))
 
 
 def guard_search(run: Run, search: Callable[[], Run]) -> Run:
@@ -60,17 +59,16 @@ def guard_search(run: Run, search: Callable[[], Run]) -> Run:
         return replace(run, no_location=f"the search crashed ({type(error).__name__}: {error}); please report it")
 
 
-def _locate(run: Run, context: LocateContext, runner: GraphRunner) -> FaultLocation:
+def _locate(run: Run, context: LocateContext) -> FaultLocation:
+    runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
     if context.stack.stages:
         raise CannotCheck("the decoder is a pipeline of several files, in which no node is searched for")
     feeds = context.calls / f"{run.experiment}.npz"
-    if run.outcome == "differs" and not feeds.is_file():
-        raise CannotCheck("the logits have a different shape, so intermediate values cannot be compared")
     if not feeds.is_file():
-        raise CannotCheck("the feeds of the call were not saved")
-    if run.outcome == "failed":
-        return _locate_failure(run, context, runner, feeds)
-    return _locate_difference(run, context, runner, feeds)
+        other_shape = "the logits have a different shape, so intermediate values cannot be compared"
+        raise CannotCheck(other_shape if run.outcome == "differs" else "the feeds of the call were not saved")
+    locate = _locate_failure if run.outcome == "failed" else _locate_difference
+    return locate(run, context, runner, feeds)
 
 
 def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds: Path) -> FaultLocation:
@@ -83,15 +81,15 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
     if run.passes_with == "no-buffer-reuse":
         return locate_at(None, "the same call passes when the runtime reuses no buffers", "buffer-reuse")
     if run.passes_with == "no-optimization":
-        level = next((level for level in LEVELS if not _runs(runner, replace(called, level=level))), "all")
-        found = find_pass(lambda disabled: _runs(runner, replace(called, level=level, disabled=disabled)))
+        level = next((level for level in LEVELS if not runner.passes(replace(called, level=level))), "all")
+        found = find_pass(lambda disabled: runner.passes(replace(called, level=level, disabled=disabled)))
         words = f"the call fails from optimization level {level!r} on"
         return locate_at(None, words + name_pass(found), "optimization")
     flat, node = FailureSearch(runner, file, feeds, branches_taken(context, phase)).node()
     axes = {port.name: port.axes for port in context.contract.graph(phase).inputs}
     carried, layers = _describe_carried_pasts(run, context.contract), layers_of_pasts(context.contract)
     place = FailingNode(runner, flat, node, load_call(feeds), axes, carried, layers).locate(feeds)
-    if context.provider != "CPUExecutionProvider" and _runs(runner, replace(called, provider="CPUExecutionProvider")):
+    if context.provider != "CPUExecutionProvider" and runner.passes(replace(called, provider="CPUExecutionProvider")):
         return replace(place, source="kernel", words=f"the same call passes on the CPU, not on {context.provider}")
     return place
 
@@ -110,14 +108,6 @@ def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, fe
     total = step.new_tokens + step.past_length * (step.phase == "decode")
     limit, files = context.tolerance.passes, (left, right, (feeds, reference))
     return DifferenceSearch(runner, context.contract, step, before, total, *files, context.provider, limit).locate()
-
-
-def _runs(runner: GraphRunner, model: TrialModel) -> bool:
-    try:
-        runner.run_file(model)
-    except TrialFailed:
-        return False
-    return True
 
 
 def file_of(context: LocateContext, phase: PhaseName) -> Path:

@@ -1,9 +1,7 @@
 """Compares the numbers that configs declare of a decoder with those that the graph shows."""
 
-from collections.abc import Iterator
-
 from kvdoctor.diagnose.checks.side_cars.claims import ALL_LAYERS_CACHE, ConfigClaim
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, span
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, Disagreements, either, span
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import cache_sizes, head_widths, logits_width, positions
 from kvdoctor.diagnose.context import ContractContext
 
@@ -19,7 +17,7 @@ MOST_PADDED = 0.06
 """Share of a vocabulary that padding may add: 50257 tokens become 51200 rows, but 64 do not become 128."""
 
 
-def layers(context: ContractContext, claim: ConfigClaim, model_type: str) -> Iterator[Disagreement]:
+def layers(context: ContractContext, claim: ConfigClaim, model_type: str) -> Disagreements:
     """Another number of layers with a cache than the graph has."""
     slots = context.contract.slots
     numbered = [slot for slot in slots if slot.layer is not None]
@@ -41,7 +39,7 @@ def layers(context: ContractContext, claim: ConfigClaim, model_type: str) -> Ite
         yield _numbered(claim, f"caches of layers {span(growing)} and no more", str(len(growing)))
 
 
-def sizes(context: ContractContext, claim: ConfigClaim, *, fused: bool = False) -> Iterator[Disagreement]:
+def sizes(context: ContractContext, claim: ConfigClaim, *, fused: bool = False) -> Disagreements:
     """Kv heads and widths, one of which a config may name; `fused` asks operators where no cache declares one."""
     seen = cache_sizes(context, "kv_heads" if claim.what == "kv_heads" else "head_dim", PARTS[claim.what])
     seen = seen or (head_widths(context) if fused else set())
@@ -51,7 +49,7 @@ def sizes(context: ContractContext, claim: ConfigClaim, *, fused: bool = False) 
         yield _numbered(claim, f"{word.get(claim.what, 'head_dim')} {either(seen)}", either(seen), so)
 
 
-def vocabulary(context: ContractContext, claim: ConfigClaim, *, exactly: bool = False) -> Iterator[Disagreement]:
+def vocabulary(context: ContractContext, claim: ConfigClaim, *, exactly: bool = False) -> Disagreements:
     """The width of the logits: that of the vocabulary, or that of a table padded to a round number of rows."""
     width = logits_width(context)
     if width is None or width == claim.value:
@@ -61,7 +59,7 @@ def vocabulary(context: ContractContext, claim: ConfigClaim, *, exactly: bool = 
         yield _numbered(claim, f"logits of width {width}", str(width), so)
 
 
-def context(context: ContractContext, claim: ConfigClaim) -> Iterator[Disagreement]:
+def context(context: ContractContext, claim: ConfigClaim) -> Disagreements:
     """A table of positions that ends before the context does. A longer one is no fault."""
     rows = positions(context.stack, context.contract)
     if rows is not None and rows < claim.value:

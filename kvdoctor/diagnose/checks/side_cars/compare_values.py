@@ -6,7 +6,7 @@ difference. Where the layers of a model may differ, one layer with the declared 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
@@ -16,7 +16,7 @@ from kvdoctor.analysis.configs import declared_windows, decoder_config, is_count
 from kvdoctor.analysis.thresholds import find_thresholds
 from kvdoctor.diagnose.checks.side_cars import values
 from kvdoctor.diagnose.checks.side_cars.claims import HEADS, RELATIVE, UNGROUPED
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, Disagreements, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import cache_sizes, head_widths
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.flatten import FlatNode
@@ -42,7 +42,7 @@ class Sides:
     width: int | None
 
 
-def compare_values(context: ContractContext) -> Iterator[Disagreement]:
+def compare_values(context: ContractContext) -> Disagreements:
     """The values of config.json with which the graph does not compute."""
     sides = _read_sides(context)
     if sides is not None:
@@ -89,7 +89,7 @@ def _most(found: Iterable[tuple[Hashable, FlatNode]]) -> tuple[Any, FlatNode]:
 
 def _unless(
     right: Callable[[Any], bool], key: str, declared: object, seen: Iterable[tuple[Any, FlatNode]], text: str
-) -> Iterator[Disagreement]:
+) -> Disagreements:
     """A difference where some values are seen, and none is right: as text, the one that occurs most often."""
     seen = list(seen)
     if seen and not any(right(value) for value, _ in seen):
@@ -98,20 +98,20 @@ def _unless(
 
 def _unless_close(
     claim: tuple[str, float] | tuple[str, str, float] | None, seen: Iterable[tuple[float, FlatNode]], text: str
-) -> Iterator[Disagreement]:
+) -> Disagreements:
     """The same for numbers, by a key, the value there, and the number that it stands for."""
     if claim is not None:
         declared = claim[1] if isinstance(claim[1], str) else f"{claim[1]:g}"
         yield from _unless(lambda value: _is_close(value, claim[-1]), claim[0], declared, seen, text)
 
 
-def _epsilon(sides: Sides) -> Iterator[Disagreement]:
+def _epsilon(sides: Sides) -> Disagreements:
     if sides.kind in values.ROTATED:  # others have a key that their norms ignore
         given, norms = values.first_number(sides.part, values.EPSILONS), sides.graph.norms
         yield from _unless_close(given, ((norm.epsilon, norm.node) for norm in norms), "epsilon {:.3g}")
 
 
-def _activation(sides: Sides) -> Iterator[Disagreement]:
+def _activation(sides: Sides) -> Disagreements:
     part, found = sides.part, sides.graph.activations
     key = next((key for key in values.ACTIVATIONS if isinstance(part.get(key), str)), None)
     if sides.kind == "falcon" and isinstance(part.get("activation"), str):
@@ -127,7 +127,7 @@ def _activation(sides: Sides) -> Iterator[Disagreement]:
         yield from _unless(lambda _: name in kinds, key, quoted(part[key]), seen, "{}")
 
 
-def _scale(sides: Sides) -> Iterator[Disagreement]:
+def _scale(sides: Sides) -> Disagreements:
     claim = values.score_scale(sides.part, sides.kind, sides.width)
     usual = sides.width**-0.5 if sides.width else None
     seen = [(one.scale if one.scale is not None else usual, one) for one in sides.graph.attentions if one.is_scaled]
@@ -142,7 +142,7 @@ def _scale(sides: Sides) -> Iterator[Disagreement]:
     yield _differs(key, declared, f"a scale of scores of {scale:g}{more}", node)
 
 
-def _caps(sides: Sides) -> Iterator[Disagreement]:
+def _caps(sides: Sides) -> Disagreements:
     """The caps of the scores and of the logits, each by the first node that has another one, or none."""
     for key, what in (("attn_logit_softcapping", "scores"), ("final_logit_softcapping", "logits")):
         given = values.first_number(sides.part, (key,))
@@ -158,7 +158,7 @@ def _caps(sides: Sides) -> Iterator[Disagreement]:
                 break
 
 
-def _rotation(sides: Sides) -> Iterator[Disagreement]:
+def _rotation(sides: Sides) -> Disagreements:
     alibi = sides.part.get("alibi") is True
     declared = values.rotations(sides.part) if not alibi else []
     found, whole = sides.graph.frequencies if declared or (alibi and sides.kind == "falcon") else ([], False)
@@ -184,7 +184,7 @@ def _rotation(sides: Sides) -> Iterator[Disagreement]:
             yield from _switch(sides, one)
 
 
-def _switch(sides: Sides, one: Declared) -> Iterator[Disagreement]:
+def _switch(sides: Sides, one: Declared) -> Disagreements:
     """The length from which a graph rotates by the second set of frequencies."""
     key = "original_max_position_embeddings"
     declared, flow = one.scaling.get(key), sides.graph.flow
@@ -223,7 +223,7 @@ def _rounded(number: float) -> str:
     return f"{short if math.isclose(short, number, rel_tol=CLOSE / 4) else longer:.10g}"
 
 
-def _window(sides: Sides) -> Iterator[Disagreement]:
+def _window(sides: Sides) -> Disagreements:
     """The window of each layer. One that no sequence reaches is none, nor does a buffer of another form show one."""
     part, found = sides.part, sides.graph.attentions
     key, window = "sliding_window", part.get("sliding_window")
@@ -266,7 +266,7 @@ LONGEST = 1 << 17
 """Windows from here on are those that no sequence reaches."""
 
 
-def _tied(sides: Sides) -> Iterator[Disagreement]:
+def _tied(sides: Sides) -> Disagreements:
     declared = values.is_tied(sides.part, sides.config)
     embedding = sides.graph.embedding(_token_inputs(sides)) if declared is not None else None
     head = sides.graph.find_head(sides.context.logits_name) if embedding is not None else None
@@ -281,7 +281,7 @@ def _token_inputs(sides: Sides) -> frozenset[str]:
     return frozenset(port.name for port in ports if port.role == "token_ids")
 
 
-def _embedding(sides: Sides) -> Iterator[Disagreement]:
+def _embedding(sides: Sides) -> Disagreements:
     embedding = sides.graph.embedding(_token_inputs(sides))
     if embedding is None or embedding.factor is None:
         return
@@ -289,21 +289,21 @@ def _embedding(sides: Sides) -> Iterator[Disagreement]:
     yield from _unless_close(claim, [(embedding.factor, embedding.node)], "embeddings multiplied by {:.6g}")
 
 
-def _logits(sides: Sides) -> Iterator[Disagreement]:
+def _logits(sides: Sides) -> Disagreements:
     claim = values.logits_factor(sides.part, sides.kind)
     head = sides.graph.find_head(sides.context.logits_name) if claim else None
     if head is not None:
         yield from _unless_close(claim, [(head.before * head.after, head.node)], "logits multiplied by {:.6g}")
 
 
-def _residual(sides: Sides) -> Iterator[Disagreement]:
+def _residual(sides: Sides) -> Disagreements:
     given = values.first_number(sides.part, ("residual_multiplier",)) if sides.kind == "granite" else None
     found = sides.graph.residual_factors() if given else {}
     if len(found) == 1:
         yield from _unless_close(given, found.items(), "residuals multiplied by {:.6g}")
 
 
-def _experts(sides: Sides) -> Iterator[Disagreement]:
+def _experts(sides: Sides) -> Disagreements:
     found = sides.graph.routers if sides.kind in values.MIXED else []
     active, counts = ([(getattr(one, name), one.node) for one in found] for name in ("active", "count"))
     for keys, seen, what in ((values.ACTIVE, active, "active experts"), (values.EXPERTS, counts, "experts")):
@@ -312,7 +312,7 @@ def _experts(sides: Sides) -> Iterator[Disagreement]:
             yield from _unless(given[1].__eq__, given[0], f"{given[1]:g}", known, f"{{}} {what}")
 
 
-def _inner(sides: Sides) -> Iterator[Disagreement]:
+def _inner(sides: Sides) -> Disagreements:
     keys = ("moe_intermediate_size",) if sides.graph.routers else values.INNER
     key = next((key for key in values.OTHER_INNER.get(sides.kind, keys) if is_count(sides.part.get(key))), None)
     seen = [(one.width, one.node) for one in sides.graph.activations if one.width is not None]
@@ -321,7 +321,7 @@ def _inner(sides: Sides) -> Iterator[Disagreement]:
         yield from _unless(lambda width: width == meant, key, meant, seen, "feed-forward layers of width {}")
 
 
-def _heads(sides: Sides) -> Iterator[Disagreement]:
+def _heads(sides: Sides) -> Disagreements:
     """The number of query heads, by the operator or by the width of the queries, where the cache has other heads."""
     key = next((key for key in HEADS if is_count(sides.part.get(key))), None)
     if key is None or sides.kind not in values.PLAIN - UNGROUPED - RELATIVE:
@@ -348,7 +348,7 @@ def _columns(sides: Sides, product: FlatNode) -> int | None:
     return int(weight.dims[1 - product.number("transB", 0)])
 
 
-def _biases(sides: Sides) -> Iterator[Disagreement]:
+def _biases(sides: Sides) -> Disagreements:
     key, found = "attention_bias", [one for one in sides.graph.attentions if one.projection is not None]
     declared = sides.part.get(key)
     compared = isinstance(declared, bool) and found and sides.kind in values.BIASED
@@ -357,7 +357,7 @@ def _biases(sides: Sides) -> Iterator[Disagreement]:
         yield _differs(key, str(declared).lower(), shown, found[0].projection)
 
 
-def _buckets(sides: Sides) -> Iterator[Disagreement]:
+def _buckets(sides: Sides) -> Disagreements:
     """The relative positions of T5: a bias for each bucket and head; the last half of the buckets grow by logarithm."""
     key, farthest = "relative_attention_num_buckets", "relative_attention_max_distance"
     heads, count = sides.part.get("num_heads"), sides.part.get(key)
@@ -381,7 +381,7 @@ def _buckets(sides: Sides) -> Iterator[Disagreement]:
             return
 
 
-def _encoder_layers(sides: Sides) -> Iterator[Disagreement]:
+def _encoder_layers(sides: Sides) -> Disagreements:
     given, file = values.first_number(sides.part, values.ENCODER_LAYERS), sides.context.stack.files.get("encoder")
     graph = read_arithmetic(file, None, alone=False) if file is not None else None
     family = sides.part is sides.config and sides.kind in values.ENCODER_DECODERS - {"bigbird_pegasus"}
@@ -392,7 +392,7 @@ def _encoder_layers(sides: Sides) -> Iterator[Disagreement]:
         yield _differs(given[0], f"{given[1]:g}", f"{layers} attentions in the encoder")
 
 
-COMPARED: tuple[Callable[[Sides], Iterator[Disagreement]], ...] = (
+COMPARED: tuple[Callable[[Sides], Disagreements], ...] = (
     *(_epsilon, _activation, _scale, _caps, _rotation, _window, _tied, _embedding, _logits),
     *(_residual, _experts, _inner, _heads, _biases, _buckets, _encoder_layers),
 )

@@ -16,9 +16,10 @@ from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, claims
 from kvdoctor.diagnose.checks.side_cars.compare_values import compare_values
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
     Disagreement,
+    Disagreements,
     describe_tensor,
     fits_port,
-    on_disk,
+    missing_file,
     plain,
     quoted,
 )
@@ -93,7 +94,7 @@ def generation_config(context: ContractContext) -> list[Disagreement]:
     return found
 
 
-def _compare_chosen(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_chosen(context: ContractContext, config: dict[str, Any]) -> Disagreements:
     """Ids that are looked for among the logits, or written into them."""
     width = logits_width(context)
     if width is None:
@@ -107,7 +108,7 @@ def _compare_chosen(context: ContractContext, config: dict[str, Any]) -> Iterato
             yield from _outside(key, config.get(key), width, f"logits of width {width}", so)
 
 
-def _outside(key: str, value: Any, count: int, observed: str, so: str) -> Iterator[Disagreement]:
+def _outside(key: str, value: Any, count: int, observed: str, so: str) -> Disagreements:
     """An entry with ids from `count` on. Ids below 0 stand for none."""
     outside = sorted({one for one in _list_ids(value) if one >= count})
     if outside:
@@ -137,12 +138,12 @@ def export_json(context: ContractContext) -> list[Disagreement]:
         if file in views:
             kwargs = read_part(read_part(entry, "metadata"), "kwargs")
             found += _traced(f"{key}.metadata.kwargs", kwargs, views[file].inputs) if kwargs else ()
-        elif file.endswith(".onnx") and not on_disk(context, file):
-            found.append(Disagreement(f"{key}.file", quoted(file), "no such file", "the file of that component"))
+        else:
+            found += missing_file(context, f"{key}.file", file, "component")
     return found
 
 
-def _traced(key: str, kwargs: dict[str, Any], inputs: dict[str, Declared]) -> Iterator[Disagreement]:
+def _traced(key: str, kwargs: dict[str, Any], inputs: dict[str, Declared]) -> Disagreements:
     """A cache was traced as a whole, and what the graph does not read is no input of it."""
     ports = {name.removeprefix("input."): port for name, port in inputs.items()}
     for path, port in ports.items():

@@ -1,6 +1,6 @@
 """One entry on which a config and the graph disagree, as text, and tensors as configs declare them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from json import dumps
 from typing import Any
 
@@ -42,6 +42,9 @@ class Disagreement:
     against: str = "the graph"
 
 
+Disagreements = Iterator[Disagreement]
+
+
 def quoted(name: str) -> str:
     """A name in quotes, in ASCII and of limited length: it is data."""
     return dumps(name[:LONGEST_NAME])
@@ -71,6 +74,12 @@ def on_disk(context: ContractContext, name: str) -> bool:
         return any((folder / name).exists() for folder in (root, root / "onnx", root.parent))
     except (OSError, ValueError):
         return True
+
+
+def missing_file(context: ContractContext, key: str, file: object, part: str) -> Disagreements:
+    """An ONNX file that a config names for a part, and that is not there."""
+    if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
+        yield Disagreement(key, quoted(file), "no such file", f"the file of that {part}")
 
 
 def fits_port(declared: dict[str, Any], port: Declared) -> bool:

@@ -6,7 +6,6 @@ an error at the first step. It reads layers and kv heads from the graph; older v
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, declared_windows, is_count, read_part, read_strings
@@ -14,7 +13,15 @@ from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
 from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
-from kvdoctor.diagnose.checks.side_cars.disagreement import NOT_FOUND, Disagreement, either, on_disk, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import (
+    NOT_FOUND,
+    Disagreement,
+    Disagreements,
+    either,
+    missing_file,
+    on_disk,
+    quoted,
+)
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
 from kvdoctor.diagnose.checks.side_cars.tokenizer import genai_stops
 from kvdoctor.diagnose.context import ContractContext
@@ -44,17 +51,13 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
     ]
 
 
-def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Disagreements:
     """The other graphs of the pipeline."""
     for part in ("encoder", "embedding", "vision", "speech"):
-        file = read_part(model, part).get("filename")
-        if isinstance(file, str) and file.endswith(".onnx") and not on_disk(context, file):
-            yield Disagreement(f"model.{part}.filename", quoted(file), "no such file", "the file of that part")
+        yield from missing_file(context, f"model.{part}.filename", read_part(model, part).get("filename"), "part")
 
 
-def _compare_numbers(
-    context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]
-) -> Iterator[Disagreement]:
+def _compare_numbers(context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]) -> Disagreements:
     for claim in claimed(decoder, "model.decoder", num_hidden_layers="layers"):
         yield from compare_numbers.layers(context, claim, str(model.get("type")))
     for claim in claimed(decoder, "model.decoder", num_key_value_heads="kv_heads", head_size="head_dim"):
@@ -65,7 +68,7 @@ def _compare_numbers(
         yield from compare_numbers.context(context, claim)
 
 
-def _compare_inputs(context: ContractContext, names: dict[str, str], embedded: bool) -> Iterator[Disagreement]:
+def _compare_inputs(context: ContractContext, names: dict[str, str], embedded: bool) -> Disagreements:
     """Names of inputs. The config may name inputs that the graph does not have: they are not fed."""
     ports = context.contract.graph("decode").inputs
     for key, name in names.items():
@@ -81,7 +84,7 @@ def _compare_inputs(context: ContractContext, names: dict[str, str], embedded: b
         yield from _report_name(f"model.decoder.inputs.{key}", name, "input", unnamed)
 
 
-def _compare_outputs(context: ContractContext, given: dict[str, str], made: dict[str, str]) -> Iterator[Disagreement]:
+def _compare_outputs(context: ContractContext, given: dict[str, str], made: dict[str, str]) -> Disagreements:
     """The logits, and name templates of pasts and presents, completed by the number of the layer."""
     name, port, contract = made.get("logits"), context.contract.graph("decode").port("logits"), context.contract
     if name is not None and name not in context.decode_graph.outputs and port is not None:
@@ -100,7 +103,7 @@ def _compare_outputs(context: ContractContext, given: dict[str, str], made: dict
                 break
 
 
-def _compare_encoder(context: ContractContext, encoder: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_encoder(context: ContractContext, encoder: dict[str, Any]) -> Disagreements:
     """Names of the encoder, whose ports have no known roles: wrong names, if there is a port without a name."""
     file = context.stack.files.get("encoder")
     if file is None or file.view is None or encoder.get("filename") != file.name:
@@ -117,12 +120,12 @@ def _compare_encoder(context: ContractContext, encoder: dict[str, Any]) -> Itera
                 yield from _report_name(f"model.encoder.{side}s.{key}", name, side, actual)
 
 
-def _report_name(key: str, name: str, side: str, actual: list[str]) -> Iterator[Disagreement]:
+def _report_name(key: str, name: str, side: str, actual: list[str]) -> Disagreements:
     for port in map(quoted, actual[:1]):
         yield Disagreement(key, quoted(name), f"{side} {port}", port, NOT_FOUND)
 
 
-def _compare_window(context: ContractContext, window: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_window(context: ContractContext, window: dict[str, Any]) -> Disagreements:
     """The attention window, unless the cache slides over the prompt in chunks."""
     size, layers = window.get("window_size"), window.get("layers")
     seen = windows(context) or {}
@@ -142,7 +145,7 @@ def _compare_window(context: ContractContext, window: dict[str, Any]) -> Iterato
         yield Disagreement(key, str(size), observed, right, by_graph=not agreed)
 
 
-def _compare_shared_buffer(contract: CacheContract, search: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_shared_buffer(contract: CacheContract, search: dict[str, Any]) -> Disagreements:
     """One buffer for past and present, although the graph returns the past followed by the new entries."""
     slots = contract.of_kind("self-attention")
     joined = all(s.growth == "grow" and s.present is not None and s.continues_as == s.present for s in slots)

@@ -5,7 +5,6 @@ keeps a copy in `src/mobius/integrations/onnx_genai/_schema`. It calls itself pr
 another version, is passed over.
 """
 
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,10 +15,11 @@ from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
     NOT_FOUND,
     Disagreement,
+    Disagreements,
     describe_tensor,
     either,
     fits_port,
-    on_disk,
+    missing_file,
     plain,
     quoted,
 )
@@ -39,9 +39,12 @@ def inference_metadata(context: ContractContext) -> list[Disagreement]:
     decoders = [name for name in _names(components) if _artifact(components, name) == context.decode_file]
     # The sizes are those of one decoder: of several stacks, the one that a component names.
     named = bool(decoders) or (not workflow and len(context.folder.stacks) == 1)
+    artifacts = ((f"components.{plain(name)}.implementation.artifact", name) for name in _names(components))
+    files = ((key, _artifact(components, name)) for key, name in artifacts)
+    missing = (one for key, file in files for one in missing_file(context, key, file, "component"))
     return [
         *(_compare_numbers(context, read_part(document, "model")) if named else ()),
-        *_find_missing_files(context, workflow),
+        *missing,
         *(one for name in decoders for one in _compare_ports(context, workflow, name)),
         *(one for name in decoders for one in _compare_state(context, workflow, name)),
     ]
@@ -59,16 +62,7 @@ def _artifact(components: dict[str, Any], name: str) -> str | None:
     return PurePosixPath(artifact).as_posix() if made_by.get("kind") == "onnx" and isinstance(artifact, str) else None
 
 
-def _find_missing_files(context: ContractContext, workflow: dict[str, Any]) -> Iterator[Disagreement]:
-    components = read_part(workflow, "components")
-    for name in _names(components):
-        file = _artifact(components, name)
-        if file is not None and file.endswith(".onnx") and not on_disk(context, file):
-            key = f"components.{plain(name)}.implementation.artifact"
-            yield Disagreement(key, quoted(file), "no such file", "the file of that component")
-
-
-def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Disagreements:
     attention = read_part(model, "attention")
     if attention.get("type") not in LATENT:
         for claim in claimed(attention, "model.attention", num_kv_heads="kv_heads", head_dim="head_dim"):
@@ -82,7 +76,7 @@ def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterato
         yield Disagreement("model.attention.sliding_window", str(size), observed, right)
 
 
-def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str) -> Iterator[Disagreement]:
+def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str) -> Disagreements:
     """Names, element types, ranks and sizes of the inputs and outputs of a component."""
     ports = read_part(read_part(read_part(workflow, "components"), name), "ports")
     graph = context.decode_graph
@@ -100,7 +94,7 @@ def _compare_ports(context: ContractContext, workflow: dict[str, Any], name: str
                 yield Disagreement(f"{key}.{plain(port)}", describe_tensor(tensor), there, there)
 
 
-def _compare_state(context: ContractContext, workflow: dict[str, Any], component: str) -> Iterator[Disagreement]:
+def _compare_state(context: ContractContext, workflow: dict[str, Any], component: str) -> Disagreements:
     """Which present is the next past, what it holds, and which axis counts the tokens, of each group of states."""
     slots = {slot.past: slot for slot in context.contract.slots}
     groups = read_part(read_part(read_part(workflow, "serving"), "state_service"), "groups")
@@ -120,7 +114,7 @@ def _compare_state(context: ContractContext, workflow: dict[str, Any], component
             yield Disagreement(f"{path}.sequence_axis", str(axis)[:20], f"axis {numbers} counts the tokens", numbers)
 
 
-def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Iterator[Disagreement]:
+def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Disagreements:
     output, role = pair.get("output"), pair.get("role")
     if isinstance(output, str) and pair.get("access") != "read_only" and slot.present and output != slot.present:
         so = "the runtime feeds back the present of another layer or part"

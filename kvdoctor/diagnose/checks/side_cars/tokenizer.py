@@ -12,7 +12,6 @@ Sources: tokenizers 0.22, `tokenizer.json`; transformers 4.57 and 5.23, `tokeniz
 `generation/utils.py`; onnxruntime-genai 0.18, `src/config.cpp`, tried.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,7 +19,7 @@ from typing import Any, TypeGuard
 from kvdoctor.analysis.configs import decoder_config, is_count, read_part
 from kvdoctor.analysis.model_folder import MOST_TOKENIZER_BYTES, read_object
 from kvdoctor.diagnose.checks.side_cars.config_json import meant_for
-from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement, plain, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement, Disagreements, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_rows
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.errors import CannotCheck
@@ -73,7 +72,7 @@ def _read_special(context: ContractContext) -> dict[str, tuple[str, int]]:
     return found.special if found is not None else {}
 
 
-def _compare_special(context: ContractContext, found: _Tokenizer) -> Iterator[Disagreement]:
+def _compare_special(context: ContractContext, found: _Tokenizer) -> Disagreements:
     """The decoder of an encoder-decoder is fed other first tokens, which generation_config.json names."""
     width, rows = logits_width(context), token_rows(context)
     uses = [("eos_token", width, "logits of width", "the model never returns the id, so generation does not end by it")]
@@ -159,7 +158,7 @@ def genai_stops(context: ContractContext) -> list[Disagreement]:
     return [*found, *_find_outside(context, model)]
 
 
-def _compare_ends(context: ContractContext, content: dict[str, Any], key: str) -> Iterator[Disagreement]:
+def _compare_ends(context: ContractContext, content: dict[str, Any], key: str) -> Disagreements:
     """Against the tokenizer, which may be that of the encoder, or of other tokens than those of the logits."""
     ids, width = _list_ids(content.get(END)), logits_width(context)
     text, end = ("", -1) if context.contract.has_encoder_states else _read_special(context).get("eos_token", ("", -1))
@@ -181,7 +180,7 @@ def _compare_ends(context: ContractContext, content: dict[str, Any], key: str) -
         yield Disagreement(key, str(shown), seen, right, so, against="the tokenizer")
 
 
-def _compare_types(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+def _compare_types(context: ContractContext, model: dict[str, Any]) -> Disagreements:
     """A list where the loader takes a number; the right one is that of the other files, where they have one."""
     side_cars, special = context.folder.side_cars, _read_special(context)
     for key in SINGLE:
@@ -197,7 +196,7 @@ def _compare_types(context: ContractContext, model: dict[str, Any]) -> Iterator[
         yield Disagreement(f"model.{key}", declared, "a key that takes one number", right, so, against="its loader")
 
 
-def _find_outside(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
+def _find_outside(context: ContractContext, model: dict[str, Any]) -> Disagreements:
     """End tokens that the model never returns."""
     width = logits_width(context)
     wrong = [one for one in _list_ids(model.get(END)) if width is not None and one >= width]
