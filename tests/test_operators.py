@@ -63,6 +63,7 @@ OUTSIDE = {
     "repair/lowering/lower.py": "defaults of attributes, by operator",
     "repair/lowering/opset.py": "what onnx's converter does, by operator",
     "repair/lowering/other_schema.py": "versions that give an operator another meaning",
+    "repair/repairs/cache_casts.py": "writes a Cast",
     "repair/repairs/offset_counts.py": "rewrites a Range, Slice or Trilu",
     "repair/shapes/freeing.py": "rewrites the target of a Reshape or Expand",
     "repair/shapes/walk.py": "a Reshape and an Expand bind lengths to their targets; a Range is rewritten",

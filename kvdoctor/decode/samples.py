@@ -79,6 +79,8 @@ def _read_array(opened: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Array:
     """One array, whose header must not promise more than the entry holds: that memory would be taken first."""
     with opened.open(entry) as stream:
         shape, dtype = read_header(stream)
+        if dtype.hasobject:
+            raise ValueError(f"{entry.filename!r} holds pickled objects, which are not loaded")
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if min(shape, default=0) < 0 or stream.tell() + size != entry.file_size:
             raise ValueError(f"{entry.filename!r} has {entry.file_size} bytes, and its header says otherwise")

@@ -14,6 +14,7 @@ NO_LOOP = {
     "bare-grouped-query-attention-healthy": "not a decoder",
     "bare-multihead-attention-healthy": "not a decoder",
     "decoder-only-embeds-language-healthy": "embeddings",
+    "decoder-only-token-ids-healthy": "token ids in place of logits",
     "layout-aihub-trocr-healthy": "no logits",
     "layout-beam-search-healthy": "contains the whole loop",
     "layout-beam-search-plain-healthy": "contains the whole loop",

@@ -4,7 +4,7 @@ What it means: the graph rotates keys by one set of rotary factors in short sequ
 (LongRoPE: `original_max_position_embeddings` of Phi-3 and its kin), or by a base that depends on the number of tokens
 (dynamic NTK scaling). Keys that a step before that length wrote stay rotated as they were. A loop that goes over the
 length decodes other tokens than a call without a cache does. Where each further token changes the keys again, no loop
-with this cache gives the logits of such a call, and it is an error.
+with this cache gives the logits of such a call; a checkpoint that generates with a cache has the same difference.
 
 How it is decided: around each length that the graph compares with a number, a call without a cache of a few more tokens
 gives other logits for the first tokens. Single steps over it are then compared with calls without a cache of their own
@@ -40,7 +40,7 @@ def keys_change_with_length(context: RunContext) -> Faults:
             effects = tuple(map(describe_effect, wrong))
             first, again = run.cause.from_length, run.cause.again
             text = CauseText(_cause(first) + AND_AGAIN * again, DECLARED, advice="")
-            fault = build_fault(context, run, text, "error" if again else "warning", effects)
+            fault = build_fault(context, run, text, "warning", effects)
             yield fault.also(use="full-context", repair=_advise(first, again=again))
             return
 

@@ -61,8 +61,7 @@ def _cast_output(model: ModelProto, graph: GraphProto, name: str, wanted: int) -
     source = input_of(maker, 0) if maker is not None and has(maker.op_type, "cast") else name
     made = new_name(model, f"{name}.cast")
     return_value(model, graph, name, source)
-    last = producer(graph, name)
-    assert last is not None  # noqa: S101 - it was just made
+    last = graph.node[-1]
     last.op_type, last.name = "Cast", made
     last.attribute.add(name="to", type=AttributeProto.INT, i=wanted)
 
