@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvdoctor import addons
 from kvdoctor.analysis.contract_reader import add_observed_sizes, read_contract
 from kvdoctor.analysis.lm_head import NoHead, find_heads
 from kvdoctor.analysis.lost_caches import returns_logits
@@ -121,12 +122,12 @@ def _explain_no_stack(folder: ModelFolder) -> str:
             exported = f"kvdoctor re-export --from {as_argument(folder.shown)} -o {free_name('EXPORTED')}"
             return f"no .onnx file in {folder.shown}, but a checkpoint of PyTorch; export it: {exported}"
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
-    cacheless = [file.name for file in folder.files if returns_logits(file)]
-    if cacheless:
+    if (cacheless := next((file for file in folder.files if returns_logits(file)), None)) is not None:
+        advice = "".join(f"; {module.advise(folder, cacheless)}" for module in addons.modules("cacheless"))
         return (
-            f"{cacheless[0]} returns logits, but has neither past inputs nor present outputs: a model without a cache, "
-            "or one whose module keeps it in an attribute; export a decoder with the task ...-with-past, or with the "
-            "cache as inputs and outputs of forward()"
+            f"{cacheless.name} has no cache: it returns logits, but has neither past inputs nor present outputs, so "
+            f"each token costs a pass over all tokens before it{advice}; or export it again with the task "
+            "...-with-past, or with the cache as inputs and outputs of forward()"
         )
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
     if all(file.role == "encoder" for file in folder.files):

@@ -154,7 +154,15 @@ def list_costs(report: Report) -> list[str]:
                 timed.append(f"at {label.partition(':')[2]} tokens {times}")
             if timed:
                 found.append(f"{stack}: time of a step {how}: {'; '.join(timed)}")
-    return found
+    return [*found, *_list_gains(report)]
+
+
+def _list_gains(report: Report) -> Iterator[str]:
+    """How much faster a copy decodes that was given a cache."""
+    cost = report.measured.get("cost")
+    for stack, decoded in (cost if isinstance(cost, dict) else {}).get("decoding", {}).items():
+        times = (f"{count} tokens: {old / new:.2g} times as fast" for count, (old, new) in decoded.items())
+        yield f"{stack}: {'; '.join(times)}"
 
 
 def show_cache_costs(record: RepairRecord, whole: bool) -> Iterator[Block]:
@@ -254,7 +262,7 @@ def format_copy(record: RepairRecord) -> str:
     return f"written: {record.out}{proved} (fix report: {record.out}/kvdoctor-report.md)"
 
 
-def outline_repair(record: RepairRecord) -> Iterator[Block]:
+def outline_repair(report: Report, record: RepairRecord) -> Iterator[Block]:
     """The repair on the first screen: what is gone, the first change, the proof, and what was not repaired."""
     color: Style = "good" if record.proved else "open"
     if record.export is not None:
@@ -262,6 +270,7 @@ def outline_repair(record: RepairRecord) -> Iterator[Block]:
     if record.changes and record.proof:
         yield Lines((_format_repaired(record),), color)
         yield from pairs(_outline_changes(record))
+        yield from pairs(("gain", line) for line in _list_gains(report))
     failed = [entry for entry in record.proof if not entry.holds]
     yield from pairs(
         ("fails", Span(f'{e.stack}: "{e.claim}"' + (f": {e.detail}" if e.detail else ""), "failed")) for e in failed
