@@ -16,9 +16,9 @@ from kvdoctor.model.traverse import (
     explain_old_opset,
     find_attribute,
     input_of,
-    nodes_in,
     normalize_domain,
     output_of,
+    own_names,
     producer,
     readers,
     subgraphs,
@@ -113,7 +113,7 @@ def _find_head(scopes: Scopes, logits: str) -> Head:
     graph, node, index = next(iter(search.roots.values()))
     graph, node, index = _before_rounding(graph, node, index, search)
     found = Head(graph[-1], node, index, frozenset(search.values))
-    _refuse_other_readers(scopes, found, logits, search)
+    _refuse_other_readers(scopes, logits, search)
     return found
 
 
@@ -124,6 +124,7 @@ class _Search:
     listed: dict[int, Scope] = field(default_factory=dict)
     nodes: dict[int, NodeProto] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
+    made: dict[int, set[str]] = field(default_factory=dict)
     roots: dict[tuple[int, int], tuple[Scopes, NodeProto, int]] = field(default_factory=dict)
     fixed: dict[str, bool] = field(default_factory=lambda: {"": False})
 
@@ -132,6 +133,11 @@ class _Search:
         waiting = [(scopes, name)]
         while waiting:
             waiting += self._follow(*waiting.pop())
+
+    def add_values(self, scopes: Scopes, node: NodeProto) -> None:
+        """Count what a node makes among the values from the head on: by its graph, since branches reuse names."""
+        self.values |= set(filter(None, node.output))
+        self.made.setdefault(id(scopes[-1]), set()).update(filter(None, node.output))
 
     def find_maker(self, scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
         """The node that makes a value, as `find_maker`; each graph is listed once."""
@@ -154,7 +160,7 @@ class _Search:
         if id(node) in self.nodes:
             return []
         self.nodes[id(node)] = node
-        self.values |= set(filter(None, node.output))
+        self.add_values(scopes, node)
         computed = [i for i, given in enumerate(node.input) if given and not self.is_fixed(scopes, given)]
         kind = (normalize_domain(node.domain), str(node.op_type))
         if kind[0] in ("", CONTRIB) and has(kind[1], "rows") and self._is_head(scopes, node, computed):
@@ -271,25 +277,34 @@ def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Searc
         if computed != [0] or scale not in ((), (1,)) or not alone:
             return scopes, node, index
         search.nodes[id(before)] = before
-        search.values |= set(before.output)
+        search.add_values(inner, before)
         node, index = before, 0
 
 
-def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Search) -> None:
+def _refuse_other_readers(scopes: Scopes, logits: str, search: _Search) -> None:
     """Nothing else may read the rows that will no longer be computed."""
-    for reader in nodes_in(scopes[0].node):
-        name = next((name for name in reader.input if name in head.values), None)
-        if name is not None and id(reader) not in search.nodes and not _returns_only(reader, name):
-            raise NoHead(
-                f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the logits, for "
-                "another output"
-            )
     for graph in scopes:
-        other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
+        own = frozenset(search.made.get(id(graph), ()))
+        for reader, name in _find_readers(graph, own):
+            if id(reader) not in search.nodes:
+                where = "which lies between the LM head and the logits, for another output"
+                raise NoHead(f"the node {describe_op(reader)} reads {name!r}, {where}")
+        other = next((value.name for value in graph.output if value.name in own - {logits}), None)
         if other is not None:
             raise NoHead(f"the output {other!r} is returned from between the LM head and the logits")
 
 
-def _returns_only(reader: NodeProto, name: str) -> bool:
-    """Whether a node holds the head in one of its branches, which returns the value and does nothing else with it."""
-    return any(name in {n for node in body.node for n in node.output} for body in subgraphs(reader))
+def _find_readers(graph: GraphProto, names: frozenset[str]) -> Iterator[tuple[NodeProto, str]]:
+    """The nodes that read some values of a graph, in its subgraphs as well: those see them but for names of their own.
+
+    A subgraph that returns such a value reads it by its node.
+    """
+    waiting = [(graph, names)]
+    while waiting:
+        body, visible = waiting.pop()
+        for node in body.node:
+            yield from ((node, name) for name in node.input if name in visible)
+            for inner in subgraphs(node):
+                seen = visible - own_names(inner)
+                yield from ((node, value.name) for value in inner.output if value.name in seen)
+                waiting.append((inner, seen))

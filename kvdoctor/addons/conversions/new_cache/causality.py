@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from kvdoctor.addons.conversions.new_cache.fused import MASK, is_causal
 from kvdoctor.addons.conversions.new_cache.labels import Labels
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import NodeProto
-from kvdoctor.model.traverse import describe_node
+from kvdoctor.model.traverse import describe_node, input_of
 from kvdoctor.repair.workspace import CannotRepair
 
 HIDING = -1e4
@@ -23,11 +24,11 @@ def refuse_acausal(walk: TokenAxes) -> None:
     Raises:
         CannotRepair: with the node that weighs later tokens.
     """
-    for softmax in walk.softmaxes:
-        hidden = _find_hidden(walk, softmax)
+    for node in (*walk.softmaxes, *walk.fused):
+        hidden = _find_hidden(walk, node) if node in walk.softmaxes else _find_fused(walk, node)
         if hidden is not None and not hidden[np.triu_indices(len(hidden), 1)].all():
             raise CannotRepair(
-                f"the node {describe_node(softmax)} stands in the way: it weighs later tokens, so the model is not "
+                f"the node {describe_node(node)} stands in the way: it weighs later tokens, so the model is not "
                 "causal, and keys and values of a token change with those after it"
             )
 
@@ -53,6 +54,18 @@ def _find_hidden(walk: TokenAxes, softmax: NodeProto) -> Array | None:
             return None
         name = followed[0]
     return None
+
+
+def _find_fused(walk: TokenAxes, node: NodeProto) -> Array | None:
+    """The same of an attention in one node."""
+    count, name = walk.sizes.lengths[0], input_of(node, MASK)
+    if is_causal(node) or not name:
+        return np.triu(np.full((count, count), is_causal(node)), 1)
+    numbers = walk.sizes.short[name].numbers
+    if numbers is None or numbers.shape[-2:] != (count, count):
+        return None
+    hidden: Array = np.logical_not(numbers) if numbers.dtype == bool else numbers <= HIDING
+    return np.asarray(hidden.reshape(-1, count, count).all(axis=0))
 
 
 def _read_mask(walk: TokenAxes, node: NodeProto, name: str) -> Array | None:

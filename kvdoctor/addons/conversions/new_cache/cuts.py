@@ -47,7 +47,7 @@ def find_key_side(walk: "TokenAxes", node: NodeProto, index: int) -> KeySide:
     """
     part: Literal["key", "value"] = "value"
     others = [walk.own(name) for at, name in enumerate(node.input) if at != index and name in walk.labels]
-    if not any("total" in labels for labels in others):
+    if not any("total" in labels for labels in others) and not (has(node.op_type, "attend") and index > 1):
         part = "key"
     found = [(node.input[index], (node, index))]
     while (above := _step_up(walk, found[-1][0])) is not None:

@@ -132,11 +132,14 @@ class Lengths:
 
     def last_rows(self, name: str, axis: int) -> str:
         """The last rows of a value for the whole sequence: those of the new tokens."""
+        first = self.writer.node("first_new", "Neg", [self.count_new()])
+        return self.writer.node("rows", "Slice", [name, first, *map(self.writer.numbers, ([INT64_MAX], [axis]))])
+
+    def count_new(self) -> str:
+        """The number of new tokens, int64[1]."""
         shape = self.writer.node("new_shape", "Shape", [self.given.ids])
         place = self.writer.numbers([self.given.new[self.given.ids]])
-        count = self.writer.node("new_length", "Gather", [shape, place], axis=0)
-        first = self.writer.node("first_new", "Neg", [count])
-        return self.writer.node("rows", "Slice", [name, first, *map(self.writer.numbers, ([INT64_MAX], [axis]))])
+        return self.writer.node("new_length", "Gather", [shape, place], axis=0)
 
     def rows(self, name: str, axes: Iterable[int]) -> str:
         """A free value for the whole sequence with the rows of the new tokens alone on some axes."""

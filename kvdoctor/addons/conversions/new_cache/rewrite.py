@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvdoctor.addons.conversions.new_cache.cuts import LENGTH_AXIS, RANK, KeySide
+from kvdoctor.addons.conversions.new_cache.fused import choose_mask, is_causal, write_mask
 from kvdoctor.addons.conversions.new_cache.labels import Mixes
 from kvdoctor.addons.conversions.new_cache.lengths import Lengths
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs
@@ -49,6 +50,8 @@ class Rewriter:
                     self._adapt(node)
                 except Mixes as reason:
                     raise CannotRepair(f"the node {describe_node(node)} stands in the way: {reason}") from None
+        for node in filter(is_causal, self.walk.fused):
+            write_mask(node, self.lengths, self.writer)
         for side, slot in slots:
             self._join(side, slot)
         self._declare()
@@ -118,6 +121,8 @@ class Rewriter:
             return self.lengths.write(name, "total" if self._cuts_total(node) else "new")
         if index in operator.shapes or (index in operator.places and node.input[0] in self.walk.labels):
             return self.lengths.write(name, "new")
+        if has(node.op_type, "attend"):
+            return choose_mask(name, self.lengths)
         if has(node.op_type, "elementwise", "join"):
             lead = len(made) - len(self.walk.shape(name))
             counted = [at for at in range(len(made)) if at >= lead and self.walk.sizes.counts_tokens(name, at - lead)]

@@ -156,7 +156,7 @@ def read_sizes(model: ModelProto, path: Path, given: Inputs) -> Sizes:
             return Sizes(lengths, runs[0], runs[1], runs[2] if given.batch else None)
         except (CannotRun, TooMuchWork) as error:
             reason = str(error)
-    raise CannotRepair(f"its sizes cannot be followed: {reason or 'the graph is too large'}")
+    raise CannotRepair(f"it has no sizes at other lengths than those of its export: {reason or 'it is too large'}")
 
 
 def _feed(view: GraphView, given: Inputs, length: int, batch: int) -> Iterator[tuple[str, Abstract]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvdoctor.addons.conversions.new_cache.cuts import KeySide, find_key_side
+from kvdoctor.addons.conversions.new_cache.fused import label_attention
 from kvdoctor.addons.conversions.new_cache.labels import (
     Labels,
     Mixes,
@@ -45,7 +46,8 @@ SKIPPING = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 class TokenAxes:
     """The labels of all values that have content of tokens, and the key sides of the attentions.
 
-    `softmaxes` are the nodes that weigh the key side. `flipped` are products whose first operand has the keys.
+    `softmaxes` are the nodes that weigh the key side, `fused` attentions that do so by themselves. `flipped` are
+    products whose first operand has the keys.
     `dynamic` are nodes whose scale is taken from all tokens of a call.
     """
 
@@ -57,6 +59,7 @@ class TokenAxes:
     sides: list[KeySide] = field(default_factory=list, init=False)
     softmaxes: list[NodeProto] = field(default_factory=list, init=False)
     dynamic: list[NodeProto] = field(default_factory=list, init=False)
+    fused: list[NodeProto] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.makers, self.readers = producers(self.graph), readers(self.graph)
@@ -80,8 +83,6 @@ class TokenAxes:
                 self._follow(node, contents)
 
     def _follow(self, node: NodeProto, contents: list[int]) -> None:
-        if any(self.sizes.shape(name) is None for name in (*node.output, *node.input) if name):
-            self._refuse(node, "its sizes are not known")
         try:
             found = self._find_rule(node)(self, node, contents)
         except Mixes as reason:
@@ -97,6 +98,8 @@ class TokenAxes:
         rule = next((rule for traits, rule in RULES if has(kind, *traits)), None)
         if rule is None:
             raise Mixes("it may mix positions, or is not known to compute each row alone")
+        if any(self.sizes.shape(name) is None for name in (*node.output, *node.input) if name):
+            raise Mixes("its sizes are not known")
         return rule
 
     def _refuse(self, node: NodeProto, reason: str) -> None:
@@ -365,6 +368,7 @@ RULES: tuple[tuple[tuple, Rule], ...] = (  # type: ignore[type-arg]
     (("pick",), _picked),
     (("join",), _joined),
     (("product",), _multiplied),
+    (("attend",), label_attention),
 )
 """The rule of an operator by its traits, the first that fits."""
 
