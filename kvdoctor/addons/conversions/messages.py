@@ -110,10 +110,12 @@ class NewCacheJob(SideJob):
 
     Attributes:
         original: The folder of the original; its file has the name of the copy's.
+        rounds: Whether differences are measured only: both round, each by the tokens of its own call.
         tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
     """
 
     original: Path
+    rounds: bool = False
     tolerances: dict[str, float] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ of a decoder gives is taken in each call as before.
 """
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from kvdoctor.analysis.lost_caches import returns_logits
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.messages import PairedSide
-from kvdoctor.errors import UsageError
+from kvdoctor.diagnose.float32 import write_float32_copy
+from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import opset_version
@@ -164,22 +166,67 @@ def _prove(
     if contract is None or not contract.slots:
         proof = [Proof(stack, claim, False, "the cache contract of the copy could not be read")]
         return replace(outcome, proof=tuple(proof)), {}
+    compared, seconds = _compare(session, PairedSide(stack, session.at.absolute(), contract), claim)
+    proof = [*prove_loops(stack, after), _prove_healthy(stack, after), *compared]
+    return replace(outcome, proof=tuple(proof)), {stack: seconds} if seconds else {}
+
+
+def _compare(
+    session: RepairSession, side: PairedSide, claim: str
+) -> tuple[list[Proof], dict[str, tuple[float, float]]]:
+    """Compare the copy with the original, and the times of both.
+
+    Where a scale is taken from the tokens of a call, as of int8 weights, both are compared without that rounding.
+    """
+    original = session.folder.root.absolute()
+    done = _ask(session, side, original)
+    if not done.failed or side.contract.exactness == "float":
+        return list(_conclude(side.stack, claim, done)), done.seconds
+    claim += f"; both in float32, without {side.contract.exactness} arithmetic"
+    try:
+        exact, exactly = _widen(session, side)
+    except CannotCheck as reason:
+        return [Proof(side.stack, claim, False, f"{done.failed}; {reason}")], {}
+    proof = list(_conclude(side.stack, claim, _ask(session, exact, exactly)))
+    rounded = _ask(session, side, original, rounds=True)
+    text = rounded.failed or f"{rounded.calls} calls, their logits off by up to {rounded.worst:.1e} standard deviations"
+    proof.append(Proof(side.stack, "with that rounding, every call runs on the copy as well", not rounded.failed, text))
+    return proof, rounded.seconds
+
+
+def _widen(session: RepairSession, side: PairedSide) -> tuple[PairedSide, Path]:
+    """The copy and the original in float32, in private folders.
+
+    Raises:
+        CannotCheck: the rounding cannot be taken out.
+    """
+    folders = [session.scratch / name for name in ("exact-copy", "exact-original")]
+    for target in folders:
+        target.mkdir()
+    made = write_float32_copy(session.open_copy(".").files, side.contract, folders[0])
+    write_float32_copy(session.folder.files, side.contract, folders[1])
+    return PairedSide(side.stack, made.folder.absolute(), made.contract), folders[1].absolute()
+
+
+def _ask(session: RepairSession, side: PairedSide, original: Path, rounds: bool = False) -> NewCacheDone:
     job = NewCacheJob(
-        PairedSide(stack, session.at.absolute(), contract),
-        session.folder.root.absolute(),
+        side,
+        original,
+        rounds=rounds,
         seed=session.options.seed,
         provider=session.options.provider,
         tolerances=dict(session.options.tolerances),
     )
     answers, failed = session.runtime.answer(job, NewCacheDone)
-    done = answers[0] if answers and not failed else NewCacheDone(failed=f"no comparison: {failed or 'no answer'}")
-    proof = [*prove_loops(stack, after), _prove_healthy(stack, after)]
+    return answers[0] if answers and not failed else NewCacheDone(failed=f"no comparison: {failed or 'no answer'}")
+
+
+def _conclude(stack: str, claim: str, done: NewCacheDone) -> Iterator[Proof]:
     shown = done.failed or (_describe(done) if done.calls else "the original runs no call")
-    proof.append(Proof(stack, claim, bool(done.calls) and not done.failed, shown))
+    yield Proof(stack, claim, bool(done.calls) and not done.failed, shown)
     if done.decoded:
         text = f"{done.decoded} tokens are the same"
-        proof.append(Proof(stack, "greedy decoding chooses the tokens of the original", True, text))
-    return replace(outcome, proof=tuple(proof)), {stack: done.seconds} if done.seconds else {}
+        yield Proof(stack, "greedy decoding chooses the tokens of the original", True, text)
 
 
 def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:

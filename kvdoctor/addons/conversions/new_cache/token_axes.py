@@ -29,7 +29,6 @@ from kvdoctor.model.traverse import (
     describe_node,
     find_attribute,
     input_of,
-    output_of,
     producers,
     readers,
     values_read,
@@ -46,15 +45,15 @@ SKIPPING = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 class TokenAxes:
     """The labels of all values that have content of tokens, and the key sides of the attentions.
 
-    `softmaxes` are the nodes that weigh the key side, `fused` attentions that do so by themselves. `flipped` are
-    products whose first operand has the keys.
+    `softmaxes` are the nodes that weigh the key side, `fused` attentions that do so by themselves. `flipped` says that
+    the first operand of each product of scores has the keys.
     `dynamic` are nodes whose scale is taken from all tokens of a call.
     """
 
     graph: GraphProto
     sizes: Sizes
     opset: int
-    flipped: set[str] = field(default_factory=set)
+    flipped: bool = False
     labels: dict[str, Labels] = field(default_factory=dict, init=False)
     sides: list[KeySide] = field(default_factory=list, init=False)
     softmaxes: list[NodeProto] = field(default_factory=list, init=False)
@@ -195,7 +194,7 @@ def _softmax(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
     axis = walk.number(node, "axis", -1 if walk.opset >= LAST_AXIS_FROM else 1, len(own))
     over = own[axis : axis + 1] if walk.opset >= LAST_AXIS_FROM else own[axis:]
     if "new" in over or "folded" in over:
-        raise _Flip if "total" in own else Mixes("it normalizes over positions")
+        raise _Flip("it normalizes over queries") if "total" in own else Mixes("it normalizes over positions")
     if "total" in over:
         walk.softmaxes.append(node)
     return [own]
@@ -333,7 +332,7 @@ def _multiplied(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[L
     for at in operands:
         if at not in contents and walk.sizes.varies(node.input[at]):
             raise Mixes("it multiplies the tokens with a value for all positions")
-    made, cuts = multiply(letters, result, labels, output_of(node) in walk.flipped)
+    made, cuts = multiply(letters, result, labels, walk.flipped)
     for cut in cuts:
         walk.cut(node, operands[cut])
     return [made]
@@ -387,10 +386,9 @@ def label_tokens(graph: GraphProto, sizes: Sizes, opset: int, given: Inputs) -> 
     try:
         walk.walk(given)
     except CannotRepair as reason:
-        scores = {output_of(side.node) for side in walk.sides if side.part == "key"}
         if not isinstance(reason.__context__, _Flip):
             raise
-        walk = TokenAxes(graph, sizes, opset, flipped=scores)
+        walk = TokenAxes(graph, sizes, opset, flipped=True)
         walk.walk(given)
     if not walk.sides:
         raise CannotRepair("no attention is found that mixes the positions of its tokens")
