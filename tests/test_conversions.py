@@ -83,12 +83,21 @@ def test_branches_with_values_of_the_same_names_have_heads_of_their_own(name: st
 
 def test_a_head_that_a_later_branch_reads_is_refused(tmp_path: Path) -> None:
     """A body sees the values of the graph around it, but for names of its own."""
-    edit = ("  logits = MatMul (x2, w_logits)", "  rows = MatMul (x2, w_logits)\n  logits = Identity (rows)\n  peak = If (truth) "
-            "<then_branch = one () => (float[batch_size, s, 16] a) { a = Neg (rows) }, "
-            "else_branch = two () => (float[batch_size, s, 16] b) { b = Abs (rows) }>")  # fmt: skip
-    more = [(") => (\n  float[batch_size, sequence_length, 16] logits,", ") => (\n  float[batch_size, s, 16] peak,\n"
-             "  float[batch_size, sequence_length, 16] logits,"), ("float hide = {10000}", "float hide = {10000}, bool truth = {1}")]  # fmt: skip
-    said = refusal(write(tmp_path / "model", DECODER, edit, *more), tmp_path / "out", logits="last")
+    branches = (
+        "peak = If (truth) <then_branch = one () => (float[batch_size, s, 16] a) { a = Neg (rows) }, "
+        "else_branch = two () => (float[batch_size, s, 16] b) { b = Abs (rows) }>"
+    )
+    head = f"  rows = MatMul (x2, w_logits)\n  logits = Identity (rows)\n  {branches}"
+    returned = "  float[batch_size, sequence_length, 16] logits,"
+    more = [
+        (returned, f"  float[batch_size, s, 16] peak,\n{returned}"),
+        ("float hide = {10000}", "float hide = {10000}, bool truth = {1}"),
+    ]
+    said = refusal(
+        write(tmp_path / "model", DECODER, ("  logits = MatMul (x2, w_logits)", head), *more),
+        tmp_path / "out",
+        logits="last",
+    )
     assert "Neg" in said or "Abs" in said
     assert "for another output" in said
 

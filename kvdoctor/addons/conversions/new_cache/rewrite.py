@@ -8,9 +8,9 @@ from kvdoctor.addons.conversions.new_cache.labels import Mixes
 from kvdoctor.addons.conversions.new_cache.lengths import Lengths
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes
-from kvdoctor.model.edit import GraphWriter, prune, replace_all, sort_nodes
+from kvdoctor.model.edit import GraphWriter, make_node, prune, replace_all, sort_nodes
 from kvdoctor.model.operators import has, operator_of
-from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import describe_node, find_attribute, input_of
 from kvdoctor.repair.workspace import CannotRepair
 from kvdoctor.report.repair_record import Change
@@ -31,7 +31,7 @@ class Rewriter:
     writer: GraphWriter = field(init=False)
     lengths: Lengths = field(init=False)
     changes: list[Change] = field(default_factory=list, init=False)
-    joined: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
+    joined: dict[str, str] = field(default_factory=dict, init=False)
 
     def run(self) -> tuple[Change, ...]:
         """Change the graph.
@@ -78,9 +78,9 @@ class Rewriter:
             shape, axis = list(self.walk.shape(side.value)), side.axis
             new = side.value
             if permuted:
-                new, axis = self._permute(side.value), LENGTH_AXIS
+                new, axis = self.writer.node("permuted", "Transpose", [new], perm=TO_KEYS), LENGTH_AXIS
                 shape = [shape[at] for at in TO_KEYS]
-            self.writer.nodes.append(_concat(past, new, present, axis))
+            self.writer.nodes.append(make_node("Concat", [past, new], present, axis=axis))
             kind = _find_type(self.walk, self.model, side.value)
             batch = self.walk.sizes.batch_axis(side.value)
             for ports, name, length in (
@@ -92,14 +92,11 @@ class Rewriter:
                 if batch is not None:
                     dims[batch] = self.given.batch
                 _declare_value(ports.add(name=name), kind, dims)
-            self.joined[side.value] = (present, self._permute(present) if permuted else present)
+            read = self.writer.node("permuted", "Transpose", [present], perm=TO_KEYS) if permuted else present
+            self.joined[side.value] = read
             text = f"joins {past!r} in front of it: {present!r}"
             self.changes.append(Change(self.file, describe_node(node), f"reads {side.part}s of all tokens", text))
-        node.input[index] = self.joined[side.value][1]
-
-    def _permute(self, name: str) -> str:
-        """A value with the axes of tokens and heads exchanged."""
-        return self.writer.node("permuted", "Transpose", [name], perm=TO_KEYS)
+        node.input[index] = self.joined[side.value]
 
     def _adapt(self, node: NodeProto) -> None:
         """Let a node that computes with the tokens read free values for the tokens that it has."""
@@ -190,19 +187,10 @@ def _name_slots(sides: list[KeySide]) -> list[tuple[KeySide, str]]:
     return named
 
 
-def _concat(past: str, new: str, present: str, axis: int) -> NodeProto:
-    node = NodeProto(op_type="Concat", name=present, input=[past, new], output=[present])
-    node.attribute.add(name="axis", i=axis, type=AttributeProto.INT)
-    return node
-
-
 def _declare_value(value: ValueInfoProto, kind: int, dims: list[int | str]) -> None:
     value.type.tensor_type.elem_type = kind
     for size in dims:
-        if isinstance(size, int):
-            value.type.tensor_type.shape.dim.add(dim_value=size)
-        else:
-            value.type.tensor_type.shape.dim.add(dim_param=size)
+        value.type.tensor_type.shape.dim.add(**{"dim_value" if isinstance(size, int) else "dim_param": size})
 
 
 def _find_type(walk: TokenAxes, model: ModelProto, name: str) -> int:

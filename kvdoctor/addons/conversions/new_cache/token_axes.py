@@ -91,10 +91,9 @@ class TokenAxes:
                 self.labels[name] = labels
 
     def _find_rule(self, node: NodeProto) -> "Rule":
-        kind = node.op_type
         if node.domain not in (*STANDARD, CONTRIB):
             raise Mixes("an operator of somebody's own may mix positions")
-        rule = next((rule for traits, rule in RULES if has(kind, *traits)), None)
+        rule = next((rule for traits, rule in RULES if has(node.op_type, *traits)), None)
         if rule is None:
             raise Mixes("it may mix positions, or is not known to compute each row alone")
         if any(self.sizes.shape(name) is None for name in (*node.output, *node.input) if name):
@@ -147,17 +146,11 @@ class TokenAxes:
             raise Mixes("its key side cannot be cached")
 
 
-def _same(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
-    """The result has the axes of the first input."""
-    if contents[0]:
-        raise Mixes("its scale follows from the tokens")
+def _same(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
+    """The result has the axes of the first input; a scale has none."""
     if has(node.op_type, "dynamic"):
         walk.dynamic.append(node)
     return [walk.own(node.input[0]) if walk.shape(name) == walk.shape(node.input[0]) else () for name in node.output]
-
-
-def _dequantized(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
-    return [walk.own(node.input[0])]
 
 
 def _broadcast(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
@@ -216,13 +209,6 @@ def _reduced(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
     return [tuple("" if at in over else label for at, label in enumerate(own))]
 
 
-def _accumulated(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
-    own, axes = walk.own(node.input[0]), walk.listed(node, 1, "axis")
-    if contents != [0] or axes is None or own[axes[0]]:
-        raise Mixes("it accumulates over positions")
-    return [own]
-
-
 def _permuted(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
     own = walk.own(node.input[0])
     order = walk.listed(node, len(node.input), "perm") or tuple(reversed(range(len(own))))
@@ -232,18 +218,11 @@ def _permuted(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
 def _viewed(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
     if contents != [0]:
         raise Mixes("its shape follows from the tokens")
-    name, made = node.input[0], node.output[0]
-    lengths = walk.sizes.lengths
-    found = [
-        regroup(walk.own(name), before or (), after or (), tokens)
-        for before, after, tokens in (
-            (walk.shape(name), walk.shape(made), lengths[0]),
-            (walk.sizes.longer(name), walk.sizes.longer(made), lengths[1]),
-        )
-    ]
-    if found[0] != found[1]:
+    name, made, (short, long) = node.input[0], node.output[0], walk.sizes.lengths
+    found = regroup(walk.own(name), walk.shape(name), walk.shape(made), short)
+    if found != regroup(walk.own(name), walk.sizes.longer(name) or (), walk.sizes.longer(made) or (), long):
         raise Mixes("its axes cannot be followed")
-    return found[:1]
+    return [found]
 
 
 def _repeated(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
@@ -259,7 +238,9 @@ def _repeated(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Lab
 
 
 def _picked(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
-    rule = {"Slice": _sliced, "Gather": _gathered, "Split": _split}.get(node.op_type, _gathered_elements)
+    rule = {"Slice": _sliced, "Gather": _gathered, "Split": _split}.get(node.op_type)
+    if rule is None:
+        raise Mixes("it takes some positions by number")
     return rule(walk, node, contents)
 
 
@@ -271,10 +252,8 @@ def _sliced(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Label
     axes = walk.listed(node, 3, "axes") or tuple(range(len(starts)))
     made = list(own)
     for place, axis in enumerate(axis % len(own) for axis in axes):
-        step = steps[place] if steps else 1
-        if not own[axis]:
-            continue
-        if after[axis] == before[axis] and step == 1:
+        whole = after[axis] == before[axis] and (not steps or steps[place] == 1)
+        if whole or not own[axis]:
             continue
         last = starts[place] in (-1, before[axis] - 1)
         if own[axis] != "new" or after[axis] != 1 or not last:
@@ -300,13 +279,6 @@ def _split(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
     if own[walk.number(node, "axis", 0, len(own))]:
         raise Mixes("it splits the axis of positions")
     return [own] * len(node.output)
-
-
-def _gathered_elements(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
-    own = walk.own(node.input[0])
-    if node.op_type != "GatherElements" or own[walk.number(node, "axis", 0, len(own))]:
-        raise Mixes("it takes some positions by number")
-    return [broadcast((walk.own(name), walk.shape(name)) for name in node.input)]
 
 
 def _joined(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
@@ -345,22 +317,17 @@ def _spell(walk: TokenAxes, node: NodeProto, operands: Sequence[int]) -> tuple[l
             raise Mixes("its equation cannot be read")
         return terms, result
     flags = [find_attribute(node, name) for name in ("transA", "transB")]
-    if find_attribute(node, "transBatchA") is not None or find_attribute(node, "transBatchB") is not None:
-        raise Mixes("it permutes the axes of the batch")
     one, other = (len(walk.shape(node.input[at])) for at in operands)
     return spell_product(one, other, (bool(flags[0] and flags[0].i), bool(flags[1] and flags[1].i)))
 
 
 Rule = Callable[[TokenAxes, NodeProto, list[int]], list[Labels]]
 RULES: tuple[tuple[tuple, Rule], ...] = (  # type: ignore[type-arg]
-    (("random",), lambda *_: _raise_random()),
-    (("dequantize",), _dequantized),
-    (("quantize", "quantize-dynamically", "copy", "cast", "dropout"), _same),
+    (("quantize", "quantize-dynamically", "dequantize", "copy", "cast", "dropout"), _same),
     (("elementwise",), _broadcast),
     (("normalize",), _normalized),
     (("softmax",), _softmax),
     (("reduce",), _reduced),
-    (("accumulate",), _accumulated),
     (("permute",), _permuted),
     (("view",), _viewed),
     (("repeat",), _repeated),
@@ -370,10 +337,6 @@ RULES: tuple[tuple[tuple, Rule], ...] = (  # type: ignore[type-arg]
     (("attend",), label_attention),
 )
 """The rule of an operator by its traits, the first that fits."""
-
-
-def _raise_random() -> list[Labels]:
-    raise Mixes("it is random")
 
 
 def label_tokens(graph: GraphProto, sizes: Sizes, opset: int, given: Inputs) -> TokenAxes:

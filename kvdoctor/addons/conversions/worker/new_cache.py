@@ -40,8 +40,10 @@ DECODED = (10, 50, 200)
 PROMPT = 3
 NEIGHBORS = 2
 """Steps before and after one that are as long."""
-MOST_SECONDS = 30.0
-"""Decoding ends when the original has taken so long."""
+MOST_SECONDS, ONE_ROUND = 20.0, 5.0
+"""Decoding ends when the original has taken so long; from the second number on it is timed once."""
+MOST_STORED = 256 << 20
+"""Bytes of the original's logits that are stored: sequences of other splits have the same tokens."""
 
 
 @dataclass
@@ -117,6 +119,7 @@ class _Pair:
     copy: StackRunner
     original: Any
     found: _Found = field(default_factory=_Found)
+    known: dict[tuple[int, tuple[int, ...], int], Array] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> "Tolerance":
@@ -129,12 +132,13 @@ class _Pair:
         Raises:
             _Differs: a call fails or returns something else.
         """
-        builder = replace(self._build(walk), padding=padding)
+        longest = self._build(replace(walk, pieces=(LONG - walk.prompt,)))
+        builder = replace(self._build(walk), padding=padding, tokens=longest.tokens[:, : walk.total])
         past: Past | None = None
         where = f" with {list(padding)} tokens of padding" if padding else ""
         for start, stop in walk.calls():
             try:
-                want, _ = self._time_original(builder, stop)
+                want = self._find_wanted(builder, stop)
             except StepFailed:  # its tables end here, or it takes no such batch
                 return
             answer, _ = self._run_copy(builder, past, start, stop)
@@ -174,6 +178,20 @@ class _Pair:
         sizes = Scenario(walk.batch, walk.prompt, walk.total - walk.prompt + 1, encoder, self.job.seed)
         return self.copy.build(sizes)
 
+    def _find_wanted(self, builder: FeedBuilder, stop: int) -> Array:
+        """The original's logits of all tokens so far, which it computes once for all splits.
+
+        Raises:
+            StepFailed: the runtime fails.
+        """
+        key = (len(builder.tokens), builder.padding, stop)
+        if key in self.known:
+            return self.known[key]
+        found, _ = self._time_original(builder, stop)
+        if sum(one.nbytes for one in self.known.values()) + found.nbytes <= MOST_STORED:
+            self.known[key] = found
+        return found
+
     def _time_original(self, builder: FeedBuilder, stop: int) -> tuple[Array, float]:
         """The original's logits of all tokens so far, and the seconds of the call.
 
@@ -205,11 +223,11 @@ class _Pair:
         builder = self._build(walk)
         wanted = self._decode_original(builder, walk)
         old = [seconds for _, seconds in wanted]
-        if sum(old) < MOST_SECONDS:
+        if sum(old) < ONE_ROUND:
             again = (seconds for _, seconds in self._decode_original(builder, walk))
             old = [min(pair) for pair in zip(old, again, strict=False)]
         old = _smooth(old)
-        rounds = [list(self._decode_copy(builder, walk, wanted)) for _ in range(2)]
+        rounds = [list(self._decode_copy(builder, walk, wanted)) for _ in range(2 if sum(old) < ONE_ROUND else 1)]
         new = _smooth([min(pair) for pair in zip(*rounds, strict=True)])
         counts = [*(count for count in DECODED if count < len(new)), len(new)]
         return len(new), {str(count): (sum(old[:count]), sum(new[:count])) for count in counts if count}
