@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.isolated import kvdoctor
+from support.isolated import FIXTURES, call, give_up, kvdoctor
 from support.text_fixtures import compile_text
 
 from kvdoctor.addons.conversions import api as conversions
@@ -249,6 +250,26 @@ def test_inputs_that_cannot_be_followed_are_named(edits: list[tuple[str, str]], 
 def test_it_is_the_only_conversion_of_its_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--cache growing alone"):
         conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache="growing", logits="last")
+
+
+EXPORTED = (
+    *("gpt2", "llama-gqa", "opt", "bloom", "neox"),
+    *("marian-4.57.6", "t5", "whisper", "bart"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_export_of_optimum_without_a_cache_gets_one(name: str, tmp_path: Path) -> None:
+    done = call([sys.executable, FIXTURES / "make_exports.py", f"cacheless-{name}", "--out", tmp_path])
+    if done.returncode and "No solution found" in done.stderr:
+        give_up(done.stderr[-500:])
+    assert done.returncode == 0, done.stderr
+    source = tmp_path / f"cacheless-{name}"
+    report = conversions.convert(source, tmp_path / "out", cache="growing")
+    assert report.verdict == "healthy"
+    assert all(claims(report).values())
+    assert "greedy decoding chooses the tokens of the original" in claims(report)
 
 
 @settings(max_examples=200, deadline=None)

@@ -195,11 +195,7 @@ def _compare(
 
 
 def _widen(session: RepairSession, side: PairedSide) -> tuple[PairedSide, Path]:
-    """The copy and the original in float32, in private folders.
-
-    Raises:
-        CannotCheck: the rounding cannot be taken out.
-    """
+    """The copy and the original in float32, in private folders."""
     folders = [session.scratch / name for name in ("exact-copy", "exact-original")]
     for target in folders:
         target.mkdir()
@@ -236,9 +232,8 @@ def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:
 
 
 def _describe(done: NewCacheDone) -> str:
-    prompts = f"prompts of {done.prompts[0]} to {done.prompts[-1]} tokens" if done.prompts else ""
     parts = [
-        prompts,
+        f"prompts of {done.prompts[0]} to {done.prompts[-1]} tokens",
         f"{done.splits} splits into calls, up to {done.longest} tokens",
         f"batches of {', '.join(map(str, done.batches))}",
         f"{done.padded} calls with padding on the left" if done.padded else "",

@@ -112,11 +112,7 @@ def multiply(
 
 
 def _find_keys(counted: Sequence[dict[str, Label]], made: dict[str, Label], operand: int) -> str:
-    """The axis of scores that counts the keys: that of the tokens which one operand has alone.
-
-    Raises:
-        Mixes: there is none, or there are several.
-    """
+    """The axis of scores that counts the keys: that of the tokens which one operand has alone."""
     new = [letter for letter, label in made.items() if label == "new"]
     keys = [letter for letter in new if [own.get(letter, "") == "new" for own in counted].count(True) == 1]
     keys = [letter for letter in keys if counted[operand].get(letter) == "new"]

@@ -171,11 +171,7 @@ def _is_permuted(side: KeySide, walk: TokenAxes) -> bool:
 
 
 def _name_slots(sides: list[KeySide]) -> list[tuple[KeySide, str]]:
-    """The slot of each side: the layer by the order of the products, and the part.
-
-    Raises:
-        CannotRepair: there are not as many keys as values.
-    """
+    """The slot of each side: the layer by the order of the products, and the part."""
     counts, named, known = {"key": 0, "value": 0}, list[tuple[KeySide, str]](), dict[str, str]()
     for side in sides:
         if side.value not in known:

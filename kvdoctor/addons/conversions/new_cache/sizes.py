@@ -116,14 +116,11 @@ def read_inputs(file: OnnxFile) -> Inputs:
     shape = view.inputs[ids[0]].shape or ()
     if len(shape) < 2 or isinstance(length := as_number(shape[1]), int):
         raise CannotRepair(f"the input {ids[0]!r} takes a fixed number of tokens: {list(shape)}")
-    unknown_inputs = [name for name, role in roles.items() if role is None]
-    if unknown_inputs:
-        raise CannotRepair(f"what the input {unknown_inputs[0]!r} means is not known")
+    for name, role in roles.items():
+        if role is None or (role in (*TOKENS, *MASKS) and len(view.inputs[name].shape or ()) < 2):
+            raise CannotRepair(f"what the input {name!r} means, {list(view.inputs[name].shape or ())}, is not known")
     new = {name: 1 for name, role in roles.items() if role in TOKENS}
     masks = {name: 1 for name, role in roles.items() if role in MASKS}
-    for name in (*new, *masks):
-        if len(view.inputs[name].shape or ()) < 2:
-            raise CannotRepair(f"the input {name!r} has no axis for the batch")
     batch = as_number(shape[0])
     return Inputs(ids[0], new, masks, batch if isinstance(batch, str) else "", length or "sequence_length")
 

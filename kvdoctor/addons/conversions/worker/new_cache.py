@@ -46,19 +46,6 @@ MOST_STORED = 256 << 20
 """Bytes of the original's logits that are stored: sequences of other splits have the same tokens."""
 
 
-@dataclass
-class _Found:
-    """What was compared so far."""
-
-    calls: int = 0
-    worst: float = 0.0
-    padded: int = 0
-    prompts: set[int] = field(default_factory=set)
-    batches: set[int] = field(default_factory=set)
-    splits: int = 0
-    longest: int = 0
-
-
 class _Differs(Exception):
     """A call of the copy fails or returns something else; says what."""
 
@@ -66,26 +53,13 @@ class _Differs(Exception):
 def compare_new_cache(job: NewCacheJob, announce: Announce) -> NewCacheDone:
     """Carry out the comparison, up to the first call that differs."""
     pair = _Pair(job, open_stack(job.side, job, announce), _open_original(job, announce))
-    decoded, seconds, failed = 0, dict[str, tuple[float, float]](), ""
     try:
         for walk, padding in _plan(pair.copy):
             pair.walk(walk, padding)
         decoded, seconds = pair.decode()
     except _Differs as difference:
-        failed = str(difference)
-    found = pair.found
-    return NewCacheDone(
-        calls=found.calls,
-        worst=float(f"{found.worst:.3g}"),
-        failed=failed,
-        prompts=tuple(sorted(found.prompts)),
-        splits=found.splits,
-        batches=tuple(sorted(found.batches)),
-        longest=found.longest,
-        padded=found.padded,
-        decoded=decoded,
-        seconds=seconds,
-    )
+        return replace(pair.done, failed=str(difference))
+    return replace(pair.done, decoded=decoded, seconds=seconds)
 
 
 def _open_original(job: NewCacheJob, announce: Announce) -> Any:
@@ -118,7 +92,7 @@ class _Pair:
     job: NewCacheJob
     copy: StackRunner
     original: Any
-    found: _Found = field(default_factory=_Found)
+    done: NewCacheDone = field(default_factory=NewCacheDone)
     known: dict[tuple[int, tuple[int, ...], int], Array] = field(default_factory=dict)
 
     @property
@@ -149,13 +123,16 @@ class _Pair:
             self._count(walk, stop, padding)
 
     def _count(self, walk: Walk, stop: int, padding: tuple[int, ...]) -> None:
-        found = self.found
-        found.calls += 1
-        found.padded += bool(padding)
-        found.prompts.add(walk.prompt)
-        found.batches.add(walk.batch)
-        found.longest = max(found.longest, stop)
-        found.splits += stop == walk.total
+        now = self.done
+        self.done = replace(
+            now,
+            calls=now.calls + 1,
+            prompts=tuple(sorted({*now.prompts, walk.prompt})),
+            splits=now.splits + (stop == walk.total),
+            batches=tuple(sorted({*now.batches, walk.batch})),
+            longest=max(now.longest, stop),
+            padded=now.padded + bool(padding),
+        )
 
     def _find_gap(self, got: Array, want: Array, place: tuple[int, tuple[int, ...]]) -> str:
         """How the logits of new tokens differ from the original's; empty if they do not. Padding does not count."""
@@ -170,7 +147,7 @@ class _Pair:
         found = compare(got, want, self.tolerance)
         if judge(found, self.tolerance) != "pass" and not (self.job.rounds and found.finite):
             return f"logits {describe_gap(found)}"
-        self.found.worst = max(self.found.worst, found.relative)
+        self.done = replace(self.done, worst=max(self.done.worst, float(f"{found.relative:.3g}")))
         return ""
 
     def _build(self, walk: Walk) -> FeedBuilder:
@@ -179,11 +156,7 @@ class _Pair:
         return self.copy.build(sizes)
 
     def _find_wanted(self, builder: FeedBuilder, stop: int) -> Array:
-        """The original's logits of all tokens so far, which it computes once for all splits.
-
-        Raises:
-            StepFailed: the runtime fails.
-        """
+        """The original's logits of all tokens so far, which it computes once for all splits."""
         key = (len(builder.tokens), builder.padding, stop)
         if key in self.known:
             return self.known[key]
@@ -193,11 +166,7 @@ class _Pair:
         return found
 
     def _time_original(self, builder: FeedBuilder, stop: int) -> tuple[Array, float]:
-        """The original's logits of all tokens so far, and the seconds of the call.
-
-        Raises:
-            StepFailed: the runtime fails.
-        """
+        """The original's logits of all tokens so far, and the seconds of the call."""
         feeds = builder.prefill(stop).feeds
         taken = {one.name: to_runtime(feeds[one.name]) for one in self.original.get_inputs() if one.name in feeds}
         port = self.copy.logits_name("prefill")
@@ -248,11 +217,7 @@ class _Pair:
         return found
 
     def _decode_copy(self, builder: FeedBuilder, walk: Walk, wanted: list[tuple[Array, float]]) -> Iterator[float]:
-        """The seconds of each call of the copy over the same tokens.
-
-        Raises:
-            _Differs: it fails, or chooses another token, which is no tie.
-        """
+        """The seconds of each call of the copy over the same tokens."""
         past: Past | None = None
         for (start, stop), (want, _) in zip(walk.calls(), wanted, strict=False):
             answer, seconds = self._run_copy(builder, past, start, stop)
@@ -264,11 +229,7 @@ class _Pair:
             yield seconds
 
     def _run_copy(self, builder: FeedBuilder, past: Past | None, start: int, stop: int) -> tuple[Answer, float]:
-        """The copy's answer for new tokens, and the seconds of the call.
-
-        Raises:
-            _Differs: it fails.
-        """
+        """The copy's answer for new tokens, and the seconds of the call."""
         try:
             call = builder.prefill(stop) if past is None else builder.decode(start, stop, past)
             began = time.perf_counter()
