@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.addons.conversions.new_cache.labels import Labels, Mixes
 from kvdoctor.model.edit import GraphWriter
+from kvdoctor.model.operators import ports_of
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import STANDARD, find_attribute, input_of
 
@@ -28,7 +29,8 @@ def label_attention(walk: "TokenAxes", node: NodeProto, contents: list[int]) -> 
     """
     own = [walk.own(node.input[at]) for at in (0, KEYS, VALUES)]
     at = 1 if len(own[0]) == 3 else 2
-    if node.op_type != "Attention" or node.domain not in STANDARD:
+    ports = ports_of("", node.op_type)
+    if node.domain not in STANDARD or ports is None or ports.keys != (KEYS,):
         raise Mixes("a fused attention of this kind is not known to take a past in another order")
     if any(labels[at : at + 1] != ("new",) or labels.count("new") != 1 for labels in own) or MASK in contents:
         raise Mixes("its queries, keys and values are not those of the tokens")

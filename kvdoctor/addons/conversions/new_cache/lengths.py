@@ -53,7 +53,7 @@ class Lengths:
     def _picks_other_sizes(self, node: NodeProto) -> bool:
         """Whether a node takes sizes that do not count tokens out of a shape."""
         maker = self.walk.makers.get(node.input[0])
-        if maker is None or maker.op_type != "Shape" or any(name in self.varying for name in node.input[1:]):
+        if maker is None or not has(maker.op_type, "sizes") or any(name in self.varying for name in node.input[1:]):
             return False
         one, other = (numbers for numbers in self.walk.sizes.numbers(output_of(node)))
         return one is not None and other is not None and one.shape == other.shape and bool((one == other).all())
@@ -91,10 +91,10 @@ class Lengths:
             self.made[span, name] = name if span == "total" else self.last_rows(name, axis)
             return
         source = node.input[0] if node.input else ""
-        if node.op_type == "Shape" and source in self.walk.labels:
+        if has(node.op_type, "sizes") and source in self.walk.labels:
             self.made[span, name] = self._write_shape(node, source, span)
             return
-        if node.op_type == "Size" and source in self.walk.labels:
+        if has(node.op_type, "measure") and source in self.walk.labels:
             raise Mixes(f"the number of elements of {source!r} counts tokens")
         renamed = {one: self.made[span, one] for one in values_read(node) if (span, one) in self.made}
         renamed = {old: new for old, new in renamed.items() if old != new}

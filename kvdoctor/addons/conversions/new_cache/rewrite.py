@@ -141,10 +141,10 @@ class Rewriter:
         return self.lengths.add_past(self.lengths.write(name, "new"), times)
 
     def _cuts_total(self, node: NodeProto) -> bool:
-        """Whether a Slice cuts the key side."""
+        """Whether a node cuts the key side."""
         own = self.walk.own(node.input[0])
         axes = self.walk.listed(node, 3, "axes") or tuple(range(len(own)))
-        found = {own[axis] for axis in axes} if node.op_type == "Slice" else set()
+        found = {own[axis] for axis in axes}
         if {"new", "total"} <= found:
             raise Mixes("it cuts new tokens and the key side at once")
         return "total" in found

@@ -311,8 +311,8 @@ def _multiplied(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[L
 
 
 def _spell(walk: TokenAxes, node: NodeProto, operands: Sequence[int]) -> tuple[list[str], str]:
-    if node.op_type == "Einsum":
-        terms, result = read_equation(find_attribute(node, "equation"))
+    if (equation := find_attribute(node, "equation")) is not None:
+        terms, result = read_equation(equation)
         if not terms:
             raise Mixes("its equation cannot be read")
         return terms, result
