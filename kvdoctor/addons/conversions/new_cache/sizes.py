@@ -14,7 +14,7 @@ from kvdoctor.analysis.abstract_run.tables import read_tables
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, unknown
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.dialects import inputs
-from kvdoctor.analysis.port_roles import InputFlow, match_rule
+from kvdoctor.analysis.port_roles import INTEGERS, InputFlow, match_rule
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import Role
 from kvdoctor.decode.calls import Array
@@ -33,6 +33,7 @@ TOKENS: tuple[Role, ...] = ("token_ids", "embeddings", "position_ids")
 """Inputs with a row for each token: of the new tokens from now on."""
 MASKS: tuple[Role, ...] = ("attention_mask", "padding_mask")
 """Inputs with an entry for each token of the whole sequence."""
+KNOWN: tuple[Role, ...] = (*TOKENS, *MASKS, "encoder_mask", "encoder_states")
 ENCODER = re.compile(r"encoder", re.ASCII)
 
 
@@ -104,12 +105,15 @@ def read_inputs(file: OnnxFile) -> Inputs:
     view, flow = file.graph, file.dataflow
     roles = {name: _role_of(port) for name, port in view.inputs.items()}
     ids = [name for name, role in roles.items() if role == "token_ids"]
-    if not ids and flow is not None:
-        found = InputFlow(flow, view.inputs).find_token_ids(
-            name for name, port in view.inputs.items() if port.dtype in ("int64", "int32") and not ENCODER.search(name)
+    by_use = InputFlow(flow, view.inputs) if flow is not None else None
+    if not ids and by_use is not None:
+        ids = by_use.find_token_ids(
+            name for name, port in view.inputs.items() if port.dtype in INTEGERS and not ENCODER.search(name)
         )
-        ids = found[:1] if len(found) == 1 else []
         roles.update(dict.fromkeys(ids, "token_ids"))
+    for name in [name for name, role in roles.items() if role is None and by_use is not None]:
+        found = by_use.find_role(name, set()) if by_use is not None else None
+        roles[name] = found[0] if found is not None and found[0] in KNOWN else None
     ids = ids or [name for name, role in roles.items() if role == "embeddings"]
     if len(ids) != 1:
         raise CannotRepair(f"which input has the tokens is not known (inputs: {', '.join(roles)})")
@@ -130,8 +134,7 @@ def _role_of(port: Declared) -> Role | None:
     if ENCODER.search(port.name):
         return "encoder_mask" if "mask" in port.name else "encoder_states"
     found = match_rule(port, inputs.INPUTS)
-    known = (*TOKENS, *MASKS, "encoder_mask", "encoder_states")
-    return found.role if found is not None and found.role in known else None
+    return found.role if found is not None and found.role in KNOWN else None
 
 
 def read_sizes(model: ModelProto, path: Path, given: Inputs) -> Sizes:
