@@ -132,8 +132,8 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
             if not outcome.holds:
                 return replace(report_unproved(session, outcome, may_keep=False), command="convert")
             report = report_fix(session, outcome, request.out)
-            measured = {**report.measured, "cost": {**report.measured["cost"], "decoding": gain}}
-            report = replace(report, command="convert", measured=measured)
+            cost = {**report.measured["cost"], "decoding": gain, "gains": _describe_gains(gain)}
+            report = replace(report, command="convert", measured={**report.measured, "cost": cost})
             if request.out is not None:
                 write_reports(pending.path, report)
                 pending.kept = True
@@ -201,7 +201,7 @@ def _widen(session: RepairSession, side: PairedSide) -> tuple[PairedSide, Path]:
         target.mkdir()
     made = write_float32_copy(session.open_copy(".").files, side.contract, folders[0])
     write_float32_copy(session.folder.files, side.contract, folders[1])
-    return PairedSide(side.stack, made.folder.absolute(), made.contract), folders[1].absolute()
+    return PairedSide(side.stack, folders[0].absolute(), made), folders[1].absolute()
 
 
 def _ask(session: RepairSession, side: PairedSide, original: Path, rounds: bool = False) -> NewCacheDone:
@@ -229,6 +229,13 @@ def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:
     found = sorted({one.name for one in after.report.findings if one.severity == "error"})
     detail = ", ".join(found) or "; ".join(one.reason for one in after.report.not_checked if one.essential)
     return Proof(stack, "step-test calls the copy healthy", after.report.verdict == "healthy", detail)
+
+
+def _describe_gains(gain: dict[str, Any]) -> list[str]:
+    return [
+        f"{stack}: {'; '.join(f'{count} tokens: {old / new:.2g} times as fast' for count, (old, new) in times.items())}"
+        for stack, times in gain.items()
+    ]
 
 
 def _describe(done: NewCacheDone) -> str:

@@ -63,7 +63,7 @@ def compare_new_cache(job: NewCacheJob, announce: Announce) -> NewCacheDone:
 
 
 def _open_original(job: NewCacheJob, announce: Announce) -> Any:
-    sessions = Sessions(job.original, job.provider, job.threads, announce, job.settings)
+    sessions = Sessions(job.original, job, announce)
     return sessions.get(job.side.contract.graph("decode").file)
 
 
