@@ -19,8 +19,7 @@ from kvdoctor.model.traverse import find_attribute, output_of, values_read
 Span = Literal["new", "total"]
 """For which tokens a free value is computed: those of the call, or the whole sequence."""
 
-INT64, INT64_MAX = 7, (1 << 63) - 1
-MOST_DIMS = 16
+INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(eq=False)
