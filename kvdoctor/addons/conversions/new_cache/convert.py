@@ -59,7 +59,7 @@ LOOP = (
 )
 DYNAMIC = (
     "Its products with int8 weights take one scale from all tokens of a call: with fewer tokens in a call that scale, "
-    "and so the logits, differ a little from the original's."
+    "and so the logits and some tokens, differ from the original's; the proof says by how much."
 )
 
 
