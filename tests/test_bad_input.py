@@ -128,7 +128,7 @@ def test_a_decoder_without_cache(command: str, tmp_path: Path) -> None:
     result = only_report(command, saved(bad.decoder_without_cache(), tmp_path / "model"))
     assert result.code == 3
     reason = result.report["not_checked"][0]["reason"]
-    assert "without a cache" in reason
+    assert "has no cache" in reason
     assert "-with-past" in reason
 
 

@@ -21,6 +21,7 @@ from kvdoctor.addons.conversions.graphs.logits import KEEP
 from kvdoctor.addons.conversions.graphs.registry import Asked, Converted, load, read_asked
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest, refuse_impossible_conversions
+from kvdoctor.choices import LogitsRows
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.repair.workspace import RepairContext
@@ -70,6 +71,35 @@ def test_every_conversion_has_an_option_and_a_page() -> None:
     for one in load():
         assert one.name in page
         assert one.summary
+
+
+@pytest.mark.parametrize("name", ["marian-4.46.3", "marian-4.57.6", "t5", "whisper"])
+@pytest.mark.parametrize("rows", ["last", "selectable"])
+def test_branches_with_values_of_the_same_names_have_heads_of_their_own(name: str, rows: LogitsRows) -> None:
+    """The Add after the head of Marian has one name in both branches of the merged decoder."""
+    source = Path(__file__).parents[1] / "fixtures" / "exports" / name / "decoder_model_merged.onnx"
+    refuse_impossible_conversions(str(source), read_asked(ConvertChoices(logits=rows)), Options())
+
+
+def test_a_head_that_a_later_branch_reads_is_refused(tmp_path: Path) -> None:
+    """A body sees the values of the graph around it, but for names of its own."""
+    branches = (
+        "peak = If (truth) <then_branch = one () => (float[batch_size, s, 16] a) { a = Neg (rows) }, "
+        "else_branch = two () => (float[batch_size, s, 16] b) { b = Abs (rows) }>"
+    )
+    head = f"  rows = MatMul (x2, w_logits)\n  logits = Identity (rows)\n  {branches}"
+    returned = "  float[batch_size, sequence_length, 16] logits,"
+    more = [
+        (returned, f"  float[batch_size, s, 16] peak,\n{returned}"),
+        ("float hide = {10000}", "float hide = {10000}, bool truth = {1}"),
+    ]
+    said = refusal(
+        write(tmp_path / "model", DECODER, ("  logits = MatMul (x2, w_logits)", head), *more),
+        tmp_path / "out",
+        logits="last",
+    )
+    assert "Neg" in said or "Abs" in said
+    assert "for another output" in said
 
 
 def test_a_later_graph_of_one_token_is_compared_with_one_token_a_step(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def _find_head(scopes: Scopes, logits: str) -> Head:
         raise NoHead(f"no product of hidden states with weights makes the logits {logits!r}")
     graph, node, index = next(iter(search.roots.values()))
     graph, node, index = _before_rounding(graph, node, index, search)
-    found = Head(graph[-1], node, index, frozenset(search.values))
-    _refuse_other_readers(scopes, found, logits, search)
+    found = Head(graph[-1], node, index, frozenset().union(*search.made.values()))
+    _refuse_other_readers(scopes, logits, search)
     return found
 
 
@@ -108,7 +108,7 @@ class _Search:
 
     listed: dict[int, Scope] = field(default_factory=dict)
     nodes: dict[int, NodeProto] = field(default_factory=dict)
-    values: set[str] = field(default_factory=set)
+    made: dict[int, set[str]] = field(default_factory=dict)
     roots: dict[tuple[int, int], tuple[Scopes, NodeProto, int]] = field(default_factory=dict)
     fixed: dict[str, bool] = field(default_factory=lambda: {"": False})
 
@@ -139,7 +139,7 @@ class _Search:
         if id(node) in self.nodes:
             return []
         self.nodes[id(node)] = node
-        self.values |= set(filter(None, node.output))
+        self.made.setdefault(id(scopes[-1]), set()).update(filter(None, node.output))
         computed = [i for i, given in enumerate(node.input) if given and not self.is_fixed(scopes, given)]
         kind = (traverse.normalize_domain(node.domain), str(node.op_type))
         if kind[0] in ("", CONTRIB) and has(kind[1], "rows") and self._is_head(scopes, node, computed):
@@ -251,23 +251,28 @@ def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Searc
         if computed != [0] or scale not in ((), (1,)) or not alone:
             return scopes, node, index
         search.nodes[id(before)] = before
-        search.values |= set(before.output)
+        search.made.setdefault(id(inner[-1]), set()).update(before.output)
         node, index = before, 0
 
 
-def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Search) -> None:
+def _refuse_other_readers(scopes: Scopes, logits: str, search: _Search) -> None:
     """Nothing else may read the rows that will no longer be computed."""
-    for reader in traverse.nodes_in(scopes[0].node):
-        name = next((name for name in reader.input if name in head.values), None)
-        if name is None or id(reader) in search.nodes:
-            continue
-        # A node may hold the head in one of its branches, which returns the value and does nothing else with it.
-        if not any(name in node.output for body in traverse.subgraphs(reader) for node in body.node):
-            raise NoHead(
-                f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the logits, for "
-                "another output"
-            )
     for graph in scopes:
-        other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
+        own = search.made.get(id(graph), set())
+        for reader, name in _find_readers(graph, own):
+            if id(reader) not in search.nodes:
+                where = f"reads {name!r}, which lies between the LM head and the logits, for another output"
+                raise NoHead(f"the node {describe_op(reader)} {where}")
+        other = next((value.name for value in graph.output if value.name in own - {logits}), None)
         if other is not None:
             raise NoHead(f"the output {other!r} is returned from between the LM head and the logits")
+
+
+def _find_readers(graph: GraphProto, names: set[str]) -> Iterator[tuple[NodeProto, str]]:
+    """The nodes that read some values of a graph, or return them from a body, which sees all but names of its own."""
+    for node in graph.node:
+        yield from ((node, name) for name in node.input if name in names)
+        for inner in traverse.subgraphs(node):
+            seen = names - traverse.own_names(inner)
+            yield from ((node, value.name) for value in inner.output if value.name in seen)
+            yield from _find_readers(inner, seen)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvdoctor import addons
 from kvdoctor.analysis.contract_reader import add_observed_sizes, read_contract
 from kvdoctor.analysis.lm_head import NoHead, find_heads
 from kvdoctor.analysis.lost_caches import returns_logits
@@ -40,10 +41,10 @@ AdviceCheck = Callable[[ContractContext, tuple[Finding, ...], Options, "Runtime 
 
 
 CACHELESS = (
-    "returns logits, but has neither past inputs nor present outputs: a model without a cache, or one whose module "
-    "keeps it in an attribute; export a decoder with the task ...-with-past, or with the cache as inputs and outputs "
-    "of forward()"
+    "it returns logits, but has neither past inputs nor present outputs, so each token costs a pass over all tokens "
+    "before"
 )
+EXPORT = "or export a decoder with the task ...-with-past, or with the cache as inputs and outputs of forward()"
 NOT_PREDICTED = ("cache-not-faster", "empty-tensor-hazard", "session-refused", "worker-died", "cached-branch-first")
 """Checks about time, memory or the runtime, which an abstract run does not have."""
 
@@ -123,9 +124,9 @@ def _explain_no_stack(folder: ModelFolder) -> str:
             exported = f"kvdoctor re-export --from {as_argument(folder.shown)} -o {free_name('EXPORTED')}"
             return f"no .onnx file in {folder.shown}, but a checkpoint of PyTorch; export it: {exported}"
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
-    cacheless = [file.name for file in folder.files if returns_logits(file)]
-    if cacheless:
-        return f"{cacheless[0]} {CACHELESS}"
+    if (cacheless := next((file for file in folder.files if returns_logits(file)), None)) is not None:
+        advice = "".join(f"; {module.advise(folder, cacheless)}" for module in addons.modules("cacheless"))
+        return f"{cacheless.name} has no cache: {CACHELESS}{advice}; {EXPORT}"
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
     if all(file.role == "encoder" for file in folder.files):
         return "this model is an encoder and has no KV cache; give the folder or file of the decoder"

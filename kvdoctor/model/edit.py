@@ -77,7 +77,7 @@ class GraphWriter:
         """A name that nothing has yet."""
         return fresh_name(f"{self.prefix}.{hint}", self.known)
 
-    def node(self, hint: str, op: str, inputs: Sequence[str], **attributes: int) -> str:
+    def node(self, hint: str, op: str, inputs: Sequence[str], **attributes: int | tuple[int, ...]) -> str:
         """The output of a new node; the same one for the same operator, inputs and attributes."""
         key = (op, *inputs, *attributes.items())
         if key not in self.made:

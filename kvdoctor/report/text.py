@@ -69,7 +69,7 @@ def print_report(report: Report, console: Console, verbosity: int = 0, show_diff
         page.write(list_sections(report) if verbosity > 1 else map(drop_folded, list_sections(report)))
     else:
         if report.repair is not None and verbosity == 0:
-            page.write([Section("", tuple(outline_repair(report.repair)))])
+            page.write([Section("", tuple(outline_repair(report, report.repair)))])
             page.write([Section("changes", tuple(show_changes(report.repair)))] if show_diff else [])
         _show_cards(page, report, verbosity)
         page.write(_outline(report) if verbosity == 0 else _list_open_checks(report, essential=True))

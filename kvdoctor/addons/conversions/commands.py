@@ -12,6 +12,7 @@ from kvdoctor.cli.output import copy_options, finish_copy, output_options
     "Convert a decoder to another form, proved.",
     epilog=examples(
         ("kvdoctor convert exports/llama -o phone --cache static=512", "a buffer that is written in place"),
+        ("kvdoctor convert exports/cacheless -o cached --cache growing", "a cache for a decoder that has none"),
         ("kvdoctor convert exports/llama -o small --logits last", "the logits of the last token alone"),
         ("kvdoctor convert exports/llama -o narrow --cache-type int8", "a narrower cache"),
         ("kvdoctor convert exports/marian -o merged --layout merged", "one graph for both steps"),

@@ -1,6 +1,7 @@
 """What the conversions ask of the worker, and what it answers. Standard library and `decode` only."""
 
 from dataclasses import field
+from pathlib import Path
 
 from kvdoctor.decode.messages import Event, Job, PairedSide, SideJob, TokenAgreement
 from kvdoctor.decode.paired_walks import Rows
@@ -103,7 +104,52 @@ class CacheCosted(TokenAgreement, Event):
     failed: str = ""
 
 
+@record
+class NewCacheJob(SideJob):
+    """Compare a decoder that was given a cache with its original, which takes all tokens in each call.
+
+    Attributes:
+        original: The folder of the original; its file has the name of the copy's.
+        rounds: Whether differences are measured only: both round, each by the tokens of its own call.
+        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+    """
+
+    original: Path
+    rounds: bool = False
+    tolerances: dict[str, float] = field(default_factory=dict)
+
+
+@record
+class NewCacheDone(Event):
+    """What the comparison showed.
+
+    Attributes:
+        calls: The calls whose new rows are those of the original.
+        worst: Their largest difference, in standard deviations of the logits.
+        failed: The first call that differs, and how; empty if none does.
+        prompts: Tokens of the prompts.
+        splits: Different splits of a sequence into calls.
+        batches: The batches.
+        longest: Tokens of the longest sequence.
+        padded: Calls with padding on the left.
+        decoded: Tokens that both decoded greedily, all of them the same.
+        seconds: By number of tokens, the time in which the original and the copy decoded them.
+    """
+
+    calls: int = 0
+    worst: float = 0.0
+    failed: str = ""
+    prompts: tuple[int, ...] = ()
+    splits: int = 0
+    batches: tuple[int, ...] = ()
+    longest: int = 0
+    padded: int = 0
+    decoded: int = 0
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
 WORK = {
+    NewCacheJob: ("addons.conversions.worker.new_cache", "compare_new_cache"),
     PairedJob: ("addons.conversions.worker.paired", "run_paired"),
     CacheCostJob: ("addons.conversions.worker.cache_cost", "measure_cost"),
 }

@@ -57,8 +57,8 @@ class ConvertChoices:
     cache: str | None = option(
         Text("static, static=N or growing", "static[=N]|growing"),
         None,
-        "Make a cache that grows a buffer of N tokens, written in place, or such a buffer a cache that grows "
-        "(docs/conversions.md).",
+        "Make a cache that grows a buffer of N tokens, written in place, or such a buffer a cache that grows; growing "
+        "also gives a cache to a decoder without one (docs/conversions.md).",
         ("convert",),
         unset="as PATH has it",
         group=FORM,

@@ -14,6 +14,7 @@ from kvdoctor.addons.conversions.convert_layout import (
 )
 from kvdoctor.addons.conversions.graphs.proof import Base, measure_costs, prove_conversions
 from kvdoctor.addons.conversions.graphs.registry import Asked, Converted
+from kvdoctor.addons.conversions.new_cache.convert import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
@@ -85,6 +86,10 @@ def convert(request: ConvertRequest, options: Options) -> Report:
         raise UsageError("say what to convert the model to: `kvdoctor convert --help` lists the forms")
     if request.out is not None and Path(path).exists():
         refuse_unfit(Path(request.out), Path(path), request.force)
+    if request.choices.cache == "growing" and (folder := find_cacheless(path)) is not None:
+        if request.choices.has_layout or len(request.conversions) > 1:
+            raise UsageError("a decoder without a cache is converted with --cache growing alone: convert its copy then")
+        return convert_cacheless(request, folder, options)
     return replace(_convert(request, options, _find_refusal(request, options)), command="convert")
 
 

@@ -139,7 +139,7 @@ def list_costs(report: Report) -> list[str]:
                     timed.append(f"at {label.partition(':')[2]} tokens {old} before, {new} after")
             if timed:
                 found.append(f"{stack}: time of a step {how}: {'; '.join(timed)}")
-    return found
+    return [*found, *cost.get("gains", ())]
 
 
 def show_cache_costs(record: RepairRecord, whole: bool) -> Iterator[Block]:
@@ -237,7 +237,7 @@ def format_copy(record: RepairRecord) -> str:
     return f"written: {record.out}{proved} (fix report: {record.out}/kvdoctor-report.md)"
 
 
-def outline_repair(record: RepairRecord) -> Iterator[Block]:
+def outline_repair(report: Report, record: RepairRecord) -> Iterator[Block]:
     """The repair on the first screen: what is gone, the first change, the proof, and what was not repaired."""
     color: Style = "good" if record.proved else "open"
     if record.export is not None:
@@ -245,6 +245,7 @@ def outline_repair(record: RepairRecord) -> Iterator[Block]:
     if record.changes and record.proof:
         yield Lines((_format_repaired(record),), color)
         yield from pairs(_outline_changes(record))
+        yield from pairs(("gain", line) for line in report.measured.get("cost", {}).get("gains", ()))
     failed = [entry for entry in record.proof if not entry.holds]
     yield from pairs(
         ("fails", Span(f'{e.stack}: "{e.claim}"' + (f": {e.detail}" if e.detail else ""), "failed")) for e in failed

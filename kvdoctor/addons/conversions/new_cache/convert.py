@@ -1,0 +1,248 @@
+"""Gives a decoder without a cache one that grows: keys and values are carried, and a call takes new tokens alone.
+
+Requires: token ids in, logits out, one graph for any number of tokens, causal attentions as the only nodes that mix
+positions; opset 11. Ensures: `past_key_values.N.key` and `.value`, float[batch, kv_heads, past, head_dim], and presents
+of past + new rows; masks as long as both, positions from the past on, and logits of the new tokens. What the encoder
+of a decoder gives is taken in each call as before.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvdoctor.addons.conversions.messages import NewCacheDone, NewCacheJob
+from kvdoctor.addons.conversions.new_cache.causality import refuse_acausal
+from kvdoctor.addons.conversions.new_cache.rewrite import Rewriter
+from kvdoctor.addons.conversions.new_cache.sizes import Inputs, read_inputs, read_sizes
+from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes, label_tokens
+from kvdoctor.analysis.lost_caches import returns_logits
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
+from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.decode.messages import PairedSide
+from kvdoctor.diagnose.float32 import write_float32_copy
+from kvdoctor.errors import CannotCheck, UsageError
+from kvdoctor.model.output_folder import whole_folder
+from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.traverse import opset_version
+from kvdoctor.repair.fix_report import report_fix, report_unproved
+from kvdoctor.repair.pipeline import diagnose_copy, diagnose_original
+from kvdoctor.repair.proof import prove_loops
+from kvdoctor.repair.session import Applied, Conversion, DiagnosisSide, Outcome, RepairSession
+from kvdoctor.repair.workspace import (
+    CannotConvert,
+    CannotRepair,
+    WorkingCopy,
+    copy_export,
+    write_changed,
+    write_reports,
+)
+from kvdoctor.report.repair_record import Change, Proof
+from kvdoctor.runtime.client import Runtime
+
+if TYPE_CHECKING:
+    from kvdoctor.addons.conversions.pipeline import ConvertRequest
+    from kvdoctor.options import Options
+    from kvdoctor.report.document import Report
+
+TITLE = "cache growing"
+LEAST_OPSET = 11
+"""The first opset whose Slice takes negative steps and bounds as inputs."""
+
+LOOP = (
+    "The first call is fed pasts of length 0 and the prompt; each later one the presents of the call before, and the "
+    "new tokens alone.",
+    "A mask of the tokens has past + new columns; position_ids, where there is such an input, are those of the new "
+    "tokens.",
+    "A call returns the logits of its new tokens.",
+)
+DYNAMIC = (
+    "Its products with int8 weights take one scale from all tokens of a call: with fewer tokens in a call that scale, "
+    "and so the logits and some tokens, differ from the original's; the proof says by how much."
+)
+
+
+def find_cacheless(path: str) -> ModelFolder | None:
+    """The folder of a decoder without a cache: a file that returns logits, and no stack; None if it is none."""
+    if not Path(path).exists():
+        return None
+    folder = open_folder(path)
+    found = not folder.stacks and any(returns_logits(file) for file in folder.files)
+    return folder if found else None
+
+
+def find_obstacle(file: OnnxFile) -> str | None:
+    """What stands in the way of a cache for a file; None where only the proof can tell."""
+    try:
+        _follow(file.graph.model, file)
+    except CannotRepair as reason:
+        return str(reason)
+    except Exception as error:  # advice must not cost the diagnosis
+        return f"its graph cannot be followed ({type(error).__name__}: {error})"
+    return None
+
+
+def add_cache(model: ModelProto, file: OnnxFile) -> tuple[TokenAxes, tuple[Change, ...]]:
+    """Give a model in memory a cache.
+
+    Raises:
+        CannotRepair: a node stands in the way; the message names it.
+    """
+    walk, given = _follow(model, file)
+    return walk, Rewriter(model, file.name, walk, given).run()
+
+
+def _follow(model: ModelProto, file: OnnxFile) -> tuple[TokenAxes, Inputs]:
+    opset = opset_version(model.opset_import)
+    if opset < LEAST_OPSET:
+        raise CannotRepair(f"{file.name} has opset {opset}, and a cache needs {LEAST_OPSET}")
+    if model.functions:
+        raise CannotRepair(f"{file.name} has functions of its own; inline them first (onnx.inliner)")
+    given = read_inputs(file)
+    walk = label_tokens(model.graph, read_sizes(model, file.path, given), opset, given)
+    refuse_acausal(walk)
+    return walk, given
+
+
+def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "Options") -> "Report":
+    """Convert a decoder without a cache, and prove the copy.
+
+    Raises:
+        UsageError: it cannot be converted, with the node; nothing was written.
+        KvdoctorError: the worker cannot start ONNX Runtime.
+    """
+    copy = WorkingCopy(folder)
+    file = _choose_file(folder)
+    try:
+        walk, changes = add_cache(copy.model(file.name), file)
+    except CannotRepair as reason:
+        raise _refuse(folder, str(reason)) from None
+    except Exception as error:  # a graph that no form foresees must not end in a traceback
+        raise _refuse(folder, f"the conversion crashed ({type(error).__name__}: {error}); please report it") from None
+    copy.changed.add(file.name)
+    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+        before = diagnose_original(request.path, options, runtime, Path(scratch, "before"))
+        with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
+            shown, model = request.out or request.path, "." if Path(request.path).is_dir() else Path(request.path).name
+            session = RepairSession(options, runtime, Path(scratch), folder, before, shown, pending.path, model)
+            copy_export(folder, pending.path)
+            write_changed(copy, pending.path, {file.name: (TITLE,)})
+            outcome, gain = _prove(session, changes, loop=(*LOOP, *([DYNAMIC] if walk.dynamic else [])))
+            if not outcome.holds:
+                return replace(report_unproved(session, outcome, may_keep=False), command="convert")
+            report = report_fix(session, outcome, request.out)
+            cost = {**report.measured["cost"], "decoding": gain, "gains": _describe_gains(gain)}
+            report = replace(report, command="convert", measured={**report.measured, "cost": cost})
+            if request.out is not None:
+                write_reports(pending.path, report)
+                pending.kept = True
+    return report
+
+
+def _choose_file(folder: ModelFolder) -> OnnxFile:
+    found = [file for file in folder.files if returns_logits(file)]
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise _refuse(folder, f"several files return logits ({names}); give the one to convert")
+    return found[0]
+
+
+def _refuse(folder: ModelFolder, reason: str) -> UsageError:
+    return CannotConvert(f"{folder.shown!r} cannot be converted (--{TITLE}): {reason}")
+
+
+def _prove(
+    session: RepairSession, changes: tuple[Change, ...], loop: tuple[str, ...]
+) -> tuple[Outcome, dict[str, Any]]:
+    """Diagnose the copy, and compare it with the original; gives the times of decoding as well."""
+    after = diagnose_copy(session, session.model)
+    stack = next((one.name for one in after.report.stacks), "")
+    summary = (__doc__ or "").partition("\n")[0]
+    applied = Applied(stack, Conversion(TITLE, summary, loop=loop), changes)
+    outcome = Outcome(session.before, after, (applied,), (), ())
+    contract = after.contract(stack)
+    claim = "new rows of logits of every call are those of the original, which takes all tokens"
+    if contract is None or not contract.slots:
+        proof = [Proof(stack, claim, False, "the cache contract of the copy could not be read")]
+        return replace(outcome, proof=tuple(proof)), {}
+    compared, seconds = _compare(session, PairedSide(stack, session.at.absolute(), contract), claim)
+    proof = [*prove_loops(stack, after), _prove_healthy(stack, after), *compared]
+    return replace(outcome, proof=tuple(proof)), {stack: seconds} if seconds else {}
+
+
+def _compare(
+    session: RepairSession, side: PairedSide, claim: str
+) -> tuple[list[Proof], dict[str, tuple[float, float]]]:
+    """Compare the copy with the original, and the times of both.
+
+    Where a scale is taken from the tokens of a call, as of int8 weights, both are compared without that rounding.
+    """
+    original = session.folder.root.absolute()
+    done = _ask(session, side, original)
+    if not done.failed or side.contract.exactness == "float":
+        return list(_conclude(side.stack, claim, done)), done.seconds
+    claim += f"; both in float32, without {side.contract.exactness} arithmetic"
+    try:
+        exact, exactly = _widen(session, side)
+    except CannotCheck as reason:
+        return [Proof(side.stack, claim, False, f"{done.failed}; {reason}")], {}
+    proof = list(_conclude(side.stack, claim, _ask(session, exact, exactly)))
+    rounded = _ask(session, side, original, rounds=True)
+    text = rounded.failed or f"{rounded.calls} calls, their logits off by up to {rounded.worst:.1e} standard deviations"
+    proof.append(Proof(side.stack, "with that rounding, every call runs on the copy as well", not rounded.failed, text))
+    return proof, rounded.seconds
+
+
+def _widen(session: RepairSession, side: PairedSide) -> tuple[PairedSide, Path]:
+    """The copy and the original in float32, in private folders."""
+    folders = [session.scratch / name for name in ("exact-copy", "exact-original")]
+    for target in folders:
+        target.mkdir()
+    made = write_float32_copy(session.open_copy(".").files, side.contract, folders[0])
+    write_float32_copy(session.folder.files, side.contract, folders[1])
+    return PairedSide(side.stack, folders[0].absolute(), made), folders[1].absolute()
+
+
+def _ask(session: RepairSession, side: PairedSide, original: Path, rounds: bool = False) -> NewCacheDone:
+    job = NewCacheJob(
+        side,
+        original,
+        rounds=rounds,
+        seed=session.options.seed,
+        provider=session.options.provider,
+        tolerances=dict(session.options.tolerances),
+    )
+    answers, failed = session.runtime.answer(job, NewCacheDone)
+    return answers[0] if answers and not failed else NewCacheDone(failed=f"no comparison: {failed or 'no answer'}")
+
+
+def _conclude(stack: str, claim: str, done: NewCacheDone) -> Iterator[Proof]:
+    shown = done.failed or (_describe(done) if done.calls else "the original runs no call")
+    yield Proof(stack, claim, bool(done.calls) and not done.failed, shown)
+    if done.decoded:
+        text = f"{done.decoded} tokens are the same"
+        yield Proof(stack, "greedy decoding chooses the tokens of the original", True, text)
+
+
+def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:
+    found = sorted({one.name for one in after.report.findings if one.severity == "error"})
+    detail = ", ".join(found) or "; ".join(one.reason for one in after.report.not_checked if one.essential)
+    return Proof(stack, "step-test calls the copy healthy", after.report.verdict == "healthy", detail)
+
+
+def _describe_gains(gain: dict[str, Any]) -> list[str]:
+    return [
+        f"{stack}: {'; '.join(f'{count} tokens: {old / new:.2g} times as fast' for count, (old, new) in times.items())}"
+        for stack, times in gain.items()
+    ]
+
+
+def _describe(done: NewCacheDone) -> str:
+    parts = [
+        f"prompts of {done.prompts[0]} to {done.prompts[-1]} tokens",
+        f"{done.splits} splits into calls, up to {done.longest} tokens",
+        f"batches of {', '.join(map(str, done.batches))}",
+        f"{done.padded} calls with padding on the left" if done.padded else "",
+    ]
+    return f"{done.calls} calls, within {done.worst:.1e} standard deviations: {', '.join(filter(None, parts))}"
