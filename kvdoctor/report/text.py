@@ -168,7 +168,10 @@ def _outline(report: Report) -> Iterator[Block]:
     yield from _outline_stacks(report) if report.command == "inspect" else _outline_working(report)
     if report.verdict == "not-applicable":
         ((_, text),) = health.explain_undecided(report, "-v")
-        yield Section("", (Lines((Span(f"? not applicable: {plain(text)}", report.verdict),)),))
+        first, *advice = plain(text).split("; ")
+        yield Section(
+            "", (Lines((Span(f"? not applicable: {first}", report.verdict), *(f"  {one}" for one in advice))),)
+        )
         return
     if report.verdict == "incomplete":
         why = Pairs(tuple(health.explain_undecided(report, "-v")))
