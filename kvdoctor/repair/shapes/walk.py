@@ -14,17 +14,8 @@ from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
 from kvdoctor.model.traverse import STANDARD, bodies_of, constant_value, describe_node, input_of, nodes_in
 from kvdoctor.model.view import integers
-from kvdoctor.repair.shapes.facts import (
-    UNKNOWN,
-    ConstantUse,
-    Dims,
-    GraphScope,
-    NodeInputs,
-    TraceCandidate,
-    ValueFacts,
-    WalkNotes,
-    read_constant,
-)
+from kvdoctor.repair.shapes import facts
+from kvdoctor.repair.shapes.facts import UNKNOWN, ConstantUse, Dims, GraphScope, NodeInputs, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.reshapes import infer_reshape
 from kvdoctor.repair.shapes.terms import Term, product, symbol, whole
 
@@ -203,7 +194,7 @@ def _note_candidates(r: NodeInputs, given: list[ValueFacts], dims: Dims) -> None
             if whole_dim is None or dim is None or r.facts.real(whole_dim) != rows:
                 continue
             if r.facts.real(dim) == whole(1) and r.facts.size(rows) == 1:
-                r.notes.candidates.append(TraceCandidate(known.table, r.node, r.scope.path, axis))
+                r.notes.candidates.append(facts.TraceCandidate(known.table, r.node, r.scope.path, axis))
 
 
 MOST_ROUNDS = 8
@@ -280,7 +271,7 @@ class ShapeWalk:
         if tensor is None:
             return UNKNOWN
         numbers = integers(tensor) if prod(tensor.dims) <= MOST_NUMBERS else None
-        return read_constant(self.notes.facts, ConstantUse(node, index, tensor, inside.path), numbers)
+        return facts.read_constant(self.notes.facts, ConstantUse(node, index, tensor, inside.path), numbers)
 
     def _made(self, reading: NodeInputs) -> list[ValueFacts]:
         key = (reading.node.domain, reading.node.op_type)
@@ -288,7 +279,7 @@ class ShapeWalk:
             # An operator that holds a whole attention takes positions and lengths as they are given.
             for index, known in enumerate(reading.inputs):
                 if known is not None and not known.fed and known.numbers:
-                    candidate = TraceCandidate(known.table, reading.node, reading.scope.path, index)
+                    candidate = facts.TraceCandidate(known.table, reading.node, reading.scope.path, index)
                     self.notes.candidates.append(candidate)
         if reading.node.op_type in COUNTING:
             self.notes.counting.append(reading)
