@@ -213,6 +213,8 @@ _baseline = partial(option, commands=("baseline",), group=BASELINE)
 _repair = partial(option, commands=("re-export",), group=REPAIR)
 _input = partial(option, commands=("step-test",), group=INPUT, reported="if set")
 _planned = partial(_input, commands=("inspect",))
+_checked = partial(option, commands=ALL, reported="always")
+_if_set = partial(option, reported="if set")
 _limit = partial(option, commands=(*RUNS, *WORKER), group=LIMITS)
 
 
@@ -418,41 +420,34 @@ class Options:
     encoder_length: int | None = _planned(
         POSITIONS, None, "Show the memory plan for N encoder states.", unset="the value of the graph or the config"
     )
-    consumer: Consumer = option(
+    consumer: Consumer = _checked(
         Choice.of(choices.CONSUMERS),
         "plain",
         "Check the model for this loop: `plain` feeds every present back, `held` keeps the cross-attention cache "
         "of the prefill.",
-        ALL,
         policy='consumer = "held"',
-        reported="always",
     )
-    targets: "tuple[Target, ...]" = option(
+    targets: "tuple[Target, ...]" = _if_set(
         Names("a list of runtimes", "SPEC", make=_read_targets, to_json=lambda found: [one.asked for one in found]),
         (),
         "Check the model for this runtime: onnxruntime==1.16.3, ort-crate==2.0.0-rc.10 (docs/targets.md).",
         ("inspect", *MAY_DOWNLOAD),
         flag="target",
         policy='targets = ["onnxruntime==1.16.3"]',
-        reported="if set",
     )
-    select: tuple[str, ...] = option(
+    select: tuple[str, ...] = _checked(
         CODES,
         (),
         "Run only these checks: codes, prefixes or names, separated by commas.",
-        ALL,
         policy='select = ["KV2", "KV3"]',
-        reported="always",
     )
-    ignore: tuple[str, ...] = option(
+    ignore: tuple[str, ...] = _checked(
         CODES,
         (),
         "Leave out these checks: codes, prefixes or names, separated by commas.",
-        ALL,
         policy='ignore = ["names-mislead"]',
-        reported="always",
     )
-    fail_on: FailOn = option(
+    fail_on: FailOn = _checked(
         Choice(
             '"note", "warning", "error" or "never"; the first three with ":confirmed" or ":suspected" after it',
             "[note|warning|error|never][:confirmed|:suspected]",
@@ -461,42 +456,37 @@ class Options:
         "error",
         "Exit with code 1 from this severity on; with :confirmed never for a suspected finding, with :suspected for "
         "one of the next lower severity too.",
-        (*ALL, "speed", "findings"),
+        commands=(*ALL, "speed", "findings"),
         policy='fail-on = "warning"',
-        reported="always",
     )
-    require: tuple[Required, ...] = option(
+    require: tuple[Required, ...] = _if_set(
         Names("a list of uses", "USES", make=_check_uses, known=lambda: choices.REQUIRED),
         (),
         f"Make the findings of these uses errors; uses separated by commas: {', '.join(choices.REQUIRED)}.",
         ALL,
         policy='require = ["batch", "beam"]',
-        reported="if set",
     )
-    tolerances: Mapping[str, float] = option(
+    tolerances: Mapping[str, float] = _if_set(
         Tolerances("a table of arithmetics and fractions of the logits' standard deviation"),
         {},
         "Accept logits that differ by at most this fraction, where kvdoctor's own limit does not fit.",
         (*RUNS, "tolerances"),
         flag=None,
         policy="tolerances = { float16 = 0.03 }",
-        reported="if set",
     )
-    allow_incomplete: Mapping[str, str] = option(
+    allow_incomplete: Mapping[str, str] = _if_set(
         Allowed("a table of codes, or everything, each with its reason", "CODES", known=_list_codes),
         {},
         "Do not exit with code 3 for these checks where they cannot run on this machine; the report says so.",
         (*GATES, "static"),
         policy='allow-incomplete = { KV404 = "no network here" }',
-        reported="if set",
     )
-    thorough: bool = option(
+    thorough: bool = _if_set(
         Flag(),
         False,
         "Also run the experiments that take long: the full context, a sweep of lengths, other optimization levels.",
         RUNS,
         policy="thorough = true",
-        reported="if set",
     )
     provider: str = _limit(
         choices.Text("the name of an execution provider", "NAME"),

@@ -199,12 +199,13 @@ class Policy:
         """
         found: dict[str, None] = {}
         for pattern in self.values.get("models", ()):
+            matched, why = [], " matches no folder and no .onnx file"
             try:
                 matched = models_at(self.folder, pattern)
             except OSError as error:
-                raise UsageError(f"{self.file}: models: {pattern!r}: {error.strerror or error}") from None
+                why = f": {error.strerror or error}"
             if not matched:
-                raise UsageError(f"{self.file}: models: {pattern!r} matches no folder and no .onnx file")
+                raise UsageError(f"{self.file}: models: {pattern!r}{why}")
             found |= dict.fromkeys(_relative_to_cwd(self.folder / path) for path in matched)
         return tuple(found)
 
