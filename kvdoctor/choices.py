@@ -45,7 +45,6 @@ CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
-
 T = TypeVar("T")
 
 

@@ -194,12 +194,11 @@ def _note_candidates(r: NodeInputs, given: list[ValueFacts], dims: Dims) -> None
             if whole_dim is None or dim is None or r.facts.real(whole_dim) != rows:
                 continue
             if r.facts.real(dim) == whole(1) and r.facts.size(rows) == 1:
-                r.notes.candidates.append(facts.TraceCandidate(known.table, r.node, r.scope.path, axis))
+                r.notes.candidates.append(facts.TraceCandidate(known.table, r.node, r.scope.path))
 
 
 MOST_ROUNDS = 8
 """Largest number of walks; a stand-in that is bound late adds facts on earlier values."""
-
 
 COUNTING = ("Range", "Slice", "Trilu")
 """Operators that number rows; they are noted for repairs of masks and positions."""
@@ -277,9 +276,9 @@ class ShapeWalk:
         key = (reading.node.domain, reading.node.op_type)
         if reading.node.domain not in STANDARD or has(reading.node.op_type, "attend", "rotate", "write"):
             # An operator that holds a whole attention takes positions and lengths as they are given.
-            for index, known in enumerate(reading.inputs):
+            for known in reading.inputs:
                 if known is not None and not known.fed and known.numbers:
-                    candidate = facts.TraceCandidate(known.table, reading.node, reading.scope.path, index)
+                    candidate = facts.TraceCandidate(known.table, reading.node, reading.scope.path)
                     self.notes.candidates.append(candidate)
         if reading.node.op_type in COUNTING:
             self.notes.counting.append(reading)

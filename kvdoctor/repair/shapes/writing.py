@@ -127,7 +127,6 @@ def _key(term: Term) -> str:
 BROADCASTING = operators_with("broadcast", "cast", "copy", "logic") | {"Expand", "Unsqueeze"}
 """Readers that broadcast an axis of 1 to any length."""
 
-
 Rewritten = tuple[str, str]
 """The replacement of a constant: the value to read, and a description."""
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 LABEL_WIDTH, LONGEST_REASON = 11, 600
 
-
 VERDICT_TEXTS = {
     "healthy": "healthy",
     "unhealthy": "unhealthy",
