@@ -88,11 +88,7 @@ class Option:
         return "baseline" in self.commands and {"inspect", "static"}.isdisjoint(self.commands)
 
     def read(self, given: Any) -> Any:
-        """Check a keyword argument.
-
-        Raises:
-            UsageError: it is no value of this option.
-        """
+        """Check a keyword argument. Raises UsageError: it is no value of this option."""
         try:
             return self.kind.read(given)
         except choices.WrongValue as reason:

@@ -127,7 +127,9 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
         if is_card:
             made = page.card_lines(make_short_card(report, group, picture=group in pictured))
         if number and len(made) > room:
-            _show_rest(page, groups[number:])
+            rest = [f"{format_name(group.first)} ({format_places(group.places)})" for group in groups[number:]]
+            more = f"{format_count(len(rest), 'more finding')}: {join_some(list(dict.fromkeys(rest)), MOST_OPEN)}"
+            page.line(f"... {more}   {DETAILS}", "bold")
             break
         page.show([Line(""), *made] if is_card or after_card else made)
         room, after_card = room - len(made), is_card
@@ -147,13 +149,6 @@ def _make_short(page: Page, group: FindingGroup) -> list[Line]:
         return page.lines(f"\u00b7 known: {format_name(finding)} ({format_places(group.places)}): {reason}", "dim")
     style = SEVERITIES[finding.severity]
     return [*page.lines(shortened(text, 400), style), *page.pair_lines([("fix", way)])]
-
-
-def _show_rest(page: Page, groups: Sequence[FindingGroup]) -> None:
-    """Findings for which there is no room, by their names."""
-    named = list(dict.fromkeys(f"{format_name(group.first)} ({format_places(group.places)})" for group in groups))
-    more = f"{format_count(len(groups), 'more finding')}: {join_some(named, MOST_OPEN)}"
-    page.line(f"... {more}   {DETAILS}", "bold")
 
 
 def _outline(report: Report) -> Iterator[Block]:
