@@ -233,7 +233,13 @@ def forget_declaration(graph: GraphProto, name: str) -> None:
 
 def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = ()) -> None:
     """Copy the export without the files left out; weights once, and never by a link."""
-    for path in _list_files(folder):
+    # All below a folder; for a single file those of its stack, its data and its configs.
+    files = set(regular_files(folder.root) if Path(folder.shown).is_dir() else ())
+    if not Path(folder.shown).is_dir():
+        files = {file.path for file in folder.files}
+        files |= {external.path for file in folder.files for external in file.external}
+        files |= {folder.root / name for name in SIDE_CARS if (folder.root / name).is_file()}
+    for path in sorted(files):
         if path.name not in REPORTS and path not in left_out:
             copy_whole(path, target / path.relative_to(folder.root))
     for name in SIDE_CARS:
@@ -288,14 +294,3 @@ def note_provenance(model: ModelProto, source: str, repairs: Iterable[str]) -> N
     keep_only(model.metadata_props, lambda entry: not entry.key.startswith(PROVENANCE))
     for key, value in facts.items():
         model.metadata_props.add(key=PROVENANCE + key, value=value)
-
-
-def _list_files(folder: ModelFolder) -> Iterator[Path]:
-    """The files of the export: all below a folder; for a single file those of its stack, its data and its configs."""
-    if Path(folder.shown).is_dir():
-        yield from regular_files(folder.root)
-        return
-    wanted = {file.path for file in folder.files}
-    wanted |= {external.path for file in folder.files for external in file.external}
-    wanted |= {folder.root / name for name in SIDE_CARS if (folder.root / name).is_file()}
-    yield from sorted(wanted)

@@ -33,13 +33,8 @@ LONGEST_PATH = 4096
 WORKSPACE = "GITHUB_WORKSPACE"
 
 
-def render(report: Report) -> str:
-    """One annotation for each finding that counts, and for each essential check that could not run."""
-    return render_all([report])
-
-
 def render_all(reports: list[Report]) -> str:
-    """The annotations of all models: errors, then warnings, then notices, in the order of the reports."""
+    """An annotation for each finding that counts, and for each essential check that could not run, the worst first."""
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS.values()}
     for report in reports:
         for finding in report.findings:

@@ -27,11 +27,6 @@ FINGERPRINT, GITHUB_FINGERPRINT = "kvdoctorFinding/v1", "primaryLocationLineHash
 LABEL = re.compile(r"^(What it means|Reproduce|Repair|Source)([^:\n]*):", re.MULTILINE)
 
 
-def render(report: Report) -> str:
-    """One run with the findings of one model."""
-    return render_all([report])
-
-
 def render_all(reports: list[Report]) -> str:
     """One run with the findings of all models: code scanning accepts few runs in a file, but many results in a run."""
     known = {check.code: check for check in all_checks()}
