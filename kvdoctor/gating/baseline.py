@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.choices import Day, WrongValue
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import find_check
 from kvdoctor.records import from_plain, record, to_plain
@@ -125,9 +126,7 @@ def today() -> dt.date:
 
 
 def _parse(file: Path) -> Any:
-    if file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-    text = file.read_text(encoding="utf-8-sig")
+    text = read_side_file(file, MAX_BYTES).decode("utf-8-sig")
     return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
 
 

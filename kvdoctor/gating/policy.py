@@ -13,7 +13,6 @@ to folders, so that it meets no loop of links.
 import functools
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -22,6 +21,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NoReturn
 
 from kvdoctor.choices import WrongValue
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.options import Options, options_of, policy_options, read_options
 from kvdoctor.records import record
@@ -290,12 +290,7 @@ def read_policy(shown: str, file: Path | None = None) -> Policy | None:
 
 def _text(shown: str, file: Path) -> str:
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{shown} is not a regular file; give another with --config, or --no-config")
-        if status.st_size > MOST_BYTES:
-            raise UsageError(f"{shown} is larger than {MOST_BYTES >> 20} MiB, the limit for a policy")
-        return file.read_text(encoding="utf-8-sig")
+        return read_side_file(file, MOST_BYTES).decode("utf-8-sig")
     except (OSError, RuntimeError) as error:  # a loop of links is one or the other
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{shown} cannot be read: {reason}; give another with --config, or --no-config") from None

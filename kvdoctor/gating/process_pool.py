@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvdoctor.decode.messages import read_until_gone, take_pipes
 from kvdoctor.gating.jobs import ProcessLost
 from kvdoctor.runtime.process import LOAD, describe_exit
+from kvdoctor.runtime.scratch import ScratchFolder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class ProcessPool(Executor):
     def __init__(self, count: int) -> None:
         self._share_cores = count > 1
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="process")
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvdoctor-gate-", ignore_cleanup_errors=True)
+        self._scratch = ScratchFolder()
         self._idle: list[PoolProcess] = []
         self._all: set[PoolProcess] = set()
         self._lock = threading.Lock()

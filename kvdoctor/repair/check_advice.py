@@ -5,6 +5,7 @@ memory: if none of them would change the graph, the advice becomes another expor
 the fault, it becomes a repair. A repair that cannot be tried here (an inspection has no runtime) stays advised.
 """
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 REPEATABLE = ("optimum", "onnxruntime-genai")
 """Producers of exports from a checkpoint. A file of transformers names PyTorch, and has a config.json with it."""
 
+MOST_SECONDS = 60.0
+"""Processor time for the trials of one stack; what is left then stays advised as it is."""
+
 Answer = Literal["changes", "declines", "not tried"]
 
 
@@ -31,7 +35,8 @@ def check_advice(
     """The findings of a stack, with advice that names a repair only if it would not decline."""
     copy = WorkingCopy(context.folder)
     trial = RepairContext(context.stack, context.contract, findings, context.runs, copy, runtime, options)
-    advised = tuple(_check_finding(finding, trial) for finding in trial.findings)
+    end = time.process_time() + MOST_SECONDS
+    advised = tuple(_check_finding(one, trial) if time.process_time() < end else one for one in trial.findings)
     errors = [finding for finding in advised if finding.severity == "error"]
     loops = (f for f in errors if f.code.startswith(("KV2", "KV3")) and f.use is None)
     if not any(finding.repair.kind == "re-export" for finding in loops):

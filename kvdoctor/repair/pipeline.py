@@ -42,6 +42,7 @@ from kvdoctor.report.document import Report, decide, worst_first
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import NotRepaired, Proof
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 MOST_ROUNDS = 3
 
@@ -59,7 +60,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
     refuse_unknown_repairs(how.fix)
     if request.out is not None and Path(path).exists():
         refuse_unfit(Path(request.out), Path(path), request.force)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder, choice = open_folder(path), RepairChoice(how.fix)
         first = apply_repairs(folder, before.report, choice, runtime, options)

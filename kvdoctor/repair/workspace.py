@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdoctor._version import __version__
-from kvdoctor.analysis.model_folder import ModelFolder
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES, ModelFolder
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, PhaseName, describe
 from kvdoctor.decode.runs import Run
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
 from kvdoctor.model.edit import keep_only
@@ -108,7 +109,7 @@ class WorkingCopy:
         if name not in self.side_cars:
             path = side_car_path(self.folder, name)
             try:
-                found = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+                found = None if path is None else json.loads(read_side_file(path, MOST_CONFIG_BYTES))
                 # Values that JSON does not allow (NaN, numbers too large) could not be written again.
                 json.dumps(found, allow_nan=False)
                 self.side_cars[name] = found

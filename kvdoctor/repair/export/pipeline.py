@@ -9,14 +9,14 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES, open_folder
 from kvdoctor.decode.runs import LOOPS
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.diagnose.build_report import environment
 from kvdoctor.diagnose.checkpoint import GREEDY, NAME, Checkpoint
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
@@ -39,9 +39,9 @@ from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
 from kvdoctor.report.repair_record import ExportRecord, Proof, RepairRecord
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
-MOST_CONFIG_BYTES = 8 << 20
 Announce = Callable[[str], None]
 MOST_LOGS = 100
 """Logs of failed exports that stay next to one OUT; none is overwritten."""
@@ -69,9 +69,7 @@ def refuse_impossible(request: RepairRequest, checkpoint: str, offline: bool) ->
 def _refuse_unfit_checkpoint(shown: str, folder: Path) -> None:
     file = folder / "config.json"
     try:
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            raise UsageError(f"config.json of {shown!r} is larger than 8 MiB, which no config of a checkpoint is")
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        config: Any = json.loads(read_side_file(file, MOST_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         why = f"cannot be read ({type(error).__name__}); give a checkpoint"
         raise UsageError(f"config.json of {shown!r} {why}") from None
@@ -145,7 +143,7 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
         raise UsageError("give --from CHECKPOINT to export from a checkpoint")
     refuse_unknown_repairs(request.how.fix)
     refuse_impossible(request, checkpoint, options.offline)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         session = _ExportSession(request, checkpoint, options, runtime, Path(scratch), listener)
         source = _read_source(session)
         with _export_folder(session) as folder:

@@ -16,7 +16,7 @@ from kvdoctor.analysis.configs import DECODER_PARTS
 from kvdoctor.diagnose.checks.side_cars.config_json import config_json
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
-from kvdoctor.diagnose.checks.side_cars.stop_tokens import END, generation_stops
+from kvdoctor.diagnose.checks.side_cars.tokenizer import END, generation_stops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext

@@ -13,9 +13,9 @@ from kvdoctor.model.traverse import describe_node
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import compare_with_original, find_graph, list_changes
 from kvdoctor.repair.shapes.facts import WalkedReshape
-from kvdoctor.repair.shapes.freeing import EXPORT_AGAIN, AxisFreeing, Edit, read_declared_sizes, set_allowzero
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, read_declared_sizes, set_allowzero
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import Term, read_lengths, whole
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, Term, read_lengths, whole
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import Change, RepairContext
 

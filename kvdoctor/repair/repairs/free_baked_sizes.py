@@ -17,8 +17,8 @@ from kvdoctor.model.traverse import name_node
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import compare_with_original, find_graph, list_changes
-from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, Edit, Values, read_declared_sizes
-from kvdoctor.repair.shapes.terms import CHOSEN, read_lengths
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, Values, read_declared_sizes
+from kvdoctor.repair.shapes.terms import CHOSEN, CannotFree, read_lengths
 from kvdoctor.repair.workspace import Change, RepairContext
 
 CHECKS = ("step-fails", "chunk-fails")

@@ -18,8 +18,8 @@ from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import find_graph, list_changes
 from kvdoctor.repair.shapes.facts import Dims, GraphScope, NodeInputs
-from kvdoctor.repair.shapes.freeing import EXPORT_AGAIN, AxisFreeing, Edit, describe_place, read_declared_sizes
-from kvdoctor.repair.shapes.terms import Term, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_place, read_declared_sizes
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, Term, read_lengths, symbol, whole
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import Change, RepairContext
 

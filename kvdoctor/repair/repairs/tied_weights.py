@@ -9,12 +9,13 @@ hold one each; the others are removed. Values, nodes and outputs stay as they ar
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvdoctor.diagnose.checks.duplicate_weights import StoredWeight, alike, locate_weight
+from kvdoctor.diagnose.checks.duplicate_weights import alike, locate_weight
 from kvdoctor.model.edit import new_name, rename_reads
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.traverse import graphs_in, nodes_in, own_names
 from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.model.weights import Weight
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext
 
@@ -32,7 +33,7 @@ def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
     inputs = {value.name for value in model.graph.input}
     places = {found.location: found.path for found in source.external if found.bytes is not None}
     held: dict[int, tuple[Scope, TensorProto]] = {}
-    weights: list[StoredWeight] = []
+    weights: list[Weight] = []
     quantized: dict[int, set[str]] = {}
     for scope in GraphView(model).scopes():
         nodes = (node for node in nodes_in(scope.graph.node) if node.op_type in QUANTIZED)

@@ -1,6 +1,7 @@
 """Frees an axis of a file, and compares the changed graph with the original at the traced sizes, bit for bit."""
 
-import tempfile
+import math
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ from kvdoctor.diagnose.locate.graph_runner import side
 from kvdoctor.diagnose.locate.runnable import Variant, read_located, share_root
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.proto import ModelProto
-from kvdoctor.repair.shapes.freeing import EXPORT_AGAIN, Edit, free_axes
-from kvdoctor.repair.shapes.terms import size_of
+from kvdoctor.repair.shapes.freeing import Edit, free_axes
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, size_of
 from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
+from kvdoctor.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,18 +28,29 @@ SMALL: dict[Axis, int] = {"batch": 2, "past": 5, "new": 3, "encoder": 7}
 """Sizes for open axes."""
 
 SEED = 7
+BYTES_EACH = 24
+"""Bytes that a number fed takes at most: drawn as float64, converted, and packed for the worker."""
 
 
-def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None) -> "dict[str, Array]":
-    """Synthetic feeds in the sizes that the inputs declare."""
+def synthesize_feeds(
+    graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None, most: int = sys.maxsize
+) -> "dict[str, Array]":
+    """Synthetic feeds in the sizes that the inputs declare.
+
+    Raises:
+        CannotRepair: they would take more than `most` bytes.
+    """
     import numpy as np
 
     from kvdoctor.decode.calls import NUMPY_TYPES
 
     random, sizes = np.random.default_rng(SEED), _choose_sizes(graph, given or {})
     feeds: dict[str, Array] = {}
+    shapes = {port.name: _choose_shape(port, sizes) for port in graph.inputs}
+    if sum(map(math.prod, shapes.values())) * BYTES_EACH > most:
+        raise CannotRepair("its inputs are too large to be fed within the memory limit", EXPORT_AGAIN)
     for port in graph.inputs:
-        shape = _choose_shape(port, sizes)
+        shape = shapes[port.name]
         if port.dtype == "bool":
             feeds[port.name] = np.full(shape, switch)
         elif port.dtype.startswith(("int", "uint")):
@@ -141,7 +154,7 @@ def _compare_calls(context: RepairContext, file: str, sizes: Mapping[Axis, int] 
     runtime, provider = context.running, context.options.provider
     changed = ModelProto()
     changed.CopyFrom(context.model(file))
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
+    with scratch_folder() as folder:
         variants = []
         for model, name in ((read_located(source), "old"), (changed, "new")):
             variants.append(Variant(Path(folder, f"{name}.onnx"), share_root(model, source), {}))
@@ -149,7 +162,7 @@ def _compare_calls(context: RepairContext, file: str, sizes: Mapping[Axis, int] 
         compared = 0
         for switch in (True, False) if graph.port("branch_switch") else (True,):
             feeds = Path(folder, f"feeds{int(switch)}.npz")
-            save_call(feeds, synthesize_feeds(graph, switch, sizes))
+            save_call(feeds, synthesize_feeds(graph, switch, sizes, runtime.limits.memory_limit()))
             sides = tuple(side(variant, feeds) for variant in variants)
             pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
             done = runtime.trial(CompareJob(sides[0], sides[1], pairs, provider=provider))

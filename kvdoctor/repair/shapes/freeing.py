@@ -17,10 +17,9 @@ from kvdoctor.model.view import declared, integers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
+from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Table, Writer
-from kvdoctor.repair.workspace import CannotRepair
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
@@ -31,16 +30,6 @@ Values = Callable[[TensorProto], "Array"]
 def no_values(tensor: TensorProto) -> "Array":
     """For callers that only read a graph. Raises CannotFree: always."""
     raise CannotFree(f"the values of {tensor.name!r} are not available")
-
-
-EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
-
-
-class CannotFree(CannotRepair):
-    """The graph does not tell what it has to compute at another length; the message says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, EXPORT_AGAIN)
 
 
 @record

@@ -10,8 +10,22 @@ from operator import mul
 
 from kvdoctor.contract import Axis, Dim, Graph, Port
 from kvdoctor.records import record
+from kvdoctor.repair.workspace import CannotRepair
 
 Monomial = tuple[str, ...]
+
+MOST_PARTS, MOST_FACTORS = 4096, 64
+"""Parts of a polynomial and symbols of a part: those of real graphs have a few; others double with each product."""
+
+
+EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
+
+
+class CannotFree(CannotRepair):
+    """The graph does not tell what it has to compute at another length; the message says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, EXPORT_AGAIN)
 
 
 @record(slots=False)
@@ -39,6 +53,9 @@ class Term:
         return self + other * whole(-1)
 
     def __mul__(self, other: "Term") -> "Term":
+        factors = [max((len(monomial) for monomial, _ in term.parts), default=0) for term in (self, other)]
+        if len(self.parts) * len(other.parts) > MOST_PARTS or sum(factors) > MOST_FACTORS:
+            raise CannotFree("a size in the graph is a product of too many lengths")
         return _collect([(tuple(sorted(a + b)), m * n) for a, m in self.parts for b, n in other.parts])
 
     def divided(self, by: "Term") -> "Term | None":

@@ -38,6 +38,6 @@ def join_some(texts: Sequence[str], most: int, between: str = ", ", rest: str = 
     return between.join(texts[:most]) + (rest.format(left) if left > 0 else "")
 
 
-def shorten_names(names: Sequence[str]) -> str:
-    """Name one of many: `present.0.encoder.key and 3 more`."""
-    return join_some(names, 1)
+def shorten_names(names: Sequence[str], most: int = 1) -> str:
+    """Name the first of many: `present.0.encoder.key and 3 more`."""
+    return join_some(names, most)
