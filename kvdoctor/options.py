@@ -624,20 +624,14 @@ def read_options(struct: type[Struct], given: Mapping[str, Any], command: str = 
         if given.get(option.keyword) is not None
     }
     if values.get("select") or values.get("ignore"):
-        _refuse_empty_selection(values.get("select", ()), values.get("ignore", ()))
+        from kvdoctor.findings import Selection, all_checks
+
+        selection = Selection(values.get("select", ()), values.get("ignore", ()))
+        if not any(selection.takes(check.code, check.name) for check in all_checks()):
+            # It would call every model healthy.
+            why = "no check is left by `select` and `ignore` (--select, --ignore, or these keys of the policy)"
+            raise UsageError(f"{why}; `kvdoctor explain` lists all checks")
     if struct is Options:
         added = (read_options(one, given) for one in _list_added() if any(command in o.commands for o in table()[one]))
         values["added"] = tuple(choices for choices in added if choices != type(choices)())
     return struct(**values)
-
-
-def _refuse_empty_selection(select: tuple[str, ...], ignore: tuple[str, ...]) -> None:
-    """Refuse a selection that leaves no check: it would call every model healthy."""
-    from kvdoctor.findings import Selection, all_checks
-
-    selection = Selection(select, ignore)
-    if not any(selection.takes(check.code, check.name) for check in all_checks()):
-        raise UsageError(
-            "no check is left by `select` and `ignore` (--select, --ignore, or these keys of the policy); "
-            "`kvdoctor explain` lists all checks"
-        )

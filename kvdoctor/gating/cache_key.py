@@ -145,10 +145,7 @@ FileStates = dict[str, str | None]
 
 
 def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
-    """The key of a job's report; None if the report must not be cached, since a dependency is unknown.
-
-    `remote`: it runs on other machines, of which only the software is known to be the same.
-    """
+    """The key of a job's report; None if a dependency is unknown. `remote`: it runs on machines of unknown kind."""
     if job.options.reference is not None:
         return None
     try:

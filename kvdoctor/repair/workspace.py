@@ -45,10 +45,7 @@ PROVENANCE = "kvdoctor."
 
 
 class CannotRepair(Exception):
-    """Raised by a repair whose requirements are not met, before it changes anything; the message tells the user why.
-
-    `instead` is an alternative, if one is known: another export, or a change to the loop.
-    """
+    """Raised by a repair before it changes anything, with the reason; `instead` is an alternative, if one is known."""
 
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(reason)
@@ -80,10 +77,7 @@ def source_of(folder: ModelFolder, name: str) -> Path:
 
 @dataclass
 class WorkingCopy:
-    """The files of an export as repairs change them, each read when it is first needed.
-
-    `changed` are the names of the files to write; the source is never written to.
-    """
+    """The files of an export as repairs change them, each read when it is needed; those `changed` are written."""
 
     folder: ModelFolder
     changed: set[str] = field(default_factory=set)

@@ -48,10 +48,7 @@ def render(report: Report) -> str:
 
 
 def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
-    """The page of a gate: a table of the models, then each; one model needs no table.
-
-    `last` are the lines about all models.
-    """
+    """The page of a gate: a table of the models, then each, and the `last` lines; one model needs no table."""
     if len(reports) == 1 and not last:
         return render(reports[0])
     overall: str = document()["verdict"]

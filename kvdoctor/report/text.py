@@ -70,10 +70,7 @@ def print_report(report: Report, console: Console, verbosity: int = 0, show_diff
 
 
 def print_gate(reports: list[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
-    """Print the reports of a gate: of several models the unhealthy ones, then a table of all.
-
-    `last` are the lines about all models.
-    """
+    """Print the reports of a gate, of several models the unhealthy ones, then a table of all and the `last` lines."""
     page = Page(console)
     if len(reports) == 1:
         print_report(reports[0], console, verbosity)

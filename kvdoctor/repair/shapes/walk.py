@@ -162,10 +162,7 @@ def _broadcast_axis(r: NodeInputs, column: list[Term | None]) -> Term | None:
 
 
 def _stands_for(r: NodeInputs, term: Term, kept: Term) -> bool:
-    """Whether a 1 may be a length that was traced at 1: a number that a size was computed from.
-
-    Axes of constants do not count, because most of them hold one row for all.
-    """
+    """Whether a 1 may be a length that was traced at 1: a size was computed from it. Axes of constants hold one row."""
     opened = r.facts.open(term)
     free = [r.facts.baked[name] for name in opened.symbols if name in r.facts.baked]
     return bool(free) and all(one.kind == "number" for one in free) and r.facts.size(r.facts.real(kept)) == 1

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Writer(GraphWriter):
-    """New nodes for a model, which `done` inserts in front of its own.
-
-    `given` are values int64[1] that hold a length, by its symbol; other lengths are read from the inputs' shapes.
-    """
+    """New nodes in front of those of a model; `given` are values int64[1] that hold a length, by its symbol."""
 
     lengths: Lengths
     given: Mapping[str, str] = field(default_factory=dict)

@@ -237,10 +237,7 @@ def _advise(command: str, remark: str = "") -> Text:
 
 
 def _advise_missing(report: Report, again: str) -> Text | None:
-    """What decides where all that is missing is a target runtime or a checkpoint that was named by an option.
-
-    `again` is the command without these options; None where something else is missing.
-    """
+    """What decides where only a target or a checkpoint named by an option is missing; None where something else is."""
     missing = {entry.code for entry in report.not_checked if entry.essential}
     targets, reference = report.arguments.get("target"), report.arguments.get("reference")
     if targets and missing and missing <= {TARGETS}:
