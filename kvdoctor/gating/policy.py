@@ -220,8 +220,7 @@ class Policy:
 
 
 def _relative_to_cwd(path: Path) -> str:
-    here = _relative(str(path), Path.cwd())
-    return path.as_posix() if here is None else here
+    return _relative(str(path), Path.cwd()) or path.as_posix()
 
 
 def _relative(path: str, folder: Path) -> str | None:
