@@ -40,44 +40,12 @@ if TYPE_CHECKING:
     from kvdoctor.gating.verdict import GateResult
     from kvdoctor.report.document import Report
 
-__all__ = (
-    "ConvertOptions",
-    "DiffOptions",
-    "DiffReport",
-    "Finding",
-    "GateOptions",
-    "GateResult",
-    "InspectOptions",
-    "KvdoctorError",
-    "LoopOptions",
-    "Policy",
-    "ReExportOptions",
-    "RecordOptions",
-    "Report",
-    "ReproOptions",
-    "SpeedOptions",
-    "StepTestOptions",
-    "Unhealthy",
-    "UsageError",
-    "Worse",
-    "WrittenLoop",
-    "__version__",
-    "convert",
-    "diff",
-    "gate",
-    "inspect",
-    "loop",
-    "re_export",
-    "read_contracts",
-    "read_policy",
-    "read_report",
-    "record_golden",
-    "recording",
-    "render",
-    "repro",
-    "speed",
-    "step_test",
-)
+__all__ = ["__version__", "convert", "diff", "gate", "inspect", "loop", "re_export", "read_contracts", "read_policy"]
+__all__ += ["read_report", "record_golden", "recording", "render", "repro", "speed", "step_test"]
+__all__ += ["ConvertOptions", "DiffOptions", "GateOptions", "InspectOptions", "LoopOptions"]
+__all__ += ["ReExportOptions", "RecordOptions", "ReproOptions", "SpeedOptions", "StepTestOptions"]
+__all__ += ["DiffReport", "Finding", "GateResult", "KvdoctorError", "Policy", "Report"]
+__all__ += ["Unhealthy", "UsageError", "Worse", "WrittenLoop"]
 
 if not TYPE_CHECKING:  # a type checker must see that other names are not there
     HOMES = {

@@ -216,10 +216,8 @@ def step_test(path: "Path", **options: "Unpack[StepTestOptions]") -> "Report":
     """
     asked = read_given("step-test", options, path)
     if asked.reference is not None and not asked.selection.takes("KV320", "reference-differs"):
-        raise UsageError(
-            "--reference compares logits for KV320 reference-differs, which --select or --ignore leaves out; "
-            "select KV320 as well, or give no --reference"
-        )
+        why = "--reference compares logits for KV320 reference-differs, which --select or --ignore leaves out"
+        raise UsageError(f"{why}; select KV320 as well, or give no --reference")
     from kvdoctor.runtime.client import Runtime
 
     # Started before the rest is loaded: the worker opens the runtime in the meantime.
@@ -244,8 +242,7 @@ def re_export(
         KvdoctorError: ONNX Runtime cannot be started.
     """
     began = time.perf_counter()
-    asked = read_given("re-export", options)
-    how = read_options(ReExportChoices, options)
+    asked, how = read_given("re-export", options), read_options(ReExportChoices, options)
     from kvdoctor.repair.session import RepairRequest
 
     source, target = (None if place is None else os.fspath(place) for place in (path, out))
@@ -275,8 +272,7 @@ def speed(path: "Path", **options: "Unpack[SpeedOptions]") -> "Report":
         KvdoctorError: ONNX Runtime cannot be started.
     """
     began = time.perf_counter()
-    asked = read_given("speed", options)
-    choices = read_options(SpeedChoices, options)
+    asked, choices = read_given("speed", options), read_options(SpeedChoices, options)
     from kvdoctor.report.json_format import read_report as read
     from kvdoctor.runtime.client import Runtime
 
@@ -423,11 +419,8 @@ def effective_values(policy: "Policy", path: "Path | None" = None, **options: An
     None is a model that no override fits. `options` take precedence over the policy, as in `gate`.
     """
     refuse_unknown("config", options)
-    given = {
-        option.key: list(value) if isinstance(value, tuple) else value
-        for option in policy_options()
-        if (value := options.get(option.keyword)) is not None
-    }
+    found = ((option.key, options.get(option.keyword)) for option in policy_options())
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in found if value is not None}
     return policy.effective(None if path is None else os.fspath(path), given)
 
 
@@ -473,8 +466,7 @@ def cache_folder() -> FilePath:
 def read_given(command: str, given: Mapping[str, Any], path: "Path | None" = None) -> Options:
     """Return the options of one model: those given, else the policy's, else the defaults."""
     refuse_unknown(command, given)
-    policy = _policy(given)
-    if policy is None:
+    if (policy := _policy(given)) is None:
         return read_options(Options, given, command)
     return policy.read_options(command, None if path is None else os.fspath(path), given)
 

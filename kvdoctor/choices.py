@@ -45,7 +45,6 @@ CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
-
 T = TypeVar("T")
 
 
@@ -74,11 +73,7 @@ class Kind:
         return given
 
     def parse(self, text: str) -> Any:
-        """Read an argument of the command line.
-
-        Raises:
-            WrongValue: it is no value of this kind.
-        """
+        """Read an argument of the command line. Raises WrongValue: it is no value of this kind."""
         return self.read(text)
 
     def check_toml(self, given: Any) -> None:

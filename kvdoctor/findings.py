@@ -19,14 +19,7 @@ from kvdoctor.errors import did_you_mean
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
-    from kvdoctor.diagnose.context import (
-        ContractContext,
-        FileContext,
-        GoldenContext,
-        RunContext,
-        SpeedContext,
-        TargetContext,
-    )
+    from kvdoctor.diagnose import context
 
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["confirmed", "suspected"]
@@ -278,19 +271,21 @@ Register = Callable[[Callable[[C], Faults]], Callable[[C], Faults]]
 
 
 @overload
-def check(code: str, name: str, when: Literal["file"], *, incomplete: bool = ...) -> "Register[FileContext]": ...
+def check(
+    code: str, name: str, when: Literal["file"], *, incomplete: bool = ...
+) -> "Register[context.FileContext]": ...
 @overload
-def check(code: str, name: str, when: Literal["contract"]) -> "Register[ContractContext]": ...
+def check(code: str, name: str, when: Literal["contract"]) -> "Register[context.ContractContext]": ...
 @overload
-def check(code: str, name: str, when: Literal["targets"]) -> "Register[TargetContext]": ...
+def check(code: str, name: str, when: Literal["targets"]) -> "Register[context.TargetContext]": ...
 @overload
 def check(
     code: str, name: str, when: Literal["runs"], *, incomplete: bool = ..., needs: tuple[str, ...] = ...
-) -> "Register[RunContext]": ...
+) -> "Register[context.RunContext]": ...
 @overload
-def check(code: str, name: str, when: Literal["golden"]) -> "Register[GoldenContext]": ...
+def check(code: str, name: str, when: Literal["golden"]) -> "Register[context.GoldenContext]": ...
 @overload
-def check(code: str, name: str, when: Literal["speed"]) -> "Register[SpeedContext]": ...
+def check(code: str, name: str, when: Literal["speed"]) -> "Register[context.SpeedContext]": ...
 @overload
 def check(code: str, name: str, when: Literal["caller"]) -> Register[Any]: ...
 def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs: tuple[str, ...] = ()) -> Register[Any]:
@@ -304,14 +299,10 @@ def check(code: str, name: str, when: Round, *, incomplete: bool = False, needs:
         known = _REGISTERED.get(code) or next((one for one in _REGISTERED.values() if one.name == name), None)
         if known is None:
             _REGISTERED[code] = Check(code, name, {when: function}, incomplete, needs)
-        elif (known.code, known.name, known.module) == (
-            code,
-            name,
-            function.__module__,
-        ) and when not in known.functions:
-            _REGISTERED[code] = replace(known, functions={**known.functions, when: function})
-        else:
+        elif (known.code, known.name, known.module) != (code, name, function.__module__) or when in known.functions:
             raise ValueError(f"check {code} {name} is registered twice")
+        else:
+            _REGISTERED[code] = replace(known, functions={**known.functions, when: function})
         return function
 
     return register
@@ -364,9 +355,7 @@ def reaches(finding: "Finding", fail_on: FailOn) -> bool:
     severity, _, certainty = fail_on.partition(":")
     lowest = [str(one) for one in SEVERITIES].index(severity)
     if finding.confidence == "suspected" and certainty:
-        if certainty == "confirmed":
-            return False
-        lowest -= 1
+        lowest = len(SEVERITIES) if certainty == "confirmed" else lowest - 1
     return SEVERITIES.index(finding.severity) >= lowest
 
 
@@ -391,9 +380,7 @@ class Selection:
 
     def takes(self, code: str, name: str) -> bool:
         """Whether a check is selected and not ignored."""
-        if self.select and not _matches(self.select, code, name):
-            return False
-        return not _matches(self.ignore, code, name)
+        return (not self.select or _matches(self.select, code, name)) and not _matches(self.ignore, code, name)
 
 
 def why_no_check(wanted: Iterable[str]) -> str | None:

@@ -11,33 +11,8 @@ from dataclasses import field, fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kvdoctor import addons
-from kvdoctor.choices import (
-    CONSUMERS,
-    DTYPES,
-    EXPORTERS,
-    FAIL_ON,
-    REQUIRED,
-    RESTS_ON,
-    Choice,
-    Consumer,
-    Day,
-    Dtype,
-    ExporterName,
-    FailOn,
-    File,
-    Flag,
-    Folder,
-    Kind,
-    Names,
-    Numbers,
-    Required,
-    Seconds,
-    Text,
-    Whole,
-    WrongValue,
-    is_text,
-)
+from kvdoctor import addons, choices
+from kvdoctor.choices import Choice, Consumer, Dtype, ExporterName, FailOn, File, Flag, Kind, Names, Required, Whole
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.records import record
 
@@ -113,14 +88,10 @@ class Option:
         return "baseline" in self.commands and {"inspect", "static"}.isdisjoint(self.commands)
 
     def read(self, given: Any) -> Any:
-        """Check a keyword argument.
-
-        Raises:
-            UsageError: it is no value of this option.
-        """
+        """Check a keyword argument. Raises UsageError: it is no value of this option."""
         try:
             return self.kind.read(given)
-        except WrongValue as reason:
+        except choices.WrongValue as reason:
             raise UsageError(f"Invalid value for '{self.shown}': {reason}") from None
 
 
@@ -137,17 +108,19 @@ def _check_codes(words: tuple[str, ...]) -> tuple[str, ...]:
     from kvdoctor.findings import why_no_check
 
     if (reason := why_no_check(words)) is not None:
-        raise WrongValue(reason)
+        raise choices.WrongValue(reason)
     return words
 
 
 def _check_uses(words: tuple[str, ...]) -> tuple[Required, ...]:
-    unknown = next((word for word in words if word not in REQUIRED), None)
+    unknown = next((word for word in words if word not in choices.REQUIRED), None)
     if unknown is not None:
-        meant = did_you_mean(unknown, REQUIRED)
-        raise WrongValue(f"it takes {', '.join(REQUIRED)}; got {unknown!r}{'; ' if meant else ''}{meant}")
-    wanted = {*words, *(RESTS_ON[use] for use in words if use in RESTS_ON)}
-    return tuple(use for use in REQUIRED if use in wanted)
+        meant = did_you_mean(unknown, choices.REQUIRED)
+        raise choices.WrongValue(
+            f"it takes {', '.join(choices.REQUIRED)}; got {unknown!r}{'; ' if meant else ''}{meant}"
+        )
+    wanted = {*words, *(choices.RESTS_ON[use] for use in words if use in choices.RESTS_ON)}
+    return tuple(use for use in choices.REQUIRED if use in wanted)
 
 
 def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":
@@ -156,7 +129,7 @@ def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":
     try:
         return parse_targets(words)
     except UsageError as error:
-        raise WrongValue(str(error)) from None
+        raise choices.WrongValue(str(error)) from None
 
 
 class Tolerances(Kind):
@@ -169,7 +142,7 @@ class Tolerances(Kind):
         if not isinstance(given, Mapping):
             self.refuse(given)
         if reason := next((reason for item in given.items() if (reason := why_not(*item)) is not None), None):
-            raise WrongValue(reason)
+            raise choices.WrongValue(reason)
         return dict(given)
 
 
@@ -204,7 +177,7 @@ class Allowed(Feeds):
     def read(self, given: Any) -> Any:
         """Accept a mapping of codes and reasons, or texts of codes. A code that names nothing allows nothing."""
         found = given if isinstance(given, Mapping) else dict.fromkeys(Names.read(self, given), "on the command line")
-        return dict(found) if all(map(is_text, (*found, *found.values()))) else self.refuse(given)
+        return dict(found) if all(map(choices.is_text, (*found, *found.values()))) else self.refuse(given)
 
 
 _FLAGS = {"true": 1.0, "false": 0.0}
@@ -236,6 +209,8 @@ _baseline = partial(option, commands=("baseline",), group=BASELINE)
 _repair = partial(option, commands=("re-export",), group=REPAIR)
 _input = partial(option, commands=("step-test",), group=INPUT, reported="if set")
 _planned = partial(_input, commands=("inspect",))
+_checked = partial(option, commands=ALL, reported="always")
+_if_set = partial(option, reported="if set")
 _limit = partial(option, commands=(*RUNS, *WORKER), group=LIMITS)
 
 
@@ -277,14 +252,14 @@ class GateChoices:
         once=True,
     )
     cache_dir: str | None = _gate_run(
-        Folder(),
+        choices.Folder(),
         None,
         "Keep the reports of unchanged models in this folder.",
         unset="the user's cache folder",
         environment="KVDOCTOR_CACHE_DIR",
     )
     cluster: str | None = _gate_run(
-        Text("the address of a scheduler", "ADDRESS"),
+        choices.Text("the address of a scheduler", "ADDRESS"),
         None,
         "Run the models on the Dask cluster of this scheduler, as in tcp://HOST:8786.",
     )
@@ -317,11 +292,13 @@ class BaselineChoices:
     """The options of `baseline` alone."""
 
     reason: str | None = _baseline(
-        Text("the reason why the findings may stay"),
+        choices.Text("the reason why the findings may stay"),
         None,
         "Add the findings that count and are not known, for this reason.",
     )
-    until: str | None = _baseline(Day(), None, "With --reason: know the findings until this day, as in 2026-12-31.")
+    until: str | None = _baseline(
+        choices.Day(), None, "With --reason: know the findings until this day, as in 2026-12-31."
+    )
     prune: bool = _baseline(Flag(), False, "Remove findings that are not found any more, and models that are gone.")
     check: bool = _baseline(
         Flag(), False, "Write nothing; exit with code 1 if the file would change, or if a finding counts."
@@ -355,19 +332,21 @@ class ReExportChoices:
         flag="from",
     )
     exporter: ExporterName | None = _repair(
-        Choice.of(EXPORTERS),
+        Choice.of(choices.EXPORTERS),
         None,
         "With --from: export with this exporter.",
         unset="by the layout and the findings of PATH",
     )
     dtype: Dtype | None = _repair(
-        Choice.of(DTYPES),
+        Choice.of(choices.DTYPES),
         None,
         "With --from: export in this arithmetic.",
         unset="the arithmetic of PATH's cache, else fp32",
     )
     task: str | None = _repair(
-        Text("the name of a task", "TASK"), None, "With --from and optimum: export for this task, by optimum's name."
+        choices.Text("the name of a task", "TASK"),
+        None,
+        "With --from and optimum: export for this task, by optimum's name.",
     )
     because: str | None = _repair(
         File(metavar="REPORT"), None, "With --from: choose by this JSON report of PATH, and do not diagnose PATH again."
@@ -394,13 +373,13 @@ class Options:
         policy="feed = { scale = 1.5 }",
     )
     logits_output: str | None = _input(
-        Text("the name of an output", "NAME"),
+        choices.Text("the name of an output", "NAME"),
         None,
         "Take the logits from this output.",
         commands=READ,
         policy='logits-output = "lm_logits"',
     )
-    prompt_ids: tuple[int, ...] = _input(Numbers(), (), "Begin with these token ids, as in 1,2,3.")
+    prompt_ids: tuple[int, ...] = _input(choices.Numbers(), (), "Begin with these token ids, as in 1,2,3.")
     inputs: str | None = _input(
         File(), None, "Read encoder inputs and input_ids by name from this .npz file; without it they are generated."
     )
@@ -437,88 +416,76 @@ class Options:
     encoder_length: int | None = _planned(
         POSITIONS, None, "Show the memory plan for N encoder states.", unset="the value of the graph or the config"
     )
-    consumer: Consumer = option(
-        Choice.of(CONSUMERS),
+    consumer: Consumer = _checked(
+        Choice.of(choices.CONSUMERS),
         "plain",
         "Check the model for this loop: `plain` feeds every present back, `held` keeps the cross-attention cache "
         "of the prefill.",
-        ALL,
         policy='consumer = "held"',
-        reported="always",
     )
-    targets: "tuple[Target, ...]" = option(
+    targets: "tuple[Target, ...]" = _if_set(
         Names("a list of runtimes", "SPEC", make=_read_targets, to_json=lambda found: [one.asked for one in found]),
         (),
         "Check the model for this runtime: onnxruntime==1.16.3, ort-crate==2.0.0-rc.10 (docs/targets.md).",
         ("inspect", *MAY_DOWNLOAD),
         flag="target",
         policy='targets = ["onnxruntime==1.16.3"]',
-        reported="if set",
     )
-    select: tuple[str, ...] = option(
+    select: tuple[str, ...] = _checked(
         CODES,
         (),
         "Run only these checks: codes, prefixes or names, separated by commas.",
-        ALL,
         policy='select = ["KV2", "KV3"]',
-        reported="always",
     )
-    ignore: tuple[str, ...] = option(
+    ignore: tuple[str, ...] = _checked(
         CODES,
         (),
         "Leave out these checks: codes, prefixes or names, separated by commas.",
-        ALL,
         policy='ignore = ["names-mislead"]',
-        reported="always",
     )
-    fail_on: FailOn = option(
+    fail_on: FailOn = _checked(
         Choice(
             '"note", "warning", "error" or "never"; the first three with ":confirmed" or ":suspected" after it',
             "[note|warning|error|never][:confirmed|:suspected]",
-            values=FAIL_ON,
+            values=choices.FAIL_ON,
         ),
         "error",
         "Exit with code 1 from this severity on; with :confirmed never for a suspected finding, with :suspected for "
         "one of the next lower severity too.",
-        (*ALL, "speed", "findings"),
+        commands=(*ALL, "speed", "findings"),
         policy='fail-on = "warning"',
-        reported="always",
     )
-    require: tuple[Required, ...] = option(
-        Names("a list of uses", "USES", make=_check_uses, known=lambda: REQUIRED),
+    require: tuple[Required, ...] = _if_set(
+        Names("a list of uses", "USES", make=_check_uses, known=lambda: choices.REQUIRED),
         (),
-        f"Make the findings of these uses errors; uses separated by commas: {', '.join(REQUIRED)}.",
+        f"Make the findings of these uses errors; uses separated by commas: {', '.join(choices.REQUIRED)}.",
         ALL,
         policy='require = ["batch", "beam"]',
-        reported="if set",
     )
-    tolerances: Mapping[str, float] = option(
+    tolerances: Mapping[str, float] = _if_set(
         Tolerances("a table of arithmetics and fractions of the logits' standard deviation"),
         {},
         "Accept logits that differ by at most this fraction, where kvdoctor's own limit does not fit.",
         (*RUNS, "tolerances"),
         flag=None,
         policy="tolerances = { float16 = 0.03 }",
-        reported="if set",
     )
-    allow_incomplete: Mapping[str, str] = option(
+    allow_incomplete: Mapping[str, str] = _if_set(
         Allowed("a table of codes, or everything, each with its reason", "CODES", known=_list_codes),
         {},
         "Do not exit with code 3 for these checks where they cannot run on this machine; the report says so.",
         (*GATES, "static"),
         policy='allow-incomplete = { KV404 = "no network here" }',
-        reported="if set",
     )
-    thorough: bool = option(
+    thorough: bool = _if_set(
         Flag(),
         False,
         "Also run the experiments that take long: the full context, a sweep of lengths, other optimization levels.",
         RUNS,
         policy="thorough = true",
-        reported="if set",
     )
     provider: str = _limit(
-        Text("the name of an execution provider", "NAME"),
+        choices.Text("the name of an execution provider", "NAME"),
         "CPUExecutionProvider",
         "Run on this execution provider.",
         policy='provider = "CUDAExecutionProvider"',
@@ -528,7 +495,7 @@ class Options:
         Whole.of(0), 0, "Seed the generator of all synthetic inputs.", commands=(*ALL, *WORKER), policy="seed = 7"
     )
     timeout: float = _limit(
-        Seconds(), 300.0, "Wait no longer than this for one answer of the runtime.", policy="timeout = 60"
+        choices.Seconds(), 300.0, "Wait no longer than this for one answer of the runtime.", policy="timeout = 60"
     )
     max_memory: int | None = _limit(
         Whole.of(1, unit="MiB", metavar="MIB"),
@@ -657,20 +624,14 @@ def read_options(struct: type[Struct], given: Mapping[str, Any], command: str = 
         if given.get(option.keyword) is not None
     }
     if values.get("select") or values.get("ignore"):
-        _refuse_empty_selection(values.get("select", ()), values.get("ignore", ()))
+        from kvdoctor.findings import Selection, all_checks
+
+        selection = Selection(values.get("select", ()), values.get("ignore", ()))
+        if not any(selection.takes(check.code, check.name) for check in all_checks()):
+            # It would call every model healthy.
+            why = "no check is left by `select` and `ignore` (--select, --ignore, or these keys of the policy)"
+            raise UsageError(f"{why}; `kvdoctor explain` lists all checks")
     if struct is Options:
         added = (read_options(one, given) for one in _list_added() if any(command in o.commands for o in table()[one]))
         values["added"] = tuple(choices for choices in added if choices != type(choices)())
     return struct(**values)
-
-
-def _refuse_empty_selection(select: tuple[str, ...], ignore: tuple[str, ...]) -> None:
-    """Refuse a selection that leaves no check: it would call every model healthy."""
-    from kvdoctor.findings import Selection, all_checks
-
-    selection = Selection(select, ignore)
-    if not any(selection.takes(check.code, check.name) for check in all_checks()):
-        raise UsageError(
-            "no check is left by `select` and `ignore` (--select, --ignore, or these keys of the policy); "
-            "`kvdoctor explain` lists all checks"
-        )

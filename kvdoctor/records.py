@@ -129,11 +129,8 @@ def to_plain(value: Any) -> Any:
     names = _field_names(value.__class__)
     if names is None:
         return str(value) if isinstance(value, pathlib.PurePath) else value
-    made = {}
-    for name in names:
-        item = getattr(value, name)
-        made[name] = item if type(item) in PLAIN else to_plain(item)
-    return made
+    items = ((name, getattr(value, name)) for name in names)
+    return {name: item if type(item) in PLAIN else to_plain(item) for name, item in items}
 
 
 def from_plain(kind: type[T], data: Any, *, newer: bool = False) -> T:
@@ -223,13 +220,7 @@ def _object_reviver(item: Any, newer: bool) -> Callable[[Any], Any]:
     def revive(data: Any) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise _mismatch("an object", data)
-        made = {}
-        for key, one in data.items():
-            try:
-                made[key] = way(one)
-            except _Unfit as unfit:
-                raise unfit.within(f".{key}") from None
-        return made
+        return {key: _revive_at(key, way, one) for key, one in data.items()}
 
     return revive
 
@@ -273,18 +264,23 @@ def _revive_fields(data: dict[str, Any], fields: dict[str, Callable[[Any], Any]]
             if newer:
                 continue
             raise _Unfit(f"unknown field {name!r}; known are {', '.join(fields)}")
-        try:
-            given[name] = fields[name](value)
-        except _Unfit as unfit:
-            raise unfit.within(f".{name}") from None
+        given[name] = _revive_at(name, fields[name], value)
     return given
+
+
+def _revive_at(name: str, way: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return way(value)
+    except _Unfit as unfit:
+        raise unfit.within(f".{name}") from None
 
 
 def _build(kind: Any, given: dict[str, Any]) -> Any:
     try:
         return kind(**given)
     except TypeError as error:
-        lacking = [f.name for f in dataclasses.fields(kind) if f.name not in given and _has_no_default(f)]
+        none, absent = dataclasses.MISSING, [f for f in dataclasses.fields(kind) if f.name not in given]
+        lacking = [f.name for f in absent if f.default is none and f.default_factory is none]
         raise _Unfit(f"field {', '.join(lacking)} is missing" if lacking else str(error)) from None
 
 
@@ -299,7 +295,3 @@ def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, in their order: asked of it once, a report holds thousands of them."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -19,7 +19,7 @@ from support.hostile import TEXTS, any_text, hostile_report
 from kvdoctor.api import schemas
 from kvdoctor.findings import NotChecked, all_checks
 from kvdoctor.gating.verdict import GateResult
-from kvdoctor.report import formats, github, junit, markdown, sarif, text
+from kvdoctor.report import formats, markdown, sarif, text
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import code
 from kvdoctor.report.escaping import markdown as escaped
@@ -98,7 +98,7 @@ def test_json_keeps_every_name_as_it_is(hostile: str) -> None:
 @QUICK
 @given(hostile=any_text)
 def test_sarif_is_valid(hostile: str) -> None:
-    document = json.loads(sarif.render(hostile_report(hostile)))
+    document = json.loads(formats.render(hostile_report(hostile), "sarif"))
     SARIF.validate(document)
     for result in document["runs"][0]["results"]:
         where = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
@@ -115,7 +115,7 @@ def junit_schema() -> Any:
 @QUICK
 @given(hostile=any_text)
 def test_junit_is_valid(hostile: str, junit_schema: Any) -> None:
-    page = junit.render(hostile_report(hostile))
+    page = formats.render(hostile_report(hostile), "junit")
     junit_schema.validate(page)
     read = junitparser.JUnitXml.fromstring(page.encode("utf-8"))
     assert read.failures >= 1
@@ -170,7 +170,7 @@ def test_the_order_of_arguments_and_measurements_tells_nothing(name: str) -> Non
 
 
 def test_sarif_tells_rules_places_and_how_it_ended() -> None:
-    run = json.loads(sarif.render(hostile_report("a b#c.onnx")))["runs"][0]
+    run = json.loads(formats.render(hostile_report("a b#c.onnx"), "sarif"))["runs"][0]
     rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
     assert list(rules) == sorted(rules)
     assert "Repair" in rules["KV203"]["help"]["text"]
@@ -216,8 +216,8 @@ def test_sarif_and_annotations_name_the_file_in_the_repository(tmp_path: Path, m
     for root, told in (("ws", "models/plain.onnx"), ("link", "models/plain.onnx"), ("other", "plain.onnx")):
         monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / root))
         report = hostile_report("plain.onnx")
-        assert github.render(report).startswith(f"::error file={told},")
-        result = json.loads(sarif.render(report))["runs"][0]["results"][0]
+        assert formats.render(report, "github").startswith(f"::error file={told},")
+        result = json.loads(formats.render(report, "sarif"))["runs"][0]["results"][0]
         assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == told
 
 
@@ -261,7 +261,7 @@ def test_paths_are_references_that_cannot_be_misread() -> None:
 
 def test_junit_never_makes_green_what_was_not_checked() -> None:
     report = replace(healthy(), not_checked=(NotChecked("plain", "KV301", "why", essential=True),))
-    read = junitparser.JUnitXml.fromstring(junit.render(report).encode())
+    read = junitparser.JUnitXml.fromstring(formats.render(report, "junit").encode())
     errors = {case.name: r.message for suite in read for case in suite for r in case.result if r._tag == "error"}
     assert errors["KV301 cached-differs"] == "why"
 
@@ -272,7 +272,7 @@ def test_junit_shows_no_check_without_a_result_as_passed() -> None:
         NotChecked("plain", "KV309", "one fault", kind="explained"),
         NotChecked(None, "KV320", "asked", kind="not-run"),
     )
-    suites = ET.fromstring(junit.render(replace(healthy(), absent=absent)))  # noqa: S314 - our own
+    suites = ET.fromstring(formats.render(replace(healthy(), absent=absent), "junit"))  # noqa: S314 - our own
     skipped = {case.get("name"): case.find("skipped") for suite in suites for case in suite}
     for name, reason in (("KV309 chunk-differs", "one fault"), ("KV320 reference-differs", "asked")):
         mark = skipped[name]
@@ -282,7 +282,7 @@ def test_junit_shows_no_check_without_a_result_as_passed() -> None:
 
 def test_junit_says_why_a_check_was_skipped() -> None:
     report = replace(healthy(), runs=(), command="step-test")
-    cases = [case for suite in ET.fromstring(junit.render(report)) for case in suite]  # noqa: S314 - our own
+    cases = [case for suite in ET.fromstring(formats.render(report, "junit")) for case in suite]  # noqa: S314 - our own
     skipped = [case for case in cases if case.find("skipped") is not None]
     assert "KV301 cached-differs" in {case.get("name") for case in skipped}
     assert {case.find("skipped").get("message") for case in skipped} == {"no decode step was run"}  # type: ignore[union-attr]
@@ -294,14 +294,14 @@ def test_junit_says_why_a_check_was_skipped() -> None:
 def test_annotations_are_as_many_as_a_step_may_have() -> None:
     report = hostile_report("x")
     many = replace(report, findings=report.findings[:1] * 40)
-    lines = github.render(many).splitlines()
+    lines = formats.render(many, "github").splitlines()
     errors = [line for line in lines if line.startswith("::error ")]
     assert len(errors) == 10
     assert errors[-1].endswith("::31 more of these; the log of the step lists all of them")
 
 
 def test_an_annotation_is_one_command() -> None:
-    first = github.render(hostile_report("a,b:c%d\n::error::e")).splitlines()[0]
+    first = formats.render(hostile_report("a,b:c%d\n::error::e"), "github").splitlines()[0]
     kind, properties, *message = first.removeprefix("::").split("::", 1)[0].partition(" ")
     assert kind == "error"
     assert "a%2Cb%3Ac%25d" in message[0]

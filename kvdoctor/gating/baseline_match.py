@@ -61,10 +61,7 @@ def _to_dict(entry: BaselineEntry) -> dict[str, Any]:
 
 @record
 class MatchedReports:
-    """Reports with their known findings marked, and the status of the baseline.
-
-    `used` are the entries whose findings are still found, including expired ones.
-    """
+    """Reports with known findings marked, the status of the baseline, and its entries that are still found."""
 
     reports: tuple[Report, ...]
     status: BaselineStatus

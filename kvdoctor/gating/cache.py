@@ -16,14 +16,7 @@ from typing import Any
 import msgspec
 
 from kvdoctor.errors import KvdoctorError
-from kvdoctor.gating.cache_key import (
-    FileDigests,
-    compute_key,
-    digest_external_files,
-    digest_files,
-    list_nearby_files,
-    locate_files,
-)
+from kvdoctor.gating import cache_key
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.model.files import looked_at
 from kvdoctor.model.output_folder import write_whole
@@ -47,7 +40,7 @@ class Cache:
 
     def __init__(self, folder: Path, remote: bool = False) -> None:
         self._folder, self._remote = folder, remote
-        self._digests = FileDigests(folder)
+        self._digests = cache_key.FileDigests(folder)
         self._wrote = False
 
     def key(self, job: GateJob) -> str | None:
@@ -56,8 +49,8 @@ class Cache:
         Call it before the job runs: it starts to watch the files, including those that only the graph names.
         """
         with contextlib.suppress(OSError):
-            self._digests.watch(list_nearby_files(job))
-        return compute_key(job, self._digests, self._remote)
+            self._digests.watch(cache_key.list_nearby_files(job))
+        return cache_key.compute_key(job, self._digests, self._remote)
 
     def find(self, key: str | None, job: GateJob) -> Report | None:
         """The cached report of a job, if nothing has changed since."""
@@ -77,9 +70,9 @@ class Cache:
         if key is None or not can_be_cached(report):
             return
         try:
-            external = digest_external_files(job, report, self._digests)
-            files = (*looked_at(job.location)[1], *locate_files(job, list(external)).values())
-            unchanged = compute_key(job, self._digests, self._remote) == key
+            external = cache_key.digest_external_files(job, report, self._digests)
+            files = (*looked_at(job.location)[1], *cache_key.locate_files(job, list(external)).values())
+            unchanged = cache_key.compute_key(job, self._digests, self._remote) == key
             if unchanged and all(map(self._digests.is_settled, files)):
                 self._write(key, report, external)
         except (OSError, ValueError, TypeError, KvdoctorError):
@@ -99,7 +92,7 @@ class Cache:
         entry: dict[str, Any] = json.loads(head)
         if entry["schema"] != SCHEMA or entry["key"] != key or entry["sha256"] != hashlib.sha256(body).hexdigest():
             raise ValueError("another entry")
-        if entry["external"] != digest_files(job, list(entry["external"]), self._digests):
+        if entry["external"] != cache_key.digest_files(job, list(entry["external"]), self._digests):
             raise ValueError("the weights have changed")
         report = _REPORT.decode(body)
         # On this job with these options, and with a verdict that agrees with its findings.

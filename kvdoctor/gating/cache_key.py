@@ -30,7 +30,6 @@ from kvdoctor.model.output_folder import write_whole
 from kvdoctor.options import Options
 from kvdoctor.records import to_plain
 from kvdoctor.report.document import SCHEMA, Report
-from kvdoctor.runtime.process import Limits
 
 INDEX = "contents.json"
 RACY_NS = 3 * 10**9
@@ -145,10 +144,7 @@ FileStates = dict[str, str | None]
 
 
 def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
-    """The key of a job's report; None if the report must not be cached, since a dependency is unknown.
-
-    `remote`: it runs on other machines, of which only the software is known to be the same.
-    """
+    """The key of a job's report; None if a dependency is unknown. `remote`: it runs on machines of unknown kind."""
     if job.options.reference is not None:
         return None
     try:
@@ -220,14 +216,9 @@ def describe_machine(options: Options) -> dict[str, Any]:
         "platform": f"{sys.platform} {platform.machine()}",
         "processor": _processor(),
         "threads": count_threads(),
-        "memory": _memory(options.limits),
+        "memory": options.limits.memory_limit() // GIB,
         "settings": {name: value for name, value in os.environ.items() if name.startswith(("ORT_", "MLAS_"))},
     }
-
-
-@cache
-def _memory(limits: Limits) -> int:
-    return limits.memory_limit() // GIB
 
 
 @cache

@@ -149,15 +149,13 @@ class Cluster(Executor):
         """Give the results of finished calls, and fail those whose worker was lost."""
         with self._changed:
             running = list(self._running)
-        for call in running:
-            if call.worker not in workers:  # its results are lost as well
+        for call in (call for call in running if call.worker not in workers or call.task.done()):
+            if call.worker in workers:
+                _answer(call)
+            else:  # its results are lost as well
                 with contextlib.suppress(Exception):  # the call fails in any case
                     call.task.cancel(force=True)
                 _fail(call, ProcessLost(LOST))
-            elif call.task.done():
-                _answer(call)
-            else:
-                continue
             with self._changed, contextlib.suppress(ValueError):  # cancelled meanwhile
                 self._running.remove(call)
 

@@ -40,8 +40,12 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     choices = read_options(GateChoices, policy.complete(None, given) if policy is not None else given)
     if choices.static:
         refuse_for_runs(command, given)
-    found = export_folders(models) if choices.by_folder else find_models(models)
-    excluded = [path for path in found if _is_excluded(path, choices.exclude, policy or Policy())]
+    # A file stands for its folder: a list of the files that a commit changed has several files of one export.
+    folders = (path if not Path(path).is_file() else Path(path).parent.as_posix() for path in models)
+    found = tuple(dict.fromkeys(folders)) if choices.by_folder else find_models(models)
+    patterns = [pattern if "/" in pattern else f"{DEEP}/{pattern}" for pattern in choices.exclude]
+    names = {path: {path, (policy or Policy()).relative(path) or path} for path in found}
+    excluded = [path for path in found if any(fits(name, one) for name in names[path] for one in patterns)]
     left_out = [*(LeftOut(path, "excluded") for path in excluded), *_list_without_model(models, found)]
     models = [path for path in found if path not in excluded]
     if not models:
@@ -111,13 +115,6 @@ def find_models(paths: Sequence[str]) -> tuple[str, ...]:
         raise UsageError(f"{error.filename!r} cannot be searched: {error.strerror or error}") from None
 
 
-def _is_excluded(model: str, patterns: Sequence[str], policy: Policy) -> bool:
-    """Whether a pattern matches a model; one without a slash matches a name at any depth."""
-    names = {model, policy.relative(model) or model}
-    wanted = [pattern if "/" in pattern else f"{DEEP}/{pattern}" for pattern in patterns]
-    return any(fits(name, pattern) for name in names for pattern in wanted)
-
-
 def _list_without_model(paths: Sequence[str], models: Sequence[str]) -> Iterator[LeftOut]:
     """The folders in a folder of exports in which there is no model at any depth."""
     for top in (Path(path) for path in paths if path not in models and Path(path).is_dir()):
@@ -125,15 +122,6 @@ def _list_without_model(paths: Sequence[str], models: Sequence[str]) -> Iterator
             name = folder.as_posix()
             if not any(f"{model}/".startswith(f"{name}/") for model in models):
                 yield LeftOut(name, "no model")
-
-
-def export_folders(paths: Sequence[str]) -> tuple[str, ...]:
-    """The folders of exports that contain the paths, each once, in the order of their first mention.
-
-    A file stands for its folder: a list of the files that a commit changed has several files of one export.
-    """
-    folders = (path if not Path(path).is_file() else Path(path).parent.as_posix() for path in paths)
-    return tuple(dict.fromkeys(folders))
 
 
 def _expand(path: str) -> list[str]:

@@ -35,11 +35,6 @@ def parts_of(pattern: str) -> tuple[str, ...]:
     return tuple(part for part in PurePosixPath(pattern).parts if part != ".")
 
 
-def leads_out(pattern: str) -> bool:
-    """Return whether a pattern leaves the folder of the policy."""
-    return Path(pattern).is_absolute() or PurePosixPath(pattern).is_absolute() or ".." in parts_of(pattern)
-
-
 def fits(path: str, pattern: str) -> bool:
     """Return whether a pattern matches a path, or a folder that contains the path."""
     parts, wanted = parts_of(path), _once(parts_of(pattern))
@@ -199,12 +194,13 @@ class Policy:
         """
         found: dict[str, None] = {}
         for pattern in self.values.get("models", ()):
+            matched, why = [], " matches no folder and no .onnx file"
             try:
                 matched = models_at(self.folder, pattern)
             except OSError as error:
-                raise UsageError(f"{self.file}: models: {pattern!r}: {error.strerror or error}") from None
+                why = f": {error.strerror or error}"
             if not matched:
-                raise UsageError(f"{self.file}: models: {pattern!r} matches no folder and no .onnx file")
+                raise UsageError(f"{self.file}: models: {pattern!r}{why}")
             found |= dict.fromkeys(_relative_to_cwd(self.folder / path) for path in matched)
         return tuple(found)
 
@@ -224,8 +220,7 @@ class Policy:
 
 
 def _relative_to_cwd(path: Path) -> str:
-    here = _relative(str(path), Path.cwd())
-    return path.as_posix() if here is None else here
+    return _relative(str(path), Path.cwd()) or path.as_posix()
 
 
 def _relative(path: str, folder: Path) -> str | None:
@@ -328,7 +323,12 @@ class _Reader:
         for name, value in table.items():
             option = keys.get(name)
             if option is None:
-                self.refuse(name, f"there is no key {name!r}; {_nearest(name, number)}", number)
+                known = [key for key, one in keys.items() if not one.once or key == "models" or not number]
+                known += [] if number else [OVERRIDES]
+                meant = OTHER_WORDS.get(name)
+                hint = did_you_mean(name.replace("_", "-"), known) or f"it takes {', '.join(known)}"
+                hint = f"did you mean {meant!r}?" if meant in known else hint
+                self.refuse(name, f"there is no key {name!r}; {hint}", number)
             if number and option.once and name != "models":
                 self.refuse(name, f"{name} is set once for all models, above the overrides", number)
             try:
@@ -336,7 +336,8 @@ class _Reader:
             except WrongValue as reason:
                 self.refuse(name, f"{name}: {reason}", number)
         for pattern in table.get("models", ()):
-            if leads_out(pattern):
+            absolute = Path(pattern).is_absolute() or PurePosixPath(pattern).is_absolute()
+            if absolute or ".." in parts_of(pattern):
                 self.refuse("models", f"models: {pattern!r} leaves the folder of the policy", number)
 
     def refuse(self, key: str, words: str, number: int = 0) -> NoReturn:
@@ -347,15 +348,6 @@ class _Reader:
         line = line_of(self.text, table, key, number)
         where = f"{self.shown}:{line}" if line is not None else self.shown
         return f"{where}, override {number}" if number else where
-
-
-def _nearest(name: str, number: int) -> str:
-    known = [option.key for option in policy_options() if not option.once or option.key == "models" or not number]
-    known += [] if number else [OVERRIDES]
-    meant = OTHER_WORDS.get(name)
-    if meant in known:
-        return f"did you mean {meant!r}?"
-    return did_you_mean(name.replace("_", "-"), known) or f"it takes {', '.join(known)}"
 
 
 def line_of(text: str, table: str, key: str, number: int = 0) -> int | None:

@@ -199,12 +199,10 @@ def parallel_models(jobs: int | None, models: int, max_memory: int | None) -> in
 
 def memory_needed(path: Path, max_memory: int | None) -> int:
     """Bytes that a model may need, estimated from the size of its files; at most its limit, `max_memory` in MiB."""
-    size = 0
+    size, folders = 0, (path.parent,) if path.is_file() else (path, path / "onnx")
     with contextlib.suppress(OSError):
-        if path.is_file():
-            files = [file for file in path.parent.iterdir() if file.name.startswith(path.stem)]
-        else:
-            files = [file for folder in (path, path / "onnx") if folder.is_dir() for file in folder.iterdir()]
+        files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+        files = [file for file in files if file.name.startswith(path.stem)] if path.is_file() else files
         size = sum(file.stat().st_size for file in files if file.is_file())
     limit = math.inf if max_memory is None else max_memory * MIB
     return IDLE_BYTES + int(min(size * MEMORY_FACTOR, limit))
@@ -255,10 +253,8 @@ class _Budget:
 
     def admit(self, index: int, job: GateJob, alone: bool) -> bool:
         """Count a job if it may start now. A job that does not fit with others runs alone."""
-        if self.count is None:
-            return True
-        if len(self.taken) >= self.count:
-            return False
+        if self.count is None or len(self.taken) >= self.count:
+            return self.count is None
         needed = self.memory if alone else memory_needed(job.location, job.options.limits.max_memory)
         if self.taken and sum(self.taken.values()) + needed > self.memory:
             return False

@@ -153,26 +153,19 @@ def rediagnose(session: RepairSession, changed: Collection[str]) -> DiagnosisSid
     again: its files are byte for byte copies, and its logits are those of the first diagnosis.
     """
     touched = _find_touched(session.open_copy(), session.before.report, changed)
-    logits = _logits_folder(session)
-    plan = RunPlan(session.at / session.model, logits, touched, locate=False, check_advice=check_advice)
-    after = step_test(session.shown, session.options, session.runtime, plan)
+    after = diagnose_copy(session, session.model, touched)
     for stack in session.before.report.stacks:
         kept = session.before.logits / f"{stack.name}.npz"
         if stack.name not in touched and kept.is_file():
-            copy_whole(kept, logits / kept.name)
-    return DiagnosisSide(_merge_reports(session.before.report, after, touched, session.options), logits)
+            copy_whole(kept, after.logits / kept.name)
+    return replace(after, report=_merge_reports(session.before.report, after.report, touched, session.options))
 
 
-def diagnose_copy(session: RepairSession, model: str = ".") -> DiagnosisSide:
-    """Diagnose all of the copy as it is now, under the name that it will have."""
-    logits = _logits_folder(session)
-    plan = RunPlan(session.at / model, logits, check_advice=check_advice)
-    report = step_test(session.shown, session.options, session.runtime, plan)
-    return DiagnosisSide(report, logits)
-
-
-def _logits_folder(session: RepairSession) -> Path:
-    return Path(tempfile.mkdtemp(prefix="logits-", dir=session.scratch))
+def diagnose_copy(session: RepairSession, model: str = ".", touched: frozenset[str] | None = None) -> DiagnosisSide:
+    """Diagnose the copy as it is now, under the name that it will have: all of it, or the `touched` stacks alone."""
+    logits = Path(tempfile.mkdtemp(prefix="logits-", dir=session.scratch))
+    plan = RunPlan(session.at / model, logits, touched, locate=touched is None, check_advice=check_advice)
+    return DiagnosisSide(step_test(session.shown, session.options, session.runtime, plan), logits)
 
 
 def _find_touched(folder: ModelFolder, before: Report, changed: Collection[str]) -> frozenset[str]:

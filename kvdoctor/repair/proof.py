@@ -22,10 +22,7 @@ STRICTEST: tuple[Keeps, ...] = ("sizes", "own", "reference", "first-step", "bits
 def prove(
     applied: Iterable[Applied], before: DiagnosisSide, after: DiagnosisSide, instead: dict[str, Proof]
 ) -> Iterator[Proof]:
-    """The claims on each repaired stack, and whether they hold.
-
-    `instead` replaces the comparison of numbers for stacks that were run without graph optimization.
-    """
+    """The claims on each repaired stack; `instead` has those on numbers of what was run without graph optimization."""
     by_stack: dict[str, list[Applied]] = {}
     for one in applied:
         by_stack.setdefault(one.stack, []).append(one)
@@ -83,10 +80,7 @@ def _prove_none_new(stack: str, fresh: Sequence[str]) -> Proof:
 
 
 def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> bool:
-    """Whether the original would have shown the same finding if it had the fault.
-
-    If no loop passes, findings on further uses are not reported: then its own run of the same use decides.
-    """
+    """Whether the original would have shown the same fault: a loop passed, or else its own run of the same use."""
     passed = any(run.shows == "passed" for name in LOOPS if (run := before.run(stack, name)))
     if finding.severity == "error" or passed:
         return True
@@ -95,10 +89,7 @@ def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> b
 
 
 def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None = None) -> Iterator[Proof]:
-    """The claims that the loops of a stack pass.
-
-    Where the numbers decide for neither model, a loop may equal the held loop of the original `before` the repair.
-    """
+    """The claims that the loops pass, or else equal the undecided held loop of the original `before` the repair."""
     ran = False
     for experiment in LOOPS:
         run = after.run(stack, experiment)

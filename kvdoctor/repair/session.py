@@ -57,10 +57,7 @@ class RepairedFiles:
 
 @record(slots=False)
 class RepairChoice:
-    """The repairs that may be used: all, or those that the user names, without those in `left_out`.
-
-    Without `notes`, findings that are notes call for no repair.
-    """
+    """The repairs that may be used: all or the named ones, but those `left_out`; `notes` call for some, or for none."""
 
     names: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()

@@ -45,10 +45,7 @@ PROVENANCE = "kvdoctor."
 
 
 class CannotRepair(Exception):
-    """Raised by a repair whose requirements are not met, before it changes anything; the message tells the user why.
-
-    `instead` is an alternative, if one is known: another export, or a change to the loop.
-    """
+    """Raised by a repair before it changes anything, with the reason; `instead` is an alternative, if one is known."""
 
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(reason)
@@ -80,10 +77,7 @@ def source_of(folder: ModelFolder, name: str) -> Path:
 
 @dataclass
 class WorkingCopy:
-    """The files of an export as repairs change them, each read when it is first needed.
-
-    `changed` are the names of the files to write; the source is never written to.
-    """
+    """The files of an export as repairs change them, each read when it is needed; those `changed` are written."""
 
     folder: ModelFolder
     changed: set[str] = field(default_factory=set)
@@ -234,7 +228,13 @@ def forget_declaration(graph: GraphProto, name: str) -> None:
 
 def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = ()) -> None:
     """Copy the export without the files left out; weights once, and never by a link."""
-    for path in _list_files(folder):
+    # All below a folder; for a single file those of its stack, its data and its configs.
+    files = set(regular_files(folder.root) if Path(folder.shown).is_dir() else ())
+    if not Path(folder.shown).is_dir():
+        files = {file.path for file in folder.files}
+        files |= {external.path for file in folder.files for external in file.external}
+        files |= {folder.root / name for name in SIDE_CARS if (folder.root / name).is_file()}
+    for path in sorted(files):
         if path.name not in REPORTS and path not in left_out:
             copy_whole(path, target / path.relative_to(folder.root))
     for name in SIDE_CARS:
@@ -289,14 +289,3 @@ def note_provenance(model: ModelProto, source: str, repairs: Iterable[str]) -> N
     keep_only(model.metadata_props, lambda entry: not entry.key.startswith(PROVENANCE))
     for key, value in facts.items():
         model.metadata_props.add(key=PROVENANCE + key, value=value)
-
-
-def _list_files(folder: ModelFolder) -> Iterator[Path]:
-    """The files of the export: all below a folder; for a single file those of its stack, its data and its configs."""
-    if Path(folder.shown).is_dir():
-        yield from regular_files(folder.root)
-        return
-    wanted = {file.path for file in folder.files}
-    wanted |= {external.path for file in folder.files for external in file.external}
-    wanted |= {folder.root / name for name in SIDE_CARS if (folder.root / name).is_file()}
-    yield from sorted(wanted)

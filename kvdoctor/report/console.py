@@ -43,7 +43,9 @@ class _Console(Console):
 def open_console(color: str) -> Console:
     """Standard output: as wide as the terminal; in a pipe one line per fact, whatever its length."""
     terminal = sys.stdout.isatty()
-    colored = terminal or color == "always" or (color == "auto" and _color_is_forced())
+    # Source: force-color.org and bixense.com/clicolors.
+    asked = (os.environ.get(name, "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
+    colored = terminal or color == "always" or (color == "auto" and any(one not in ("", "0") for one in asked))
     return _Console(
         force_terminal=colored,
         color_system=None if color == "never" else "auto",
@@ -52,11 +54,6 @@ def open_console(color: str) -> Console:
         markup=False,
         emoji=False,
     )
-
-
-def _color_is_forced() -> bool:
-    """Whether the environment asks for color also in a pipe. Source: force-color.org and bixense.com/clicolors."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
 
 
 def open_text() -> tuple[io.StringIO, Console]:
@@ -98,7 +95,10 @@ class Page:
                 title = self.lines(f"  {block.title}", "bold") if block.title else []
                 return [*title, *self.table_lines(block)]
             case blocks.Diff():
-                return self._make_diff(block)
+                colors = {"-": "red", "+": "green"}
+                parts = [self.lines(f"  {line}", colors.get(line[:1], "dim")) for line in block.lines]
+                parts += [self.lines(f"  ... and {block.left_out} more lines", "dim")] if block.left_out else []
+                return [made for part in parts for made in part]
             case blocks.Cards():
                 return [made for card in block.cards for made in (Line(""), *self.card_lines(card))][1:]
             case blocks.Picture():
@@ -118,11 +118,6 @@ class Page:
         named = f"{path}: {title}" if path else title
         has_own = bool(title) and parts[0][0].plain != ""
         return [Line(""), *(self.lines(named, "bold") if has_own else []), *body] if has_own or not title else body
-
-    def _make_diff(self, diff: blocks.Diff) -> list[Line]:
-        colors = {"-": "red", "+": "green"}
-        made = [one for line in diff.lines for one in self.lines(f"  {line}", colors.get(line[:1], "dim"))]
-        return [*made, *(self.lines(f"  ... and {diff.left_out} more lines", "dim") if diff.left_out else [])]
 
     def card_lines(self, card: blocks.Card) -> list[Line]:
         """A finding: what happens, the picture of the cache, label and text."""
@@ -176,12 +171,9 @@ class Page:
     def table_lines(self, table: blocks.Table, indent: int = 2) -> list[Line]:
         """A table without rules."""
         header = [Line(self.clean(shortened(title)), "dim") for title in table.header]
-        rows = [[self._make_cell(cell) for cell in row] for row in table.rows]
+        cells = [[self._make_line(cell) for cell in row] for row in table.rows]
+        rows = [[Line(shortened(cell.plain), cell.style) for cell in row] for row in cells]
         return list(_lay_out_table(self.console, [header, *rows], indent))
-
-    def _make_cell(self, cell: Text) -> Line:
-        made = self._make_line(cell)
-        return Line(shortened(made.plain), made.style)
 
     def clean(self, text: str) -> str:
         """A text as it is printed: shortened, harmless, in ASCII if need be."""

@@ -11,17 +11,8 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.errors import Unhealthy
 from kvdoctor.findings import SEVERITIES, Finding, NotChecked, Selection, means_incomplete, names_open_check, reaches
 from kvdoctor.records import record, to_plain
-from kvdoctor.report.facts import (
-    UNDIAGNOSED,
-    DraftFacts,
-    Ground,
-    ModelFacts,
-    SpeedFacts,
-    StackFacts,
-    TargetFacts,
-    VariantFacts,
-    Verdict,
-)
+from kvdoctor.report import facts
+from kvdoctor.report.facts import UNDIAGNOSED, Ground, ModelFacts, StackFacts, TargetFacts, Verdict
 from kvdoctor.report.repair_record import RepairRecord
 from kvdoctor.report.wording.summary import format_verdict, name_worst, summarize
 
@@ -96,9 +87,9 @@ class Report:
     model: ModelFacts
     stacks: tuple[StackFacts, ...] = ()
     targets: tuple[TargetFacts, ...] = ()
-    variants: tuple[VariantFacts, ...] = ()
-    speed: tuple[SpeedFacts, ...] = ()
-    drafts: tuple[DraftFacts, ...] = ()
+    variants: tuple[facts.VariantFacts, ...] = ()
+    speed: tuple[facts.SpeedFacts, ...] = ()
+    drafts: tuple[facts.DraftFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()

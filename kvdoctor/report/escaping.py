@@ -22,7 +22,8 @@ def printable(text: str) -> str:
     So is one character of each command to a runner of workflows (`OBEYED`).
     """
     if not (text.isascii() and text.isprintable()):
-        text = "".join(c if _harmless(c) else _escaped(c) for c in text)
+        hidden = {c for c in set(text) - {" "} if not c.isprintable() or unicodedata.category(c)[0] == "C"}
+        text = "".join(_escaped(c) if c in hidden or ord(c) in BIDI else c for c in text)
     return OBEYED.sub(lambda found: found[0][:-1] + _escaped(found[0][-1]), text)
 
 
@@ -64,9 +65,3 @@ def code(text: str) -> str:
 def _escaped(character: str) -> str:
     number = ord(character)
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
-
-
-def _harmless(character: str) -> bool:
-    if ord(character) in BIDI:
-        return False
-    return character == " " or (character.isprintable() and unicodedata.category(character)[0] != "C")

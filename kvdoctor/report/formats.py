@@ -1,7 +1,8 @@
 """The formats by name: the one place to add one to. Nothing is loaded before a format is asked for.
 
-A format is a module of this package with `render(report)`; with `render_all(reports)` where one document holds several
-models, else one text follows the other; with `render_gate(document, reports, last)` where a gate has a page of its own.
+A format is a module of this package with `render_all(reports)` where one document holds several models, else with
+`render(report)`, and one text follows the other; with `render_gate(document, reports, last)` where a gate has a page of
+its own.
 """
 
 import importlib
@@ -36,7 +37,7 @@ SUFFIXES = {
 
 def render(report: "Report", name: str) -> str:
     """The report in a format, as one text without color."""
-    return str(_load(name).render(report))
+    return render_all([report], name)
 
 
 def render_all(reports: "list[Report]", name: str) -> str:

@@ -33,13 +33,8 @@ LONGEST_PATH = 4096
 WORKSPACE = "GITHUB_WORKSPACE"
 
 
-def render(report: Report) -> str:
-    """One annotation for each finding that counts, and for each essential check that could not run."""
-    return render_all([report])
-
-
 def render_all(reports: list[Report]) -> str:
-    """The annotations of all models: errors, then warnings, then notices, in the order of the reports."""
+    """An annotation for each finding that counts, and for each essential check that could not run, the worst first."""
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS.values()}
     for report in reports:
         for finding in report.findings:
@@ -96,10 +91,7 @@ def write_step_summary(verdict: str, reports: list[Report], last: tuple[str, ...
 
 
 def path_of(report: Report, finding: Finding | None = None) -> str:
-    """The path of a finding's file, or of the model, from where the user's path starts.
-
-    On a runner of GitHub it starts at the root of the repository if the file lies in it.
-    """
+    """The path of a finding's file or of the model, on a runner of GitHub from the root of the repository."""
     path = shortened(report.model.path.replace("\\", "/"), LONGEST_PATH)
     if finding is not None and finding.file is not None:
         is_file = any(posixpath.basename(path) == file.path for file in report.model.files)

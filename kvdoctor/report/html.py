@@ -48,10 +48,7 @@ def render(report: Report) -> str:
 
 
 def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
-    """The page of a gate: a table of the models, then each; one model needs no table.
-
-    `last` are the lines about all models.
-    """
+    """The page of a gate: a table of the models, then each, and the `last` lines; one model needs no table."""
     if len(reports) == 1 and not last:
         return render(reports[0])
     overall: str = document()["verdict"]
@@ -59,13 +56,14 @@ def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], l
     models = _models(ordered)
     shown = {number for number, _ in ordered[: len(models)]}
     links: list[tuple[str, Content]] = [("models", "Models")]
-    links += [(f"m{n}", (_mark(r.verdict), _shorten(r.model.path))) for n, r in ordered[:MOST_LINKS] if n in shown]
+    for number, report in ordered[:MOST_LINKS]:
+        name, path = report.verdict, report.model.path
+        mark = h("span", MARKS[name], " ", class_=f"nav-mark {KINDS[name]}", title=name)
+        short = path if len(path) <= 40 else f"\u2026{path[-38:]}"
+        links += [(f"m{number}", (mark, short))] if number in shown else []
     left_out = len(ordered) - len(models)
-    rest = (
-        f"{format_count(left_out, 'model')} more, with the best verdicts, are only in the table above and in "
-        "--format json."
-    )
-    more = h("p", rest, class_="hint") if left_out else None
+    where = "with the best verdicts, are only in the table above and in --format json."
+    more = h("p", f"{format_count(left_out, 'model')} more, {where}", class_="hint") if left_out else None
     title = f"{overall}: kvdoctor gate of {format_count(len(reports), 'model')}"
     return write_page(title, links, _gate_header(overall, reports, last), _index(ordered, shown), models, more)
 
@@ -75,12 +73,6 @@ def _write_sections(sections: Iterable[Section], place: PagePosition) -> Iterato
     for one in sections:
         if (written := write_section(one, place, one.name)) is not None:
             yield place.id(one.name), plain(capitalized(one.title))[:LONGEST_LINK], written
-
-
-def _list_brief(report: Report) -> Iterator[Section]:
-    """The sections that no reader can do without, of the first findings and checks."""
-    few = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
-    return list_brief_sections(replace(report, findings=few[0], not_checked=few[1]))
 
 
 def _gate_header(overall: str, reports: Sequence[Report], last: Sequence[str]) -> Element:
@@ -111,7 +103,7 @@ def _index(ordered: Sequence[tuple[int, Report]], shown: Collection[int]) -> Ele
             h("a", _path(report), href=f"#m{number}") if number in shown else _path(report),
             chip(report.verdict.replace("-", " "), KINDS[report.verdict]),
             h("div", count_chips(report), class_="chips"),
-            _worst(report),
+            _cell_of_worst(report),
         )
         for number, report in ordered
     ]
@@ -123,7 +115,7 @@ def _path(report: Report) -> Content:
     return code(report.model.path, 300) or "(no path)"
 
 
-def _worst(report: Report) -> Content:
+def _cell_of_worst(report: Report) -> Content:
     if (group := find_worst(report)) is None:
         return report.not_checked[0].reason[:200] if report.verdict in UNDIAGNOSED and report.not_checked else "\u2013"
     return f"{group.first.code} {group.first.name}", h("p", shortened(group.first.cause, 200), class_="hint")
@@ -144,7 +136,10 @@ def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element]:
 
 def _model(number: int, report: Report, in_full: bool) -> Element:
     place = PagePosition(f"m{number}-", 2)
-    sections = _write_sections(list_sections(report) if in_full else _list_brief(report), place.below())
+    findings, left = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
+    few = list_brief_sections(replace(report, findings=findings, not_checked=left))
+    shown = list_sections(report) if in_full else few
+    sections = _write_sections(shown, place.below())
     brief = None if in_full else h("p", "In brief: --format html of this model alone shows the rest.", class_="hint")
     return h(
         "article",
@@ -156,14 +151,6 @@ def _model(number: int, report: Report, in_full: bool) -> Element:
         class_="model",
         aria_labelledby=place.id("name"),
     )
-
-
-def _mark(name: str) -> Element:
-    return h("span", MARKS[name], " ", class_=f"nav-mark {KINDS[name]}", title=name)
-
-
-def _shorten(path: str) -> str:
-    return path if len(path) <= 40 else f"\u2026{path[-38:]}"
 
 
 MEANS = {
@@ -179,13 +166,8 @@ EXITS = {
     EXIT_FINDINGS: "at least one finding counts as a failure",
     EXIT_INCOMPLETE: "the diagnosis could not be completed, which is not the same as healthy",
 }
-MARKS = {
-    "healthy": "\u2713",
-    "unhealthy": "\u2715",
-    "incomplete": "?",
-    "not-applicable": "\u2013",
-    "nothing-found": "\u2013",
-}
+MARKS = {"healthy": "\u2713", "unhealthy": "\u2715", "incomplete": "?"}
+MARKS |= dict.fromkeys(("not-applicable", "nothing-found"), "\u2013")
 
 
 def count_chips(report: Report) -> list[Element]:
@@ -213,7 +195,11 @@ def verdict_header(report: Report, place: PagePosition) -> Element:
     """The command, the model, and the verdict on it."""
     code_number = exit_code(report, report.fail_on)
     threshold = f" (--fail-on {report.fail_on})" if code_number != EXIT_INCOMPLETE else ""
-    lines: list[Content] = [_show_reasons(report)]
+    # What it rests on: the worst finding, or why there is no verdict and what would give one.
+    rows = explain_undecided(report, "under \u201cNot checked\u201d")
+    is_open = report.verdict in UNDIAGNOSED and rows[0][0] == "why"
+    reasons = label_list((label, write_value(text)) for label, text in rows) if is_open else show_worst(report)
+    lines: list[Content] = [reasons]
     if _list_decisive(report) or report.open_checks:
         lines.append(h("div", count_chips(report), class_="chips"))
     lines.append(_explain_exit(code_number, [report], threshold))
@@ -221,11 +207,16 @@ def verdict_header(report: Report, place: PagePosition) -> Element:
         lines.append(h("p", format_copy(report.repair)))
     if made := format_reproducer(report):
         lines.append(h("p", made))
+    means = MEANS[report.verdict]
+    if report.repair is not None and report.repair.is_planned:
+        means = f"{name_verdict(report)}."
+    elif report.verdict in ("healthy", "nothing-found") and find_worst(report) is not None:
+        means = f"{means} {HARMLESS}"
     return h(
         "header",
         h("p", f"kvdoctor {report.command}", class_="eyebrow"),
         place.heading(code(report.model.path, 600) or "(no path)", id_=place.id("name")),
-        banner(report.verdict, _explain_verdict(report), lines),
+        banner(report.verdict, means, lines),
         class_="report-head",
     )
 
@@ -258,20 +249,3 @@ def _list_decisive(report: Report) -> tuple[Finding, ...]:
     """The findings that the verdict is about: after a dry run those of the original, which stays as it is."""
     record = report.repair
     return record.before.findings if record is not None and record.is_planned else report.findings
-
-
-def _explain_verdict(report: Report) -> str:
-    if report.repair is not None and report.repair.is_planned:
-        return f"{name_verdict(report)}."
-    means = MEANS[report.verdict]
-    if report.verdict in ("healthy", "nothing-found") and find_worst(report) is not None:
-        return f"{means} {HARMLESS}"
-    return means
-
-
-def _show_reasons(report: Report) -> Content:
-    """What the verdict rests on: the worst finding, or why there is no verdict and what would give one."""
-    rows = explain_undecided(report, "under \u201cNot checked\u201d")
-    if report.verdict not in UNDIAGNOSED or rows[0][0] != "why":
-        return show_worst(report)
-    return label_list((label, write_value(text)) for label, text in rows)

@@ -25,11 +25,6 @@ COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 LONGEST_MESSAGE = 1200
 
 
-def render(report: Report) -> str:
-    """The suites of one model."""
-    return render_all([report])
-
-
 def render_all(reports: list[Report]) -> str:
     """The suites of all models."""
     suites = [suite for report in reports for suite in _suites(report)]

@@ -51,10 +51,7 @@ def render_whole(report: Report) -> str:
 
 
 def render_within(limit: int, report: Report) -> str:
-    """The report in at most `limit` characters, without what is folded on a page.
-
-    Sections that do not fit are left out; of the findings the last ones.
-    """
+    """The report in at most `limit` characters: without folded parts, and without the sections that do not fit."""
     head = _write_head(report)
     written, left = _cut(head, limit - SPARE), limit - SPARE - len(head)
     dropped = []

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor._version import __version__
-from kvdoctor.findings import SEVERITIES, Check, Finding, NotChecked, all_checks
+from kvdoctor.findings import SEVERITIES, Check, Finding, all_checks
 from kvdoctor.report import json_format
 from kvdoctor.report.document import Report, exit_code_of_all
 from kvdoctor.report.escaping import printable, shortened
@@ -25,11 +25,6 @@ MOST_NAMES, MOST_NOTICES = 64, 1_000
 LONGEST_NAME, LONGEST_LINE, LONGEST_MESSAGE, LONGEST_DESCRIPTION = 200, 900, 4000, 1024
 FINGERPRINT, GITHUB_FINGERPRINT = "kvdoctorFinding/v1", "primaryLocationLineHash"
 LABEL = re.compile(r"^(What it means|Reproduce|Repair|Source)([^:\n]*):", re.MULTILINE)
-
-
-def render(report: Report) -> str:
-    """One run with the findings of one model."""
-    return render_all([report])
 
 
 def render_all(reports: list[Report]) -> str:
@@ -124,7 +119,12 @@ def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
     code = exit_code_of_all(reports)
     notices = [(report, entry) for report in reports for entry in report.not_checked]
     notices.sort(key=lambda notice: not notice[1].essential)
-    notifications = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]
+    notifications = []
+    for report, entry in notices[:MOST_NOTICES]:
+        stack = f" ({entry.stack})" if entry.stack else ""
+        notice = _notice("warning" if entry.essential else "note", f"not checked: {entry.code}{stack}: {entry.reason}")
+        place = {"physicalLocation": {"artifactLocation": _locate(report)}}
+        notifications.append({**notice, "locations": [place]})
     if left_out:
         limit = f"the limit of a run is {MOST_RESULTS} results"
         notifications.append(_notice("warning", f"{left_out} more findings are left out: {limit}"))
@@ -135,12 +135,6 @@ def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
         "exitCode": code,
         "toolExecutionNotifications": notifications,
     }
-
-
-def _notification(report: Report, entry: NotChecked) -> dict[str, Any]:
-    stack = f" ({entry.stack})" if entry.stack else ""
-    notice = _notice("warning" if entry.essential else "note", f"not checked: {entry.code}{stack}: {entry.reason}")
-    return {**notice, "locations": [{"physicalLocation": {"artifactLocation": _locate(report)}}]}
 
 
 def _notice(level: str, text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvdoctor.report.sections.findings import find_deciding, find_pictured, make
 from kvdoctor.report.sections.repair import format_copy, outline_repair, show_changes
 from kvdoctor.report.sections.stack import is_plan_requested, show_memory, show_targets
 from kvdoctor.report.sections.whole import list_sections, show_drafts, show_speed, show_variants
-from kvdoctor.report.wording import format_count, health, join_some
+from kvdoctor.report.wording import format_count, health, join_some, summary
 from kvdoctor.report.wording.contract import describe_contract, format_files, list_fed, list_ports, outline_contracts
 from kvdoctor.report.wording.finding import (
     FindingGroup,
@@ -28,13 +28,6 @@ from kvdoctor.report.wording.finding import (
     known_reason,
 )
 from kvdoctor.report.wording.runs import list_target_limits
-from kvdoctor.report.wording.summary import (
-    format_open,
-    format_reproducer,
-    format_verdict,
-    name_verdict,
-    tabulate_models,
-)
 
 __all__ = ("open_console", "print_contracts", "print_gate", "print_report", "render", "render_gate")
 
@@ -77,10 +70,7 @@ def print_report(report: Report, console: Console, verbosity: int = 0, show_diff
 
 
 def print_gate(reports: list[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
-    """Print the reports of a gate: of several models the unhealthy ones, then a table of all.
-
-    `last` are the lines about all models.
-    """
+    """Print the reports of a gate, of several models the unhealthy ones, then a table of all and the `last` lines."""
     page = Page(console)
     if len(reports) == 1:
         print_report(reports[0], console, verbosity)
@@ -134,7 +124,9 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
         if is_card:
             made = page.card_lines(make_short_card(report, group, picture=group in pictured))
         if number and len(made) > room:
-            _show_rest(page, groups[number:])
+            rest = [f"{format_name(group.first)} ({format_places(group.places)})" for group in groups[number:]]
+            more = f"{format_count(len(rest), 'more finding')}: {join_some(list(dict.fromkeys(rest)), MOST_OPEN)}"
+            page.line(f"... {more}   {DETAILS}", "bold")
             break
         page.show([Line(""), *made] if is_card or after_card else made)
         room, after_card = room - len(made), is_card
@@ -156,13 +148,6 @@ def _make_short(page: Page, group: FindingGroup) -> list[Line]:
     return [*page.lines(shortened(text, 400), style), *page.pair_lines([("fix", way)])]
 
 
-def _show_rest(page: Page, groups: Sequence[FindingGroup]) -> None:
-    """Findings for which there is no room, by their names."""
-    named = list(dict.fromkeys(f"{format_name(group.first)} ({format_places(group.places)})" for group in groups))
-    more = f"{format_count(len(groups), 'more finding')}: {join_some(named, MOST_OPEN)}"
-    page.line(f"... {more}   {DETAILS}", "bold")
-
-
 def _outline(report: Report) -> Iterator[Block]:
     """What works or was read, what is undecided, what was measured, what was not checked, and notes."""
     yield from _outline_stacks(report) if report.command == "inspect" else _outline_working(report)
@@ -175,7 +160,7 @@ def _outline(report: Report) -> Iterator[Block]:
         return
     if report.verdict == "incomplete":
         why = Pairs(tuple(health.explain_undecided(report, "-v")))
-        yield Section("", (Lines((Span(f"? {name_verdict(report)}", report.verdict),)), why))
+        yield Section("", (Lines((Span(f"? {summary.name_verdict(report)}", report.verdict),)), why))
     for stack in report.stacks:
         yield Section(Span(stack.name), tuple(show_targets(report, stack)))
     yield from show_variants(report)
@@ -196,7 +181,7 @@ def _list_open_checks(report: Report, essential: bool | None = None) -> Iterator
     """What was not checked, with one line for a reason; of many the first ones. `essential` takes one kind alone."""
     groups = [g for g in group_open_checks(report.open_checks) if essential is None or g.essential == essential]
     counted = ((f"{len(group.entries)} " if len(group.entries) > 1 else "", group) for group in groups[:MOST_OPEN])
-    made = [f"{number}{format_open(report, group)}" for number, group in counted]
+    made = [f"{number}{summary.format_open(report, group)}" for number, group in counted]
     if (left := sum(len(group.entries) for group in groups[MOST_OPEN:])) > 0:
         made.append(f"{left} more not checked (-v)")
     if made:
@@ -235,7 +220,7 @@ def _outline_stacks(report: Report) -> Iterator[Section]:
 
 def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
     """The last line: verdict, tally, time and exit code."""
-    if made := format_reproducer(report):
+    if made := summary.format_reproducer(report):
         page.line(made, "bold")
     if verbosity >= 0:
         details = f"     {DETAILS}{'v' * verbosity}" if verbosity < 2 else ""
@@ -246,7 +231,7 @@ def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
         page.line("")
     if report.repair is not None:
         page.line(format_copy(report.repair), "bold")
-    page.line(format_verdict(report), VERDICTS[report.verdict])
+    page.line(summary.format_verdict(report), VERDICTS[report.verdict])
 
 
 def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
@@ -256,7 +241,7 @@ def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
         if verbosity > 0:
             print_report(report, page.console, verbosity)
         else:
-            page.line(f"{report.model.path}: {name_verdict(report)}", VERDICTS[report.verdict])
+            page.line(f"{report.model.path}: {summary.name_verdict(report)}", VERDICTS[report.verdict])
             _show_cards(page, report, verbosity, in_short=number > 0)
             page.write(_list_open_checks(report, essential=True))
         page.line("")
@@ -265,7 +250,7 @@ def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
         page.line("")
     for text in islice(_list_known(reports), MOST_KNOWN):
         page.line(text, "dim")
-    page.write([tabulate_models(reports, MOST_MODELS)])
+    page.write([summary.tabulate_models(reports, MOST_MODELS)])
 
 
 def _list_known(reports: Sequence[Report]) -> Iterator[str]:

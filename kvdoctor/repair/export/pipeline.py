@@ -26,24 +26,10 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
+from kvdoctor.repair.export import run_exporter, source_model
 from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
-from kvdoctor.repair.export.run_exporter import (
-    FOLDER,
-    ExportedModel,
-    ExportFailed,
-    ExportWorkspace,
-    list_plans,
-    run_first_working,
-    write_recipe,
-)
-from kvdoctor.repair.export.source_model import (
-    SourceModel,
-    compare_ports,
-    delete_surplus_decoders,
-    no_source,
-    read_because,
-    read_source,
-)
+from kvdoctor.repair.export.run_exporter import ExportedModel
+from kvdoctor.repair.export.source_model import SourceModel
 from kvdoctor.repair.fix_report import report_fix, report_unproved
 from kvdoctor.repair.pipeline import repair_and_prove
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
@@ -163,12 +149,12 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
         with _export_folder(session) as folder:
             try:
                 exported = _run_exporter(session, source, folder)
-            except ExportFailed as reason:
+            except run_exporter.ExportFailed as reason:
                 return _report_failure(session, source, str(reason))
             with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
                 report, proved = _repair_export(session, source, exported, folder, pending.path)
                 if request.out is not None and (proved or request.how.keep_unproved):
-                    write_recipe(pending.path, exported, checkpoint, Path(scratch, "log.txt"))
+                    run_exporter.write_recipe(pending.path, exported, checkpoint, Path(scratch, "log.txt"))
                     write_reports(pending.path, report)
                     pending.kept = True
         return report
@@ -180,11 +166,13 @@ def _read_source(session: _ExportSession) -> SourceModel:
     if path is not None and not Path(path).exists():
         raise UsageError(f"{path!r} does not exist; leave it out if there is no ONNX model yet")
     if because is not None:
-        return read_because(because)
+        return source_model.read_because(because)
     if path is None:
-        return no_source(session.checkpoint)
+        return source_model.no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
-    return read_source(step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice)))
+    return source_model.read_source(
+        step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice))
+    )
 
 
 @contextlib.contextmanager
@@ -206,15 +194,19 @@ def _export_folder(session: _ExportSession) -> Iterator[Path]:
 def _run_exporter(session: _ExportSession, source: SourceModel, folder: Path) -> ExportedModel:
     offline = session.options.offline
     with (session.scratch / "log.txt").open("w", encoding="utf-8", errors="replace") as log:
-        workspace = ExportWorkspace(session.checkpoint, folder, log, offline, session.listener)
-        return run_first_working(list_plans(session.request.how, source.facts), workspace)
+        workspace = run_exporter.ExportWorkspace(session.checkpoint, folder, log, offline, session.listener)
+        return run_exporter.run_first_working(run_exporter.list_plans(session.request.how, source.facts), workspace)
 
 
 def _repair_export(
-    session: _ExportSession, source: SourceModel, exported: ExportedModel, folder: Path, target: Path
+    session: _ExportSession,
+    source: SourceModel,
+    exported: ExportedModel,
+    folder: Path,
+    target: Path,
 ) -> tuple[Report, bool]:
     """Repair the new export into its place, prove it, and report; gives whether it was proved."""
-    deleted = delete_surplus_decoders(folder, source)
+    deleted = source_model.delete_surplus_decoders(folder, source)
     before = _diagnose(session, session.plain_options, folder, "before")
     opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.how.fix)
     copy_export(replace(opened, shown=str(folder)), target)
@@ -238,9 +230,9 @@ def _repair_export(
         choices=plan.choices,
         failures=exported.failures,
         findings=before.report.findings,
-        ports=tuple(compare_ports(source, after.report.model.files)),
+        ports=tuple(source_model.compare_ports(source, after.report.model.files)),
         left_out=deleted,
-        recipe=FOLDER,
+        recipe=run_exporter.FOLDER,
     )
     return _report(session, source, repair, outcome, record), outcome.holds
 
@@ -279,7 +271,11 @@ def _prove_export(after: Report, repaired: set[str]) -> Iterator[Proof]:
 
 
 def _report(
-    session: _ExportSession, source: SourceModel, repair: RepairSession, outcome: Outcome, export: ExportRecord
+    session: _ExportSession,
+    source: SourceModel,
+    repair: RepairSession,
+    outcome: Outcome,
+    export: ExportRecord,
 ) -> Report:
     """The fix report of the model that was replaced: its findings are those before, those of the copy after."""
     request, asked = session.request, session.request.how

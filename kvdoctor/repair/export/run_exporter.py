@@ -41,10 +41,7 @@ class ExportPlan:
 
 
 def list_plans(request: ReExportChoices, source: SourceFacts) -> Iterator[ExportPlan]:
-    """The plans for an export, the best first; the others are for the case that an exporter fails.
-
-    The options of the user are the same in all of them.
-    """
+    """The plans for an export, the best first; the others are for the case that an exporter fails."""
     exporter, why = _choose_exporter(request, source)
     first = _make_plan(request, source, exporter, why)
     yield first

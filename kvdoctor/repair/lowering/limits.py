@@ -21,10 +21,7 @@ LOWERED_CHECKS = ("ir-too-new", "opset-too-new", "operator-unsupported")
 
 @record
 class VersionLimit:
-    """The largest IR version and opset that a model may have, None if there is no limit.
-
-    `unsupported` are features of the table of limits that the model must not use.
-    """
+    """The largest IR version and opset, None for no limit, and features that a model must not use."""
 
     ir: int | None = None
     opset: int | None = None

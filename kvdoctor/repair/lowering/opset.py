@@ -42,17 +42,7 @@ MOST_CONSTANT = 1024
 
 
 @record
-class RewrittenNode:
-    """A node, the equivalent nodes of the other opset, and its location."""
-
-    body: "onnx.GraphProto | onnx.FunctionProto"
-    node: onnx.NodeProto
-    by: tuple[onnx.NodeProto, ...]
-    place: str
-
-
-@record
-class _Site:
+class Site:
     """The surroundings of a node: its graph or function, the opset, and the constants and types of its values."""
 
     body: "onnx.GraphProto | onnx.FunctionProto"
@@ -66,7 +56,11 @@ class _Site:
         return self.types.get((id(self.body), name)) or self.types.get((0, name))
 
 
-def rewrite_nodes(model: onnx.ModelProto, opset: int, way: Way) -> list[RewrittenNode]:
+Rewritten = tuple[Site, onnx.NodeProto, tuple[onnx.NodeProto, ...]]
+"""Where a node is, the node, and the equivalent nodes of the other opset."""
+
+
+def rewrite_nodes(model: onnx.ModelProto, opset: int, way: Way) -> list[Rewritten]:
     """The nodes that have another form in an older opset (`lowered`) or in a newer one (`raised`).
 
     Raises:
@@ -84,7 +78,7 @@ def rewrite_nodes(model: onnx.ModelProto, opset: int, way: Way) -> list[Rewritte
             blocks.setdefault(str(reason), []).append(node.name)
             continue
         if by is not None:
-            replaced.append(RewrittenNode(site.body, node, by, site.place))
+            replaced.append((site, node, by))
     if blocks:
         reasons = tuple(f"{reason} (node {shorten_names(tuple(nodes))})" for reason, nodes in blocks.items())
         again = f"kvdoctor re-export MODEL --from CHECKPOINT -o OUT --opset {opset}"
@@ -92,19 +86,19 @@ def rewrite_nodes(model: onnx.ModelProto, opset: int, way: Way) -> list[Rewritte
     return replaced
 
 
-def replace_nodes(model: onnx.ModelProto, replaced: list[RewrittenNode], file: str) -> Iterator[Change]:
+def replace_nodes(model: onnx.ModelProto, replaced: list[Rewritten], file: str) -> Iterator[Change]:
     """Replace the old nodes by the new ones, and remove the constants that only the old ones needed."""
     counts = Counter[tuple[str, str, str]]()
-    left = {name for one in replaced for name in one.node.input}
-    left -= {name for one in replaced for node in one.by for name in node.input}
-    for one in replaced:
-        before, after = _describe_node(one.node), " -> ".join(_describe_node(node) for node in one.by)
-        index = next(i for i, node in enumerate(one.body.node) if node is one.node)
-        del one.body.node[index]
-        for offset, node in enumerate(one.by):
-            one.body.node.insert(index + offset, node)
+    left = {name for _, node, _ in replaced for name in node.input}
+    left -= {name for _, _, by in replaced for node in by for name in node.input}
+    for site, old, by in replaced:
+        before, after = _describe_node(old), " -> ".join(map(_describe_node, by))
+        index = next(i for i, node in enumerate(site.body.node) if node is old)
+        del site.body.node[index]
+        for offset, node in enumerate(by):
+            site.body.node.insert(index + offset, node)
         if before != after:
-            counts[one.place, before, after] += 1
+            counts[site.place, before, after] += 1
     for (place, before, after), count in counts.items():
         yield Change(file, f"{count} x {before.partition(' ')[0]}, {place}", before, after)
     drop_unread_constants(model, left)
@@ -114,7 +108,7 @@ class _Blocked(Exception):
     """A node cannot be written in the other opset."""
 
 
-def _sites(model: onnx.ModelProto, opset: int, way: Way) -> Iterator[tuple[_Site, onnx.NodeProto]]:
+def _sites(model: onnx.ModelProto, opset: int, way: Way) -> Iterator[tuple[Site, onnx.NodeProto]]:
     """Every node that differs in the other opset, at any depth and in functions.
 
     What is not newer than an older opset stays as it is, and so does what is not older than a newer one.
@@ -131,14 +125,14 @@ def _sites(model: onnx.ModelProto, opset: int, way: Way) -> Iterator[tuple[_Site
             for node in scope.graph.node:
                 if (node.domain, node.op_type) not in own and _differs_between(node, version, opset):
                     types = types if types is not None else infer_types(model)
-                    yield _Site(scope.graph, scope.path, version, scope, types), node
+                    yield Site(scope.graph, scope.path, version, scope, types), node
     for function in model.functions:
         version = opset_version(function.opset_import)
         bodies = [graph for node in function.node for body in subgraphs(node) for graph in graphs_in(body)]
         found = ((body, node) for body in (function, *bodies) for node in body.node)
         for body, node in found if changes(version) else ():
             if (node.domain, node.op_type) not in own and _differs_between(node, version, opset):
-                yield _Site(body, f"function {function.name}", version, None, {}), node
+                yield Site(body, f"function {function.name}", version, None, {}), node
 
 
 def _differs_between(node: onnx.NodeProto, version: int, opset: int) -> bool:
@@ -155,7 +149,7 @@ def _since(operator: str, version: int) -> int | None:
         return None
 
 
-def _rewrite_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...] | None:
+def _rewrite_node(node: onnx.NodeProto, site: Site, opset: int) -> tuple[onnx.NodeProto, ...] | None:
     """The equivalent nodes of the other opset; None if the node itself is valid there.
 
     Raises:
@@ -185,7 +179,7 @@ def _rewrite_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.N
     return _convert_node(node, site, opset)
 
 
-def _convert_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.NodeProto, ...]:
+def _convert_node(node: onnx.NodeProto, site: Site, opset: int) -> tuple[onnx.NodeProto, ...]:
     alone = _isolate_node(drop_default_attributes(node, site.opset, opset), site)
     try:
         made = version_converter.convert_version(alone, opset)
@@ -200,7 +194,7 @@ def _convert_node(node: onnx.NodeProto, site: _Site, opset: int) -> tuple[onnx.N
     return tuple(_rename_converted(node, made, "lowered" if opset < site.opset else "raised"))
 
 
-def _isolate_node(node: onnx.NodeProto, site: _Site) -> onnx.ModelProto:
+def _isolate_node(node: onnx.NodeProto, site: Site) -> onnx.ModelProto:
     """A model of one node, the constants that feed it, and its other inputs with their known types."""
     constants, inputs = [], []
     for name in dict.fromkeys(name for name in node.input if name):
@@ -220,7 +214,7 @@ def _isolate_node(node: onnx.NodeProto, site: _Site) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
 
-def _declare_value(name: str, site: _Site) -> onnx.ValueInfoProto:
+def _declare_value(name: str, site: Site) -> onnx.ValueInfoProto:
     value = onnx.ValueInfoProto(name=name)
     known = site.type_of(name)
     if known is not None:

@@ -35,19 +35,16 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
 
 def _find_infinite(context: RepairContext, file: str) -> Iterator[tuple[Scope, NodeProto, int]]:
     """Every input of a node that is a constant with infinite values."""
+    import numpy as np
+
     for scope in context.view(file).scopes():
         for node in scope.graph.node:
             for at, name in enumerate(node.input if not has(node.op_type, "copy") else ()):
                 tensor = scope.constant(name) if name else None
-                if tensor is not None and _is_infinite(context, file, tensor):
+                if tensor is None or tensor.data_type not in FLOATS or math.prod(tensor.dims) > MOST_VALUES:
+                    continue
+                if np.isinf(context.values(file, tensor)).any():
                     yield scope, node, at
-
-
-def _is_infinite(context: RepairContext, file: str, tensor: TensorProto) -> bool:
-    import numpy as np
-
-    small = tensor.data_type in FLOATS and 0 < math.prod(tensor.dims) <= MOST_VALUES
-    return small and bool(np.isinf(context.values(file, tensor)).any())
 
 
 def _make_finite(context: RepairContext, file: str, scope: Scope, node: NodeProto, at: int) -> Change:

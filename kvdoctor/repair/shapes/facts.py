@@ -190,7 +190,6 @@ class TraceCandidate:
     site: ConstantUse | None
     node: NodeProto
     path: str
-    axis: int
 
 
 @dataclass(eq=False)

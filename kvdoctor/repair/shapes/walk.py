@@ -14,17 +14,8 @@ from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
 from kvdoctor.model.traverse import STANDARD, bodies_of, constant_value, describe_node, input_of, nodes_in
 from kvdoctor.model.view import integers
-from kvdoctor.repair.shapes.facts import (
-    UNKNOWN,
-    ConstantUse,
-    Dims,
-    GraphScope,
-    NodeInputs,
-    TraceCandidate,
-    ValueFacts,
-    WalkNotes,
-    read_constant,
-)
+from kvdoctor.repair.shapes import facts
+from kvdoctor.repair.shapes.facts import UNKNOWN, ConstantUse, Dims, GraphScope, NodeInputs, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.reshapes import infer_reshape
 from kvdoctor.repair.shapes.terms import Term, product, symbol, whole
 
@@ -171,10 +162,7 @@ def _broadcast_axis(r: NodeInputs, column: list[Term | None]) -> Term | None:
 
 
 def _stands_for(r: NodeInputs, term: Term, kept: Term) -> bool:
-    """Whether a 1 may be a length that was traced at 1: a number that a size was computed from.
-
-    Axes of constants do not count, because most of them hold one row for all.
-    """
+    """Whether a 1 may be a length that was traced at 1: a size was computed from it. Axes of constants hold one row."""
     opened = r.facts.open(term)
     free = [r.facts.baked[name] for name in opened.symbols if name in r.facts.baked]
     return bool(free) and all(one.kind == "number" for one in free) and r.facts.size(r.facts.real(kept)) == 1
@@ -203,12 +191,11 @@ def _note_candidates(r: NodeInputs, given: list[ValueFacts], dims: Dims) -> None
             if whole_dim is None or dim is None or r.facts.real(whole_dim) != rows:
                 continue
             if r.facts.real(dim) == whole(1) and r.facts.size(rows) == 1:
-                r.notes.candidates.append(TraceCandidate(known.table, r.node, r.scope.path, axis))
+                r.notes.candidates.append(facts.TraceCandidate(known.table, r.node, r.scope.path))
 
 
 MOST_ROUNDS = 8
 """Largest number of walks; a stand-in that is bound late adds facts on earlier values."""
-
 
 COUNTING = ("Range", "Slice", "Trilu")
 """Operators that number rows; they are noted for repairs of masks and positions."""
@@ -280,15 +267,15 @@ class ShapeWalk:
         if tensor is None:
             return UNKNOWN
         numbers = integers(tensor) if prod(tensor.dims) <= MOST_NUMBERS else None
-        return read_constant(self.notes.facts, ConstantUse(node, index, tensor, inside.path), numbers)
+        return facts.read_constant(self.notes.facts, ConstantUse(node, index, tensor, inside.path), numbers)
 
     def _made(self, reading: NodeInputs) -> list[ValueFacts]:
         key = (reading.node.domain, reading.node.op_type)
         if reading.node.domain not in STANDARD or has(reading.node.op_type, "attend", "rotate", "write"):
             # An operator that holds a whole attention takes positions and lengths as they are given.
-            for index, known in enumerate(reading.inputs):
+            for known in reading.inputs:
                 if known is not None and not known.fed and known.numbers:
-                    candidate = TraceCandidate(known.table, reading.node, reading.scope.path, index)
+                    candidate = facts.TraceCandidate(known.table, reading.node, reading.scope.path)
                     self.notes.candidates.append(candidate)
         if reading.node.op_type in COUNTING:
             self.notes.counting.append(reading)

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Writer(GraphWriter):
-    """New nodes for a model, which `done` inserts in front of its own.
-
-    `given` are values int64[1] that hold a length, by its symbol; other lengths are read from the inputs' shapes.
-    """
+    """New nodes in front of those of a model; `given` are values int64[1] that hold a length, by its symbol."""
 
     lengths: Lengths
     given: Mapping[str, str] = field(default_factory=dict)
@@ -126,7 +123,6 @@ def _key(term: Term) -> str:
 
 BROADCASTING = operators_with("broadcast", "cast", "copy", "logic") | {"Expand", "Unsqueeze"}
 """Readers that broadcast an axis of 1 to any length."""
-
 
 Rewritten = tuple[str, str]
 """The replacement of a constant: the value to read, and a description."""

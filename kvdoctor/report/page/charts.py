@@ -57,17 +57,13 @@ def _row(run: Run, shown: Sequence[int]) -> list[Content]:
     by_step = {step.step: step for step in run.steps}
     cells: list[Content] = [run.experiment, chip(format_outcome(run), run.shows)]
     for number in shown:
-        step = by_step.get(number)
-        if step is None:
-            cells.append(h("td", class_="none"))
-        elif not step.returned:
-            cells.append(h("td", "fails", class_="failed"))
-        elif step.difference is None:
-            cells.append(h("td", "\u2013", class_="none"))
-        else:
+        step, text, kind = by_step.get(number), "", "none"
+        if step is not None and (not step.returned or step.difference is None):
+            text, kind = ("\u2013", "none") if step.returned else ("fails", "failed")
+        elif step is not None and step.difference is not None:
             finite, relative = step.difference.finite, step.difference.relative
-            shown_as, heat = (_short(relative), _degree(relative)) if finite else ("not finite", 7)
-            cells.append(h("td", shown_as, class_=f"t{heat}"))
+            text, kind = (_short(relative), f"t{_degree(relative)}") if finite else ("not finite", "t7")
+        cells.append(h("td", text or None, class_=kind))
     return cells
 
 

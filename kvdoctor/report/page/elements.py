@@ -17,13 +17,8 @@ from kvdoctor.report.wording import format_count
 
 LONGEST_CELL = 400
 LONGEST_COMMAND = 5000
-KINDS = {
-    "unhealthy": "bad",
-    "incomplete": "open",
-    "not-applicable": "open",
-    "healthy": "good",
-    "nothing-found": "plain",
-}
+KINDS = dict.fromkeys(("incomplete", "not-applicable"), "open")
+KINDS |= {"unhealthy": "bad", "healthy": "good", "nothing-found": "plain"}
 """The color of each verdict."""
 APPENDIX, PRINT_ALL = "appendix", "print-all"
 """The class of what is not printed, and the id of the box that has it printed; the style sheet knows both."""

@@ -6,19 +6,7 @@ from kvdoctor.report import blocks
 from kvdoctor.report.blocks import Span, Text, capitalized, pieces, plain
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.page import charts, contract_diagram, elements
-from kvdoctor.report.page.elements import (
-    APPENDIX,
-    KINDS,
-    PagePosition,
-    appendix,
-    bullets,
-    chip,
-    code,
-    command,
-    fold,
-    label_list,
-    more_line,
-)
+from kvdoctor.report.page.elements import PagePosition, appendix, bullets, chip, code, fold, label_list, more_line
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.wording import format_count
 
@@ -35,7 +23,7 @@ def write_section(section: blocks.Section, place: PagePosition, name: str) -> El
     if section.folded:
         folded = fold(title, *content)
         return appendix(folded) if section.extra else folded
-    return elements.section(place, name, title, *content, class_=APPENDIX if section.extra else None)
+    return elements.section(place, name, title, *content, class_=elements.APPENDIX if section.extra else None)
 
 
 def _write_all(content: Sequence[blocks.Block], place: PagePosition, title: Text) -> list[Content]:
@@ -78,15 +66,15 @@ def _write_span(span: Span, longest: int = LONGEST) -> Content:
         case "command":
             return h("code", shortened(span.text, longest), class_="copy")
         case kind:
-            return chip(span.text, KINDS.get(kind, kind))
+            return chip(span.text, elements.KINDS.get(kind, kind))
 
 
 def write_value(text: Text) -> Content:
-    """The text of a label; a command that it begins with stands in a box from which it is copied."""
+    """The text of a label; a elements.command that it begins with stands in a box from which it is copied."""
     first, *rest = pieces(text)
     if not isinstance(first, Span) or first.kind != "command":
         return write_text(text)
-    return command(first.text), h("p", write_text(tuple(rest))) if rest else None
+    return elements.command(first.text), h("p", write_text(tuple(rest))) if rest else None
 
 
 def write_table(table: blocks.Table, name: str, title: Text) -> Content:

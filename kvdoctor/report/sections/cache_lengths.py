@@ -90,10 +90,7 @@ class CacheTable:
 
 
 def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
-    """A row for each step, a column for each kind of cache with its length; None for a run without steps.
-
-    Of each kind the slot is shown that goes wrong first. The first wrong cell is marked.
-    """
+    """A row for each step, a column for each kind of cache: the slot that goes wrong first. None without steps."""
     if not run.steps or not contract.slots:
         return None
     kinds = list(dict.fromkeys(slot.kind for slot in contract.slots))

@@ -41,10 +41,7 @@ def show_findings(report: Report) -> Section:
 
 
 def make_cards(found: Sequence[Finding], report: Report | None = None) -> Iterator[Block]:
-    """Findings in full, those with the same facts once. `report` has the runs that show them.
-
-    It is None where these runs are not in the report, as before a repair.
-    """
+    """Findings in full, those with the same facts once; `report` has the runs that show them, None for none."""
     groups = group_findings(found)
     pictured = find_pictured(groups) if report is not None else []
     cards = (_make_card(group, report if group in pictured else None) for group in groups)

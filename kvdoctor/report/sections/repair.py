@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvdoctor.findings import Finding
 from kvdoctor.report.blocks import Block, Diff, Lines, Section, Span, Style, Text, lines, pairs, table
 from kvdoctor.report.document import Report
-from kvdoctor.report.repair_record import CacheCost, CacheCosts, ExportRecord, NotRepaired, PortChange, RepairRecord
+from kvdoctor.report.repair_record import CacheCost, CacheCosts, ExportRecord, NotRepaired, RepairRecord
 from kvdoctor.report.sections.findings import make_cards
 from kvdoctor.report.wording import format_bytes, format_count, format_milliseconds, join_some
 from kvdoctor.report.wording.finding import format_name, format_places, group_findings
@@ -41,7 +41,9 @@ def show_repair(report: Report, record: RepairRecord) -> Iterator[Section]:
         title = "changes to the loop, if you cannot use the copy"
         yield Section(title, tuple(lines(record.advice, listed=True)), "advice")
     if record.undo:
-        yield Section("undo", tuple(_show_undo(record)), "undo")
+        rows = [(Span(one.path), Span(one.before), Span(one.after)) for one in record.files]
+        files = [table(("changed file", "SHA-256 before", "SHA-256 after"), rows, of="file")] if rows else []
+        yield Section("undo", (*lines(record.undo, listed=True), *files), "undo")
 
 
 def _show_sides(record: RepairRecord) -> Iterator[Block]:
@@ -76,19 +78,15 @@ def _describe_export(record: ExportRecord, replaced: str) -> Iterator[tuple[str,
     if record.left_out:
         yield "left out", f"{', '.join(record.left_out)}: {replaced} has no such file"
     for port in record.ports[:MOST_PORTS]:
-        yield "changed", _format_port(port, replaced)
+        change = f"is {port.after}; it was {port.before} in {replaced}"
+        if port.before is None or port.after is None:
+            gone = f"was removed: {port.before} in {replaced}"
+            change = f"is new: {port.after}" if port.before is None else gone
+        yield "changed", f"{port.name} of {port.file} {change}"
     if len(record.ports) > MOST_PORTS:
         yield "changed", f"{len(record.ports) - MOST_PORTS} more inputs and outputs (all in the JSON report)"
     if record.recipe is not None:
         yield "recipe", f"{record.recipe} in OUT holds the scripts, the pinned versions, the command and the log"
-
-
-def _format_port(port: PortChange, replaced: str) -> str:
-    if port.before is None:
-        return f"{port.name} of {port.file} is new: {port.after}"
-    if port.after is None:
-        return f"{port.name} of {port.file} was removed: {port.before} in {replaced}"
-    return f"{port.name} of {port.file} is {port.after}; it was {port.before} in {replaced}"
 
 
 def _list_repairs(record: RepairRecord) -> Lines:
@@ -192,7 +190,8 @@ def _list_duties(record: RepairRecord) -> tuple[Block, ...]:
     if not record.proved:
         text = "The copy is not proved. It was written because --keep-unproved was given; the proof lists what fails."
         return (Lines((text,), "strong"),)
-    left = _list_left(record)
+    found = [finding for finding in (record.after.findings if record.after else ()) if finding.severity != "note"]
+    left = list(dict.fromkeys(f"{one.name} ({one.stack or one.file}): {one.repair.instead}" for one in found))
     if record.loop:
         title = "The copy is converted. Its loop differs from that of the original:"
         return Lines((title,)), Lines((*record.loop, *left), listed=True)
@@ -200,12 +199,6 @@ def _list_duties(record: RepairRecord) -> tuple[Block, ...]:
         text = "No error or warning is left for the diagnosed loop; `kvdoctor contract` describes how to run the copy."
         return (Lines((text,)),)
     return Lines(("The copy still has these findings, which your loop must handle:",)), Lines(tuple(left), listed=True)
-
-
-def _list_left(record: RepairRecord) -> list[str]:
-    """The findings of the copy that its loop must handle, with the advice of each."""
-    left = [finding for finding in (record.after.findings if record.after else ()) if finding.severity != "note"]
-    return list(dict.fromkeys(f"{one.name} ({one.stack or one.file}): {one.repair.instead}" for one in left))
 
 
 def list_not_repaired(record: RepairRecord) -> list[str]:
@@ -220,13 +213,6 @@ def list_not_repaired(record: RepairRecord) -> list[str]:
         instead = f"; instead: {entry.instead}" if entry.instead else ""
         made.append(f"not repaired{by}: {entry.finding}{where}: {entry.reason}{instead}")
     return made
-
-
-def _show_undo(record: RepairRecord) -> Iterator[Block]:
-    yield from lines(record.undo, listed=True)
-    if record.files:
-        rows = [(Span(one.path), Span(one.before), Span(one.after)) for one in record.files]
-        yield table(("changed file", "SHA-256 before", "SHA-256 after"), rows, of="file")
 
 
 def format_copy(record: RepairRecord) -> str:

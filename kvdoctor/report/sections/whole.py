@@ -7,7 +7,7 @@ from itertools import pairwise
 from kvdoctor.decode.speed import SpeedPoint, middle, spread
 from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, Text, lines, names, table
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import DraftFacts, SpeedFacts, VariantFacts
+from kvdoctor.report.facts import DraftFacts, VariantFacts
 from kvdoctor.report.sections.findings import show_findings, show_not_checked
 from kvdoctor.report.sections.repair import show_repair
 from kvdoctor.report.sections.stack import show_stack
@@ -119,15 +119,10 @@ def show_speed(report: Report) -> Iterator[Section]:
     """How fast each stack decodes, whether memory grows, and what was left out."""
     for number, one in enumerate(report.speed):
         title = f"speed of {one.stack}: {one.provider}, {one.threads} threads, {one.processor}"
-        remarks = lines(_list_remarks(one), "dim")
+        grown = f"{one.steps} equal steps took {format_bytes(one.grown_bytes)} more memory"
+        remarks = lines((f"{one.stack}: {text}" for text in (*([grown] if one.steps else []), *one.left_out)), "dim")
         made = table(SPEED_HEADER, map(_make_speed_row, one.points), of="length")
         yield Section(title, (made, *remarks), f"speed-{number}")
-
-
-def _list_remarks(one: SpeedFacts) -> Iterator[str]:
-    if one.steps:
-        yield f"{one.stack}: {one.steps} equal steps took {format_bytes(one.grown_bytes)} more memory"
-    yield from (f"{one.stack}: {reason}" for reason in one.left_out)
 
 
 def _make_speed_row(point: SpeedPoint) -> list[str]:

@@ -3,19 +3,7 @@
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from kvdoctor.contract import (
-    DECODING,
-    ITEM_BYTES,
-    Ambiguity,
-    CacheContract,
-    Carry,
-    Features,
-    First,
-    Growth,
-    Port,
-    Slot,
-    describe,
-)
+from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Carry, Features, First, Growth, Port, Slot, describe
 from kvdoctor.report.facts import FileFacts, StackFacts
 from kvdoctor.report.wording import format_bytes, format_count, join_some, shorten_names
 
@@ -72,13 +60,12 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
-    yield from (("reading", describe_reading(each)) for each in contract.ambiguities if each.settled or each.unknown)
+    yield from _readings(contract)
     if adapters := [port.name for port in contract.graph("decode").inputs if port.role == "adapter"]:
         yield "adapter", f"{len(adapters)} inputs, as {adapters[0]}: zeros without an adapter"
     if "embed" in contract.phases:
         yield "embed", _embedded(contract)
-    for one in contract.features:
-        yield one.phase, _rows(one, contract)
+    yield from ((features.phase, _rows(features, contract)) for features in contract.features)
     for carry, (verb, rule) in CARRY_TEXTS.items():
         carried = [slot for slot in contract.slots if slot.carry == carry]
         for slots in _group(carried, lambda one: (one.kind, one.filled_in, one.is_given)):
@@ -88,13 +75,15 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
         yield "missing", f"{part.subject}: {part.reason}"
 
 
-def describe_reading(ambiguity: Ambiguity) -> str:
-    """How a port with more than one reading is read, and by what that was settled."""
-    texts = list(dict.fromkeys(reading.text for reading in ambiguity.readings))
-    if ambiguity.settled:
-        return f"{ambiguity.subject}: {texts[0]} ({ambiguity.settled})"
-    tried = "; ".join(texts[:MOST_READINGS])
-    return f"{ambiguity.subject}: nothing says what to feed; step-test tries {tried}; --feed NAME=VALUE decides"
+def _readings(contract: CacheContract) -> Iterator[tuple[str, str]]:
+    """How each port with more than one reading is read, and by what that was settled."""
+    for one in contract.ambiguities:
+        texts = list(dict.fromkeys(reading.text for reading in one.readings))
+        if one.settled:
+            yield "reading", f"{one.subject}: {texts[0]} ({one.settled})"
+        elif one.unknown:
+            tried = f"step-test tries {'; '.join(texts[:MOST_READINGS])}; --feed NAME=VALUE decides"
+            yield "reading", f"{one.subject}: nothing says what to feed; {tried}"
 
 
 def list_fed(stacks: Sequence[StackFacts]) -> Iterator[str]:

@@ -63,27 +63,19 @@ def list_uses(report: Report, stack: StackFacts) -> list[Run]:
     return [run for run in runs if run.outcome != "skipped" and _is_use(experiments.get(run.experiment))]
 
 
-def _count_uses(report: Report) -> str | None:
-    """`21 of 26 uses work`, over all stacks; None where no model was run.
-
-    What a float32 copy alone shows, and no finding calls an error, does not keep a use from working.
-    """
-    runs = [run for stack in report.stacks for run in list_uses(report, stack)]
-    healthy = report.verdict == "healthy"
-    working = sum(run.shows == "passed" or (healthy and run.hidden) for run in runs)
-    whose = " of the copy" if report.repair is not None and report.repair.after is not None else ""
-    return f"{working} of {len(runs)} uses{whose} work" if runs else None
-
-
 def format_tally(report: Report) -> str:
     """The last line of a report: verdict, counts, uses that work, time and exit code."""
     of_copy, record = "", report.repair
     if record is not None and (record.out is not None or (record.proof and not record.is_planned)):
         of_copy = "the copy is " if record.out is not None else "no copy was written; the original is "
     found, seconds = format_counts(report), report.measured.get(TOTAL_SECONDS)
+    runs = [run for stack in report.stacks for run in list_uses(report, stack)]
+    # What a float32 copy alone shows, and no finding calls an error, does not keep a use from working.
+    working = sum(run.shows == "passed" or (report.verdict == "healthy" and run.hidden) for run in runs)
+    whose = " of the copy" if record is not None and record.after is not None else ""
     parts = (
         of_copy + name_verdict(report) + (f": {found}" if found else ""),
-        _count_uses(report),
+        f"{working} of {len(runs)} uses{whose} work" if runs else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
     )
@@ -245,10 +237,7 @@ def _advise(command: str, remark: str = "") -> Text:
 
 
 def _advise_missing(report: Report, again: str) -> Text | None:
-    """What decides where all that is missing is a target runtime or a checkpoint that was named by an option.
-
-    `again` is the command without these options; None where something else is missing.
-    """
+    """What decides where only a target or a checkpoint named by an option is missing; None where something else is."""
     missing = {entry.code for entry in report.not_checked if entry.essential}
     targets, reference = report.arguments.get("target"), report.arguments.get("reference")
     if targets and missing and missing <= {TARGETS}:

@@ -31,10 +31,7 @@ def format_difference(relative: float) -> str:
 
 
 def describe_result(run: Run, why: str = "") -> str:
-    """What is printed next to an outcome: the node that fails, the largest difference, the reason of a skip.
-
-    `why` is the known reason for an experiment that no verdict rests on to fail.
-    """
+    """The node that fails, the largest difference, or the reason of a skip; `why` is a known reason to fail."""
     if run.outcome == "failed":
         return why or (f"in {run.node.shown}" if run.node else "the runtime reports an error")
     differences = [step.difference for step in run.steps if step.difference]
@@ -200,13 +197,7 @@ def describe_difference(run: Run, step: Step | None) -> str | None:
 
 
 def format_cache_speedup(measured: dict[str, float]) -> str | None:
-    """`cache speed-up: 1.6x at 5 tokens (0.51 ms -> 0.32 ms)`; `none` where the cache does not pay at a length.
-
-    None where no step was timed.
-
-    Args:
-        measured: Seconds per step by `cached:N` and `uncached:N`, N the number of tokens before the step.
-    """
+    """`cache speed-up: 1.6x at 5 tokens (0.51 ms -> 0.32 ms)`, of the seconds by `cached:N` and `uncached:N` tokens."""
     parts = []
     for length in sorted({int(label.partition(":")[2]) for label in measured}):
         cached, uncached = measured.get(f"cached:{length}"), measured.get(f"uncached:{length}")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 LABEL_WIDTH, LONGEST_REASON = 11, 600
 
-
 VERDICT_TEXTS = {
     "healthy": "healthy",
     "unhealthy": "unhealthy",
@@ -52,17 +51,14 @@ def format_open(report: "Report", group: OpenChecks) -> str:
     reason = shortened(group.reason, LONGEST_REASON)
     if report.verdict == "not-applicable":
         return f"not applicable: {reason.removeprefix('not run: ')}"
-    return f"{_name_open(report, group)}: {group.title}: {reason}"
-
-
-def _name_open(report: "Report", group: OpenChecks) -> str:
-    """`not checked`; of what a finding explains or an option allows, that; of a healthy model, why it is healthy."""
-    if group.essential:
-        reasons = dict.fromkeys(report.allowed(entry.code) for entry in group.entries)
-        return "not checked" if None in reasons else f"not checked, allowed ({', '.join(map(str, reasons))})"
-    if report.verdict == "healthy":
-        return "not checked, and not needed for the verdict"
-    return "not checked" if set(group.entries) & set(report.open_checks) else "explained by a finding"
+    state, allowed = "not checked", dict.fromkeys(report.allowed(entry.code) for entry in group.entries)
+    if group.essential and None not in allowed:
+        state = f"not checked, allowed ({', '.join(map(str, allowed))})"
+    elif not group.essential and report.verdict == "healthy":
+        state = "not checked, and not needed for the verdict"
+    elif not group.essential and not set(group.entries) & set(report.open_checks):
+        state = "explained by a finding"
+    return f"{state}: {group.title}: {reason}"
 
 
 def name_verdict(report: "Report") -> str:
