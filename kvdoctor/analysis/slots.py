@@ -258,10 +258,10 @@ class SlotReader:
         returned = self.decode.graph.outputs.get(present or "")
         rows_only = growth == "grow" and slot_rules.returns_new_rows(port.shape, state, returned)
         growth = "delta" if rows_only else growth
-        axes = self._axes_of(port.shape, kind, growth, name, state)
+        axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state))
         if growth in ("grow", "shared") and _has_constant_length(port, returned, axes, state):
             growth = "static"
-            axes = self._axes_of(port.shape, kind, growth, name, state)
+            axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state))
         return Slot(
             kind=kind,
             layer=name.layer if name is not None else None if "layers" in axes else NO_LAYER,
@@ -281,12 +281,6 @@ class SlotReader:
             trimmed=growth == "grow" and state is not None and state.trimmed,
             takes_new=self._takes_new(kind, present),
         )
-
-    def _axes_of(
-        self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
-    ) -> tuple[Axis, ...]:
-        """The axes of a past."""
-        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state))
 
     def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The axes with the batch where the shape has the name that the tokens give it: others may come first."""
