@@ -218,7 +218,9 @@ def find_no_states(contract: CacheContract) -> str | None:
 
 def wrong_states(builder: FeedBuilder, start: int, stop: int) -> Decision:
     """Which state is wrong after tokens `start` to `stop` on the state of a prefill, and in what way."""
-    counters, states = _list_counters(builder.contract), list_states(builder.contract)
+    # A mask of the entries of a window depends on the number of tokens alone as well.
+    counters = [slot for slot in builder.contract.of_kind("counter") if len(slot.shape) < 2]
+    states = list_states(builder.contract)
     if find_no_states(builder.contract):
         return None
     first, whole = (yield as_probe(builder.prefill(start))), (yield as_probe(builder.prefill(stop)))
@@ -269,11 +271,6 @@ def _departed(builder: FeedBuilder, span: tuple[int, int], past: Past, answers: 
         text = f"{slot.present} after {calls} is not that of one call; the states of the layers before it are right"
         return Cause("new-entries-wrong", text, slot.past)
     return None
-
-
-def _list_counters(contract: CacheContract) -> list[Slot]:
-    """The slots that hold a number of tokens; a mask of the entries of a window depends on it alone as well."""
-    return [slot for slot in contract.of_kind("counter") if len(slot.shape) < 2]
 
 
 def _same(slot: Slot, one: Answer, other: Answer) -> bool:

@@ -329,8 +329,7 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     if contract.first_step == "empty-past":
         return None
     # From an empty past nothing can be wrong with the cache, its positions or its mask.
-    emptied = {s.past: builder.placeholder(s, 0) for s in contract.slots if s.growth != "constant"}
-    first = yield as_probe(builder.decode(0, 1, Past({**past, **emptied})))
+    first = yield entry_origins.from_empty(builder, past, 1)
     if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
         return None
     pieces = entry_origins.pieces_of(by_position(contract), first, first=False)
