@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SEQUENCES, TOKENS, PAST = 2, 3, 5
 """Sizes of the step, all different."""
+ANY = -1
+"""A size that no rule gives: the length of a cache of which the graph cuts old entries off."""
 
 MOST_NODES = 20_000
 """Nodes that are computed for one question, at most."""
@@ -68,9 +70,9 @@ class AbstractStep:
             return None
         except (CannotRun, ValueError, KeyError):
             return False
-        returned = {name: value.shape for name, value in found.items() if value.shape is not None}
+        returned = {name: value.shape for name, value in found.items()}
         expected = dict(_expect_presents(contract, rows))
-        return bool(expected) and all(returned.get(name) == shape for name, shape in expected.items())
+        return bool(expected) and all(_has_sizes(returned.get(name), shape) for name, shape in expected.items())
 
     def _run(self, feeds: "dict[str, Abstract]") -> "dict[str, Abstract]":
         """The outputs of a step; what it computes is taken from what is left for all."""
@@ -88,10 +90,20 @@ class AbstractStep:
         return AbstractGraph(self.decode.graph, frozenset(), Budget(MOST_NODES))
 
 
+def _has_sizes(shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> bool:
+    """Whether a shape is as expected, where ANY stands for each size."""
+    if shape is None or len(shape) != len(expected):
+        return False
+    return all(size in (ANY, found) for found, size in zip(shape, expected, strict=True))
+
+
 def _expect_presents(contract: CacheContract, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The shape of each present after a step on a past that grows, or that is a buffer of a declared size."""
     sizes: dict[Axis, int] = {"batch": rows, "batch_heads": rows * (contract.heads or 1), "past": PAST + TOKENS}
     growing = [slot for slot in contract.growing if slot.growth != "delta"]
+    for slot in contract.slots:
+        if slot.present is not None and slot.trimmed:
+            yield slot.present, slot.sized({**sizes, "past": ANY})
     for slot in (*growing, *(slot for slot in _list_buffers(contract) if slot.size("capacity") is not None)):
         if slot.present is not None:
             yield slot.present, slot.sized(sizes)
@@ -146,7 +158,7 @@ def _may_hold_heads(contract: CacheContract) -> bool:
     tokens = contract.graph("decode").port("token_ids") or contract.graph("decode").port("embeddings")
     if tokens is None or tokens.axes[:1] != ("batch",) or not isinstance((tokens.shape or (1,))[0], str):
         return False
-    slots = (*contract.growing, *_list_buffers(contract))
+    slots = (*contract.growing, *_list_buffers(contract), *(slot for slot in contract.slots if slot.trimmed))
     batches = {slot.shape[0] for slot in slots if len(slot.axes) == 3 and slot.axes[0] == "batch"}
     return len(batches) == 1 and all(isinstance(size, str) and size != (tokens.shape or ())[0] for size in batches)
 

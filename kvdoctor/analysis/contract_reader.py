@@ -221,4 +221,4 @@ class _Reader:
             # The output head may be padded to more rows than the embedding table has.
             return min([width, *self.vocabularies])
         size = decoder_config(self.side_cars.config).get("vocab_size")
-        return size if is_count(size) else None
+        return size if is_count(size) else min(self.vocabularies, default=None)

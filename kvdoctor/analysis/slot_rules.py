@@ -108,8 +108,11 @@ def carry_of(
     if growth == "delta":
         if name is not None and name.rule.or_delta:
             return "append"
-        if state is None or state.axis is None or state.cut:
+        if state is None or state.cut:
             return "write"
+        if state.axis is None:  # rows are written into a buffer of a fixed length only
+            open_ended = state.joined and not isinstance(shape[likely_length(shape)], int)
+            return "append" if open_ended else "write"
         # A graph that reads the whole buffer leaves no free rows: new rows are appended, or push the oldest out.
         return "shift" if isinstance(shape[state.axis], int) else "append"
     return "feed-back"

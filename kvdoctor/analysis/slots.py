@@ -248,10 +248,10 @@ class SlotReader:
         returned = self.decode.graph.outputs.get(present or "")
         rows_only = growth == "grow" and slot_rules.returns_new_rows(port.shape, state, returned)
         growth = "delta" if rows_only else growth
-        axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state))
+        axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state), state)
         if growth in ("grow", "shared") and _has_constant_length(port, returned, axes, state):
             growth = "static"
-            axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state))
+            axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state), state)
         return Slot(
             kind=kind,
             layer=name.layer if name is not None else None if "layers" in axes else NO_LAYER,
@@ -272,11 +272,17 @@ class SlotReader:
             takes_new=self._takes_new(kind, present),
         )
 
-    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """The axes with the batch where the shape has the name that the tokens give it: others may come first."""
+    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Axis, ...]:
+        """The axes with the batch where the shape has the name that the tokens give it: others may come first.
+
+        The axis along which new entries are joined is no batch, whatever its name.
+        """
+        joined = state.axis if state is not None else None
         named = [at for at, size in enumerate(shape) if size in self._batch_names]
-        if "batch" in axes and len(named) == 1 and axes[named[0]] == "capacity":
-            axes = tuple("capacity" if a == "batch" else "batch" if a == "capacity" else a for a in axes)
+        length = axes[named[0]] if len(named) == 1 else None
+        if "batch" in axes and (length == "capacity" or (length == "past" and joined is None)):
+            swapped: dict[Axis, Axis] = {"batch": length, length: "batch"}
+            axes = tuple(swapped.get(axis, axis) for axis in axes)
         movable = [at for at, axis in enumerate(axes) if axis not in ("past", "capacity", "encoder", "batch_heads")]
         if "batch" not in axes or len(named) != 1 or named[0] not in movable:
             return axes
@@ -367,7 +373,7 @@ class SlotReader:
             tokens=self.tokens,
             has_other_slots=bool(found),
         )
-        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes)) for slot in states.read()]
+        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes, None)) for slot in states.read()]
         return sorted(found, key=lambda slot: flow.descent.computed_at(slot.present or ""))
 
     def _sizes_of(self, port: Declared, axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Dim, ...]:

@@ -112,6 +112,7 @@ class _ExperimentRun:
         self.steps: list[Step] = []
         self.controls: list[Control] = []
         self.logits: list[Array] = []
+        self.used: set[bytes] = set()
         self.noise = 0.0
         self.call_kept = self.undefined = False
         self.broken: Call | None = None
@@ -167,12 +168,21 @@ class _ExperimentRun:
             return self._measure_noise(call)
         if call.kind in ("probe", "trial"):
             return self._probe(call)
-        answer = self.stack.run_reference(call) if call.kind == "reference" else self.stack.run_session(call)
+        answer = self._run(call)
         if isinstance(answer, UnusableLogits):
             return answer
         self._check_finite(answer, call)
         unusable = self._record_step(call, answer) if call.kind == "step" else None
         return unusable or answer
+
+    def _run(self, call: Call) -> Answer | UnusableLogits:
+        """Run a call. Nothing is reused after an equal call had another answer."""
+        used = self.used
+        if self.runner.outcomes.get("same-feed", "passed") != "passed":
+            self.stack.known.clear()
+        if call.kind in ("reference", "trial"):
+            return self.stack.run_reference(call, used)
+        return self.stack.run_once(call, used)
 
     def _record_step(self, call: Call, answer: Answer | None) -> UnusableLogits | None:
         """Record a step, and send it at once, since a crash may follow.
@@ -225,7 +235,7 @@ class _ExperimentRun:
     def _run_control(self, call: Call) -> Answer:
         """A corrupted call must change the logits; a call that fails is visible as well."""
         try:
-            answer = self.stack.run_session(call)
+            answer = self.stack.run_once(call, self.used)
             difference = self._compare(call, answer)
         except StepFailed:
             answer, difference = Answer({}, ""), UnusableLogits("the call fails")
@@ -238,7 +248,7 @@ class _ExperimentRun:
 
     def _measure_noise(self, call: Call) -> Answer | UnusableLogits:
         """Keep the largest difference that splitting a sequence makes without a cache."""
-        answer = self.stack.run_session(call)
+        answer = self.stack.run_once(call, self.used)
         difference = self._compare(call, answer)
         if isinstance(difference, UnusableLogits):
             return difference
@@ -249,7 +259,7 @@ class _ExperimentRun:
     def _probe(self, call: Call) -> Answer | UnusableLogits:
         """A call that may fail: a reference call (a trial), whose answer is reused, or any other."""
         try:
-            answer = self.stack.run_reference(call) if call.kind == "trial" else self.stack.run_session(call)
+            answer = self._run(call)
         except StepFailed:
             return Answer({}, "")
         if not isinstance(answer, UnusableLogits):

@@ -239,13 +239,18 @@ class FeedBuilder(Conditions):
             return past[slot.past].shape[slot.axes.index("past")]
         return past.length
 
+    @property
+    def returns_ids(self) -> bool:
+        """Whether a token id is returned in place of logits, which shows little of a difference."""
+        logits = self.contract.graph("decode").port("logits")
+        return logits is not None and "int" in logits.dtype
+
     def corrupt(self, past: Past) -> "list[tuple[str, Past]]":
         """The same past with one kind of cache filled with zeros, each with its name: the positive controls.
 
         Where token ids are returned, the likeliest token may well stay the same: then noise of several sizes follows.
         """
-        found, logits = [], self.contract.graph("decode").port("logits")
-        ids = logits is not None and "int" in logits.dtype
+        found, ids = [], self.returns_ids
         for kind in dict.fromkeys(slot.kind for slot in self.contract.slots):
             if kind in ("counter", "encoder-states"):
                 continue

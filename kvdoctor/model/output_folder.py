@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 
 MARK = "kvdoctor-report.json"
@@ -21,6 +22,7 @@ REPRO_MARK = "reproducer.json"
 
 LOOP_MARK = "kvdoctor-loop.json"
 """The same for a decode loop."""
+MOST_BYTES = 256 << 20
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -152,7 +154,7 @@ def _is_ours(out: Path) -> bool:
         if (out / LOOP_MARK).is_file():
             written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))
             return bool(written["schema"].startswith("kvdoctor/loop/") and written["sha256"])
-        report = json.loads((out / MARK).read_text(encoding="utf-8"))
+        report = json.loads(read_side_file(out / MARK, MOST_BYTES))
         return bool(report["command"] in ("re-export", "convert") and report["repair"]["out"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -185,7 +187,7 @@ def _foreign(out: Path) -> str | None:
     if (out / LOOP_MARK).is_file():
         return _foreign_in_loop(out)
     try:
-        contents = set(json.loads((out / MARK).read_text(encoding="utf-8"))["repair"]["contents"])
+        contents = set(json.loads(read_side_file(out / MARK, MOST_BYTES))["repair"]["contents"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     there = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink())

@@ -3,6 +3,7 @@
 A worker that crashes is replaced, and the new one goes on with the remaining experiments.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -56,6 +57,8 @@ class Runtime:
         self.limits, self.python = limits, python
         self._worker = Worker(limits, python)
         self._beside: dict[str, Runtime] = {}
+        self._unopened: dict[tuple[str, str], None] = {}
+        self._diagnosis = time.monotonic_ns()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -128,7 +131,7 @@ class Runtime:
             self._send(replace(job, experiments=part, keep_logits=kept), results)
             current = _Current(left[0])
             try:
-                for event in self._worker.events():
+                for event in self._events():
                     if isinstance(event, messages.ExperimentStarted) and progress is not None:
                         name = event.experiment
                         progress(name, job.experiments.index(name) + 1, len(job.experiments))
@@ -181,9 +184,21 @@ class Runtime:
         """
         self._send(job, StackResults())
         try:
-            yield from self._worker.events()
+            yield from self._events()
         except WorkerDied:
             self._restart(StackResults())
+            raise
+
+    def _events(self) -> Iterator[messages.Event]:
+        """The events of a job. A file during whose opening the worker ends is not opened again."""
+        opening: messages.FileOpening | None = None
+        try:
+            for event in self._worker.events():
+                opening = event if isinstance(event, messages.FileOpening) else None
+                yield event
+        except WorkerDied:
+            if opening is not None:
+                self._unopened[opening.path, opening.level] = None
             raise
 
     def answer(self, job: messages.Job, kind: type[Answered]) -> tuple[tuple[Answered, ...], str]:
@@ -209,6 +224,8 @@ class Runtime:
 
     def forget_peak(self) -> None:
         """Measure anew, for another model."""
+        self._unopened.clear()
+        self._diagnosis = time.monotonic_ns()
         self._worker.peak_bytes = 0
         for other in self._beside.values():
             other.forget_peak()
@@ -217,7 +234,7 @@ class Runtime:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
         if not self._worker.is_idle:
             self._restart(results)
-        self._worker.send(job)
+        self._worker.send(replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis))
 
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
@@ -238,6 +255,7 @@ class _Current:
     doing: str = STARTING
     step: int | None = None
     steps: dict[int, Step] = field(default_factory=dict)
+    before: tuple[str, int | None] = (STARTING, None)
 
 
 def _update_position(event: messages.Event, current: _Current) -> None:
@@ -245,7 +263,10 @@ def _update_position(event: messages.Event, current: _Current) -> None:
         case messages.ExperimentStarted():
             current.experiment, current.doing, current.step, current.steps = event.experiment, STARTING, None, {}
         case messages.FileOpening():
+            current.before = current.doing, current.step
             current.doing, current.step = f"while it opened {event.file}", None
+        case messages.FileOpened():
+            current.doing, current.step = current.before
         case messages.CallStarting():
             names = {"step": f"step {event.step}", "reference": "the reference run"}
             current.doing, current.step = f"during {names.get(event.call, f'a {event.call} call')}", event.step

@@ -183,7 +183,7 @@ def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
     """Whether steps are wrong after a threshold beyond which a call without a cache computes earlier tokens otherwise.
 
     A model of two sets of rotary factors (LongRoPE) rotates all keys by the second set from a length on; those in the
-    cache stay rotated by the first.
+    cache stay rotated by the first. Where the rotary base depends on the length (dynamic NTK), each token changes them.
     """
     short, last, first = (yield near.reference(start)), start, stop
     whole, before = (yield near.reference(stop)), short
@@ -201,11 +201,17 @@ def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
     if _same_last(near, answer, whole):
         return None
     again = yield as_probe(near.decode(stop - 1, stop, (yield from near.begin(stop=stop - 1))))
-    right = not again.failed and _same_last(near, again, whole)
-    after = f"a cache filled by one call of {stop - 1} tokens is right" if right else "and so on after each token"
+    refilled = not again.failed and _same_last(near, again, whole)
+    made, changes = (yield near.reference(first)), [str(first)]
+    for length in range(first + 1, stop + 1):
+        before, made = made, (yield near.reference(length))
+        changes += [] if _same_before(near, before, made, start) else [str(length)]
+    call = f"a cache filled by one call of {stop - 1} tokens is {'right' if refilled else 'wrong as well'}"
+    call = call if first < stop else "no longer sequence was run"
     what = "keys" if near.contract.last_logits_only else "logits"
-    seen = f"without a cache, the {what} of the first {start} tokens change when there are {first}"
-    return Cause(KEYS_CHANGE, f"{seen}; with a cache, steps differ from there on; {after}", from_length=first)
+    seen = f"without a cache, the {what} of the first {start} tokens change when there are {', '.join(changes)}"
+    evidence = f"{seen}; with a cache, steps differ from there on; {call}"
+    return Cause(KEYS_CHANGE, evidence, from_length=first, again=len(changes) > 1)
 
 
 def _same_before(near: FeedBuilder, one: Answer, other: Answer, count: int) -> bool:

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from kvdoctor.decode import messages
 from kvdoctor.decode.calls import Array, load_call, save_call
-from kvdoctor.runtime.worker.sessions import OrtTensor, mentioned, session_options, to_runtime
+from kvdoctor.runtime.worker.sessions import OrtTensor, close_others, mentioned, session_options, to_runtime
 
 FEW = 64
 """Elements of a tensor of integers up to which its values are sent, not only its shape."""
@@ -27,7 +27,8 @@ MASKING = 1e3
 
 
 def run_trial(job: messages.TrialJob | messages.CompareJob, _: object = None) -> messages.TrialDone:
-    """Carry out a trial."""
+    """Carry out a trial, in the memory that the sessions of the stack took."""
+    close_others()
     try:
         if isinstance(job, messages.CompareJob):
             return _compare(job)
