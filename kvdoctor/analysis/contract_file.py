@@ -283,14 +283,14 @@ def _find_carry_conflicts(slot: Slot, contract: CacheContract) -> Iterator[str]:
 def _find_port_conflicts(port: Port) -> Iterator[str]:
     """Axes by which no feed can be made, and values that are no finite numbers."""
     lengths = [axis for axis in port.axes if axis in ("batch", "new", "past")]
-    if len(set(lengths)) != len(lengths):
-        yield f"{port.name!r} has two axes of the same meaning"
-    if port.role == "token_ids" and port.axes not in TOKEN_AXES:
-        yield f"{port.name!r} has the role token_ids, but the axes {', '.join(port.axes)}; they must be batch, new"
-    if port.role == "logits" and "vocabulary" not in port.axes:
-        yield f"{port.name!r} has the role logits, but the axes {', '.join(port.axes)}; they must have vocabulary"
-    if port.value is not None and not math.isfinite(port.value):
-        yield f"{port.name!r} has the value {port.value}, which is not finite"
+    axes, ids, logits = ", ".join(port.axes), port.role == "token_ids", port.role == "logits"
+    wrong = {
+        "two axes of the same meaning": len(set(lengths)) != len(lengths),
+        f"the role token_ids, but the axes {axes}; they must be batch, new": ids and port.axes not in TOKEN_AXES,
+        f"the role logits, but the axes {axes}; they must have vocabulary": logits and "vocabulary" not in port.axes,
+        f"the value {port.value}, which is not finite": port.value is not None and not math.isfinite(port.value),
+    }
+    yield from (f"{port.name!r} has {what}" for what, applies in wrong.items() if applies)
 
 
 def _find_phase_conflicts(contract: CacheContract) -> Iterator[str]:

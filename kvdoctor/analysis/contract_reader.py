@@ -59,8 +59,8 @@ class _Reader:
         parts = self.parts
         tokens = find_token_inputs(parts)
         ids = tokens.ids[parts.first.name]
-        found = SlotReader(parts, self._claimed(tokens), {ids} if ids else set(), tokens.names).read()
-        slots = found.slots
+        found = SlotReader(parts, self._claimed(tokens), {ids} if ids else set(), tokens.names)
+        slots = found.read()
         if self.stack.kind == "decoder-only" and parts.encoder is None:
             slots = give_cross_caches(slots) if tokens.names else slots
             if any(slot.filled_in == "encode" for slot in slots):

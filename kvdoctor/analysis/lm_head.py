@@ -4,7 +4,7 @@ Between the head and the logits every node must compute each row of its result f
 that form is named: nothing is guessed, since a product with constants may stand in many places of a decoder.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvdoctor.contract import DECODING, CacheContract
@@ -81,10 +81,12 @@ def find_ends(scopes: Scopes, name: str) -> Iterator[tuple[Scopes, str]]:
         yield scopes, name
 
 
-def find_maker(scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
+def find_maker(
+    scopes: Scopes, name: str, make: Callable[[GraphProto, str], NodeProto | None] = traverse.producer
+) -> tuple[Scopes, NodeProto | None]:
     """The node that makes a value, and its graph with those around it; None for an input or a weight."""
     for depth in range(len(scopes), 0, -1):
-        node = traverse.producer(scopes[depth - 1], name)
+        node = make(scopes[depth - 1], name)
         if node is not None:
             return scopes[:depth], node
     return scopes, None
@@ -120,11 +122,7 @@ class _Search:
 
     def find_maker(self, scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
         """The node that makes a value, as `find_maker`; each graph is listed once."""
-        for depth in range(len(scopes), 0, -1):
-            node = self._list(scopes[depth - 1]).producers.get(name)
-            if node is not None:
-                return scopes[:depth], node
-        return scopes, None
+        return find_maker(scopes, name, lambda graph, one: self._list(graph).producers.get(one))
 
     def _list(self, graph: GraphProto) -> Scope:
         if id(graph) not in self.listed:

@@ -3,6 +3,7 @@
 Pure arithmetic over a cache contract; all sizes in bytes. Weights and activations are not counted.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -103,35 +104,32 @@ def plan_memory(
 class _Planner:
     """Plans one contract.
 
-    `slots` are all slots; `kinds` has one slot for each set of equal sizes, and `counts` the number of slots of each: a
-    decoder of a hundred layers has few kinds of slots.
+    `slots` are all slots; `counted` has each set of equal sizes with the number of slots that have it: a decoder of a
+    hundred layers has few.
     """
 
     contract: CacheContract
     load: Workload
     measure: SizeValues
     slots: list[SlotBytes] = field(init=False)
-    kinds: list[SlotBytes] = field(init=False)
-    counts: list[int] = field(init=False)
+    counted: list[tuple[SlotBytes, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.slots = [measure_slot(slot, self.measure) for slot in self.contract.slots]
-        grouped: dict[SlotBytes, list[SlotBytes]] = {}
-        for one in self.slots:
-            grouped.setdefault(_without_names(one), []).append(one)
-        self.kinds = [group[0] for group in grouped.values()]
-        self.counts = [len(group) for group in grouped.values()]
+        self.counted = list(Counter(map(_without_names, self.slots)).items())
         self.batch = self.load.batch or fixed_batch(self.contract) or 1
 
     def plan(self) -> MemoryPlan:
         context, load = self.measure.context, self.load
-        over_tokens = self._counted(self.kinds, OVER_TOKENS)
-        over_encoder = self._counted(self.kinds, OVER_ENCODER)
+        over_tokens, over_encoder = (
+            [(one, count) for one, count in self.counted if one.slot.kind in kinds]
+            for kinds in (OVER_TOKENS, OVER_ENCODER)
+        )
         lengths = {one.positions for one, _ in over_encoder}
         encoder = next(iter(lengths)) if len(lengths) == 1 else None
         asked: Source = "option" if load.encoder_length else "config"
         is_open = any(one.slot.size("encoder") is None for one in self.slots if one.counted == "encoder-states")
-        sequence, everything, in_step = self._sum_bytes(self.kinds)
+        sequence, everything, in_step = self._sum_bytes()
         alike: dict[tuple[object, ...], list[SlotBytes]] = {}  # slots that differ only in layer or part
         for one in self.slots:
             slot, sizes = one.slot, (one.factors, one.counted, one.positions, one.window, one.step)
@@ -154,15 +152,10 @@ class _Planner:
             notes=tuple(_write_notes(self.contract, load, self.measure, self.slots)),
         )
 
-    def _counted(self, kinds: list[SlotBytes], of: tuple[SlotKind, ...]) -> list[tuple[SlotBytes, int]]:
-        """The slots of some kinds, each with the number of slots like it."""
-        return [(one, count) for one, count in zip(kinds, self.counts, strict=True) if one.slot.kind in of]
-
-    def _sum_bytes(self, kinds: list[SlotBytes]) -> tuple[int | None, int | None, int | None]:
+    def _sum_bytes(self) -> tuple[int | None, int | None, int | None]:
         """Bytes of one sequence, of the batch, and of the batch while a step runs."""
-        counted = list(zip(kinds, self.counts, strict=True))
-        each = [(one, count) for one, count in counted if not one.once_for_the_batch]
-        once = [(one, count) for one, count in counted if one.once_for_the_batch]
+        each = [(one, count) for one, count in self.counted if not one.once_for_the_batch]
+        once = [(one, count) for one, count in self.counted if one.once_for_the_batch]
         sequence = total(product([one.held, count]) for one, count in each)
         everything = total([product([sequence, self.batch]), *(product([one.held, count]) for one, count in once)])
         at_once = min(self.batch, fixed_batch(self.contract) or self.batch)  # sequences of one call

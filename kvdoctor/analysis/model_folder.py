@@ -222,17 +222,9 @@ def _read_side_cars(folder: Path) -> SideCars:
         content, problem = read_object(folder / name)
         found[name] = content
         problems += [problem] if problem else []
-    config, genai, export, generation, processor, preprocessor, inference = (found[name] for name in SIDE_CARS)
-    return SideCars(
-        config,
-        genai,
-        export,
-        generation,
-        problems=tuple(problems),
-        processor=processor,
-        preprocessor=preprocessor,
-        inference=inference,
-    )
+    fields = ("config", "genai", "export", "generation", "processor", "preprocessor", "inference")
+    named: dict[str, Any] = dict(zip(fields, map(found.get, SIDE_CARS), strict=True))
+    return SideCars(**named, problems=tuple(problems))
 
 
 def read_object(path: Path, most: int | None = None) -> tuple[dict[str, Any], str | None]:

@@ -191,12 +191,14 @@ def _join(
     main, stages = replace(files[0], role="decoder"), tuple[Stage, ...]()
     if not problems:
         try:
-            joined = join_models([PartToJoin(f.name, f.graph.model, links, _states(f.graph)) for f, links in parts])
+            joined, stages = join_models(
+                [PartToJoin(f.name, f.graph.model, links, _states(f.graph)) for f, links in parts]
+            )
         except CannotJoin as reason:
             problems = (PartProblem(files[0].name, "stages that can be read as one graph", str(reason), str(reason)),)
         else:
-            name, stages = " + ".join(file.name for file in files), joined.stages
-            main = OnnxFile(files[0].path, name, "decoder", view=GraphView(joined.model))
+            name = " + ".join(file.name for file in files)
+            main = OnnxFile(files[0].path, name, "decoder", view=GraphView(joined))
     return StackFiles(
         "pipeline" + tail, "decoder-only", {"decoder": main}, parts=files, stages=stages, problems=problems
     )

@@ -56,7 +56,8 @@ class ReplacedStates:
                 yield from self._read_counters(found, given)
                 continue
             if kind[0] not in FLOATS:
-                given = {name for port in found for name in given & (self._returned(port) | self._returned_tokens)}
+                tokens = {name for one in self.tokens for name, _ in self.flow.outputs_reached(one, 2)}
+                given = {name for port in found for name in given & (self._returned(port) | tokens)}
             likely = [port for port in found if given and self._is_likely(port, given)]
             takers = self.flow.flow.consumers
             likely.sort(key=lambda port: min((node.index for node, _ in takers.get(port.name, ())), default=-1))
@@ -98,11 +99,6 @@ class ReplacedStates:
     def _reached(self) -> set[str]:
         """All values that depend on the content of the tokens."""
         return self.flow.descent.reached_from(self.tokens)
-
-    @cached_property
-    def _returned_tokens(self) -> set[str]:
-        """The outputs that hold token ids."""
-        return {output for name in self.tokens for output, _ in self.flow.outputs_reached(name, 2)}
 
     def _pair(self, ports: list[Declared], given: set[str]) -> dict[str, str]:
         """Pair the past that is used first, the first of `ports`, with the present that is computed first, and so on.

@@ -3,16 +3,17 @@
 Source: the schemas of com.microsoft BeamSearch, GreedySearch, Sampling and WhisperBeamSearch, ONNX Runtime 1.32.
 """
 
-import struct
 from collections.abc import Iterator
 
+from kvdoctor.analysis.arithmetic.numbers import read_numbers
+from kvdoctor.analysis.port_roles import plain_port
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import Axis, Graph, Port
+from kvdoctor.contract import Graph
 from kvdoctor.decode.search import SearchPlan
 from kvdoctor.model.operators import CONTRIB, has, operators_with
-from kvdoctor.model.proto import NodeProto, TensorProto
+from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import find_attribute
-from kvdoctor.model.view import Declared, GraphView, integers
+from kvdoctor.model.view import GraphView
 
 GREEDY = (
     "input_ids",
@@ -54,8 +55,8 @@ def read_search(file: OnnxFile) -> SearchPlan:
         tensor = scope.constant(source)
         if source in view.inputs:
             fed[name] = source
-        elif tensor is not None and name not in ONES and (number := _read_number(tensor)) is not None:
-            fixed[name] = number
+        elif tensor is not None and name not in ONES and len(numbers := read_numbers(tensor) or ()) == 1:
+            fixed[name] = numbers[0]
         else:
             unknown.append(f"its input {name} is computed in the graph")
     unknown += _find_unknown(node, view, fed, fixed)
@@ -79,12 +80,8 @@ def read_search(file: OnnxFile) -> SearchPlan:
 def read_search_graph(file: OnnxFile, path: str) -> Graph:
     """The graph of the whole model, as a call of it needs it."""
     inputs, outputs = file.graph.inputs.values(), file.graph.outputs.values()
-    return Graph(path, tuple(map(_as_port, inputs)), tuple(map(_as_port, outputs)))
-
-
-def _as_port(value: Declared) -> Port:
-    axes: tuple[Axis, ...] = tuple("fixed" for _ in value.shape or ())
-    return Port(value.name, value.dtype, value.shape, "auxiliary", axes)
+    given, returned = (tuple(plain_port(port, "auxiliary") for port in ports) for ports in (inputs, outputs))
+    return Graph(path, given, returned)
 
 
 def _find_unknown(node: NodeProto, view: GraphView, fed: dict[str, str], fixed: dict[str, float]) -> Iterator[str]:
@@ -111,13 +108,3 @@ def _output(node: NodeProto, view: GraphView, index: int) -> str | None:
 def _integer(node: NodeProto, name: str, default: int) -> int:
     attribute = find_attribute(node, name)
     return attribute.i if attribute is not None else default
-
-
-def _read_number(tensor: TensorProto) -> float | None:
-    """The number of a tensor of one element."""
-    if tensor.data_type != TensorProto.FLOAT:
-        found = integers(tensor)
-        return float(found[0]) if found is not None and len(found) == 1 else None
-    if len(tensor.float_data) == 1:
-        return float(tensor.float_data[0])
-    return float(struct.unpack("<f", tensor.raw_data)[0]) if len(tensor.raw_data) == struct.calcsize("<f") else None

@@ -9,11 +9,10 @@ the position of each token is none of these: that of a key does not change.
 from collections.abc import Iterator
 from itertools import islice
 
-from kvdoctor.analysis.thresholds import COUNTS, FixedNumbers, whole_numbers
+from kvdoctor.analysis.thresholds import COUNTS, FixedNumbers, Threshold, whole_numbers
 from kvdoctor.contract import Graph
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import operators_with
-from kvdoctor.records import record
 
 MOST_NODES = 2_000
 """Nodes before the first layer's keys that are looked at, at most."""
@@ -24,16 +23,8 @@ ONE_NUMBER = frozenset(COUNTS) - {"position_ids", "cache_position"}
 KEEPS = operators_with("arithmetic", "copy", "cast", "view", "pick", "repeat", "logic", "clamp")
 
 
-@record
-class SelectedConstants:
-    """A selection between constants: the number that the length is compared with, and the node that selects."""
-
-    length: int
-    node: str
-
-
-def find_selected_constants(flow: Flow, graph: Graph, key: str) -> SelectedConstants | None:
-    """The first such selection before the output `key`, the present of the first layer's keys."""
+def find_selected_constants(flow: Flow, graph: Graph, key: str) -> Threshold | None:
+    """The first such selection before the output `key`, the present of the first layer's keys, and its length."""
     numbers = FixedNumbers(flow)
     for node in islice(flow.before(flow.results.get(key, key)), MOST_NODES):
         if node.has("select"):
@@ -47,7 +38,7 @@ def find_selected_constants(flow: Flow, graph: Graph, key: str) -> SelectedConst
         lengths = {length for one in conditions for length in _compared(flow, graph, one, numbers)}
         if len(lengths) == 1:
             kind = node.op if node.has("select") else "an If"
-            return SelectedConstants(lengths.pop(), f'{kind} "{node.proto.name}"' if node.proto.name else kind)
+            return Threshold(lengths.pop(), f'{kind} "{node.proto.name}"' if node.proto.name else kind)
     return None
 
 

@@ -7,20 +7,9 @@ from kvdoctor.analysis.dialects.dialect import SlotName
 from kvdoctor.analysis.stacks import FLOATS, StackParts
 from kvdoctor.contract import First, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
-from kvdoctor.records import record
 
 VARYING = ("batch", "batch_heads", "past", "encoder")
 """Axes whose size differs between the graph that fills a slot and the one that takes it."""
-
-
-@record
-class PrefillOutput:
-    """An output of the first step that holds keys or values. `site`, the index of its attention, orders the layers."""
-
-    name: str
-    kind: SlotKind
-    part: str
-    site: int
 
 
 @dataclass(eq=False, repr=False)
@@ -106,20 +95,21 @@ class SlotInit:
                 return named
         if name is not None and name.present is not None:
             return None
-        fitting = (out for out in self._prefill_outputs if (out.kind, out.part) == (slot.kind, slot.part))
-        ordered = sorted(fitting, key=lambda out: out.site)
-        return ordered[slot.layer].name if slot.layer is not None and 0 <= slot.layer < len(ordered) else None
+        ordered = self._prefill_outputs.get((slot.kind, slot.part), [])
+        return ordered[slot.layer] if slot.layer is not None and 0 <= slot.layer < len(ordered) else None
 
     @cached_property
-    def _prefill_outputs(self) -> list[PrefillOutput]:
-        """Keys and values that the first step returns, by dataflow: those of tokens and those of encoder states."""
-        flow, found = self.first.first_dataflow, []
-        reached = flow.descent.reached_from(self.ids) if flow is not None else set()
-        for output, port in self.first.graph.outputs.items():
-            use = flow.uses.use_of_output(output) if flow is not None and len(port.shape or (1, 1, 1)) >= 3 else None
-            if use is not None and flow is not None:
-                own = flow.flow.results.get(output, output) in reached
-                found.append(PrefillOutput(output, "self-attention" if own else "cross-attention", use.part, use.site))
+    def _prefill_outputs(self) -> dict[tuple[SlotKind, str], list[str]]:
+        """Keys and values that the first step returns, of tokens and of encoder states, by layer: by dataflow."""
+        flow, found = self.first.first_dataflow, dict[tuple[SlotKind, str], list[str]]()
+        if flow is None:
+            return found
+        reached, wide = flow.descent.reached_from(self.ids), self.first.graph.outputs.items()
+        uses = [(name, flow.uses.use_of_output(name)) for name, port in wide if len(port.shape or (1, 1, 1)) >= 3]
+        for name, use in sorted(uses, key=lambda one: one[1].site if one[1] is not None else -1):
+            if use is not None:  # the index of its attention orders the layers
+                own = flow.flow.results.get(name, name) in reached
+                found.setdefault(("self-attention" if own else "cross-attention", use.part), []).append(name)
         return found
 
     @cached_property

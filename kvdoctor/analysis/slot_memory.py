@@ -104,17 +104,14 @@ class SlotBytes:
         for factor in self.factors:
             if factor.size is None and factor.of == "heads":
                 found.append("the number of heads in its axis of batch times heads")
-            elif factor.size is None:
-                found.append(f"its {factor.of}{self._symbol(factor.of)}")
+            elif factor.size is None:  # declared by a name, or by a number below 1
+                dims = [dim for dim, of in zip(self.slot.shape, self.slot.axes, strict=True) if of == factor.of]
+                dim = next((dim for dim in dims if not isinstance(dim, int) or dim < 1), None)
+                symbol = f", which the graph declares as {dim}" if dim is not None else ""
+                found.append(f"its {factor.of}{symbol}")
         if self.item is None:
             found.append(f"the bytes of its element type {self.slot.dtype}")
         return tuple(found)
-
-    def _symbol(self, axis: str) -> str:
-        """How the graph declares an axis without a usable size: by a name, or by a number below 1."""
-        dims = [dim for dim, of in zip(self.slot.shape, self.slot.axes, strict=True) if of == axis]
-        dim = next((dim for dim in dims if not isinstance(dim, int) or dim < 1), None)
-        return f", which the graph declares as {dim}" if dim is not None else ""
 
 
 def measure_slot(slot: Slot, measure: SizeValues) -> SlotBytes:

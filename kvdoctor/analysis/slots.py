@@ -22,23 +22,12 @@ from kvdoctor.analysis.slot_init import SlotInit
 from kvdoctor.analysis.stacks import FLOATS, StackParts
 from kvdoctor.contract import Axis, Dim, Growth, MissingPart, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
-from kvdoctor.records import record
 
 UNCHANGED: tuple[SlotKind, ...] = ("cross-attention", "encoder-states", "counter")
 """Kinds whose content does not depend on the new tokens; a counter depends on their number alone."""
 
 NO_LAYER = -1
 """The layer of a slot without a name until `_number_layers` has ranked it."""
-
-
-@record
-class SlotsRead:
-    """The slots in the order of layers, self-attention first, keys before values; and remarks on them."""
-
-    slots: tuple[Slot, ...]
-    missing: tuple[MissingPart, ...]
-    contradictions: tuple[MissingPart, ...]
-    evidence: tuple[str, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -53,24 +42,24 @@ class SlotReader:
     claimed: set[str]
     ids: set[str]
     tokens: set[str]
-    _missing: list[MissingPart] = field(default_factory=list, init=False)
-    _contradictions: list[MissingPart] = field(default_factory=list, init=False)
+    missing: list[MissingPart] = field(default_factory=list, init=False)
+    contradictions: list[MissingPart] = field(default_factory=list, init=False)
+    evidence: list[str] = field(default_factory=list, init=False)
     _named_deltas: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.decode, self.first = self.parts.decode, self.parts.first
         self._new_entries = slot_rules.NewEntries(self.decode.graph, self.tokens)
 
-    def read(self) -> SlotsRead:
-        """Read all slots."""
+    def read(self) -> tuple[Slot, ...]:
+        """All slots in the order of layers, self-attention first, keys before values."""
         view, names = self.decode.graph, self._slot_names()
         states = self._find_states(view, names)
         self._named_deltas = self._new_entries.find_named(names, states)
-        evidence = []
         if self._named_deltas:
-            evidence.append("every present holds the new entries alone: the loop appends them to the past")
+            self.evidence.append("every present holds the new entries alone: the loop appends them to the past")
         if unnamed := len(states.keys() - names.keys()):
-            evidence.append(f"past inputs found by their use in the graph, not by name: {unnamed}")
+            self.evidence.append(f"past inputs found by their use in the graph, not by name: {unnamed}")
         found = [slot for past, state in states.items() if (slot := self._read_slot(view.inputs[past], names, state))]
         found = self._grow_together(found)
         found += self._find_replaced(view, found)
@@ -86,7 +75,8 @@ class SlotReader:
             return layer, slot.kind != "self-attention", slot.part, name
 
         slots = tuple(sorted(self._add_attentions(found, states), key=place))
-        return SlotsRead(slots, tuple(self._missing), tuple(self._contradictions), (*evidence, *init.evidence))
+        self.evidence += init.evidence
+        return slots
 
     def _slot_names(self) -> dict[str, SlotName]:
         """Past inputs by name: as genai_config.json names them, else as the dialect does, where it fits the outputs."""
@@ -127,7 +117,7 @@ class SlotReader:
         for past, numbered in slot_rules.pair_by_name(list(unnamed), presents, by_number=True).items():
             if numbered != unnamed[past]:
                 reason = f"its number is that of {numbered!r}, but the graph returns its content as {unnamed[past]!r}"
-                self._contradictions.append(MissingPart(past, reason))
+                self.contradictions.append(MissingPart(past, reason))
         promised = slot_rules.pair_by_name(list(unnamed), presents)
         found = [replace(slot, present=promised.get(slot.past, slot.present)) for slot in found]
         return self._add_computed_presents(found, names)
@@ -244,7 +234,7 @@ class SlotReader:
         name = names.get(port.name)
         if port.shape is None:
             reason = "has no declared shape" if port.dtype else "is not a tensor, or declares no element type"
-            self._missing.append(MissingPart(port.name, f"this input {reason}"))
+            self.missing.append(MissingPart(port.name, f"this input {reason}"))
             return None
         kind = self._kind_of(name, state, port.shape)
         growth = slot_rules.growth_of(kind, name, state, port.shape)
@@ -252,16 +242,16 @@ class SlotReader:
             growth = "grow"
         if growth == "grow" and port.name in self._named_deltas:
             growth = "delta"
-        self._contradictions += slot_rules.find_contradictions(name, kind, growth)
+        self.contradictions += slot_rules.find_contradictions(name, kind, growth)
         growth = "paged" if growth == "static" and self._pools is not None and self._pools.has(port) else growth
         present, continues = self._present_of(name, names, state, growth)
         returned = self.decode.graph.outputs.get(present or "")
         rows_only = growth == "grow" and slot_rules.returns_new_rows(port.shape, state, returned)
         growth = "delta" if rows_only else growth
-        axes = self._axes_of(port.shape, kind, growth, name, state)
+        axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state), state)
         if growth in ("grow", "shared") and _has_constant_length(port, returned, axes, state):
             growth = "static"
-            axes = self._axes_of(port.shape, kind, growth, name, state)
+            axes = self._with_batch(port.shape, slot_axes(port.shape, kind, growth, name, state), state)
         return Slot(
             kind=kind,
             layer=name.layer if name is not None else None if "layers" in axes else NO_LAYER,
@@ -282,18 +272,12 @@ class SlotReader:
             takes_new=self._takes_new(kind, present),
         )
 
-    def _axes_of(
-        self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
-    ) -> tuple[Axis, ...]:
-        """The axes of a past."""
-        joined = state.axis if state is not None else None
-        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state), joined)
-
-    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...], joined: int | None) -> tuple[Axis, ...]:
+    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Axis, ...]:
         """The axes with the batch where the shape has the name that the tokens give it: others may come first.
 
-        The axis along which new entries are `joined` is no batch, whatever its name.
+        The axis along which new entries are joined is no batch, whatever its name.
         """
+        joined = state.axis if state is not None else None
         named = [at for at, size in enumerate(shape) if size in self._batch_names]
         length = axes[named[0]] if len(named) == 1 else None
         if "batch" in axes and (length == "capacity" or (length == "past" and joined is None)):

@@ -1,10 +1,10 @@
 """What an experiment wants run, and what came back: tensors, the sizes of a scenario, calls and answers. numpy only."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 NUMPY_TYPES: dict[str, Any] = {
     "float": np.float32,
@@ -174,6 +175,10 @@ class Answer:
         if len(shape) == 1:
             return (1, 1, *shape)
         return (shape[0], 1, math.prod(shape[1:])) if len(shape) in (2, 4) else shape
+
+
+Asking = Generator[Call, Answer, T]
+"""Yields calls, is sent their answers, and ends with what they show."""
 
 
 def _group(axis: Axis) -> int:

@@ -4,7 +4,7 @@ Generic runners fill each input on its own and so fail on healthy decoders. Here
 contract and one `Scenario`. Sizes of the default scenario differ pairwise, since equal sizes hide mistakes.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from kvdoctor.decode.calls import (
     TOO_SHORT,
     Answer,
     Array,
+    Asking,
     Call,
     Conditions,
     CountRows,
@@ -166,7 +167,7 @@ class FeedBuilder(Conditions):
         stop = stop or self.scenario.total
         return self._call("prefill", 0, stop, self.first_past(0), 0, kind="reference")
 
-    def whole(self, stop: int | None = None) -> "Generator[Call, Answer, Array]":
+    def whole(self, stop: int | None = None) -> Asking[Array]:
         """The logits of a reference run, float[batch, stop, vocabulary].
 
         A graph that gives the logits of the last token alone is run once for each length.
@@ -174,7 +175,7 @@ class FeedBuilder(Conditions):
         logits, _ = yield from self.whole_answer(stop)
         return logits
 
-    def whole_answer(self, stop: int | None = None) -> "Generator[Call, Answer, tuple[Array, Answer]]":
+    def whole_answer(self, stop: int | None = None) -> Asking[tuple[Array, Answer]]:
         """Like `whole`, and also returns the full answer with the growing slots."""
         stop = stop or self.scenario.total
         if not self.contract.last_logits_only:
@@ -196,26 +197,29 @@ class FeedBuilder(Conditions):
         """Tokens start to stop on top of a cache, which is as long as `past` says."""
         return self._call("decode", start, stop, past, self.past_length(past), expected=expected, **more)
 
-    def begin(self, expected: Array | None = None, stop: int | None = None) -> "Generator[Call, Answer, Past]":
+    def begin(self, expected: Array | None = None, stop: int | None = None) -> Asking[Past]:
         """Prefill the prompt, or `stop` tokens, compared with the logits `expected`; gives the past of the loop."""
         stop = stop or self.scenario.prompt
         answer = yield self.prefill(stop, None if expected is None else expected[:, :stop])
         return self.carry(None, answer, self.loop)
 
     def go_on(
-        self, past: Past, start: int, stop: int, expected: Array | None = None, size: int = 1
-    ) -> "Generator[Call, Answer, tuple[Past, Past]]":
-        """The loop from token `start` to `stop`, `size` tokens a call, compared with the logits `expected` of all.
+        self, past: Past | None, start: int, stop: int, expected: Array | None = None, size: int = 1
+    ) -> Asking[tuple[Past, Past]]:
+        """The loop from token `start` to `stop`, `size` tokens a call; compared with the logits `expected` of all.
+
+        A `past` of None begins with a prefill.
 
         Returns:
             The past of the last call, and the one after it.
         """
-        before = past
+        before = after = self.first_past(0) if past is None else past
         for position in range(start, stop, size):
-            end, before = min(position + size, stop), past
-            answer = yield self.decode(position, end, past, None if expected is None else expected[:, position:end])
-            past = self.carry(past, answer, self.loop)
-        return before, past
+            end, before = min(position + size, stop), after
+            wanted = None if expected is None else expected[:, position:end]
+            call = self.prefill(end, wanted) if past is None else self.decode(position, end, after, wanted)
+            past = after = self.carry(past, (yield call), self.loop)
+        return before, after
 
     def carry(self, past: Past | None, answer: Answer, loop: Loop, first: Past | None = None) -> Past:
         """What the given loop feeds next. `past` is None after the prefill, which was fed `first`, or the usual.

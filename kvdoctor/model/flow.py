@@ -14,17 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from kvdoctor.model import traverse
 from kvdoctor.model.flatten import FlatGraph, FlatNode, Flattener, FunctionKey, ScopeNames, Site
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import (
-    are_equal_constants,
-    constant_value,
-    find_attribute,
-    normalize_domain,
-    stable_order,
-    subgraphs,
-)
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
@@ -36,26 +29,14 @@ FLAWS = frozenset({CALLS_ITSELF, MADE_TWICE, GIVEN_TWICE, NEVER_MADE, CIRCULAR})
 
 
 @record
-class ScanInput:
-    """An input of a Scan of which each iteration gets one entry along an axis: shape without that axis.
+class StackedPort:
+    """An input or output of a Scan whose values in all iterations lie along an axis; the body's has not that axis.
 
-    `reversed` says that the first iteration gets the last one.
+    `number` is that of the input of node and body, or of the output of the body. Where it is `reversed`, the value of
+    the first iteration comes last.
     """
 
-    input: int
-    body_input: int
-    axis: int
-    reversed: bool
-
-
-@record
-class ScanOutput:
-    """An output that holds the values which an output of the body has in all iterations, along a new axis.
-
-    `reversed` says that the value of the first iteration comes last.
-    """
-
-    body_output: int
+    number: int
     axis: int
     reversed: bool = False
 
@@ -74,56 +55,44 @@ class Iteration:
     """
 
     carried: tuple[tuple[int, int, int], ...]
-    scan_inputs: tuple[ScanInput, ...]
-    scan_outputs: tuple[ScanOutput, ...]
+    scan_inputs: tuple[StackedPort, ...]
+    scan_outputs: tuple[StackedPort, ...]
     number: int | None = None
     condition: int | None = None
 
 
 def read_iteration(node: NodeProto, body: GraphProto) -> Iteration | None:
     """How a Loop or Scan goes together with its body; None for another node, and for one of an unknown form."""
-    if normalize_domain(node.domain) or not has(node.op_type, "loop"):
+    if traverse.normalize_domain(node.domain) or not has(node.op_type, "loop"):
         return None
-    return _read_loop(node, body) if node.op_type == "Loop" else _read_scan(node, body)
-
-
-def _read_loop(node: NodeProto, body: GraphProto) -> Iteration | None:
-    """A Loop: trip count, condition and initial values; its body has the number, the condition and the values."""
+    if node.op_type != "Loop":
+        return _read_scan(node, body)
+    # Trip count, condition and initial values; its body has the number, the condition and the values.
     count = len(body.input) - 2
     if count < 0 or max(len(node.input), 2) != len(body.input) or len(body.output) < count + 1:
         return None
     carried = tuple((at + 2, at + 2, at + 1) for at in range(count))
-    return Iteration(carried, (), tuple(ScanOutput(at, 0) for at in range(count + 1, len(body.output))), 0, 1)
+    return Iteration(carried, (), tuple(StackedPort(at, 0) for at in range(count + 1, len(body.output))), 0, 1)
 
 
 def _read_scan(node: NodeProto, body: GraphProto) -> Iteration | None:
     """A Scan: initial values and inputs that are taken apart; its body has the same."""
-    attribute = find_attribute(node, "num_scan_inputs")
+    attribute = traverse.find_attribute(node, "num_scan_inputs")
     taken = int(attribute.i) if attribute is not None else 0
     count = len(body.input) - taken
     if taken < 1 or count < 0 or len(node.input) != len(body.input) or len(body.output) < count:
         return None  # before opset 9 the node has one input more
-    stacked = range(count, len(body.output))
-    apart = _pair_up(node, "scan_input", taken)
-    together = _pair_up(node, "scan_output", len(stacked))
-    return Iteration(
-        carried=tuple((at, at, at) for at in range(count)),
-        scan_inputs=tuple(ScanInput(count + at, count + at, axis, turned) for at, (axis, turned) in enumerate(apart)),
-        scan_outputs=tuple(ScanOutput(at, axis, turned) for at, (axis, turned) in zip(stacked, together, strict=True)),
-    )
+    inputs = _read_stacked(node, "scan_input", range(count, count + taken))
+    outputs = _read_stacked(node, "scan_output", range(count, len(body.output)))
+    return Iteration(tuple((at, at, at) for at in range(count)), inputs, outputs)
 
 
-def _pair_up(node: NodeProto, ports: str, count: int) -> list[tuple[int, bool]]:
-    """The axis of each of some ports of a Scan, and whether its entries come last first."""
-    axes, directions = _listed(node, f"{ports}_axes", count), _listed(node, f"{ports}_directions", count)
-    return [(axis, direction == 1) for axis, direction in zip(axes, directions, strict=True)]
-
-
-def _listed(node: NodeProto, name: str, count: int) -> tuple[int, ...]:
-    """The number of each of some ports; 0 where the node says nothing."""
-    attribute = find_attribute(node, name)
-    given = tuple(attribute.ints) if attribute is not None else ()
-    return given if len(given) == count else (0,) * count
+def _read_stacked(node: NodeProto, ports: str, numbers: range) -> tuple[StackedPort, ...]:
+    """Some ports of a Scan; those of the first axis, forwards, where the node says nothing."""
+    found = (traverse.find_attribute(node, f"{ports}_{what}") for what in ("axes", "directions"))
+    given = [tuple(one.ints) if one is not None else () for one in found]
+    axes, directions = (one if len(one) == len(numbers) else (0,) * len(numbers) for one in given)
+    return tuple(StackedPort(at, axis, way == 1) for at, axis, way in zip(numbers, axes, directions, strict=True))
 
 
 MOST_NODES = 500_000
@@ -236,7 +205,9 @@ def flow_of(view: GraphView, cached: bool = True) -> Flow:
     writer = _FlowWriter(view, cached)
     writer.flaws |= {name: GIVEN_TWICE for name, count in given.items() if count > 1}
     writer.write_graph(view.model.graph, Site(names))
-    order, cyclic = stable_order([node.inputs for node in writer.nodes], [node.outputs for node in writer.nodes])
+    order, cyclic = traverse.stable_order(
+        [node.inputs for node in writer.nodes], [node.outputs for node in writer.nodes]
+    )
     nodes = [writer.nodes[index] for index in (*order, *cyclic)]
     if cyclic:
         name = next((name for index in cyclic for name in writer.nodes[index].outputs if name), "")
@@ -286,7 +257,7 @@ class _FlowWriter(Flattener[FlatNode]):
         return TensorProto(data_type=sparse.values.data_type, dims=sparse.dims)
 
     def constant_tensor(self, proto: NodeProto) -> TensorProto | None:
-        return constant_value(proto)
+        return traverse.constant_value(proto)
 
     def writes_out(self, key: FunctionKey, function: FunctionProto) -> bool:
         if key in self.calling:
@@ -298,7 +269,7 @@ class _FlowWriter(Flattener[FlatNode]):
         made: dict[str, NodeProto] = {}
         for node in listed:
             for name in filter(None, node.output):
-                if name in made and not are_equal_constants(made[name], node):
+                if name in made and not traverse.are_equal_constants(made[name], node):
                     self.flaws.setdefault(name, MADE_TWICE)
                 made[name] = node
         super().write_nodes(listed, site)
@@ -308,7 +279,7 @@ class _FlowWriter(Flattener[FlatNode]):
 
     def write_other(self, proto: NodeProto, inputs: tuple[str, ...], outputs: tuple[str, ...], site: Site) -> None:
         """An If, Loop or Scan: its bodies are written out, and its outputs follow from theirs and from its inputs."""
-        bodies = list(subgraphs(proto))
+        bodies = list(traverse.subgraphs(proto))
         form = read_iteration(proto, bodies[0]) if len(bodies) == 1 else None
         inner = [Site(ScopeNames(site.names), self.next_prefix(), call=site.call) for _ in bodies]
         if form is not None:
@@ -344,7 +315,7 @@ class _FlowWriter(Flattener[FlatNode]):
         for part in form.scan_inputs:
             # Each iteration gets the entry of its number.
             take = NodeProto(op_type="Gather", attribute=[_number("axis", part.axis), _number(REVERSED, part.reversed)])
-            self.add(FlatNode(take, (inputs[part.input], number), (within[part.body_input],)))
+            self.add(FlatNode(take, (inputs[part.number], number), (within[part.number],)))
         ends = self._write_branch(body, site)
         self.carried |= {within[at]: ends[later] for _, at, later in form.carried}
         results = [ends[later] for _, _, later in form.carried]
@@ -353,7 +324,7 @@ class _FlowWriter(Flattener[FlatNode]):
             # The results of all iterations along a new axis.
             axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[output.axis])
             stack = NodeProto(op_type="Unsqueeze", attribute=[axes, _number(REVERSED, output.reversed)])
-            self.add(FlatNode(stack, (ends[output.body_output],), (results[-1],)))
+            self.add(FlatNode(stack, (ends[output.number],), (results[-1],)))
         return results
 
 

@@ -32,16 +32,8 @@ class PartToJoin:
     own: Collection[str] = ()
 
 
-@record(slots=False)
-class JoinedModel:
-    """The graphs as one, and how the names of each stand for those of the whole."""
-
-    model: ModelProto
-    stages: tuple[Stage, ...]
-
-
-def join_models(parts: Sequence[PartToJoin]) -> JoinedModel:
-    """Join graphs in the order in which they run.
+def join_models(parts: Sequence[PartToJoin]) -> tuple[ModelProto, tuple[Stage, ...]]:
+    """Join graphs in the order in which they run; with the model, how the names of each stand for those of the whole.
 
     Raises:
         CannotJoin: they call different functions of the same name.
@@ -66,7 +58,7 @@ def join_models(parts: Sequence[PartToJoin]) -> JoinedModel:
                 joined.graph.output.append(value)
         for field in ("node", "initializer", "sparse_initializer", "value_info"):
             getattr(joined.graph, field).extend(getattr(graph, field))
-    return JoinedModel(joined, tuple(stages))
+    return joined, tuple(stages)
 
 
 def _rename(part: PartToJoin, known: set[str], fed: set[str], before: Sequence[Stage]) -> tuple[Stage, ModelProto]:

@@ -107,26 +107,21 @@ class _Rules:
 
     def judge_graph(self, graph: GraphProto, path: str, outer: Names) -> Iterator[str]:
         """The violations of a graph and of the subgraphs in it; `outer` are the values of the graphs around it."""
-        visible = outer | traverse.own_names(graph)
-        given = [value.name for value in graph.input]
-        yield from _made_twice(graph.node, given, path)
-        yield from self._judge_nodes(graph.node, path, visible)
-        for value in graph.output:
-            if value.name not in visible:
-                yield f"{path}: nothing computes the output {value.name!r}"
+        given, returned = ([value.name for value in values] for values in (graph.input, graph.output))
+        yield from self._judge(graph.node, path, outer | traverse.own_names(graph), given, returned)
 
     def judge_function(self, function: FunctionProto) -> Iterator[str]:
         """The violations of the body of a local function."""
+        visible = frozenset([*function.input, *(name for node in function.node for name in node.output if name)])
         path = f"function {function.name!r}"
-        made = frozenset(name for node in function.node for name in node.output if name)
-        yield from _made_twice(function.node, function.input, path)
-        yield from self._judge_nodes(function.node, path, made | frozenset(function.input))
-        for name in function.output:
-            if name not in made and name not in function.input:
-                yield f"{path}: nothing computes the output {name!r}"
+        yield from self._judge(function.node, path, visible, function.input, function.output)
 
-    def _judge_nodes(self, nodes: Iterable[NodeProto], path: str, visible: Names) -> Iterator[str]:
+    def _judge(
+        self, nodes: Iterable[NodeProto], path: str, visible: Names, given: Iterable[str], returned: Iterable[str]
+    ) -> Iterator[str]:
+        """The violations of nodes with the values that they see, those that they are given, and those they return."""
         listed = list(nodes)
+        yield from _made_twice(listed, given, path)
         _, cyclic = traverse.stable_order(
             [traverse.values_read(node) for node in listed], [node.output for node in listed]
         )
@@ -142,6 +137,7 @@ class _Rules:
                 for body in traverse.bodies_of(attribute):
                     inner = f"{traverse.describe_node(node)}, {attribute.name}"
                     yield from self.judge_graph(body, inner, visible)
+        yield from (f"{path}: nothing computes the output {name!r}" for name in returned if name not in visible)
 
     def _judge_operator(self, node: NodeProto) -> Iterator[str]:
         if node.domain not in traverse.STANDARD or (node.domain, node.op_type) in self.local:

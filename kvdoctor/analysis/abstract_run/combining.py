@@ -203,10 +203,6 @@ def _plan_product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[i
     return shape, size_of(shape)
 
 
-def _matmul(r: Reading) -> Abstract:
-    return multiply(as_weight(r.at(0)), as_weight(r.at(1)))
-
-
 def _gemm(r: Reading) -> Abstract:
     left, right = (
         _turn(as_weight(r.at(i))) if r.number(f"trans{n}", 0) else as_weight(r.at(i)) for i, n in enumerate("AB")
@@ -263,8 +259,7 @@ COMBINING: dict[str, Rule] = {
     "SkipSimplifiedLayerNormalization": _norm(False, skips=True),
     "ArgMax": _argmax,
     "ArgMin": _argmax,
-    "MatMul": _matmul,
-    "MatMulInteger": _matmul,
+    **dict.fromkeys(("MatMul", "MatMulInteger"), lambda r: multiply(as_weight(r.at(0)), as_weight(r.at(1)))),
     "Gemm": _gemm,
     "MatMulNBits": _matmul_bits,
     "Einsum": _einsum,

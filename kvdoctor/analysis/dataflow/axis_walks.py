@@ -4,7 +4,7 @@ The sizes of values on the way follow from the weights and constants of the grap
 
 Pasts of layers may be put together in a stack for a loop over the layers. The body of a loop stands in a flow once, so
 that all pasts of a stack meet in one value. An iteration gets the entry of its number, and what it returns is put at
-its number again: the place in the stack tells which output belongs to which past (`StackPlaces`).
+its number again: the place in the stack tells which output belongs to which past (`place_after`).
 """
 
 from collections import deque
@@ -104,9 +104,25 @@ _VIEWS = operators_with("copy", "cast", "permute", "view")
 """Operators after which a stack is still the same stack."""
 
 
+@record
+class Place:
+    """The number of an entry of a stack, and how many there are; in a loop, the number of the iteration."""
+
+    number: int
+    count: int
+
+    def turned(self, node: FlatNode) -> "Place":
+        """The place after a node that may stand for a Scan which goes from the last entry to the first."""
+        return Place(self.count - 1 - self.number, self.count) if node.number(REVERSED, 0) else self
+
+
+class PlaceUnknown(Exception):
+    """A node takes other entries of the stack, or ones of which the graph does not say where they stand."""
+
+
 @dataclass(eq=False, repr=False)
 class AxisWalks:
-    """Follows the axes of the inputs of one flow through operators that transpose, slice and split them."""
+    """Follows the axes of the inputs of one flow, and their places in stacks, through operators that move them."""
 
     flow: Flow
     budget: WalkBudget
@@ -172,43 +188,6 @@ class AxisWalks:
             walk.add(made.inputs if made is not None and value in self.flow.fixed else ())
         return False
 
-
-def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
-    """The input's axis along which a node adds new entries, where the node says so."""
-    if axes is None:
-        return None
-    at = operator_of(node.op).axis
-    if at is not None:
-        at = node.number("axis", at)
-    elif (ports := ports_of(node.domain, node.op)) is not None and ports.growth in ("grow", "shared", "static"):
-        at = len(axes) - 2
-    if at is None or not -len(axes) <= at < len(axes):
-        return None
-    return axes[at] if axes[at] != NEW else None
-
-
-@record
-class Place:
-    """The number of an entry of a stack, and how many there are; in a loop, the number of the iteration."""
-
-    number: int
-    count: int
-
-    def turned(self, node: FlatNode) -> "Place":
-        """The place after a node that may stand for a Scan which goes from the last entry to the first."""
-        return Place(self.count - 1 - self.number, self.count) if node.number(REVERSED, 0) else self
-
-
-class PlaceUnknown(Exception):
-    """A node takes other entries of the stack, or ones of which the graph does not say where they stand."""
-
-
-@dataclass(eq=False, repr=False)
-class StackPlaces:
-    """Follows places through the nodes of one flow."""
-
-    flow: Flow
-
     def stacks(self, node: FlatNode, axes: tuple[int, ...] | None) -> bool:
         """Whether a node puts values together along an axis that was inserted for it: no entries join there."""
         if not node.has("join") or len(node.inputs) < 2 or axes is None:
@@ -256,6 +235,20 @@ class StackPlaces:
                 break
             index = made.input(0)
         return index in self.flow.iterations
+
+
+def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
+    """The input's axis along which a node adds new entries, where the node says so."""
+    if axes is None:
+        return None
+    at = operator_of(node.op).axis
+    if at is not None:
+        at = node.number("axis", at)
+    elif (ports := ports_of(node.domain, node.op)) is not None and ports.growth in ("grow", "shared", "static"):
+        at = len(axes) - 2
+    if at is None or not -len(axes) <= at < len(axes):
+        return None
+    return axes[at] if axes[at] != NEW else None
 
 
 def _place_among(taken: Sequence[int], place: Place) -> Place | None:

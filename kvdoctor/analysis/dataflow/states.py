@@ -18,7 +18,6 @@ from kvdoctor.analysis.dataflow.axis_walks import (
     Known,
     Place,
     PlaceUnknown,
-    StackPlaces,
     join_axis,
 )
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
@@ -106,13 +105,8 @@ class Dataflow:
 
     @cached_property
     def axes(self) -> AxisWalks:
-        """Where the axes of inputs are."""
+        """Where the axes of inputs are, and inputs in stacks of several."""
         return AxisWalks(self.flow, self.budget, self.uses)
-
-    @cached_property
-    def places(self) -> StackPlaces:
-        """Where inputs are in stacks of several."""
-        return StackPlaces(self.flow)
 
     def state(self, name: str, rank: int) -> StateFlow:
         """Follow one graph input forward."""
@@ -200,11 +194,11 @@ class Dataflow:
             # A second Concat stacks keys and values, or all layers, again: no entries join there.
             joins = joins and not (path.join is not None and node.has("join"))
             joins = joins and not (node.has("join") and self._is_made_of(node, name))
-            stacks = joins and self.places.stacks(node, path.axes)
+            stacks = joins and self.axes.stacks(node, path.axes)
             if joins and path.join is not None:
                 continue
             try:
-                place = self.places.place_after(node, output, path.axes, path.place) if path.place else None
+                place = self.axes.place_after(node, output, path.axes, path.place) if path.place else None
             except PlaceUnknown:
                 continue
             if stacks:

@@ -168,8 +168,8 @@ def load_dialects() -> tuple[Dialect, ...]:
     """All dialects, those that are preferred where names fit several first."""
     found: list[Dialect] = []
     for module in pkgutil.iter_modules(dialects.__path__):
-        dialect = getattr(importlib.import_module(f"{dialects.__name__}.{module.name}"), "DIALECT", None)
-        found += [dialect] if dialect is not None else []
+        named = vars(importlib.import_module(f"{dialects.__name__}.{module.name}"))
+        found += [one for one in named.values() if isinstance(one, Dialect)]
     return tuple(sorted(found, key=lambda dialect: (dialect.order, dialect.name)))
 
 

@@ -6,20 +6,20 @@ scripted steps. What a module of this package decorates with an `Experiment` is 
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from functools import cache, partial
 from typing import Literal, TypeVar
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Call, Scenario
+from kvdoctor.decode.calls import Array, Asking, Scenario
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 from kvdoctor.records import record
 
-Calls = Generator[Call, Answer, None]
-Decision = Generator[Call, Answer, Cause | None]
+Calls = Asking[None]
+Decision = Asking[Cause | None]
 """An experiment that ends with the cause that it decided for."""
 MakeCalls = Callable[[FeedBuilder], Calls | Decision]
 Made = TypeVar("Made", bound=MakeCalls)

@@ -107,18 +107,16 @@ def _seen_by_first(builder: FeedBuilder, past: Past, base: Answer) -> Decision:
     start, limit = builder.scenario.prompt, builder.tolerance
     other = yield as_probe(builder.with_other_tokens(start + 1).decode(start, start + CHUNK, past))
     if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], limit):
-        return Cause(
-            "mask-not-offset",
-            f"of {CHUNK} new tokens on a past of {start}, the first one's logits change with the tokens after it",
-        )
+        return _misses(start, "the first one's logits change with the tokens after it")
     for place in range(start):
         answer = yield as_probe(builder.decode(start, start + CHUNK, add_noise(builder, past, [place])))
         if not answer.failed and same_logits(answer.logits[:, :1], base.logits[:, :1], limit):
-            return Cause(
-                "mask-not-offset",
-                f"of {CHUNK} new tokens on a past of {start}, the first one does not see entry {place} of the past",
-            )
+            return _misses(start, f"the first one does not see entry {place} of the past")
     return None
+
+
+def _misses(start: int, what: str) -> Cause:
+    return Cause("mask-not-offset", f"of {CHUNK} new tokens on a past of {start}, {what}")
 
 
 def _moved_logits(made: Array, right: Array, builder: FeedBuilder) -> Cause | None:
@@ -155,8 +153,5 @@ def _blind_to_new(builder: FeedBuilder, past: Past, base: Answer) -> Decision:
         answer = yield as_probe(change_token(builder, start + place).decode(start, start + CHUNK, past))
         after = slice(place + 1, place + 2)
         if not answer.failed and same_logits(answer.logits[:, after], base.logits[:, after], builder.tolerance):
-            return Cause(
-                "mask-not-offset",
-                f"of {CHUNK} new tokens on a past of {start}, number {place + 1} does not see the one before it",
-            )
+            return _misses(start, f"number {place + 1} does not see the one before it")
     return None

@@ -5,13 +5,13 @@ one entry off. The walk costs one reference run and one decode step for each len
 graph that a length is compared with (`analysis/thresholds.py`): it costs ten calls.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario
+from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
     as_probe,
@@ -86,11 +86,10 @@ def each_length(builder: FeedBuilder) -> Calls:
     for position in range(1, total):
         if position == builder.contract.ring and not (yield from _goes_on(builder, past, expected)):
             return
-        answer = yield builder.decode(position, position + 1, past, expected[:, position : position + 1])
-        past = builder.carry(past, answer, "held")
+        _, past = yield from builder.go_on(past, position, position + 1, expected)
 
 
-def _goes_on(builder: FeedBuilder, past: Past, expected: Array) -> "Generator[Call, Answer, bool]":
+def _goes_on(builder: FeedBuilder, past: Past, expected: Array) -> Asking[bool]:
     """Whether steps on full buffers are to get the logits of a call without a cache: where such a call forgets as well.
 
     One whose attention has no window does not forget what a buffer drops. Where it has none, the two rightly differ.
@@ -168,9 +167,8 @@ def _step_over(builder: FeedBuilder, lengths: list[int]) -> Decision:
         for begin in dict.fromkeys((start, late) if stop > WALK or near.scenario.batch > 1 else (late,)):
             past = yield from near.begin(stop=begin)
             for position in range(begin, stop if begin == start else begin + 1):
-                new = position - start
-                answer = yield near.decode(position, position + 1, past, expected[:, new : new + 1])
-                past = near.carry(past, answer, "held")
+                wanted = expected[:, position - start : position - start + 1]
+                past = near.carry(past, (yield near.decode(position, position + 1, past, wanted)), "held")
     for near, start, stop in changed:
         if cause := (yield from _find_invalid_keys(near, start, stop)):
             return cause
@@ -260,9 +258,7 @@ def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
                 yield from _chunk(near, 1, size + 2, past, expected)
 
 
-def _each_threshold(
-    builder: FeedBuilder, lengths: list[int]
-) -> "Generator[Call, Answer, tuple[list[Visit], list[Visit]]]":
+def _each_threshold(builder: FeedBuilder, lengths: list[int]) -> Asking[tuple[list[Visit], list[Visit]]]:
     """For each threshold a visit: where a longer call without a cache agrees with a shorter one, and where it does not.
 
     Raises:
@@ -296,7 +292,7 @@ def _chunk(near: FeedBuilder, start: int, stop: int, past: Past, expected: Array
     yield near.decode(stop - 1, stop, past, expected[:, stop - 1 : stop])
 
 
-def _reference_after(builder: FeedBuilder, start: int, stop: int) -> "Generator[Call, Answer, Array]":
+def _reference_after(builder: FeedBuilder, start: int, stop: int) -> Asking[Array]:
     """The logits of the tokens `start` to `stop` without a cache, float[batch, stop - start, vocabulary]."""
     if not builder.contract.last_logits_only:
         logits = yield from builder.whole(stop)
@@ -308,7 +304,7 @@ def _reference_after(builder: FeedBuilder, start: int, stop: int) -> "Generator[
     return np.concatenate(found, axis=1)
 
 
-def longest_sequence(builder: FeedBuilder, least: int, most: int) -> "Generator[Call, Answer, int]":
+def longest_sequence(builder: FeedBuilder, least: int, most: int) -> Asking[int]:
     """The tokens of the longest sequence that runs without a cache, from `least` to `most`.
 
     A table of positions that ends limits every call: a length beyond it is no fault of the cache.

@@ -176,7 +176,7 @@ def same_for_two(slots: tuple[Slot, ...], whole: Answer, limit: Tolerance) -> Ca
     return None
 
 
-def _from_empty(builder: FeedBuilder, past: Past, stop: int) -> Call:
+def from_empty(builder: FeedBuilder, past: Past, stop: int) -> Call:
     """The first tokens in the graph or branch that takes a past, whose past is empty."""
     emptied = {s.past: builder.placeholder(s, 0) for s in builder.contract.slots if s.growth != "constant"}
     return cache_entries.as_probe(builder.decode(0, stop, Past({**past, **emptied})))
@@ -193,14 +193,14 @@ def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decisi
     if first.failed:
         return None
     past = builder.carry(None, first, "held")
-    answer = yield _from_empty(builder, past, 1)
+    answer = yield from_empty(builder, past, 1)
     if answer.failed:
         return None
     ours, theirs = piece.new_entry(answer, 0), piece.right_entry(first, 0)
     if ours.shape != theirs.shape or cache_entries.same_entries(ours, theirs, builder.tolerance):
         return None
     if has_length(builder.contract) is None and not builder.contract.last_logits_only:
-        right, both = (yield cache_entries.as_probe(builder.prefill(2))), (yield _from_empty(builder, past, 2))
+        right, both = (yield cache_entries.as_probe(builder.prefill(2))), (yield from_empty(builder, past, 2))
         if (
             not right.failed
             and not both.failed
@@ -230,8 +230,8 @@ def other_attention(builder: FeedBuilder, start: int, past: Past, piece: Piece) 
     if has_length(builder.contract) is not None:
         return None  # it takes one token at a time
     right = yield cache_entries.as_probe(builder.prefill(2))
-    both = yield _from_empty(builder, past, 2)
-    changed = yield _from_empty(cache_entries.change_token(builder, 0), past, 2)
+    both = yield from_empty(builder, past, 2)
+    changed = yield from_empty(cache_entries.change_token(builder, 0), past, 2)
     if right.failed or both.failed or changed.failed:
         return None
     limit, ours = builder.tolerance, piece.new_entry(both, 1)

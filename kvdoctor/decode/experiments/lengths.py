@@ -1,13 +1,12 @@
 """Lengths: a past that cannot grow, a sweep, 5 and 50 tokens with their times, the whole context, all positions."""
 
 import time
-from collections.abc import Generator
 from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, as_array
+from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
 from kvdoctor.decode.experiments.cache_entries import as_probe, by_position, keeps_all, same_entries, take_entries
 from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
@@ -144,11 +143,10 @@ def _in_chunks(builder: FeedBuilder, limit: int) -> Calls:
     expected = (yield from _shown_if_it_fails(full.decode(start, limit, past))).logits
     for position in range(start, limit):
         wanted = expected[:, position - start : position - start + 1]
-        answer = yield full.decode(position, position + 1, past, wanted)
-        past = full.carry(past, answer, "held")
+        past = full.carry(past, (yield full.decode(position, position + 1, past, wanted)), "held")
 
 
-def _shown_if_it_fails(call: Call) -> Generator[Call, Answer, Answer]:
+def _shown_if_it_fails(call: Call) -> Asking[Answer]:
     """The answer of one call of many: only one that fails is listed as a step."""
     answer = yield as_probe(call)
     return (yield call) if answer.failed else answer
@@ -212,7 +210,7 @@ def numbering(builder: FeedBuilder) -> Decision:
     return None
 
 
-def _entries_of_one_token(builder: FeedBuilder, total: int) -> Generator[Call, Answer, list[Array]]:
+def _entries_of_one_token(builder: FeedBuilder, total: int) -> Asking[list[Array]]:
     """The entry of the first layer at each place, where all tokens are the same; none where they are not all there."""
     slot = by_position(builder.contract)[0]
     everywhere = np.repeat(builder.tokens[:, :1], total, axis=1)

@@ -7,14 +7,14 @@ over all tokens so far, or, where a call takes one token, those of a session wit
 another order.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, Value, as_array
+from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario, Value, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
 from kvdoctor.decode.experiments.cache_entries import as_probe, one_step, read_returned, same_entries
 from kvdoctor.decode.feeds import FeedBuilder
@@ -116,7 +116,7 @@ def short_walk(builder: FeedBuilder) -> Decision:
     return None
 
 
-def _unoptimized(builder: FeedBuilder) -> "Generator[Call, Answer, dict[int, Array]]":
+def _unoptimized(builder: FeedBuilder) -> Asking[dict[int, Array]]:
     """The logits at the places in a session without graph optimization, up to where that fails."""
     found: dict[int, Array] = {}
     past: Past | None = None
@@ -130,7 +130,7 @@ def _unoptimized(builder: FeedBuilder) -> "Generator[Call, Answer, dict[int, Arr
     return found
 
 
-def _whole(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, tuple[Array | None, dict[str, Value]]]":
+def _whole(builder: FeedBuilder, stop: int) -> Asking[tuple[Array | None, dict[str, Value]]]:
     """The last logits of one call over the first tokens, and its states by the presents that must equal them."""
     if (builder.contract.vocabulary or 1) * stop > MOST_LOGITS:
         return None, {}
@@ -218,7 +218,9 @@ def find_no_states(contract: CacheContract) -> str | None:
 
 def wrong_states(builder: FeedBuilder, start: int, stop: int) -> Decision:
     """Which state is wrong after tokens `start` to `stop` on the state of a prefill, and in what way."""
-    counters, states = _list_counters(builder.contract), list_states(builder.contract)
+    # A mask of the entries of a window depends on the number of tokens alone as well.
+    counters = [slot for slot in builder.contract.of_kind("counter") if len(slot.shape) < 2]
+    states = list_states(builder.contract)
     if find_no_states(builder.contract):
         return None
     first, whole = (yield as_probe(builder.prefill(start))), (yield as_probe(builder.prefill(stop)))
@@ -269,11 +271,6 @@ def _departed(builder: FeedBuilder, span: tuple[int, int], past: Past, answers: 
         text = f"{slot.present} after {calls} is not that of one call; the states of the layers before it are right"
         return Cause("new-entries-wrong", text, slot.past)
     return None
-
-
-def _list_counters(contract: CacheContract) -> list[Slot]:
-    """The slots that hold a number of tokens; a mask of the entries of a window depends on it alone as well."""
-    return [slot for slot in contract.of_kind("counter") if len(slot.shape) < 2]
 
 
 def _same(slot: Slot, one: Answer, other: Answer) -> bool:

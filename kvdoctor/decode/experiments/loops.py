@@ -122,13 +122,8 @@ def rows_together(builder: FeedBuilder) -> Calls:
     stop = min(builder.scenario.total, 1 + FEW)
     expected = yield from each_row_alone(builder, stop)
     for order in (range(builder.scenario.batch), range(builder.scenario.batch)[::-1]):
-        together, past = builder.rows(order), None
-        right, before = expected[builder.logits_rows(order)], None
-        for position in range(stop):
-            before = past
-            answer = yield one_step(together, position, past, right[:, position : position + 1])
-            past = together.carry(past, answer, "held")
-    assert before is not None  # noqa: S101 - more than one token
+        together, right = builder.rows(order), expected[builder.logits_rows(order)]
+        before, _ = yield from together.go_on(None, 0, stop, right)
     yield from together.controls(stop - 1, stop, before, right)
     moved = together.reorder_past(before, range(builder.scenario.batch)[::-1])
     yield together.decode(
@@ -169,10 +164,7 @@ def replayed(builder: FeedBuilder) -> Calls:
         past: Past | None = None
         for position in range(builder.scenario.total):
             before, expected = past, logits[position] if again else None
-            if past is None:
-                answer = yield builder.prefill(1, expected)
-            else:
-                answer = yield builder.decode(position, position + 1, past, expected)
+            answer = yield one_step(builder, position, past, expected)
             logits += [] if again else [answer.logits]
             past = builder.carry(past, answer, "plain")
         if not again:

@@ -10,14 +10,14 @@ entries of the others, and the graph compares a length with the width of the win
 in L layers reaches L * (W - 1) tokens back: each layer sees what the layer below has gathered.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
-from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
+from kvdoctor.decode.calls import Answer, Array, Asking, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
@@ -54,7 +54,7 @@ POSITIONS: tuple[Role, ...] = (
 """Inputs that tell a step its position."""
 
 
-def each_row_alone(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, Array]":
+def each_row_alone(builder: FeedBuilder, stop: int) -> Asking[Array]:
     """The logits of the first `stop` tokens, float[batch, stop, vocabulary]: each row by itself, token by token."""
     rows: list[Array] = []
     for row in range(builder.scenario.batch):
@@ -67,7 +67,7 @@ def each_row_alone(builder: FeedBuilder, stop: int) -> "Generator[Call, Answer, 
     return np.concatenate(rows, axis=0)
 
 
-def right_logits(builder: FeedBuilder) -> "Generator[Call, Answer, Array]":
+def right_logits(builder: FeedBuilder) -> Asking[Array]:
     """The logits of a reference run; where a call takes one token, of each row by itself."""
     alone = builder.contract.new_tokens is not None
     return (yield from (each_row_alone(builder, builder.scenario.total) if alone else builder.whole()))
@@ -191,9 +191,7 @@ def _list_read(contract: CacheContract) -> list[Slot]:
     return [slot for slot in kept if slot.past not in unread]
 
 
-def _differs(
-    builder: FeedBuilder, start: int, past: Past | None, answers: Sequence[Answer]
-) -> "Generator[Call, Answer, bool]":
+def _differs(builder: FeedBuilder, start: int, past: Past | None, answers: Sequence[Answer]) -> Asking[bool]:
     """Whether the loop goes on from a past with other logits, bit for bit, or fails."""
     for position in range(start, builder.scenario.total):
         answer = yield as_probe(one_step(builder, position, past))
@@ -282,9 +280,7 @@ def _exchanged(builder: FeedBuilder, slot: Slot, pasts: Sequence[Past | None]) -
     return None
 
 
-def _find_entry(
-    builder: FeedBuilder, slot: Slot, place: int, pasts: Sequence[Past | None]
-) -> "Generator[Call, Answer, int | None]":
+def _find_entry(builder: FeedBuilder, slot: Slot, place: int, pasts: Sequence[Past | None]) -> Asking[int | None]:
     """Where the past of the last step holds the entry of an earlier token."""
     last, right = builder.scenario.total - 1, pasts[-2]
     other, past = change_token(builder, place), pasts[place]
@@ -335,7 +331,7 @@ def lost_tokens(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Seq
 
 def _follow(
     builder: FeedBuilder, place: int, pasts: Sequence[Past | None], answers: Sequence[Answer]
-) -> "Generator[Call, Answer, Influence]":
+) -> Asking[Influence]:
     """Decode with other tokens at a position. A step that fails with one of them counts as one that changes."""
     last, steps, kept, other = builder.scenario.total - 1, set[int](), False, builder
     for _ in OTHER_TOKENS:

@@ -5,13 +5,13 @@ tokens by the operator's own rules (decode/search.py). A sequence that the opera
 token: so a tie that rounding decides is no difference.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Port
-from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, Past, Value, as_array
+from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Asking, Call, Past, Value, as_array
 from kvdoctor.decode.experiments import Decision, Experiment
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import random_tokens
@@ -40,7 +40,7 @@ class Followed:
     logits: Array
 
 
-Follow = Generator[Call, Answer, Followed]
+Follow = Asking[Followed]
 
 
 @record(slots=False)
@@ -161,7 +161,7 @@ def _with_prompt(builder: FeedBuilder, plan: SearchPlan, number: int) -> FeedBui
     return replace(builder, scenario=scenario, tokens=tokens)
 
 
-def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Generator[Call, Answer, Cause | None]:
+def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Asking[Cause | None]:
     """Compare what the operator returns with our search; a sequence of the same score is as good."""
     answer = yield _call_operator(builder, rules)
     theirs = _read(answer, rules, ours)
@@ -203,7 +203,7 @@ class Scored:
         return SLACK + builder.tolerance.fails * self.deviation
 
 
-def _search(loop: OwnLoop, rules: SearchRules) -> Generator[Call, Answer, list[Found]]:
+def _search(loop: OwnLoop, rules: SearchRules) -> Asking[list[Found]]:
     """The best sequences of our own search, without the ending token."""
     first = yield from loop.begin()
     if rules.is_greedy:
@@ -233,7 +233,7 @@ def _adjusted(rules: SearchRules, sequence: Followed) -> Array:
     )
 
 
-def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Generator[Call, Answer, tuple[int, ...]]:
+def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Asking[tuple[int, ...]]:
     """The sequence of the likeliest tokens, without the ending token."""
     while True:
         token = int(_adjusted(rules, sequence).argmax())
@@ -244,7 +244,7 @@ def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Ge
         sequence = yield from loop.go_on(sequence, token)
 
 
-def _score(loop: OwnLoop, rules: SearchRules, tokens: tuple[int, ...]) -> Generator[Call, Answer, Scored | None]:
+def _score(loop: OwnLoop, rules: SearchRules, tokens: tuple[int, ...]) -> Asking[Scored | None]:
     """A sequence by our loop; None where it has a token without a logit."""
     one = yield from loop.begin()
     total, deviation, gaps = 0.0, 0.0, dict[int, float]()

@@ -1,14 +1,13 @@
 """Rows of different lengths in one batch: padding on the left of the tokens, on the right of the encoder states."""
 
-from collections.abc import Generator
 from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, Role
-from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Past, Scenario, as_array
+from kvdoctor.decode.calls import Array, Asking, Call, Encoded, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe, one_step, same_logits
+from kvdoctor.decode.experiments.cache_entries import as_probe, same_logits
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states, takes_rows
@@ -156,11 +155,9 @@ def rows_apart(builder: FeedBuilder) -> Calls:
     axes = {port.name: port.axes for port in builder.contract.graph("decode").inputs}
     axes |= {slot.past: slot.axes for slot in builder.contract.slots}
     for row, length in enumerate(APART):
-        alone, past = builder.row(row), None
-        for position in range(length):
-            answer = yield one_step(alone, position, past)
-            past = alone.carry(past, answer, "held")
-        calls.append(one_step(alone, length, past))
+        alone = builder.row(row)
+        _, past = yield from alone.go_on(None, 0, length)
+        calls.append(alone.decode(length, length + 1, past))
         right.append((yield calls[-1]).logits)
     together: dict[str, Array] = {}
     for name in calls[0].feeds:
@@ -186,7 +183,7 @@ def _shorten(builder: FeedBuilder, length: int) -> FeedBuilder:
     return replace(builder, encoded=Encoded(states, outputs))
 
 
-def _counts_something_else(builder: FeedBuilder, padded: FeedBuilder) -> "Generator[Call, Answer, Call | None]":
+def _counts_something_else(builder: FeedBuilder, padded: FeedBuilder) -> Asking[Call | None]:
     """The control that shows no effect, where the mask has one and is yet no mask over states (but over samples)."""
     start, limit = builder.scenario.prompt, builder.tolerance
     blank = replace(builder, encoder_padding=(builder.encoder_states,) * builder.scenario.batch)
@@ -204,13 +201,10 @@ def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
     """The held loop against the logits that all rows have; the control shows the padding."""
     start, total = padded.scenario.prompt, padded.scenario.total
     prompt = expected.shape[1] - (total - start)  # tokens of the prompt in the row that has the fewest
-    answer = yield padded.prefill(start, expected[:, :prompt])
-    past = first = padded.carry(None, answer, "held")
+    past = first = padded.carry(None, (yield padded.prefill(start, expected[:, :prompt])), "held")
     for position in range(start, total):
-        before = past
-        wanted = expected[:, prompt + position - start : prompt + position - start + 1]
-        answer = yield padded.decode(position, position + 1, past, wanted)
-        past = padded.carry(past, answer, "held")
+        before, wanted = past, expected[:, prompt + position - start : prompt + position - start + 1]
+        past = padded.carry(past, (yield padded.decode(position, position + 1, past, wanted)), "held")
     if takes_chunks(padded.contract) is None:
         yield padded.decode(start, total, first, expected[:, prompt:])
     yield unpadded.decode(total - 1, total, before, wanted, kind="control", label="a mask without the padding")

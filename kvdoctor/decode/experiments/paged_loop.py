@@ -6,7 +6,7 @@ a place in the pool, counted from its start: block * block size + offset. Source
 """
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Port
-from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Call, Past, Value
+from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Asking, Call, Past, Value
 from kvdoctor.decode.experiments import Calls, Experiment
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import random_tokens
@@ -187,7 +187,7 @@ class PagedLoop:
             {slot.past: answer.outputs.get(slot.present or "", past[slot.past]) for slot in self.builder.contract.slots}
         )
 
-    def reference(self, tokens: Array) -> Generator[Call, Answer, Array]:
+    def reference(self, tokens: Array) -> Asking[Array]:
         """The logits of a whole sequence in one call, its blocks in order in empty pools: float[tokens, vocabulary]."""
         blocks = tuple(range(-(-len(tokens) // self.size)))
         step = NewTokens(blocks, 0, tuple(map(int, tokens)))

@@ -1,12 +1,12 @@
 """Why does decoding with the cache differ? Each hypothesis predicts something of the cache that no other does."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, as_array
+from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Decision, entry_origins, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
@@ -41,9 +41,7 @@ class CachedStep:
     past: Past
     answer: Answer
 
-    def ignores_noise(
-        self, places: Iterable[int], slots: Sequence[Slot] | None = None
-    ) -> "Generator[Call, Answer, bool]":
+    def ignores_noise(self, places: Iterable[int], slots: Sequence[Slot] | None = None) -> Asking[bool]:
         """Whether noise in some entries, of every slot that grows or of those given, leaves the logits as they are."""
         return self.has_same_logits((yield self.with_noise(places, slots)))
 
@@ -277,7 +275,7 @@ def _blind_layer(step: CachedStep) -> Decision:
     return None
 
 
-def first_wrong(builder: FeedBuilder, expected: Array) -> "Generator[Call, Answer, int | None]":
+def first_wrong(builder: FeedBuilder, expected: Array) -> Asking[int | None]:
     """The first position whose logits differ in a loop that holds."""
     start = builder.scenario.prompt
     answer = yield as_probe(builder.prefill(start))
@@ -329,8 +327,7 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     if contract.first_step == "empty-past":
         return None
     # From an empty past nothing can be wrong with the cache, its positions or its mask.
-    emptied = {s.past: builder.placeholder(s, 0) for s in contract.slots if s.growth != "constant"}
-    first = yield as_probe(builder.decode(0, 1, Past({**past, **emptied})))
+    first = yield entry_origins.from_empty(builder, past, 1)
     if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
         return None
     pieces = entry_origins.pieces_of(by_position(contract), first, first=False)
@@ -398,7 +395,7 @@ def _no_distance(step: CachedStep, whole: Answer) -> Decision:
     )
 
 
-def _counts_distance(builder: FeedBuilder, start: int) -> "Generator[Call, Answer, bool]":
+def _counts_distance(builder: FeedBuilder, start: int) -> Asking[bool]:
     """Whether the first attention of a call without a cache tells the order of the tokens before it.
 
     Some models have no positions at all. The entries of the second layer show it. The logits do so only where there is

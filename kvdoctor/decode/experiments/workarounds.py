@@ -66,9 +66,9 @@ def all_ids(builder: FeedBuilder) -> Calls:
 )
 def late_cache(builder: FeedBuilder) -> Calls:
     """No cache for the first steps, then the plain loop."""
-    expected = yield from builder.whole()
-    start = builder.scenario.prompt + STEPS_WITHOUT_CACHE
-    for stop in range(builder.scenario.prompt, start + 1):
+    expected, prompt = (yield from builder.whole()), builder.scenario.prompt
+    start = prompt + STEPS_WITHOUT_CACHE
+    for stop in range(prompt, start + 1):
         answer = yield builder.prefill(stop, expected[:, :stop])
     past = builder.carry(None, answer, "plain")
     yield from replace(builder, loop="plain").go_on(past, start, builder.scenario.total, expected)
@@ -119,6 +119,5 @@ def dummy_past_runs(builder: FeedBuilder) -> Calls:
 )
 def cached_branch(builder: FeedBuilder) -> Calls:
     """The switch already true on the first step, over an empty cache."""
-    expected = yield from builder.whole()
-    prompt = builder.scenario.prompt
+    expected, prompt = (yield from builder.whole()), builder.scenario.prompt
     yield builder.decode(0, prompt, builder.first_past(0), expected[:, :prompt])
