@@ -282,6 +282,15 @@ class GateChoices:
         environment="KVDOCTOR_CACHE_DIR",
         group=LIMITS,
     )
+    cache_size: int = option(
+        Whole.of(1, unit="MiB", metavar="MIB"),
+        512,
+        "Let that folder grow to this size; the reports that were not used for longest are removed.",
+        GATES,
+        policy="cache-size = 2048",
+        once=True,
+        group=LIMITS,
+    )
     cluster: str | None = option(
         Text("the address of a scheduler", "ADDRESS"),
         None,

@@ -1,11 +1,14 @@
 """Files that can belong to a model, found by their names alone, and the digest of a file."""
 
+import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from kvdoctor.errors import UsageError, how_to_get
 
 MODEL_SUFFIXES = {".onnx", ".ort"}
+ADAPTER_SUFFIX = ".onnx_adapter"
 SIDE_CARS = (
     "config.json",
     "genai_config.json",
@@ -15,6 +18,7 @@ SIDE_CARS = (
     "preprocessor_config.json",
     "inference_metadata.yaml",
 )
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 STEM = re.compile(
     r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model|embed_tokens|embeddings?)"
     r"(?P<suffix>_\w+)?",
@@ -47,19 +51,44 @@ def refuse_nothing(shown: str, path: Path) -> None:
 
 
 def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
-    """The folder of the model at a path, and every existing file that `open_folder` reads there.
+    """The folder of the model at a path, and every existing file that a diagnosis reads there.
 
     What the models name as external data is not among them.
     """
     root, names = candidates(path)
     beside = side_car_folder(root)
-    return root, (*names, *(beside / name for name in SIDE_CARS if (beside / name).exists()))
+    return root, (
+        *names,
+        *list_adapters(root),
+        *(beside / name for name in (*SIDE_CARS, *TOKENIZER) if (beside / name).exists()),
+    )
+
+
+def list_adapters(root: Path) -> tuple[Path, ...]:
+    """The adapter files of a folder."""
+    return tuple(root / name for name in list_names(root, ADAPTER_SUFFIX))
+
+
+def list_names(folder: Path, suffix: str = "") -> tuple[str, ...]:
+    """The sorted names in a folder that end with a suffix; a folder with many models is listed once for all of them.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    return _list_names(folder, suffix, folder.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _list_names(folder: Path, suffix: str, changed: int) -> tuple[str, ...]:  # noqa: ARG001 - when it was changed
+    return tuple(sorted(name for name in os.listdir(folder) if name.endswith(suffix)))  # noqa: PTH208
 
 
 def candidates(path: Path) -> tuple[Path, list[Path]]:
     """The folder of a model, and the files that can belong to it."""
     if not path.is_dir():
-        siblings = (p for p in path.parent.iterdir() if p.suffix in MODEL_SUFFIXES and _could_belong(path, p))
+        if not STEM.fullmatch(path.stem):  # nothing else belongs to it: a folder of 100,000 files is not listed
+            return path.parent, [path]
+        siblings = (p for p in path.parent.iterdir() if p.suffix in MODEL_SUFFIXES and STEM.fullmatch(p.stem))
         return path.parent, sorted({path, *siblings})
     names = sorted(p for p in path.iterdir() if p.suffix in MODEL_SUFFIXES)
     if not names and (path / "onnx").is_dir():
@@ -70,11 +99,6 @@ def candidates(path: Path) -> tuple[Path, list[Path]]:
 def side_car_folder(root: Path) -> Path:
     """Where the side-cars of the models in a folder lie."""
     return root.parent if root.name == "onnx" and not (root / "config.json").exists() else root
-
-
-def _could_belong(chosen: Path, other: Path) -> bool:
-    """Of the files in the folder of a chosen one, only those with Optimum's names can belong to its stack."""
-    return bool(STEM.fullmatch(chosen.stem) and STEM.fullmatch(other.stem))
 
 
 def sha256(path: Path) -> str:
