@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -277,9 +277,9 @@ def entry(cache: Cache) -> Path:
     return file
 
 
-def forged(line: bytes, body: dict[str, Any]) -> bytes:
+def forged(line: bytes, body: dict[str, Any], pack: Callable[[bytes], bytes] = zlib.compress) -> bytes:
     """An entry with another body, and the head that fits it."""
-    content = zlib.compress(json.dumps(body).encode())
+    content = pack(json.dumps(body).encode())
     return json.dumps({**json.loads(line), "sha256": hashlib.sha256(content).hexdigest()}).encode() + b"\n" + content
 
 
@@ -295,6 +295,8 @@ BROKEN = {
     "no JSON": lambda *_: b"\xff\x00" * 50,
     "a list": lambda *_: b"[]\n[]",
     "deep": lambda _, body: b"[" * 100_000 + b"\n" + body,
+    "not compressed": lambda head, body: forged(head, unpacked(body), bytes),
+    "no end": lambda head, body: forged(head, unpacked(body), lambda content: zlib.compress(content)[:-4]),
     "another key": lambda head, body: head.replace(b'"key":"', b'"key":"0') + b"\n" + body,
     "another schema": lambda head, body: head.replace(b"cache/1", b"cache/9") + b"\n" + body,
     "a field less": lambda head, body: forged(head, {k: v for k, v in unpacked(body).items() if k != "model"}),

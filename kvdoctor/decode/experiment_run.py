@@ -126,8 +126,13 @@ class _ExperimentRun:
             contract has to be corrected before the experiment is run.
         """
         run = self._drive()
-        if isinstance(run, Run):
-            self._keep_logits()
+        keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
+        if isinstance(run, UnusableLogits):
+            return run
+        if self.runner.keep_logits and keeps is not None and self.builder is not None:  # also where it ended early
+            kept |= {f"{name}:{key}": array for key, array in keeps(self.builder, self.logits).items()}
+        elif self.logits and name not in kept:
+            kept[name] = np.concatenate([part.ravel() for part in self.logits])
         return run
 
     def _drive(self) -> Run | UnusableLogits:
@@ -152,14 +157,6 @@ class _ExperimentRun:
             return self._leave_open("skipped", str(reason))
         except StepFailed as error:
             return self._fail(call, str(error))
-
-    def _keep_logits(self) -> None:
-        """Write what the experiment keeps to the scratch file, also where it ended early."""
-        keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
-        if self.runner.keep_logits and keeps is not None and self.builder is not None:
-            kept |= {f"{name}:{key}": array for key, array in keeps(self.builder, self.logits).items()}
-        elif self.logits and name not in kept:
-            kept[name] = np.concatenate([part.ravel() for part in self.logits])
 
     def _answer(self, call: Call) -> Answer | UnusableLogits:
         self.stack.announce(CallStarting(self.experiment.name, len(self.steps), call.kind))
@@ -306,7 +303,12 @@ class _ExperimentRun:
             return self._make_run("differs", reason=cause.evidence, cause=cause)
         if self.experiment.explains:
             return self._make_run("inconclusive", reason="no hypothesis predicts what was observed")
-        exactness, noise = self.contract.exactness, self._find_noise_floor()
+        exactness, noise = self.contract.exactness, self.noise
+        effects = [control.difference.relative for control in self.controls if control.difference]
+        if exactness == "dynamic-quantization" and effects:
+            # It rounds the cached values differently at every split, and the error grows with the steps: only a
+            # difference near the effect of a corrupted cache counts as a fault.
+            noise = max(noise, min(effects) / 8)
         verdicts = [judge(step.difference, self.tolerance, noise) if step.difference else "pass" for step in self.steps]
         cached = any(step.phase == "decode" for step in self.steps)
         if exactness.endswith("quantization") and cached and 2 * verdicts.count("fail") <= len(verdicts):
@@ -321,17 +323,6 @@ class _ExperimentRun:
             reason = f"control failed: {' and '.join(unseen)} {verb} not change the logits more than their noise"
             return self._leave_open("inconclusive", reason)
         return self._leave_open("ambiguous" if "ambiguous" in verdicts else "passed", None)
-
-    def _find_noise_floor(self) -> float:
-        """The largest difference without a fault, as a fraction of the logits' standard deviation.
-
-        Dynamic quantization rounds the cached values differently at every split, and the error grows with the steps:
-        only a difference near the effect of a corrupted cache counts as a fault.
-        """
-        effects = [control.difference.relative for control in self.controls if control.difference]
-        if self.contract.exactness != "dynamic-quantization" or not effects:
-            return self.noise
-        return max(self.noise, min(effects) / 8)
 
     def _fail(self, call: Call | None, error: str) -> Run:
         if call is None:

@@ -58,11 +58,8 @@ def models_at(folder: Path, pattern: str) -> list[str]:
     found = sorted({path.as_posix() for path in _expanded(folder, PurePosixPath(), wanted, set())})
     if wanted and wanted[-1] == DEEP:
         return [path for path in found if any(name.endswith(".onnx") for name in _names(folder / path))]
-    return [
-        path
-        for path in found
-        if not _has_magic(wanted[-1:]) or (folder / path).is_dir() or Path(path).suffix == ".onnx"
-    ]
+    named = not _has_magic(wanted[-1:])
+    return [path for path in found if named or (folder / path).is_dir() or Path(path).suffix == ".onnx"]
 
 
 def _once(wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -254,13 +251,13 @@ def find_policy(start: Path | None = None) -> Policy:
         UsageError: the file cannot be read, or has a key or a value that no policy has.
     """
     here = (start or Path()).absolute()
-    for folder in _upwards(here):
-        for name in (OWN, SHARED):
-            file = folder / name
-            if os.path.lexists(file):
-                policy = read_policy(_as_seen_from(file, here), file)
-                if policy is not None:
-                    return policy
+    folders = (here, *here.parents)
+    root = next((n for n, folder in enumerate(folders) if any((folder / name).exists() for name in REPOSITORIES)), 0)
+    for file in (folder / name for folder in folders[: root + 1] for name in (OWN, SHARED)):
+        if os.path.lexists(file):
+            policy = read_policy(_relative(str(file), here) or file.as_posix(), file)
+            if policy is not None:
+                return policy
     return Policy()
 
 
@@ -293,20 +290,6 @@ def read_policy(shown: str, file: Path | None = None) -> Policy | None:
         if not isinstance(document, dict):
             raise UsageError(f"{shown}: [{TABLE}] must be a table")
     return _Reader(shown, text, table).policy(file, document)
-
-
-def _upwards(here: Path) -> Iterator[Path]:
-    """Return the folder and those above it, up to the root of its repository; without a repository the folder alone."""
-    folders = (here, *here.parents)
-    root = next((n for n, folder in enumerate(folders) if any((folder / name).exists() for name in REPOSITORIES)), 0)
-    return iter(folders[: root + 1])
-
-
-def _as_seen_from(file: Path, here: Path) -> str:
-    try:
-        return Path(os.path.relpath(file, here)).as_posix()
-    except ValueError:  # another drive of Windows
-        return file.as_posix()
 
 
 def _text(shown: str, file: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvdoctor.errors import UsageError, how_to_get
 
+GIVE = "give an .onnx file or the folder of an export"
 MODEL_SUFFIXES = {".onnx", ".ort"}
 ADAPTER_SUFFIX = ".onnx_adapter"
 SIDE_CARS = (
@@ -35,19 +36,17 @@ def refuse_nothing(shown: str, path: Path) -> None:
     if shown == "-":
         raise UsageError("a model cannot be read from standard input, its external data needs a path; give the path")
     if not shown:
-        raise UsageError("the path of a model is empty; give an .onnx file or the folder of an export")
+        raise UsageError(f"the path of a model is empty; {GIVE}")
     try:
         found = path.exists()
         if not found and path.is_symlink():
-            raise UsageError(
-                f"{shown!r} is a link that leads to no file; give an .onnx file or the folder of an export"
-            )
+            raise UsageError(f"{shown!r} is a link that leads to no file; {GIVE}")
     except RuntimeError:  # Python 3.12 and earlier, of a loop of links
         found = False
     except OSError as error:  # a name that is too long
         raise UsageError(f"{shown[:80]!r} cannot be a path: {error.strerror or error}") from None
     if not found:
-        raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export{how_to_get(shown)}")
+        raise UsageError(f"{shown!r} does not exist; {GIVE}{how_to_get(shown)}")
 
 
 def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
@@ -57,24 +56,13 @@ def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
     """
     root, names = candidates(path)
     beside = side_car_folder(root)
-    return root, (
-        *names,
-        *list_adapters(root),
-        *(beside / name for name in (*SIDE_CARS, *TOKENIZER) if (beside / name).exists()),
-    )
-
-
-def list_adapters(root: Path) -> tuple[Path, ...]:
-    """The adapter files of a folder."""
-    return tuple(root / name for name in list_names(root, ADAPTER_SUFFIX))
+    adapters = (root / name for name in list_names(root, ADAPTER_SUFFIX))
+    files = (beside / name for name in (*SIDE_CARS, *TOKENIZER))
+    return root, (*names, *adapters, *(file for file in files if file.exists()))
 
 
 def list_names(folder: Path, suffix: str = "") -> tuple[str, ...]:
-    """The sorted names in a folder that end with a suffix; a folder with many models is listed once for all of them.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
+    """The sorted names in a folder that end with a suffix. One with many models is listed once. Raises OSError."""
     return _list_names(folder, suffix, folder.stat().st_mtime_ns)
 
 

@@ -208,17 +208,12 @@ def _sweep(out: Path) -> None:
     """Tidy up what a killed run left next to OUT: remove unfinished folders, put back a folder that it had moved."""
     for kind in ("old", "partial"):
         for left in out.parent.glob(f".{glob.escape(out.name)}.kvdoctor-*.{kind}"):
+            import psutil  # hardly any run finds one
+
             owner = left.name.split("-")[-1].partition(".")[0]
-            if not owner.isdigit() or process_lives(int(owner)):
+            if not owner.isdigit() or psutil.pid_exists(int(owner)):
                 continue
             if kind == "old" and not os.path.lexists(out) and _is_ours(left):
                 left.rename(out)
             else:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def process_lives(pid: int) -> bool:
-    """Whether there is a process of that number."""
-    import psutil
-
-    return bool(psutil.pid_exists(pid))

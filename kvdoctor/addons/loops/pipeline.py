@@ -11,9 +11,9 @@ from typing import Any
 
 from kvdoctor._version import __version__
 from kvdoctor.addons.loops.check import VectorResult, check
-from kvdoctor.addons.loops.languages import CannotBuild, Language, languages
+from kvdoctor.addons.loops.languages import LANGUAGES, Language
 from kvdoctor.addons.loops.make_plan import make_plan
-from kvdoctor.addons.loops.plan import NoLoop
+from kvdoctor.addons.loops.plan import CannotBuild, NoLoop
 from kvdoctor.addons.loops.project import DEFAULT_NAME, Project, make_files, refuse_name
 from kvdoctor.addons.loops.vectors import LoopTarget, ObservedLoop, Vector, observe
 from kvdoctor.analysis.contract_reader import read_contract
@@ -42,7 +42,7 @@ class LoopRequest:
     Attributes:
         path: The model.
         out: The folder to write; None to write nothing, where only a check was asked for.
-        language: A name of `languages()`.
+        language: A name of `LANGUAGES`.
         stack: The stack to write a loop for; None for the first one that there is a loop for.
         force: Replace a folder that kvdoctor wrote.
         check: Build the project and run it.
@@ -192,11 +192,10 @@ def find_language(name: str) -> Language:
     Raises:
         UsageError: there is none.
     """
-    known = languages()
-    if name not in known:
-        meant = did_you_mean(OTHER_NAMES.get(name.lower(), name.lower()), known)
-        raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(known)}")
-    return known[name]
+    if name not in LANGUAGES:
+        meant = did_you_mean(OTHER_NAMES.get(name.lower(), name.lower()), LANGUAGES)
+        raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(LANGUAGES)}")
+    return LANGUAGES[name]
 
 
 def _choose(
