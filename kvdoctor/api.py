@@ -140,6 +140,7 @@ class ManyModelsOptions(RunOptions, total=False):
     jobs: int | None
     cache: bool
     cache_dir: "Path | None"
+    cache_size: int
     cluster: str | None
     against: "Path | None"
     policy: "Policy | Path | None"

@@ -258,6 +258,13 @@ class GateChoices:
         unset="the user's cache folder",
         environment="KVDOCTOR_CACHE_DIR",
     )
+    cache_size: int = _gate_run(
+        Whole.of(1, unit="MiB", metavar="MIB"),
+        512,
+        "Let that folder grow to this size; the reports that were not used for longest are removed.",
+        policy="cache-size = 2048",
+        once=True,
+    )
     cluster: str | None = _gate_run(
         choices.Text("the address of a scheduler", "ADDRESS"),
         None,

@@ -44,15 +44,15 @@ BUDGET = {
     "addons/loops": 2_100,
     "addons/reproducer": 2_425,
     "addons/traces": 3_825,
-    "analysis": 11_775,
+    "analysis": 11_700,
     "cli": 1_375,
-    "decode": 9_200,
+    "decode": 9_175,
     "diagnose": 12_750,
-    "gating": 2_500,
-    "model": 4_275,
-    "repair": 6_825,
-    "report": 6_750,
-    "root": 2_950,
+    "gating": 2_525,
+    "model": 4_250,
+    "repair": 6_750,
+    "report": 6_600,
+    "root": 2_850,
     "runtime": 2_750,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 465, 32_750, 16_350
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 463, 32_750, 16_350
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +24,11 @@ from support import bad_models as bad
 from support.bad_models import GPT2, MARIAN, as_json, call, copied, saved
 from support.many_models import INCOMPLETE, OPTIONS, UNHEALTHY, registry
 from support.processes import assert_gone, started
+from support.text_fixtures import load_all
 
 import kvdoctor
 from kvdoctor.errors import UsageError
+from kvdoctor.gating import diagnose_job as diagnosing
 from kvdoctor.gating import run as gate_run
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.cache_key import FileDigests, compute_key, digest_source
@@ -273,29 +277,36 @@ def entry(cache: Cache) -> Path:
     return file
 
 
-def forged(line: bytes, body: dict[str, Any]) -> bytes:
+def forged(line: bytes, body: dict[str, Any], pack: Callable[[bytes], bytes] = zlib.compress) -> bytes:
     """An entry with another body, and the head that fits it."""
-    content = json.dumps(body).encode()
+    content = pack(json.dumps(body).encode())
     return json.dumps({**json.loads(line), "sha256": hashlib.sha256(content).hexdigest()}).encode() + b"\n" + content
+
+
+def unpacked(body: bytes) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(zlib.decompress(body))
+    return document
 
 
 BROKEN = {
     "empty": lambda *_: b"",
     "cut short": lambda head, body: head + b"\n" + body[:-10],
-    "a byte changed": lambda head, body: head + b"\n" + body.replace(b'"seed":0', b'"seed":1'),
+    "a byte changed": lambda head, body: head + b"\n" + body[:40] + bytes([body[40] ^ 1]) + body[41:],
     "no JSON": lambda *_: b"\xff\x00" * 50,
     "a list": lambda *_: b"[]\n[]",
     "deep": lambda _, body: b"[" * 100_000 + b"\n" + body,
+    "not compressed": lambda head, body: forged(head, unpacked(body), bytes),
+    "no end": lambda head, body: forged(head, unpacked(body), lambda content: zlib.compress(content)[:-4]),
     "another key": lambda head, body: head.replace(b'"key":"', b'"key":"0') + b"\n" + body,
     "another schema": lambda head, body: head.replace(b"cache/1", b"cache/9") + b"\n" + body,
-    "a field less": lambda head, body: forged(head, {k: v for k, v in json.loads(body).items() if k != "model"}),
-    "a field of another type": lambda head, body: forged(head, {**json.loads(body), "seed": "0"}),
+    "a field less": lambda head, body: forged(head, {k: v for k, v in unpacked(body).items() if k != "model"}),
+    "a field of another type": lambda head, body: forged(head, {**unpacked(body), "seed": "0"}),
     "of another model": lambda head, body: forged(
-        head, {**json.loads(body), "model": {**json.loads(body)["model"], "path": "other"}}
+        head, {**unpacked(body), "model": {**unpacked(body)["model"], "path": "other"}}
     ),
-    "another verdict": lambda head, body: forged(head, {**json.loads(body), "verdict": "unhealthy"}),
+    "another verdict": lambda head, body: forged(head, {**unpacked(body), "verdict": "unhealthy"}),
     "not complete": lambda head, body: forged(
-        head, {**json.loads(body), "not_checked": [{"stack": None, "code": "*", "reason": "", "essential": True}]}
+        head, {**unpacked(body), "not_checked": [{"stack": None, "code": "*", "reason": "", "essential": True}]}
     ),
 }
 
@@ -331,9 +342,11 @@ def test_a_pipe_in_the_cache_is_not_waited_for(kept: tuple[Cache, GateJob, Repor
         (lambda folder: (folder / "config.json").write_text("{}"), True),
         (lambda folder: (folder / "genai_config.json").write_text("{}"), True),
         (lambda folder: (folder / "model_fp16.onnx").write_bytes(b""), True),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), True),
+        (lambda folder: (folder / "lora.onnx_adapter").write_bytes(b""), True),
         (lambda folder: (folder / "README.md").write_text("about"), False),
     ],
-    ids=["model", "config", "new side-car", "new variant", "readme"],
+    ids=["model", "config", "new side-car", "new variant", "tokenizer", "adapter", "readme"],
 )
 def test_what_a_key_depends_on(change: Any, other: bool, tmp_path: Path) -> None:
     folder = copied(GPT2, tmp_path / "model")
@@ -506,6 +519,7 @@ FOR_RUNS = {
     "jobs": 2,
     "cluster": "tcp://127.0.0.1:9",
     "cache_dir": "cache",
+    "cache_size": 1024,
     "cache": False,
     "against": "golden.npz",
     "thorough": True,
@@ -604,3 +618,51 @@ def _resident(pid: int) -> int:
     except psutil.Error:
         pass
     return total
+
+
+def test_an_unrelated_model_in_the_folder_changes_no_key(tmp_path: Path) -> None:
+    folder = copied(GPT2, tmp_path / "models")
+    (folder / "model.onnx").rename(folder / "first.onnx")
+    job = GateJob(str(folder / "first.onnx"), Options())
+    before = compute_key(job, FileDigests(tmp_path / "none"), remote=False)
+    (folder / "second.onnx").write_bytes(b"another model")
+    assert compute_key(job, FileDigests(tmp_path / "none"), remote=False) == before
+
+
+def test_what_a_fault_leaves_unchecked_is_cached_and_what_a_limit_leaves_is_not(tmp_path: Path) -> None:
+    open_and_faulty = load_all()["mask-not-offset-long"].write(tmp_path / "faulty")
+    dying = saved(bad.decoder(*bad.allocating()), tmp_path / "dying")
+    arguments = ("gate", open_and_faulty, dying, "--max-memory", "600", "--cache-dir", tmp_path / "cache")
+    first, again = as_json(*arguments), as_json(*arguments)
+    assert [report["verdict"] for report in first.report["reports"]] == ["unhealthy", "incomplete"]
+    assert any(entry["essential"] for entry in first.report["reports"][0]["not_checked"])
+    assert [bool(report["measured"].get("cached")) for report in again.report["reports"]] == [True, False]
+
+
+def test_a_cache_that_is_too_small_says_so(kept: tuple[Cache, GateJob, Report], tmp_path: Path) -> None:
+    """All entries of this run are larger together than the folder may be: the first ones are removed."""
+    _, job, report = kept
+    cache = Cache(tmp_path / "small", max_bytes=3 * entry(kept[0]).stat().st_size)
+    for number in range(8):
+        other = replace(job, options=Options(seed=number))
+        cache.keep(cache.key(other), other, report)
+    left = len(list((tmp_path / "small" / "reports").glob("*/*.json")))
+    assert (cache.close(), left) == (5, 8)
+    assert len(list((tmp_path / "small" / "reports").glob("*/*.json"))) == 3
+
+
+def test_models_that_wait_are_not_gone_through_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of 5,000 models is asked for a few times each; one that does not fit waits, and others overtake it."""
+    asked: list[int] = []
+
+    def needs(path: Path, _: int | None) -> int:
+        asked.append(int(path.name))
+        return 100 if path.name == "3" else 1
+
+    monkeypatch.setattr(gate_run, "memory_needed", needs)
+    monkeypatch.setattr(diagnosing, "diagnose_job", lambda job: job.path)
+    jobs = {number: GateJob(str(number), Options()) for number in range(5000)}
+    with ThreadPoolExecutor(2) as pool:
+        order = [index for index, _ in gate_run._stream(pool, jobs, gate_run._Budget(2, memory=99))]
+    assert sorted(order) == list(range(5000))
+    assert len(asked) < 20_000

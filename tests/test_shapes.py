@@ -17,10 +17,11 @@ from onnx import numpy_helper, parser
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import Graph, Port
-from kvdoctor.repair.shapes.agreement import OutputsDiffer, synthesize_feeds
+from kvdoctor.repair.shapes.agreement import synthesize_feeds
 from kvdoctor.repair.shapes.freeing import AxisFreeing, free_axes, read_declared_sizes
 from kvdoctor.repair.shapes.reshapes import align_target, fill_target, write_target
 from kvdoctor.repair.shapes.terms import CannotFree, Term, product, read_lengths, symbol, whole
+from kvdoctor.repair.workspace import CannotRepair
 
 ROOT = Path(__file__).parent.parent
 B, P, S = symbol("batch"), symbol("past"), symbol("new")
@@ -164,7 +165,7 @@ def test_every_axis_of_every_output_is_known_before_anything_runs(export: str, p
 def test_feeds_above_the_memory_limit_are_not_made(size: int) -> None:
     """What an input declares is not allocated: of 2**62 numbers there is no array."""
     graph = Graph("model.onnx", (Port("large", "float", (size, 3), "unused", ("fixed", "fixed")),), ())
-    with pytest.raises(OutputsDiffer, match="memory limit"):
+    with pytest.raises(CannotRepair, match="memory limit"):
         synthesize_feeds(graph, True, most=400 << 20)
 
 

@@ -20,7 +20,7 @@ from kvdoctor.contract import Dim
 from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UnreadableError, as_argument, free_name
 from kvdoctor.model.external_data import examine
-from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
+from kvdoctor.model.files import ADAPTER_SUFFIX, SIDE_CARS, candidates, list_names, refuse_nothing, side_car_folder
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.records import record
@@ -112,7 +112,6 @@ def find_misfit(parameter: AdapterParameter, dtype: str, shape: tuple[Dim, ...] 
     return None if fits else f"it has the shape {list(parameter.shape)}, and the input takes {list(shape)}"
 
 
-ADAPTER_SUFFIX = ".onnx_adapter"
 MOST_AXES = 64
 """Axes of an array. Source: numpy, NPY_MAXDIMS."""
 MOST_CONFIG_BYTES = 8 << 20
@@ -176,7 +175,7 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     root, names = candidates(path)
     chosen = None if path.is_dir() else path
     files = tuple(_read_file(p, root) for p in names)
-    adapters = tuple(map(read_adapter, sorted(root.glob(f"*{ADAPTER_SUFFIX}"))))
+    adapters = tuple(read_adapter(root / name) for name in list_names(root, ADAPTER_SUFFIX))
     side_cars = replace(_read_side_cars(side_car_folder(root)), adapters=adapters)
     pipelines = tuple(find_pipelines(files, side_cars.genai))
     staged = {file.name for stack in pipelines for file in stack.members}

@@ -63,6 +63,36 @@ class Environment:
 
 
 @dataclass
+class HeldAnswers:
+    """Answers by the digests of their calls. Beyond `MOST_KEPT` numbers those that were not used for longest go."""
+
+    answers: dict[bytes, tuple[Answer, int]] = field(default_factory=dict)
+    numbers: int = 0
+
+    def find(self, key: bytes) -> Answer | None:
+        """An answer that is held, which becomes the last one in the order of use."""
+        if key not in self.answers:
+            return None
+        self.answers[key] = self.answers.pop(key)
+        return self.answers[key][0]
+
+    def hold(self, key: bytes, answer: Answer) -> Answer:
+        """Hold an answer, at least up to the next one, and return it."""
+        self.numbers -= self.answers.pop(key, (answer, 0))[1]
+        size = sum(math.prod(value.shape) for value in answer.outputs.values())
+        while self.answers and self.numbers + size > MOST_KEPT:
+            self.numbers -= self.answers.pop(next(iter(self.answers)))[1]
+        self.answers[key] = answer, size
+        self.numbers += size
+        return answer
+
+    def clear(self) -> None:
+        """Hold none of them any more."""
+        self.answers.clear()
+        self.numbers = 0
+
+
+@dataclass
 class StackDriver:
     """Runs calls of one stack. `contract` is corrected where the first reference run contradicts the graph.
 
@@ -75,8 +105,8 @@ class StackDriver:
     seed: int
     announce: Announce
     samples: Samples = field(default_factory=Samples)
-    references: dict[bytes, Answer] = field(default_factory=dict)
-    known: dict[bytes, Answer] = field(default_factory=dict)
+    references: HeldAnswers = field(default_factory=HeldAnswers)
+    known: HeldAnswers = field(default_factory=HeldAnswers)
     overwritten: int = 0
     reuses: ClassVar[bool] = True
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
@@ -89,7 +119,7 @@ class StackDriver:
             CannotCheck: the file does not open.
         """
         key = digest_call(call, self.overwritten)
-        if key is not None and (known := _reuse(self.references, key)) is not None:
+        if key is not None and (known := self.references.find(key)) is not None:
             used.add(key)
             return known
         answer = self.run_once(call, used)
@@ -102,7 +132,7 @@ class StackDriver:
         names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
         kept = {name: value for name, value in answer.outputs.items() if name in names}
         answer = replace(answer, outputs=kept)
-        return answer if key is None else _remember(self.references, key, answer)
+        return answer if key is None else self.references.hold(key, answer)
 
     def run_once(self, call: Call, used: set[bytes]) -> Answer:
         """Run a call, or reuse the answer that an equal one had in another experiment.
@@ -120,18 +150,17 @@ class StackDriver:
         key = digest_call(call, self.overwritten) if call.via == "run" and self.reuses else None
         if key is None:
             return self.run_session(call)
-        known = _reuse(self.known, key) if key not in used else None
+        known = self.known.find(key) if key not in used else None
         used.add(key)
-        return known or _remember(self.known, key, self._run_marked(call, key))
+        return known or self.known.hold(key, self._run_marked(call, key))
 
     def _run_marked(self, call: Call, key: bytes) -> Answer:
         """The answer with outputs that say which call made them: their values need not be read to tell them apart."""
         answer = self.run_session(call)
-        outputs: dict[str, Any] = dict(answer.outputs)
-        for name, value in outputs.items():
+        for name, value in answer.outputs.items():
             if hasattr(value, "made"):
-                outputs[name] = replace(value, made=(self.overwritten, key + name.encode()))
-        return replace(answer, outputs=outputs)
+                value.made = (self.overwritten, key + name.encode())
+        return answer
 
     def forget(self) -> None:
         """Drop what was computed by another contract."""
@@ -331,23 +360,3 @@ def digest_call(call: Call, overwritten: int = 0) -> bytes | None:
             digest.update(f"{name}{array.dtype}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
     return digest.digest()
-
-
-def _reuse(answers: dict[bytes, Answer], key: bytes) -> Answer | None:
-    """An answer that is held, which becomes the last one in the order of use."""
-    if key in answers:
-        answers[key] = answers.pop(key)
-    return answers.get(key)
-
-
-def _remember(answers: dict[bytes, Answer], key: bytes, answer: Answer) -> Answer:
-    """Hold an answer; those that were not used for longest are dropped, down to `MOST_KEPT` numbers, never this one."""
-    answers[key] = answer
-    sizes = [sum(math.prod(value.shape) for value in answer.outputs.values()) for answer in answers.values()]
-    excess = sum(sizes) - MOST_KEPT
-    for old, size in list(zip(answers, sizes, strict=True))[:-1]:
-        if excess <= 0:
-            break
-        del answers[old]
-        excess -= size
-    return answer

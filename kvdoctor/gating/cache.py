@@ -1,7 +1,8 @@
 """The cache of a gate: a folder with the reports of models that have not changed.
 
-An entry is a report as JSON, stored under a key of everything that the report depends on. A damaged, foreign or
-incomplete entry is a miss. Entries are written atomically, so that several gates can share a folder.
+An entry is a report as JSON, compressed to a fifteenth, stored under a key of everything that the report depends on.
+A damaged, foreign or incomplete entry is a miss. Entries are written atomically, so that several gates can share a
+folder.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,15 @@ from typing import Any
 import msgspec
 
 from kvdoctor.errors import KvdoctorError
+from kvdoctor.findings import means_incomplete
 from kvdoctor.gating import cache_key
-from kvdoctor.gating.jobs import GateJob
+from kvdoctor.gating.jobs import WORKERS_LOST, GateJob
 from kvdoctor.model.files import looked_at
 from kvdoctor.model.output_folder import write_whole
-from kvdoctor.report.document import Report, decide, is_open
+from kvdoctor.report.document import Report, decide
 
 SCHEMA = "kvdoctor/gate-cache/1"
-MAX_BYTES = 512 << 20
-MAX_ENTRY_BYTES = 64 << 20
+MAX_ENTRY_BYTES, MAX_REPORT_BYTES = 64 << 20, 1 << 30
 PARTIAL = ".*.kvdoctor-*.partial"
 PARTIAL_SECONDS = 3600
 """A partial file older than this belongs to a gate that was killed."""
@@ -36,10 +38,11 @@ version that wrote it."""
 
 
 class Cache:
-    """The cached reports in a folder. `remote`: the models run on other machines."""
+    """The cached reports in a folder, of `max_bytes` at most. `remote`: the models run on other machines."""
 
-    def __init__(self, folder: Path, remote: bool = False) -> None:
-        self._folder, self._remote = folder, remote
+    def __init__(self, folder: Path, remote: bool = False, max_bytes: int = 512 << 20) -> None:
+        self._folder, self._remote, self._max_bytes = folder, remote, max_bytes
+        self._started = time.time()
         self._digests = cache_key.FileDigests(folder)
         self._wrote = False
 
@@ -49,7 +52,7 @@ class Cache:
         Call it before the job runs: it starts to watch the files, including those that only the graph names.
         """
         with contextlib.suppress(OSError):
-            self._digests.watch(cache_key.list_nearby_files(job))
+            self._digests.watch(*cache_key.find_homes(job))
         return cache_key.compute_key(job, self._digests, self._remote)
 
     def find(self, key: str | None, job: GateJob) -> Report | None:
@@ -59,7 +62,7 @@ class Cache:
         file = self._file(key)
         try:
             report = self._read(file, key, job)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, zlib.error):
             return None
         with contextlib.suppress(OSError):
             os.utime(file)  # entries in use are not pruned
@@ -78,23 +81,29 @@ class Cache:
         except (OSError, ValueError, TypeError, KvdoctorError):
             return  # without a writable folder the gate is slower, and otherwise the same
 
-    def close(self) -> None:
-        """Save the digests that were computed, and delete the least recently used entries beyond the size limit."""
+    def close(self) -> int:
+        """Save the digests that were computed, and delete the least recently used entries beyond the size limit.
+
+        Returns:
+            The number of entries of this run among them.
+        """
         if self._folder.is_dir():
             self._digests.save()
-        if self._wrote:
-            self._prune()
+        return self._prune() if self._wrote else 0
 
     def _read(self, file: Path, key: str, job: GateJob) -> Report:
         if not file.is_file() or file.stat().st_size > MAX_ENTRY_BYTES:
             raise ValueError("no entry, or too large")
-        head, _, body = file.read_bytes().partition(b"\n")
+        head, _, packed = file.read_bytes().partition(b"\n")
         entry: dict[str, Any] = json.loads(head)
-        if entry["schema"] != SCHEMA or entry["key"] != key or entry["sha256"] != hashlib.sha256(body).hexdigest():
+        if entry["schema"] != SCHEMA or entry["key"] != key or entry["sha256"] != hashlib.sha256(packed).hexdigest():
             raise ValueError("another entry")
         if entry["external"] != cache_key.digest_files(job, list(entry["external"]), self._digests):
             raise ValueError("the weights have changed")
-        report = _REPORT.decode(body)
+        unpacking = zlib.decompressobj()
+        report = _REPORT.decode(unpacking.decompress(packed, MAX_REPORT_BYTES))
+        if not unpacking.eof:
+            raise ValueError("cut short, or larger than a report")
         # On this job with these options, and with a verdict that agrees with its findings.
         verdict = decide("gate", report.findings, report.not_checked, job.options.fail_on)
         wanted = ("gate", job.path, job.options.as_arguments(), job.options.seed, verdict)
@@ -107,7 +116,8 @@ class Cache:
         body = msgspec.json.encode(report)
         if _REPORT.decode(body) != report:
             return
-        digest = hashlib.sha256(body).hexdigest()
+        packed = zlib.compress(body)
+        digest = hashlib.sha256(packed).hexdigest()
         head = msgspec.json.encode({"schema": SCHEMA, "key": key, "sha256": digest, "external": external})
         file = self._file(key)
         if not (self._folder / "CACHEDIR.TAG").exists():
@@ -115,13 +125,13 @@ class Cache:
             write_whole(self._folder / "CACHEDIR.TAG", TAG)
             write_whole(self._folder / ".gitignore", "*\n")
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, (head + b"\n" + body).decode())
+        write_whole(file, head + b"\n" + packed)
         self._wrote = True
 
     def _file(self, key: str) -> Path:
         return self._folder / "reports" / key[:2] / f"{key}.json"
 
-    def _prune(self) -> None:
+    def _prune(self) -> int:
         for pattern in (PARTIAL, f"reports/*/{PARTIAL}"):  # of gates that were killed
             for file in self._folder.glob(pattern):
                 with contextlib.suppress(OSError):
@@ -132,18 +142,22 @@ class Cache:
             with contextlib.suppress(OSError):
                 found = file.stat()
                 entries.append((found.st_mtime, found.st_size, file))
-        total = sum(size for _, size, _ in entries)
-        for _, size, file in sorted(entries):
-            if total <= MAX_BYTES:
-                return
+        total, lost = sum(size for _, size, _ in entries), 0
+        for used, size, file in sorted(entries):
+            if total <= self._max_bytes:
+                break
             with contextlib.suppress(OSError):
                 file.unlink()
-                total -= size
+                total, lost = total - size, lost + (used >= self._started)
+        return lost
 
 
 def can_be_cached(report: Report) -> bool:
-    """Whether the diagnosis is complete, and neither a limit nor a missing target of this machine affected it."""
-    died = any(run.outcome == "died" for run in report.runs)
+    """Whether the diagnosis has a verdict, and neither a limit nor a missing target of this machine affected it.
+
+    A faulty model stays faulty with what its faults leave unchecked: another run would find the same.
+    """
+    died = any(run.outcome == "died" for run in report.runs) or report.measured.get(WORKERS_LOST)
     not_run = any(target.not_run for target in report.targets)
-    left = died or not_run or is_open(report.findings, report.not_checked)
-    return report.verdict in ("healthy", "unhealthy") and not left
+    incomplete = any(means_incomplete(finding.code) for finding in report.findings)
+    return report.verdict in ("healthy", "unhealthy") and not (died or not_run or incomplete)

@@ -9,13 +9,14 @@ Documentation/technical/racy-git.txt).
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from kvdoctor._version import __version__
 from kvdoctor.decode.messages import count_threads
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.jobs import GateJob
-from kvdoctor.model.files import MODEL_SUFFIXES, looked_at
+from kvdoctor.model.files import looked_at
 from kvdoctor.model.output_folder import write_whole
 from kvdoctor.options import Options
 from kvdoctor.records import to_plain
@@ -35,7 +36,7 @@ INDEX = "contents.json"
 RACY_NS = 3 * 10**9
 TICK_NS = 20 * 10**6
 """How much earlier than the clock a file's time may be: file systems use the last tick (at most 10 ms ago)."""
-MAX_STORED = 50_000
+MAX_STORED = 500_000
 BLOCK = 1 << 20
 
 FileState = list[int]
@@ -50,6 +51,7 @@ class FileDigests:
         self._answers: dict[str, str | None] = {}
         self._new: dict[str, tuple[FileState, str]] = {}
         self._watched: dict[str, FileState] = {}
+        self._homes: set[Path] = set()
         self._started = time.time_ns()
 
     def digest(self, path: Path) -> str | None:
@@ -63,11 +65,18 @@ class FileDigests:
             self._answers[name] = self._digest(name)
         return self._answers[name]
 
-    def watch(self, paths: Iterable[Path]) -> None:
-        """Record the state of files now, so that `is_settled` notices a change or a replacement."""
-        for path in paths:
-            with contextlib.suppress(OSError):
-                self._watched.setdefault(str(path), file_state(path.stat()))
+    def watch(self, files: Iterable[Path], homes: Iterable[Path]) -> None:
+        """Record the state of files now, so that `is_settled` notices a change or a replacement.
+
+        With them every file of the folders that contain them: weights may be among these. A folder is read once.
+        """
+        new = [home for home in homes if home not in self._homes]
+        self._homes.update(new)
+        inside = (home / entry.name for home in new for entry in os.scandir(home) if entry.is_file())
+        for path in itertools.chain(files, inside):
+            if str(path) not in self._watched:
+                with contextlib.suppress(OSError):
+                    self._watched[str(path)] = file_state(path.stat())
 
     def is_settled(self, path: Path) -> bool:
         """Whether a file has not changed since it was first watched, or, if never watched, since this run began."""
@@ -150,7 +159,6 @@ def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
     try:
         root, files = looked_at(job.location)
         model = {os.path.relpath(file, root).replace(os.sep, "/"): digests.digest(file) for file in files}
-        beside = sorted(entry.name for entry in os.scandir(root) if Path(entry.name).suffix in MODEL_SUFFIXES)
         given = ((name, getattr(job.options, name)) for name in FILE_OPTIONS)
         option_files = {name: digests.digest(Path(path)) for name, path in given if path}
     except OSError:
@@ -159,7 +167,6 @@ def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
     whole = {
         "path": job.path,
         "model": model,
-        "beside": beside,
         "given": option_files,
         "options": {one: to_plain(getattr(job.options, one)) for one in names if one != "progress"},
         "software": describe_software(),
@@ -184,20 +191,14 @@ def locate_files(job: GateJob, names: list[str]) -> dict[str, Path]:
     """The paths of files named relative to the model's folder, or to the folder that a model file links to."""
     if not names:
         return {}
-    homes = _homes(*looked_at(job.location))
+    homes = find_homes(job)[1]
     return {name: next((home / name for home in homes if (home / name).exists()), homes[0] / name) for name in names}
 
 
-def list_nearby_files(job: GateJob) -> Iterator[Path]:
-    """Every file in the folders of a model's files: its weights may be among them. Raises OSError: no access."""
+def find_homes(job: GateJob) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """A model's files, and the folders of them and of what they link to, its own first. Raises OSError: no access."""
     root, files = looked_at(job.location)
-    yield from files
-    for home in _homes(root, files):
-        yield from (home / entry.name for entry in os.scandir(home) if entry.is_file())
-
-
-def _homes(root: Path, files: Sequence[Path]) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files))))
+    return files, tuple(dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files))))
 
 
 @cache

@@ -13,6 +13,7 @@ import math
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Cluster(Executor):
     def __init__(self, address: str) -> None:
         self._client = _connect(address)
         self._address = address
-        self._waiting: list[_Call] = []
+        self._waiting: deque[_Call] = deque()
         self._running: list[_Call] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -95,7 +96,7 @@ class Cluster(Executor):
         with self._changed:
             self._closed = True
             calls = [*self._waiting, *self._running]
-            self._waiting, self._running = [], []
+            self._waiting, self._running = deque(), []
             self._changed.notify()
         for call in calls:
             call.answer.cancel()
@@ -120,7 +121,7 @@ class Cluster(Executor):
         finally:
             with self._changed:
                 self._failure = reason
-                calls, self._waiting, self._running = [*self._waiting, *self._running], [], []
+                calls, self._waiting, self._running = [*self._waiting, *self._running], deque(), []
             for call in calls:
                 _fail(call, NoWorkerLeft(reason))
 
@@ -165,7 +166,7 @@ class Cluster(Executor):
             busy = [call.worker for call in self._running]
             free = {worker: threads - busy.count(worker) for worker, threads in workers.items()}
             while self._waiting and max(free.values()) > 0:
-                call = self._waiting.pop(0)
+                call = self._waiting.popleft()
                 if not call.answer.set_running_or_notify_cancel():
                     continue
                 call.worker = max(free, key=lambda worker: free[worker])

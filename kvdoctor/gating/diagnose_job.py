@@ -14,7 +14,7 @@ from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied
 from kvdoctor.findings import Advice, Fault, NotChecked, find_check
-from kvdoctor.gating.jobs import GateJob
+from kvdoctor.gating.jobs import WORKERS_LOST, GateJob
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
@@ -58,6 +58,8 @@ def diagnose_job(job: GateJob) -> Report:
     except Exception as error:  # a bug of ours must not stop the other models
         release_runtime()
         return report_not_diagnosed(job, f"the diagnosis crashed ({type(error).__name__}: {error}); please report it")
+    if lost := runtime.workers_lost():
+        report = replace(report, measured={**report.measured, WORKERS_LOST: lost})
     if runtime.peak_bytes() > MAX_IDLE_BYTES:
         release_runtime()
     return replace(report, command="gate")

@@ -23,6 +23,10 @@ class GateJob:
         return self.at or Path(self.path)
 
 
+WORKERS_LOST = "workers_lost"
+"""Under `measured`: how many worker processes ended during a diagnosis."""
+
+
 class ProcessLost(BrokenExecutor):
     """The process of a job ended before it answered; the text says how. Another process may succeed."""
 
@@ -38,6 +42,7 @@ class GateSettings:
     Attributes:
         jobs: the number of models that run side by side; None for as many as cores and memory allow.
         cache: the folder for reports; None for no cache.
+        cache_bytes: the size of the folder.
         cluster: the address of a Dask scheduler.
         progress: called with a line of progress.
         ended: called with a line about each model that has ended.
@@ -45,6 +50,7 @@ class GateSettings:
 
     jobs: int | None = None
     cache: Path | None = None
+    cache_bytes: int = 512 << 20
     cluster: str | None = None
     progress: Callable[[str], None] | None = None
     ended: Callable[[str], None] | None = None

@@ -96,7 +96,8 @@ def _read_settings(choices: GateChoices, options: Options) -> GateSettings:
     if kept is not None and choices.cache:
         _refuse_folder(kept)
     cache, ended = kept if choices.cache else None, getattr(options.progress, "end", None)
-    return GateSettings(choices.jobs, cache, choices.cluster, options.show_line, ended)
+    size = choices.cache_size << 20
+    return GateSettings(choices.jobs, cache, size, choices.cluster, options.show_line, ended)
 
 
 def find_models(paths: Sequence[str]) -> tuple[str, ...]:

@@ -4,17 +4,21 @@ import contextlib
 import gc
 import math
 import os
+import sys
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from kvdoctor.gating.baseline import Baseline, today
 from kvdoctor.gating.baseline_match import match_baseline
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.jobs import GateJob, GateSettings, NoWorkerLeft, ProcessLost
 from kvdoctor.gating.verdict import GateResult, judge
-from kvdoctor.model.files import refuse_nothing
+from kvdoctor.model.files import list_names, refuse_nothing
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import printable
 from kvdoctor.report.wording.summary import format_verdict
@@ -23,6 +27,8 @@ MAX_LOSSES = 2
 """A model whose process was lost this many times is not run again."""
 WAIT_SECONDS = 0.5
 """On Windows, Ctrl-C is noticed between two waits only."""
+LOOK_AHEAD = 64
+"""Models that wait for memory while smaller ones after them are run."""
 MIB = 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 USES = (
@@ -78,7 +84,9 @@ def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Base
     if len(jobs) > 1 or settings.cluster is not None:
         # The progress of one model's experiments is confusing with others, and cannot be pickled.
         jobs = [replace(job, options=replace(job.options, progress=None)) for job in jobs]
-    cache = Cache(settings.cache, remote=settings.cluster is not None) if settings.cache is not None else None
+    cache = None
+    if settings.cache is not None:
+        cache = Cache(settings.cache, settings.cluster is not None, settings.cache_bytes)
     keys = [None if cache is None else cache.key(job) for job in jobs]
     with _no_collection():
         cached = [None if cache is None else cache.find(key, job) for key, job in zip(keys, jobs, strict=True)]
@@ -92,8 +100,9 @@ def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Base
                 if cache is not None:
                     cache.keep(keys[index], jobs[index], report)
     finally:
-        if cache is not None:
-            cache.close()
+        if cache is not None and (lost := cache.close()):
+            size = settings.cache_bytes // MIB
+            progress.say(f"the cache of {size} MiB holds {lost} of these reports no more; give it more: --cache-size")
     return [reports[index] for index in range(len(jobs))]
 
 
@@ -145,15 +154,21 @@ def _stream(executor: Executor, jobs: dict[int, GateJob], budget: "_Budget") -> 
     """Submit the jobs that the budget allows. A job whose process was lost is submitted again."""
     from kvdoctor.gating.diagnose_job import diagnose_job, report_lost_process, report_not_diagnosed
 
-    waiting, losses = list(jobs), dict.fromkeys(jobs, 0)
+    waiting, losses = deque(jobs), dict.fromkeys(jobs, 0)
     running: dict[Future[Report], int] = {}
+    done: SimpleQueue[Future[Report]] = SimpleQueue()
     while waiting or running:
-        for index in list(waiting):
+        too_large = deque[int]()
+        while waiting and budget.has_room and len(too_large) < LOOK_AHEAD:
+            index = waiting.popleft()
             if not budget.admit(index, jobs[index], alone=losses[index] > 0):
+                too_large.append(index)
                 continue
-            waiting.remove(index)
-            running[executor.submit(diagnose_job, jobs[index])] = index
-        for future in wait(running, WAIT_SECONDS, FIRST_COMPLETED).done:
+            future = executor.submit(diagnose_job, jobs[index])
+            running[future] = index
+            future.add_done_callback(done.put)
+        waiting.extendleft(reversed(too_large))
+        for future in _take_all(done):
             index = running.pop(future)
             budget.release(index)
             try:
@@ -166,6 +181,14 @@ def _stream(executor: Executor, jobs: dict[int, GateJob], budget: "_Budget") -> 
                     yield index, report_lost_process(jobs[index], str(loss), MAX_LOSSES)
                 else:
                     waiting.append(index)
+
+
+def _take_all(done: "SimpleQueue[Future[Report]]") -> "Iterator[Future[Report]]":
+    """What has ended, after waiting for something to end."""
+    with contextlib.suppress(Empty):
+        yield done.get(timeout=WAIT_SECONDS)
+        while True:
+            yield done.get_nowait()
 
 
 def count_cores() -> int:
@@ -199,10 +222,14 @@ def parallel_models(jobs: int | None, models: int, max_memory: int | None) -> in
 
 def memory_needed(path: Path, max_memory: int | None) -> int:
     """Bytes that a model may need, estimated from the size of its files; at most its limit, `max_memory` in MiB."""
-    size, folders = 0, (path.parent,) if path.is_file() else (path, path / "onnx")
+    size = 0
     with contextlib.suppress(OSError):
-        files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
-        files = [file for file in files if file.name.startswith(path.stem)] if path.is_file() else files
+        if path.is_file():
+            names = list_names(path.parent)
+            first, after = bisect_left(names, path.stem), bisect_left(names, path.stem + chr(sys.maxunicode))
+            files = [path.parent / name for name in names[first:after]]
+        else:
+            files = [file for folder in (path, path / "onnx") if folder.is_dir() for file in folder.iterdir()]
         size = sum(file.stat().st_size for file in files if file.is_file())
     limit = math.inf if max_memory is None else max_memory * MIB
     return IDLE_BYTES + int(min(size * MEMORY_FACTOR, limit))
@@ -251,10 +278,15 @@ class _Budget:
     memory: int = field(default_factory=free_memory)
     taken: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another job may start now, if there is memory for it."""
+        return self.count is None or len(self.taken) < self.count
+
     def admit(self, index: int, job: GateJob, alone: bool) -> bool:
         """Count a job if it may start now. A job that does not fit with others runs alone."""
-        if self.count is None or len(self.taken) >= self.count:
-            return self.count is None
+        if self.count is None:
+            return True
         needed = self.memory if alone else memory_needed(job.location, job.options.limits.max_memory)
         if self.taken and sum(self.taken.values()) + needed > self.memory:
             return False
@@ -277,17 +309,17 @@ class _Progress:
 
     def __post_init__(self) -> None:
         if self.finished and self.models > 1:
-            self._say(f"{self.finished} of {self.models} models unchanged since their last run")
+            self.say(f"{self.finished} of {self.models} models unchanged since their last run")
 
     def count(self, report: Report) -> Report:
         """Count a report that arrived, and return it."""
         self.finished += 1
         if self.models > 1:
             known = match_baseline(self.baseline, [report], today()).reports[0] if self.baseline else report
-            self._say(f"{self.finished} of {self.models}: {printable(format_verdict(known))}")
+            self.say(f"{self.finished} of {self.models}: {printable(format_verdict(known))}")
         return report
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if self.settings.ended is not None:
             self.settings.ended(line)
         if self.settings.progress is not None:

@@ -1,12 +1,15 @@
 """Files that can belong to a model, found by their names alone, and the digest of a file."""
 
+import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from kvdoctor.errors import UsageError, how_to_get
 
 GIVE = "give an .onnx file or the folder of an export"
 MODEL_SUFFIXES = {".onnx", ".ort"}
+ADAPTER_SUFFIX = ".onnx_adapter"
 SIDE_CARS = (
     "config.json",
     "genai_config.json",
@@ -16,6 +19,7 @@ SIDE_CARS = (
     "preprocessor_config.json",
     "inference_metadata.yaml",
 )
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 STEM = re.compile(
     r"(?P<stem>encoder_model|decoder_model_merged|decoder_with_past_model|decoder_model|model|embed_tokens|embeddings?)"
     r"(?P<suffix>_\w+)?",
@@ -46,21 +50,34 @@ def refuse_nothing(shown: str, path: Path) -> None:
 
 
 def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
-    """The folder of the model at a path, and every existing file that `open_folder` reads there.
+    """The folder of the model at a path, and every existing file that a diagnosis reads there.
 
     What the models name as external data is not among them.
     """
     root, names = candidates(path)
     beside = side_car_folder(root)
-    return root, (*names, *(beside / name for name in SIDE_CARS if (beside / name).exists()))
+    adapters = (root / name for name in list_names(root, ADAPTER_SUFFIX))
+    files = (beside / name for name in (*SIDE_CARS, *TOKENIZER))
+    return root, (*names, *adapters, *(file for file in files if file.exists()))
+
+
+def list_names(folder: Path, suffix: str = "") -> tuple[str, ...]:
+    """The sorted names in a folder that end with a suffix. One with many models is listed once. Raises OSError."""
+    return _list_names(folder, suffix, folder.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _list_names(folder: Path, suffix: str, changed: int) -> tuple[str, ...]:  # noqa: ARG001 - when it was changed
+    return tuple(sorted(name for name in os.listdir(folder) if name.endswith(suffix)))  # noqa: PTH208
 
 
 def candidates(path: Path) -> tuple[Path, list[Path]]:
     """The folder of a model, and the files that can belong to it."""
     if not path.is_dir():
-        # Of the files next to a chosen one, only those with Optimum's names can belong to its stack.
+        if not STEM.fullmatch(path.stem):  # nothing else belongs to it: a folder of 100,000 files is not listed
+            return path.parent, [path]
         siblings = (p for p in path.parent.iterdir() if p.suffix in MODEL_SUFFIXES and STEM.fullmatch(p.stem))
-        return path.parent, sorted({path, *(siblings if STEM.fullmatch(path.stem) else ())})
+        return path.parent, sorted({path, *siblings})
     names = sorted(p for p in path.iterdir() if p.suffix in MODEL_SUFFIXES)
     if not names and (path / "onnx").is_dir():
         names = sorted(p for p in (path / "onnx").iterdir() if p.suffix in MODEL_SUFFIXES)

@@ -58,7 +58,7 @@ class Runtime:
         self._worker = Worker(limits, python)
         self._beside: dict[str, Runtime] = {}
         self._unopened: dict[tuple[str, str], None] = {}
-        self._diagnosis = time.monotonic_ns()
+        self._diagnosis, self._lost = time.monotonic_ns(), 0
 
     def __enter__(self) -> "Runtime":
         return self
@@ -197,6 +197,7 @@ class Runtime:
                 opening = event if isinstance(event, messages.FileOpening) else None
                 yield event
         except WorkerDied:
+            self._lost += 1
             if opening is not None:
                 self._unopened[opening.path, opening.level] = None
             raise
@@ -222,8 +223,13 @@ class Runtime:
         """The most resident memory that a worker of this runtime had since `forget_peak`."""
         return max([self._worker.peak_bytes, *(other.peak_bytes() for other in self._beside.values())])
 
+    def workers_lost(self) -> int:
+        """The workers of this runtime that ended during a job since `forget_peak`."""
+        return self._lost + sum(other.workers_lost() for other in self._beside.values())
+
     def forget_peak(self) -> None:
         """Measure anew, for another model."""
+        self._lost = 0
         self._unopened.clear()
         self._diagnosis = time.monotonic_ns()
         self._worker.peak_bytes = 0

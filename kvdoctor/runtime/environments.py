@@ -34,8 +34,7 @@ RELEASES = (
     *("5.11.0", "5.12.1", "5.13.1", "5.14.1", "5.15.1", "5.16.1", "5.17.0", "5.18.0", "5.19.0", "5.20.2", "5.21.1"),
     *("5.22.2", "5.23.0", "5.24.0"),
 )
-"""The last release of each line of transformers that supports this version of torch: a file of a checkpoint chooses
-among these, and installs none with known holes that a later one closed, nor one that is not published yet."""
+"""The last release of each line of transformers for this torch; a file of a checkpoint chooses among these alone."""
 GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "numpy==2.4.6")
 """The release of onnxruntime-genai that exports are made with, and that a folder for it is proved with."""
 

@@ -1,7 +1,6 @@
 """Private folders for what a run needs and does not leave: each is removed with the run, or by the next one.
 
-A run that is killed removes nothing. Its folders are recognized by their lock, which the system releases with the
-process, whatever its number and its container.
+The system releases the lock of a folder when its run is killed, whatever the number of the process or its container.
 """
 
 import contextlib
@@ -16,8 +15,7 @@ from pathlib import Path
 from weakref import finalize
 
 PREFIX, SUFFIX = "kvdoctor-", ".scratch"
-YOUNG_SECONDS = 60.0
-"""A folder of another run may not be locked yet."""
+YOUNG_SECONDS = 60.0  # until then the folder of another run may not be locked yet
 
 
 @contextlib.contextmanager

@@ -26,9 +26,8 @@ def lent_workers() -> Iterator[None]:
             begin(runtime, limits, python)
             return
         worker.limits, worker.peak_bytes, worker._memory_limit = limits, 0, None
-        vars(runtime).update(
-            limits=limits, python=None, _worker=worker, _beside={}, _unopened={}, _diagnosis=time.monotonic_ns()
-        )
+        vars(runtime).update(limits=limits, python=None, _worker=worker, _beside={}, _unopened={})
+        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0)
 
     def give_back(runtime: Runtime, *problem: object) -> None:
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG): those of other threads are not lent.

@@ -24,7 +24,6 @@ from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, Job, 
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
-from kvdoctor.records import record
 
 LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
@@ -44,7 +43,7 @@ class ProviderMissing(Exception):
     """The runtime does not have the requested execution provider."""
 
 
-@record(slots=False)
+@dataclass(eq=False)
 class OrtTensor:
     """A tensor in the runtime's memory. `dtype` as ONNX spells it; `made`: see `StackDriver.run_once`."""
 
@@ -54,12 +53,12 @@ class OrtTensor:
     @cached_property
     def observed(self) -> ObservedTensor:
         """What a step records of it. Cached, since a present is fed again, and a model may have hundreds of them."""
-        return ObservedTensor(self.dtype, self.shape, self.null)
+        return ObservedTensor(self.dtype, tuple(self.ort_value.shape()), self.null)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of its axes."""
-        return tuple(self.ort_value.shape())
+        return self.observed.shape
 
     @property
     def dtype(self) -> str:
