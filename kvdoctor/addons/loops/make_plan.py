@@ -130,6 +130,8 @@ def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
     logits, states = graph.port("logits"), _output(graph, "encoder_states")
     if phase in DECODING and logits is None:
         raise NoLoop(f"{graph.file} returns no logits, for which there is no loop yet")
+    if logits is not None and logits.dtype in INTEGERS:
+        raise NoLoop(f"{logits.name!r} returns ids of tokens in place of logits, for which there is no loop yet")
     used = {logits.name if logits else None, states if phase == "encode" else None}
     if phase == "embed":
         used = {made for decoding in DECODING for made in embedded_inputs(contract, decoding).values()}
