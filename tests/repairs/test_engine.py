@@ -109,6 +109,8 @@ TAKES = {
     "past-without-present-half": False,
     "past-without-present-lost": True,
     "positions-not-offset": False,
+    "present-does-not-grow-copied": True,
+    "present-does-not-grow-static": True,
     "present-rewrites-past": True,
 }
 """Text fixtures, and whether the repair that their check leads to can be applied."""
