@@ -107,6 +107,8 @@ TAKES = {
     "mask-not-offset-step": True,
     "non-finite": False,
     "past-without-present-half": False,
+    "padding-changes-logits": False,
+    "padding-changes-logits-slice": True,
     "past-without-present-lost": True,
     "positions-not-offset": False,
     "present-does-not-grow-copied": True,
