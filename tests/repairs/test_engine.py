@@ -107,7 +107,6 @@ TAKES = {
     "mask-not-offset-step": True,
     "non-finite": False,
     "past-without-present-half": False,
-    "padding-changes-logits": False,
     "padding-changes-logits-slice": True,
     "past-without-present-lost": True,
     "positions-not-offset": False,
@@ -175,6 +174,13 @@ def test_a_note_is_left_where_worse_is_mended(tmp_path: Path) -> None:
     assert repaired.repairs == ("pass-through",)
     named = re_export(EXPORTS / "whisper", tmp_path / "named", "--fix", "pass-through,sorted-nodes")
     assert set(named.repairs) == {"pass-through", "sorted-nodes"}
+
+
+@pytest.mark.parametrize("name", ["axis-name-collision-output", "axis-name-collision-stale"])
+def test_a_shape_that_is_not_computed_is_no_longer_declared(name: str, tmp_path: Path) -> None:
+    repaired = re_export(load_all()[name].write(tmp_path / "model"), tmp_path / "out")
+    assert (repaired.repairs, repaired.proved) == (("axis-names",), True)
+    assert not inspect(str(tmp_path / "out")).findings
 
 
 # --- weights ---

@@ -95,9 +95,18 @@ class AbstractGraph:
             CannotRun: two sizes cannot agree.
             TooMuchWork: the budget is used up.
         """
-        with np.errstate(all="ignore"):
-            values = self._compute(self.view.model.graph, dict(feeds), {})
+        values = self.run_all(feeds)
         return {value.name: values.get(value.name, UNKNOWN) for value in self.view.model.graph.output}
+
+    def run_all(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
+        """All values of the main graph for some feeds.
+
+        Raises:
+            CannotRun: two sizes cannot agree.
+            TooMuchWork: the budget is used up.
+        """
+        with np.errstate(all="ignore"):
+            return self._compute(self.view.model.graph, dict(feeds), {})
 
     def may_hide(self) -> bool:
         """Whether a mask may stand in a table whose numbers are not known: then a run sees more than the model does."""
