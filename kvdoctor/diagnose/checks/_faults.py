@@ -179,10 +179,25 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
         declared=f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
         observed=f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
         cause=cause + (f": {mismatch}" if mismatch else ""),
-        repair=SHORT_STATE if mismatch else EXPORT_AGAIN,
+        repair=SHORT_STATE if mismatch else _advise_without_proof(context, run),
         evidence=describe_location(run),
         nodes=list_nodes(run),
     )
+
+
+EXCLUDED = "positions, masks, and crossed or rewritten entries are excluded"
+"""What the search for a cause compares, each with a prediction of its own (`decode/experiments/why_logits_differ`)."""
+
+
+def _advise_without_proof(context: RunContext, run: Run) -> Advice:
+    """Another export, and what is known where no cause is: the place, and what the search for the cause excluded."""
+    from kvdoctor.decode.experiments import find_explaining
+
+    why = context.find_run("why" if run is context.checked_loop else find_explaining(run.experiment) or "")
+    searched = why is not None and why.experiment.startswith("why") and why.outcome in ("inconclusive", "differs")
+    here = "correct what is computed at that node, or " if run.location is not None and run.location.node else ""
+    unproved = "no cause is proved" + (f"; {EXCLUDED}" if searched else "")
+    return Advice("re-export", f"{here}export again with a current exporter, and test the result ({unproved})")
 
 
 def _find_worst(run: Run) -> Step | None:

@@ -22,10 +22,11 @@ from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording.runs import describe_difference
 
+ALONE = "export again with a current exporter; until then decode one sequence at a time"
 WORDS = CauseText(
     cause="in steps with a past, a row gets other logits or entries in a batch than alone",
     declared="the logits and entries that the row gets alone",
-    advice="export again; until then decode one sequence at a time",
+    advice=ALONE,
 )
 
 
@@ -52,6 +53,6 @@ def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
         declared="the same logits alone and in a batch of 2",
         observed=f"row {run.failed_step}: logits {size}",
         cause="a row's logits depend on the other row of the batch",
-        repair=Advice("re-export", "export again; until then decode one sequence at a time"),
+        repair=Advice("re-export", f"{ALONE} (no cause is proved; without a cache rows interact as well)"),
         use="batch",
     )

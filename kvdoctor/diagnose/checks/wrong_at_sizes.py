@@ -33,7 +33,11 @@ OTHER_TOKEN = CauseText(
     declared="logits of each token that depend on it",
     advice="export again; until then feed one token a call, the prompt as well",
 )
-OTHER_SIZES = Advice("re-export", "export again with other sample sizes, and test the result")
+ZEROS = Advice(
+    "re-export",
+    "correct the part that fills the cache at these lengths, or export again without it; until then feed a long prompt "
+    "in calls of lengths that are right",
+)
 ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or export again")
 
 
@@ -50,7 +54,17 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
     for run, use in _unnamed(context, AT_LENGTHS):
         cause = f"with {use.words}, logits with the cache differ from logits without it"
         fault = build_difference(context, run, severity_of(run, use), cause)
-        yield replace(fault, use=use.required, repair=OTHER_SIZES, effects=tuple(_describe_lengths(context, run)))
+        if (zeros := _find_zeros(context)) is not None:
+            fault = replace(fault, cause=f"{cause}: entries of the cache are left at zero", evidence=(zeros,))
+        advice = ZEROS if zeros is not None else fault.repair
+        yield replace(fault, use=use.required, repair=advice, effects=tuple(_describe_lengths(context, run)))
+
+
+def _find_zeros(context: RunContext) -> str | None:
+    """Which entries of a long prompt come back as zeros; None where that was not seen."""
+    numbering = context.find_run("numbering")
+    cause = numbering.cause if numbering is not None else None
+    return cause.evidence if cause is not None and cause.name == "wrong-at-lengths" else None
 
 
 @check("KV309", "chunk-differs", "runs")
