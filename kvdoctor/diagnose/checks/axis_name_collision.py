@@ -79,9 +79,9 @@ def _report_stale(context: ContractContext) -> Iterator[Fault]:
 
 
 def _returned_otherwise(context: ContractContext) -> Iterator[StaleShape]:
-    """The outputs that a run returned in another shape than declared."""
-    view = context.decode_view
-    for step in (step for run in context.runs for step in run.steps if step.phase == "decode"):
+    """The outputs that a run returned in another shape than declared, and with right logits."""
+    view, passed = context.decode_view, [run for run in context.runs if run.shows == "passed"]
+    for step in (step for run in passed for step in run.steps if step.phase == "decode"):
         fed, got = ({name: tensor.shape for name, tensor in side.items()} for side in (step.fed, step.returned))
         found = tuple(compare_declared(view, context.contract, fed, got)) if view is not None else ()
         if found:
