@@ -63,6 +63,19 @@ def test_two_faults_in_one_graph_are_both_repaired(twice_sick: Path, tmp_path: P
     assert repaired.code == 0
 
 
+def test_axes_are_freed_in_a_graph_that_another_repair_changed_first(tmp_path: Path) -> None:
+    """The freed graph is compared with the one that the other repair left: the original returns crossed slots."""
+    path = load_all()["past-axis-frozen"].write(tmp_path / "model") / "model.onnx"
+    model, trade = onnx.load(path), {"present.0.key": "present.0.value", "present.0.value": "present.0.key"}
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [trade.get(name, name) for name in names]
+    path.write_bytes(model.SerializeToString())
+    repaired = re_export(path.parent, tmp_path / "out")
+    assert {"joined-presents", "free-past"} <= set(repaired.repairs)
+    assert (repaired.proved, repaired.code) == (True, 0)
+
+
 @pytest.mark.slow
 def test_only_the_named_repairs_are_used(twice_sick: Path, tmp_path: Path) -> None:
     """One of two faults is left: that is no proof, so nothing is written, unless that is asked for."""

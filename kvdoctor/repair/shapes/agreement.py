@@ -40,10 +40,12 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
     runtime: Runtime,
     provider: str,
     sizes: Mapping[Axis, int] | None = None,
+    before: ModelProto | None = None,
 ) -> int:
     """Run the file and its changed copy on the same feeds, in every branch, and compare every output.
 
-    Feeds are synthetic; both sides get the same. `sizes` are those at which the original is known to run.
+    Feeds are synthetic; both sides get the same. `sizes` are those at which the original is known to run. `before` is
+    the model before the change where other repairs changed it first: these are proved by themselves.
 
     Returns:
         The number of calls that were compared; a call that the original itself refuses does not count.
@@ -59,7 +61,7 @@ def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
         copy.CopyFrom(changed)
         sides = [
             _write_variant(m, source, Path(folder, f"{n}.onnx"))
-            for m, n in ((read_located(source), "old"), (copy, "new"))
+            for m, n in ((before or read_located(source), "old"), (copy, "new"))
         ]
         compared = 0
         for switch in (True, False) if graph.port("branch_switch") else (True,):
@@ -167,14 +169,15 @@ def _free_axes_of_file(context: RepairContext, file: str, kinds: tuple[Axis, ...
     Raises:
         CannotRepair: the graph does not tell how, or the result returns other outputs.
     """
-    graph, model = find_graph(context, file), context.model(file)
+    graph, model, before = find_graph(context, file), context.model(file), ModelProto()
+    before.CopyFrom(model)
     if any(slot.window is not None or slot.trimmed for slot in context.drivable.slots):
         raise CannotRepair("a window hides older tokens, and a traced mask does not show its width", EXPORT_AGAIN)
     try:
         edits = free_axes(model, graph, kinds, lambda tensor: context.values(file, tensor))
     except CannotFree as reason:
         raise CannotRepair(str(reason), EXPORT_AGAIN) from None
-    if edits and not compare_with_original(context, file):
+    if edits and not compare_with_original(context, file, before=before):
         raise CannotRepair(f"{file} runs at no size, so the change cannot be compared with the original", EXPORT_AGAIN)
     return list_changes(file, edits)
 
@@ -184,8 +187,12 @@ def find_graph(context: RepairContext, file: str) -> Graph:
     return next(graph for graph in context.drivable.graphs.values() if graph.file == file)
 
 
-def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None = None) -> int:
+def compare_with_original(
+    context: RepairContext, file: str, sizes: Mapping[Axis, int] | None = None, before: ModelProto | None = None
+) -> int:
     """Compare a changed file with the original at the sizes that the original accepts; gives the number of calls.
+
+    `before` is the file after the repairs so far, in place of the original.
 
     Raises:
         CannotRepair: the outputs differ at those sizes.
@@ -194,7 +201,7 @@ def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis
     try:
         provider = context.options.provider
         return compare_at_traced_sizes(
-            source, context.model(file), graph, runtime=context.running, provider=provider, sizes=sizes
+            source, context.model(file), graph, runtime=context.running, provider=provider, sizes=sizes, before=before
         )
     except OutputsDiffer as reason:
         raise CannotRepair(f"the change of {file} was rejected: {reason}", EXPORT_AGAIN) from None
