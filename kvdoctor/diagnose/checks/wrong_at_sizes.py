@@ -58,6 +58,8 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
             fault = replace(fault, cause=f"{cause}: entries of the cache are left at zero", evidence=(zeros,))
         advice = ZEROS if zeros is not None else fault.repair
         yield replace(fault, use=use.required, repair=advice, effects=tuple(_describe_lengths(context, run)))
+        if zeros is not None:
+            return  # it is one fault, at whatever lengths it shows
 
 
 def _find_zeros(context: RunContext) -> str | None:
