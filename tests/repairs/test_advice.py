@@ -95,11 +95,12 @@ def test_a_checkpoint_and_a_name_in_place_of_a_model_are_answered_with_the_comma
     (tmp_path / "gpt" / "model.safetensors").touch()
     code, text = ask("inspect", "gpt")
     assert code == 3
-    assert "kvdoctor re-export --from gpt -o EXPORTED" in text
+    assert text.count("kvdoctor re-export --from gpt -o EXPORTED") == 2  # the reason, and what decides
     for given in ("onnx-community/gpt2", "https://huggingface.co/onnx-community/gpt2/tree/main/onnx"):
         for command in ([given], ["inspect", given]):
             _, text = ask(*command)
             assert "hf download onnx-community/gpt2 --local-dir gpt2" in text
+    assert "hf download gpt2 --local-dir gpt2" in ask("inspect", "https://huggingface.co/gpt2")[1]
     assert "curl -LO https://a.example/model.onnx" in ask("inspect", "https://a.example/model.onnx")[1]
     assert "hf download" not in ask("inspect", "gpt/model")[1]
 

@@ -240,8 +240,10 @@ def advise_decision(report: Report) -> Text:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
-    if not report.model.files and any(entry.reason.startswith("no .onnx file") for entry in report.not_checked):
-        return "give the folder of an export, or an .onnx file"
+    absent = [entry.reason for entry in report.not_checked if entry.reason.startswith("no .onnx file")]
+    if not report.model.files and absent:
+        exported = absent[0].partition("; export it: ")[2]
+        return _advise(exported) if exported else "give the folder of an export, or an .onnx file"
     if not report.stacks or report.command == "inspect":
         return _advise(f"kvdoctor inspect {model} -v", "shows what was read")
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
