@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +30,7 @@ from kvdoctor.model.output_folder import LOOP_MARK, refuse_unfit, whole_folder
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 SCHEMA = "kvdoctor/loop/1"
 
@@ -151,7 +151,7 @@ def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector,
     if not any(vector.decided for vector in vectors):
         reason = "in no call without a cache one token is clearly likelier than the others"
         return replace(made, unchecked=reason, exit_code=3)
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
+    with scratch_folder() as scratch:
         project = shutil.copytree(place, Path(scratch) / "loop")
         try:
             results = check(project, model, find_language(made.language), vectors, seconds)
@@ -168,7 +168,7 @@ def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector,
 def _place(out: str | None) -> "Iterator[tuple[Path, Callable[[], None]]]":
     """A folder to fill, and the function that marks it as complete."""
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
+        with scratch_folder() as scratch:
             yield Path(scratch), lambda: None
         return
     with whole_folder(Path(out)) as pending:

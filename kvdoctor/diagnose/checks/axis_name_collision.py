@@ -21,7 +21,6 @@ from collections.abc import Iterator
 
 from kvdoctor.analysis.stale_shapes import StaleShape, compare_declared, find_stale_shapes
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, check
@@ -32,32 +31,29 @@ def axis_name_collision(context: ContractContext) -> Iterator[Fault]:
     """Growing slots whose present has the axis name of its past."""
     same = []
     for slot, past, present in context.declared_pairs():
-        if (
-            slot.growth == "grow"
-            and "past" in slot.axes
-            and past.shape
-            and present.shape
-            and len(past.shape) == len(present.shape)
-        ):
-            axis = slot.axes.index("past")
-            if isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
-                same.append((past, present))
-    run = context.checked_loop
+        if slot.growth != "grow" or "past" not in slot.axes or not past.shape or not present.shape:
+            continue
+        axis, alike = slot.axes.index("past"), len(past.shape) == len(present.shape)
+        if alike and isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
+            same.append((past, present))
+    names, run = tuple(present.name for _, present in same), context.checked_loop
     if run is not None and run.passes_with == "no-buffer-reuse":
-        yield _fails(context, run, tuple(present.name for _, present in same))
+        cause = "two different lengths have the same axis name, and the runtime plans its memory by axis names"
+        repair = "or delete value_info from the graph and rename the axes of the present outputs"
+        subject = (run.node.name,) if run.node else names or (context.decode_file,)
+        fault = Fault("error", subject, cause, context.advise_graph_repair(repair)).compare(
+            "tensors with equal declared shapes, which can share a buffer",
+            f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
+        )
+        place, effects = run.node.shown if run.node else f"file {context.decode_file}", f"step {run.failed_step} fails"
+        yield fault.also(where=place, run=run, error=run.error, effects=(effects,), nodes=list_nodes(run))
         return
     yield from _report_stale(context)
     if same:
-        past, present = same[0]
-        names = tuple(present.name for _, present in same)
-        yield Fault(
-            severity="note",
-            subject=names,
-            declared=f"past {describe(past.dtype, past.shape)}",
-            observed=f"present {describe(present.dtype, present.shape)}",
-            cause="the present is longer than the past, but both lengths have the same axis name",
-            repair=context.advise_graph_repair("or rename the axis of the present"),
-        )
+        cause = "the present is longer than the past, but both lengths have the same axis name"
+        fault = Fault("note", names, cause, context.advise_graph_repair("or rename the axis of the present"))
+        declared, observed = (describe(port.dtype, port.shape) for port in same[0])
+        yield fault.compare(f"past {declared}", f"present {observed}")
 
 
 def _report_stale(context: ContractContext) -> Iterator[Fault]:
@@ -66,16 +62,14 @@ def _report_stale(context: ContractContext) -> Iterator[Fault]:
     if stale:
         first = stale[0]
         axes = " and ".join(f"{first.declared[at]!r}" for at in first.axes)
-        yield Fault(
-            severity="note",
-            subject=tuple(one.name for one in stale),
-            where=f"declared shape of {first.name}" + (f" and {len(stale) - 1} more" if len(stale) > 1 else ""),
-            declared=f"{first.name} {describe(first.dtype, first.declared)}",
-            observed=f"{describe(first.dtype, first.found)} in a call whose inputs give {axes} another length",
-            cause=f"{first.name} is declared in a shape that is not computed: its axis {axes} has not that length",
-            repair=context.advise_graph_repair("or declare what is returned, and delete stale value_info"),
-            apart=("stale",),
+        cause = f"{first.name} is declared in a shape that is not computed: its axis {axes} has not that length"
+        repair = context.advise_graph_repair("or declare what is returned, and delete stale value_info")
+        fault = Fault("note", tuple(one.name for one in stale), cause, repair).compare(
+            f"{first.name} {describe(first.dtype, first.declared)}",
+            f"{describe(first.dtype, first.found)} in a call whose inputs give {axes} another length",
         )
+        where = f"declared shape of {first.name}" + (f" and {len(stale) - 1} more" if len(stale) > 1 else "")
+        yield fault.also(where=where, apart=("stale",))
 
 
 def _returned_otherwise(context: ContractContext) -> Iterator[StaleShape]:
@@ -87,22 +81,3 @@ def _returned_otherwise(context: ContractContext) -> Iterator[StaleShape]:
         if found:
             yield from found
             return
-
-
-def _fails(context: ContractContext, run: Run, presents: tuple[str, ...]) -> Fault:
-    place = run.node.shown if run.node else f"file {context.decode_file}"
-    return Fault(
-        severity="error",
-        subject=(run.node.name,) if run.node else presents or (context.decode_file,),
-        where=place,
-        run=run,
-        error=run.error,
-        declared="tensors with equal declared shapes, which can share a buffer",
-        observed=f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
-        cause="two different lengths have the same axis name, and the runtime plans its memory by axis names",
-        repair=context.advise_graph_repair(
-            "or delete value_info from the graph and rename the axes of the present outputs"
-        ),
-        effects=(f"step {run.failed_step} fails",),
-        nodes=list_nodes(run),
-    )

@@ -17,7 +17,6 @@ until then decode only sequences of the same length together. `--require left-pa
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.analysis.sliced_counts import find_sliced_counts
 from kvdoctor.decode.runs import Run
@@ -63,7 +62,7 @@ def padding_changes_logits(context: RunContext) -> Iterator[Fault]:
         if words is TOKENS and _counts_slices(context, run):
             words = SLICED
         if words is not None and not run.not_finite:
-            yield replace(build_fault(context, run, words, use.severity), use=use.required)
+            yield build_fault(context, run, words, use.severity).also(use=use.required)
 
 
 def _counts_slices(context: RunContext, run: Run) -> bool:
