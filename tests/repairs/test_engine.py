@@ -181,6 +181,22 @@ def test_a_warning_that_the_fault_hid_is_no_harm_of_the_repair(tmp_path: Path) -
     assert [finding["name"] for finding in repaired.document["findings"]] == ["padding-changes-logits"]
 
 
+def test_a_warning_of_a_use_that_gave_no_numbers_is_no_harm_of_the_repair(tmp_path: Path) -> None:
+    """Rows of -inf are NaN where a row is padded; once they are finite, its positions show to count the padding."""
+    path = load_all()["padding-changes-logits-positions"].write(tmp_path / "model") / "model.onnx"
+    model = onnx.load(path)
+    bias = next(node for node in model.graph.node if node.output[0] == "bias")
+    constants = {"minus_infinity": -np.inf, "no_bias": 0.0}
+    model.graph.initializer.extend(numpy_helper.from_array(np.float32(v), name) for name, v in constants.items())
+    bias.CopyFrom(helper.make_node("Where", ["is_seen", "no_bias", "minus_infinity"], ["bias"]))
+    at = next(index for index, node in enumerate(model.graph.node) if node.output[0] == "bias")
+    model.graph.node.insert(at, helper.make_node("Cast", ["seen"], ["is_seen"], to=TensorProto.BOOL))
+    path.write_bytes(model.SerializeToString())
+    repaired = re_export(path.parent, tmp_path / "out")
+    assert (repaired.repairs, repaired.proved, repaired.code) == (("finite-constants",), True, 0)
+    assert [finding["name"] for finding in repaired.document["findings"]] == ["padding-changes-logits"]
+
+
 @pytest.mark.slow
 def test_a_note_is_left_where_worse_is_mended(tmp_path: Path) -> None:
     repaired = re_export(EXPORTS / "marian-4.46.3", tmp_path / "out")
