@@ -63,14 +63,18 @@ class Explained(CannotCheck):
     """Another finding explains what a check would report, so that one fault is one finding."""
 
 
-HUB = re.compile(r"(?:https?://(?:huggingface\.co|hf\.co)/)?([\w.-]+)/([\w.-]+)(?:/(?:tree|blob|resolve)/.*|/)?")
+HUB = re.compile(
+    r"(?:https?://(?:huggingface\.co|hf\.co)/(?:([\w.-]+)/)?|([\w.-]+)/)([\w.-]+)(?:/(?:tree|blob|resolve)/.*|/)?"
+)
+"""A name on the hub, with its owner or in an address."""
 
 
 def how_to_get(path: str) -> str:
     """The command that downloads what was given in place of a path: a name on the hub, or an address; else nothing."""
     name = HUB.fullmatch(path)
     if name and not os.path.exists(path.partition("/")[0]):  # noqa: PTH110
-        return f"; a model of the Hugging Face Hub: hf download {name[1]}/{name[2]} --local-dir {name[2]}"
+        wanted = "/".join(part for part in name.groups() if part)
+        return f"; a model of the Hugging Face Hub: hf download {wanted} --local-dir {name[3]}"
     return f"; download it first: curl -LO {as_argument(path)}" if re.match(r"https?://", path) else ""
 
 

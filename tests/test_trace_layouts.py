@@ -68,11 +68,9 @@ def driven(name: str, tmp_path: Path, runtime: Runtime) -> list[CacheContract]:
     A graph of several tokens in each call is left out: it is fed its own first call again, over a cut cache.
     """
     folder = FIXTURES[name].write(tmp_path)
-    loops = (run for run in step_test(str(folder), runtime=runtime).runs if run.experiment == "plain-loop")
-    ran = {run.stack for run in loops if run.outcome == "passed"}
-    found = [
-        stack.contract for stack in inspect(str(folder)).stacks if stack.name in ran and stack.contract is not None
-    ]
+    report = step_test(str(folder), runtime=runtime)
+    ran = {run.stack for run in report.runs if run.experiment == "plain-loop" and run.outcome == "passed"}
+    found = [stack.contract for stack in report.stacks if stack.name in ran and stack.contract is not None]
     return [contract for contract in found if contract.new_tokens in (None, 1)]
 
 

@@ -50,22 +50,13 @@ class AbstractStep:
         where that takes too many nodes: then the question has no answer.
         """
         # Loaded here, with numpy: hardly any model comes to this question.
-        from kvdoctor.analysis.abstract_run.values import Abstract, CannotRun, TooMuchWork, exactly
-        from kvdoctor.decode.calls import Encoded, Past, Scenario, as_array
-        from kvdoctor.decode.feeds import FeedBuilder
-        from kvdoctor.decode.inputs import synthetic_cross_caches, synthetic_encoder_states
+        from kvdoctor.analysis.abstract_run.values import CannotRun, TooMuchWork
 
         if contract.graph("decode").stages or self.decode.graph.model.functions:
             return False
         rows = contract.fixed_batch or SEQUENCES
-        scenario = Scenario(batch=rows, prompt=PAST, steps=TOKENS + 1)
-        encoded = Encoded(synthetic_encoder_states(contract, scenario), synthetic_cross_caches(contract, scenario))
-        builder = FeedBuilder(contract, scenario, encoded)
-        past = Past({slot.past: builder.placeholder(slot, PAST) for slot in contract.slots}, PAST)
         try:
-            fed = {name: as_array(value) for name, value in builder.decode(PAST, PAST + TOKENS, past).feeds.items()}
-            feeds = {name: exactly(a) if a.dtype.kind in "iub" else Abstract(a.shape) for name, a in fed.items()}
-            found = self._run(feeds)
+            found = self._run(_feed_step(contract, rows))
         except TooMuchWork:
             return None
         except (CannotRun, ValueError, KeyError):
@@ -73,6 +64,21 @@ class AbstractStep:
         returned = {name: value.shape for name, value in found.items()}
         expected = dict(_expect_presents(contract, rows))
         return bool(expected) and all(_has_sizes(returned.get(name), shape) for name, shape in expected.items())
+
+    def compute(self, contract: CacheContract) -> "tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]":
+        """The shapes of the feeds and of all values of the main graph in a step; nothing where that is not known."""
+        from kvdoctor.analysis.abstract_run.values import CannotRun, TooMuchWork
+
+        if contract.graph("decode").stages or self.decode.graph.model.functions or contract.new_tokens is not None:
+            return {}, {}
+        try:
+            feeds = _feed_step(contract, contract.fixed_batch or SEQUENCES)
+            found = self._graph.run_all(feeds)
+        except (TooMuchWork, CannotRun, ValueError, KeyError):
+            return {}, {}
+        sides = ({name: one.shape for name, one in side.items() if one.shape is not None} for side in (feeds, found))
+        fed, made = sides
+        return fed, made
 
     def _run(self, feeds: "dict[str, Abstract]") -> "dict[str, Abstract]":
         """The outputs of a step; what it computes is taken from what is left for all."""
@@ -88,6 +94,21 @@ class AbstractStep:
         from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
 
         return AbstractGraph(self.decode.graph, frozenset(), Budget(MOST_NODES))
+
+
+def _feed_step(contract: CacheContract, rows: int) -> "dict[str, Abstract]":
+    """What the contract feeds a step of several tokens on a cache: integers as they are, of floats the shape."""
+    from kvdoctor.analysis.abstract_run.values import Abstract, exactly
+    from kvdoctor.decode.calls import Encoded, Past, Scenario, as_array
+    from kvdoctor.decode.feeds import FeedBuilder
+    from kvdoctor.decode.inputs import synthetic_cross_caches, synthetic_encoder_states
+
+    scenario = Scenario(batch=rows, prompt=PAST, steps=TOKENS + 1)
+    encoded = Encoded(synthetic_encoder_states(contract, scenario), synthetic_cross_caches(contract, scenario))
+    builder = FeedBuilder(contract, scenario, encoded)
+    past = Past({slot.past: builder.placeholder(slot, PAST) for slot in contract.slots}, PAST)
+    fed = {name: as_array(value) for name, value in builder.decode(PAST, PAST + TOKENS, past).feeds.items()}
+    return {name: exactly(a) if a.dtype.kind in "iub" else Abstract(a.shape) for name, a in fed.items()}
 
 
 def _has_sizes(shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> bool:

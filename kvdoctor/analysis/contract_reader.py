@@ -10,7 +10,7 @@ from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
 from kvdoctor.analysis.embedding_graphs import find_embedded_input, read_embedding_graph
 from kvdoctor.analysis.feature_encoders import ROLES, find_output, read_feature_encoder
 from kvdoctor.analysis.model_folder import SideCars
-from kvdoctor.analysis.port_roles import TokenInputs, find_swapped_inputs, find_token_inputs, match_rule
+from kvdoctor.analysis.port_roles import INTEGERS, TokenInputs, find_swapped_inputs, find_token_inputs, match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
 from kvdoctor.analysis.readings import find_readings
 from kvdoctor.analysis.slot_init import give_cross_caches
@@ -217,6 +217,8 @@ class _Reader:
         shape = logits.shape if logits and logits.shape else ()
         # Convolutions in place of products leave float[batch, vocabulary, 1, 1].
         width = shape[1] if len(shape) == 4 and shape[2:] == (1, 1) else shape[-1] if shape else None
+        if logits is not None and logits.dtype in INTEGERS:
+            width = min(self.vocabularies, default=None)  # ids in place of logits are as wide as there are sequences
         if isinstance(width, int) and is_count(width):
             # The output head may be padded to more rows than the embedding table has.
             return min([width, *self.vocabularies])

@@ -23,6 +23,7 @@ from kvdoctor.analysis.slot_init import shared_pasts
 from kvdoctor.analysis.slot_rules import REPLACED
 from kvdoctor.analysis.stacks import FLOATS, OnnxFile, StackParts
 from kvdoctor.contract import Axis, Graph, MissingPart, Port, Slot
+from kvdoctor.model.flow import Flow
 from kvdoctor.model.view import Declared
 
 HIDDEN_LIKE = re.compile(r"(.*_)?hidden_states(_.*)?", re.ASCII)
@@ -42,6 +43,17 @@ FEATURE_AXES: dict[int, tuple[Axis, ...]] = {
     4: ("batch", "fixed", "fixed", "fixed"),
 }
 """Axes of an encoder's unnamed float input by rank: samples, features, an image."""
+
+
+def _is_read(flow: Flow, name: str) -> bool:
+    """Whether a node computes with a value: one that copies it does not."""
+    values = [name]
+    for value in values:
+        users = [node for node, _ in flow.consumers.get(value, ())]
+        if value in flow.decides or not all(node.has("copy") for node in users):
+            return True
+        values += [output for node in users for output in node.outputs if output not in values]
+    return False
 
 
 @dataclass(eq=False, repr=False)
@@ -166,10 +178,9 @@ class DecoderPorts:
 
     @cached_property
     def _unread(self) -> frozenset[str]:
-        """Inputs that no node reads; empty where there are more than an exporter leaves."""
+        """Inputs that no node reads but to return them as they are; empty where an exporter leaves fewer."""
         flows = [flow.flow for flow in (self.file.dataflow, self.file.first_dataflow) if flow is not None]
-        read = {name for flow in flows for name in (*flow.consumers, *flow.decides)}
-        names = frozenset(name for name in self.file.graph.inputs if flows and name not in read)
+        names = frozenset(n for n in self.file.graph.inputs if flows and not any(_is_read(flow, n) for flow in flows))
         return names if len(names) <= MOST_UNREAD else frozenset()
 
     @cached_property

@@ -37,16 +37,17 @@ def _complete_checks(_context: click.Context, _parameter: click.Parameter, start
         ("kvdoctor explain KV203 --format json", "for programs"),
     ),
 )
-@click.argument("text", required=False, shell_complete=_complete_checks)
+@click.argument("text", nargs=-1, shell_complete=_complete_checks)
 @format_option(("text", "json"))
-def explain(text: str | None, format_: str) -> None:
+def explain(text: tuple[str, ...], format_: str) -> None:
     """Explain a finding by its code or name, a term or an experiment, or look up an error message or a symptom.
 
     Without TEXT: list all checks.
     """
     from kvdoctor import api
 
-    found = _explain_command(text) or api.explain(text)
+    asked = " ".join(text) or None  # quoted or not
+    found = _explain_command(asked) or api.explain(asked)
     if format_ == "json":
         from kvdoctor.report import json_format
 

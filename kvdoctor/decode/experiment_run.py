@@ -72,7 +72,7 @@ class ExperimentRunner:
         run = _ExperimentRun(self, experiment, scenario).perform()
         if isinstance(run, UnusableLogits):
             before = self.stack.contract
-            self.stack.expect_last_logits_only(run.reason)
+            self.stack.expect_last_logits_only()
             if self.stack.contract == before:
                 return self.make_run(experiment, "inconclusive", reason=run.reason)
             return self.run(experiment)

@@ -168,11 +168,10 @@ class StackDriver:
         self.known.clear()
         self.encoded.clear()
 
-    def expect_last_logits_only(self, reason: str) -> None:
+    def expect_last_logits_only(self) -> None:
         """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""
         self.contract = with_last_logits_only(self.contract)
         self.known.clear()
-        self.announce(Note(reason))
 
     @property
     def environment(self) -> Environment:

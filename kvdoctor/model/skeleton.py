@@ -141,6 +141,7 @@ _MODEL_TAGS: Final = {number << 3 | wire for number, wire in MODEL_FIELDS.items(
 
 _AGAIN: Final = "download or copy the file again, or export the model again"
 _EXPORT: Final = "export the model to ONNX first"
+_JSON: Final = "give the .onnx file or its folder; a download of this name may be a server's error message"
 _LOOK: Final = "check the path: an ONNX model usually has the suffix .onnx"
 
 # What other files show at their start. The text patterns are safe: models hold control characters near the start, such
@@ -158,7 +159,7 @@ _OTHER_FORMATS: Final = (
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file", _EXPORT),
     (rb"\0{16}", "a file of zeros, as an interrupted download leaves it", _AGAIN),
     (rb"(?i:\s*<(?:!doctype )?html)", "an HTML page", "download the file itself, not the page that shows it"),
-    (rb"\s*[{\[]%b*[\x80-\xf4]{0,3}\Z" % _UTF8, "JSON text", "look into it: it may be a server's error message"),
+    (rb"\s*[{\[]%b*[\x80-\xf4]{0,3}\Z" % _UTF8, "JSON text", _JSON),
     (rb"%b+[\x80-\xf4]{0,3}\Z" % _UTF8, "a text file", _LOOK),
 )
 

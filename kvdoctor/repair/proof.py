@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.decode.parity import compare, describe_gap, judge
-from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, Run, quote_error
+from kvdoctor.decode.runs import HELD_LOOP, LOOPS, UNDECIDED, WRONG, Run, quote_error
 from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.findings import Finding
 from kvdoctor.repair.repairs.registry import Keeps
@@ -80,12 +80,17 @@ def _prove_none_new(stack: str, fresh: Sequence[str]) -> Proof:
 
 
 def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> bool:
-    """Whether the original would have shown the same fault: a loop passed, or else its own run of the same use."""
-    passed = any(run.shows == "passed" for name in LOOPS if (run := before.run(stack, name)))
-    if finding.severity == "error" or passed:
-        return True
+    """Whether the original would have shown the same finding if it had the fault.
+
+    Where it went wrong in the same use, no warning there is new. If no loop passes, findings on further uses are not
+    reported: then its own run of the same use decides.
+    """
     run = before.run(stack, finding.experiment or "")
-    return run is not None and run.shows == "passed"
+    if finding.severity == "error":
+        return True
+    if run is not None and run.shows in ("passed", *WRONG):
+        return run.shows == "passed"
+    return any(loop.shows == "passed" for name in LOOPS if (loop := before.run(stack, name)))
 
 
 def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None = None) -> Iterator[Proof]:

@@ -9,6 +9,7 @@ from support.loop_programs import written
 from support.sampling import sampled
 
 NO_LOOP = {
+    "caller-transducer-healthy": "of the kind 'condition'",
     "bare-attention-contrib-healthy": "not a decoder",
     "bare-attention-past-healthy": "not a decoder",
     "bare-grouped-query-attention-healthy": "not a decoder",
@@ -25,6 +26,7 @@ NO_LOOP = {
     "layout-four-tokens-healthy": "exactly 4 new tokens",
     "layout-genai-pipeline-healthy": "pipeline of 2 files",
     "layout-greedy-search-healthy": "contains the whole loop",
+    "layout-mask-switch-healthy": "token ids in place of logits",
     "layout-llama2-msft-layers-healthy": "embeddings",
     "layout-llama2-msft-stacked-healthy": "embeddings",
     "layout-llama2-msft-stacked-whole-healthy": "embeddings",
@@ -37,7 +39,7 @@ NO_LOOP = {
     "layout-qnn-window-healthy": "not a decoder",
     "layout-shift-left-healthy": "rotary_cos",
     "layout-shift-left-prompt-healthy": "4 new tokens only",
-    "layout-transducer-joint-healthy": "not a decoder",
+    "layout-transducer-joint-healthy": "of the kind 'condition'",
     "layout-transducer-lstm-healthy": "not a decoder",
     "layout-transducer-stateless-healthy": "no decoder",
     "layout-voice-activity-healthy": "not a decoder",

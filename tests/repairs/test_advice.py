@@ -18,6 +18,7 @@ from kvdoctor.repair.export.pipeline import refuse_impossible
 from kvdoctor.repair.session import RepairRequest
 
 ROOT = Path(__file__).parents[2]
+EXPORTS = ROOT / "fixtures" / "exports"
 
 TWO_FAULTS = {"present-rewrites-past-rounded"}
 """Two faults in one present: a repair is known for the one alone, and the proof says that it is not enough."""
@@ -28,17 +29,35 @@ FAULTY = [
 ]
 
 
+def list_exports() -> list[str]:
+    return sorted(path.name for path in EXPORTS.iterdir() if path.is_dir())
+
+
 @pytest.mark.parametrize("name", thinned(FAULTY, 40, 2))
 def test_a_printed_command_succeeds(name: str, tmp_path: Path) -> None:
-    found = [f for f in step_test(str(load_all()[name].write(tmp_path / "model"))).findings if f.severity != "note"]
+    run_printed(load_all()[name].write(tmp_path / "model"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list_exports())
+def test_a_printed_command_succeeds_on_an_export(name: str, tmp_path: Path) -> None:
+    run_printed(EXPORTS / name, tmp_path)
+
+
+def run_printed(model: Path, folder: Path) -> None:
+    """Run each command that the findings of a model print, as printed; one for a checkpoint has none to run with."""
+    found = [f for f in step_test(str(model)).findings if f.severity != "note"]
     advised = [f for f in found if f.repair.kind == "graph" and f.repair.command is not None]
     for command in {finding.repair.command or "" for finding in advised}:
-        program, *arguments = shlex.split(command.replace(" -o FIXED", f" -o {shlex.quote(str(tmp_path / 'fixed'))}"))
+        program, *arguments = shlex.split(command.replace(" -o FIXED", f" -o {shlex.quote(str(folder / 'fixed'))}"))
         assert program == "kvdoctor"
         done = CliRunner().invoke(cli, [*arguments, "--format", "json"])
-        assert (tmp_path / "fixed").is_dir(), done.output
+        assert (folder / "fixed").is_dir(), done.output
         left = [finding["name"] for finding in json.loads(done.stdout)["findings"]]
         assert not [finding.name for finding in advised if finding.name in left], done.output
+    for command in {f"kvdoctor explain {finding.code}" for finding in found}:
+        code, text = ask(*shlex.split(command)[1:])
+        assert (code, "Traceback" in text) == (0, False)
 
 
 def ask(*arguments: str) -> tuple[int, str]:
@@ -76,11 +95,12 @@ def test_a_checkpoint_and_a_name_in_place_of_a_model_are_answered_with_the_comma
     (tmp_path / "gpt" / "model.safetensors").touch()
     code, text = ask("inspect", "gpt")
     assert code == 3
-    assert "kvdoctor re-export --from gpt -o EXPORTED" in text
+    assert text.count("kvdoctor re-export --from gpt -o EXPORTED") == 2  # the reason, and what decides
     for given in ("onnx-community/gpt2", "https://huggingface.co/onnx-community/gpt2/tree/main/onnx"):
         for command in ([given], ["inspect", given]):
             _, text = ask(*command)
             assert "hf download onnx-community/gpt2 --local-dir gpt2" in text
+    assert "hf download gpt2 --local-dir gpt2" in ask("inspect", "https://huggingface.co/gpt2")[1]
     assert "curl -LO https://a.example/model.onnx" in ask("inspect", "https://a.example/model.onnx")[1]
     assert "hf download" not in ask("inspect", "gpt/model")[1]
 

@@ -63,6 +63,19 @@ def test_two_faults_in_one_graph_are_both_repaired(twice_sick: Path, tmp_path: P
     assert repaired.code == 0
 
 
+def test_axes_are_freed_in_a_graph_that_another_repair_changed_first(tmp_path: Path) -> None:
+    """The freed graph is compared with the one that the other repair left: the original returns crossed slots."""
+    path = load_all()["past-axis-frozen"].write(tmp_path / "model") / "model.onnx"
+    model, trade = onnx.load(path), {"present.0.key": "present.0.value", "present.0.value": "present.0.key"}
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [trade.get(name, name) for name in names]
+    path.write_bytes(model.SerializeToString())
+    repaired = re_export(path.parent, tmp_path / "out")
+    assert {"joined-presents", "free-past"} <= set(repaired.repairs)
+    assert (repaired.proved, repaired.code) == (True, 0)
+
+
 @pytest.mark.slow
 def test_only_the_named_repairs_are_used(twice_sick: Path, tmp_path: Path) -> None:
     """One of two faults is left: that is no proof, so nothing is written, unless that is asked for."""
@@ -107,8 +120,11 @@ TAKES = {
     "mask-not-offset-step": True,
     "non-finite": False,
     "past-without-present-half": False,
+    "padding-changes-logits-slice": True,
     "past-without-present-lost": True,
     "positions-not-offset": False,
+    "present-does-not-grow-copied": True,
+    "present-does-not-grow-static": True,
     "present-rewrites-past": True,
 }
 """Text fixtures, and whether the repair that their check leads to can be applied."""
@@ -165,12 +181,35 @@ def test_a_warning_that_the_fault_hid_is_no_harm_of_the_repair(tmp_path: Path) -
     assert [finding["name"] for finding in repaired.document["findings"]] == ["padding-changes-logits"]
 
 
+def test_a_warning_of_a_use_that_gave_no_numbers_is_no_harm_of_the_repair(tmp_path: Path) -> None:
+    """Rows of -inf are NaN where a row is padded; once they are finite, its positions show to count the padding."""
+    path = load_all()["padding-changes-logits-positions"].write(tmp_path / "model") / "model.onnx"
+    model = onnx.load(path)
+    bias = next(node for node in model.graph.node if node.output[0] == "bias")
+    constants = {"minus_infinity": -np.inf, "no_bias": 0.0}
+    model.graph.initializer.extend(numpy_helper.from_array(np.float32(v), name) for name, v in constants.items())
+    bias.CopyFrom(helper.make_node("Where", ["is_seen", "no_bias", "minus_infinity"], ["bias"]))
+    at = next(index for index, node in enumerate(model.graph.node) if node.output[0] == "bias")
+    model.graph.node.insert(at, helper.make_node("Cast", ["seen"], ["is_seen"], to=TensorProto.BOOL))
+    path.write_bytes(model.SerializeToString())
+    repaired = re_export(path.parent, tmp_path / "out")
+    assert (repaired.repairs, repaired.proved, repaired.code) == (("finite-constants",), True, 0)
+    assert [finding["name"] for finding in repaired.document["findings"]] == ["padding-changes-logits"]
+
+
 @pytest.mark.slow
 def test_a_note_is_left_where_worse_is_mended(tmp_path: Path) -> None:
     repaired = re_export(EXPORTS / "marian-4.46.3", tmp_path / "out")
     assert repaired.repairs == ("pass-through",)
     named = re_export(EXPORTS / "whisper", tmp_path / "named", "--fix", "pass-through,sorted-nodes")
     assert set(named.repairs) == {"pass-through", "sorted-nodes"}
+
+
+@pytest.mark.parametrize("name", ["axis-name-collision-output", "axis-name-collision-stale"])
+def test_a_shape_that_is_not_computed_is_no_longer_declared(name: str, tmp_path: Path) -> None:
+    repaired = re_export(load_all()[name].write(tmp_path / "model"), tmp_path / "out")
+    assert (repaired.repairs, repaired.proved) == (("axis-names",), True)
+    assert not inspect(str(tmp_path / "out")).findings
 
 
 # --- weights ---

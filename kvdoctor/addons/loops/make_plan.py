@@ -130,7 +130,7 @@ def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
     logits, states = graph.port("logits"), _output(graph, "encoder_states")
     if phase in DECODING and logits is None:
         raise NoLoop(f"{graph.file} returns no logits, for which there is no loop yet")
-    if phase in DECODING and logits is not None and "int" in logits.dtype:
+    if logits is not None and logits.dtype in INTEGERS:
         raise NoLoop(f"{logits.name!r} has token ids in place of logits, for which there is no loop yet")
     used = {logits.name if logits else None, states if phase == "encode" else None}
     if phase == "embed":

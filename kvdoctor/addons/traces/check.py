@@ -15,6 +15,7 @@ import numpy as np
 
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor
 from kvdoctor.addons.traces.rules import first_breaks
+from kvdoctor.addons.traces.rules.doubts import find_doubts
 from kvdoctor.addons.traces.rules.inputs import starts_again
 from kvdoctor.addons.traces.rules.lengths import compare_with_length
 from kvdoctor.addons.traces.step import (
@@ -171,9 +172,10 @@ class TraceCheck:
     """The comparison of a trace with a contract.
 
     `steps` were compared, the broken one included. `breaks` are those of `step`, the first that breaks the contract.
-    `untrue` is the first output that came back in another shape than the graph promises, with right feeds. `blind` are
-    the inputs whose values would decide more. `failed` is the first step that the caller's runtime failed in. `also`
-    names other stacks with the same inputs, which may be the ones that were called.
+    `doubts` are steps before it with what a run decides. `untrue` is the first output that came back in another shape
+    than the graph promises, with right feeds. `blind` are the inputs whose values would decide more. `failed` is the
+    first step that the caller's runtime failed in. `also` names other stacks with the same inputs, which may be the
+    ones that were called.
     """
 
     steps: int
@@ -185,6 +187,7 @@ class TraceCheck:
     failed: TraceStep | None = None
     cached: bool = False
     also: tuple[str, ...] = ()
+    doubts: tuple[tuple[TraceStep, ContractViolation], ...] = ()
 
 
 def compare_trace(trace: Trace, contract: CacheContract) -> TraceCheck:
@@ -208,6 +211,7 @@ def compare_trace(trace: Trace, contract: CacheContract) -> TraceCheck:
         blind=tuple(blind),
         failed=last if at is None and last is not None and last.error is not None else None,
         cached=any(moment.before is not None for moment in right),
+        doubts=tuple((moment.step, one) for moment in right for one in find_doubts(moment)),
     )
 
 

@@ -82,6 +82,14 @@ class TraceTensor:
             return np.zeros(self.shape, NUMPY_TYPES.get(self.dtype, np.float32))
         return self.source()
 
+    def equals(self, other: "TraceTensor") -> bool | None:
+        """Whether another tensor has its values, all or those of its sample; None where that is not known."""
+        if self.shape != other.shape or (self.has_values and other.has_values):
+            return self.shape == other.shape and same_values(self.array(), other.array())
+        if self.sample is None or other.sample is None:
+            return None
+        return same_values(self.sample, other.sample)
+
     def __str__(self) -> str:
         return describe(self.dtype, self.shape)
 

@@ -21,6 +21,7 @@ from kvdoctor.addons.traces.outputs import (
     is_fed_alike,
 )
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, same_values
+from kvdoctor.addons.traces.rules.doubts import clear_constants, find_doubts, gave_token
 from kvdoctor.addons.traces.runs import trace_of
 from kvdoctor.addons.traces.step import ContractViolation, StepContext, size_of
 from kvdoctor.contract import CacheContract, PhaseName, Port, Role
@@ -37,6 +38,7 @@ from kvdoctor.decode.calls import (
     take_sample,
 )
 from kvdoctor.decode.experiments import Decision, Experiment, always
+from kvdoctor.decode.experiments.cache_entries import as_probe
 from kvdoctor.decode.experiments.multi_turn import cut
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import REPLAY
@@ -59,7 +61,10 @@ FREE: tuple[Role, ...] = (
 
 @record
 class ReplayStep:
-    """One step to run again: from which token of its sequence on, and how many; `right` until one has `breaks`."""
+    """One step to run again: from which token of its sequence on, and how many; `right` until one has `breaks`.
+
+    `doubts` are what the run decides in a right one.
+    """
 
     step: TraceStep
     phase: PhaseName
@@ -67,6 +72,7 @@ class ReplayStep:
     new: int
     right: bool
     breaks: tuple[ContractViolation, ...]
+    doubts: tuple[ContractViolation, ...] = ()
 
 
 def make_experiment(contract: CacheContract, data: Mapping[str, str]) -> Experiment:
@@ -124,7 +130,9 @@ def _plan(trace: Trace, contract: CacheContract) -> Iterator[ReplayStep]:
         begin = moment.before.tokens if moment.before is not None else 0
         if index == at and moment.new > begin:
             begin = 0  # all ids
-        yield ReplayStep(moment.step, moment.phase, begin, moment.new, at is None or index < at, breaks)
+        right = at is None or index < at
+        doubts = tuple(find_doubts(moment)) if right else ()
+        yield ReplayStep(moment.step, moment.phase, begin, moment.new, right, breaks, doubts)
     if at is None or at + 1 < len(walked):
         return
     last = walked[at][0]
@@ -157,7 +165,7 @@ def _read_source_length(encoded: TraceStep | None, contract: CacheContract) -> i
 class _Replay:
     """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last.
 
-    `encoded_alike`: the caller's encoder was fed what the local encoder was.
+    `encoded_alike`: the caller's encoder was fed what the local encoder was. `last` is the answer to the step before.
     """
 
     builder: FeedBuilder
@@ -167,6 +175,7 @@ class _Replay:
     tokens: int = 0
     exact: bool = True
     encoded_alike: bool = False
+    last: Answer | None = None
 
 
 def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: TraceStep | None) -> Decision:
@@ -182,6 +191,8 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         embed=builder.embed,
     )
     state, cause, broken = _Replay(builder, encoded_alike=alike), found, False
+    doubted = {one.inputs[0] for entry in planned for one in entry.doubts if one.kind == "setting"}
+    cleared = yield from clear_constants(builder, tuple(entry.step for entry in planned), doubted)
     for entry in planned:
         if entry.right and state.past is not None and 0 < entry.start < state.tokens:
             state.past, state.tokens = cut(builder, state.past, entry.start), entry.start
@@ -189,6 +200,10 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         call, exact = _call(state, entry)
         exact = exact and known
         expected = _read_logits(entry, builder.contract) if exact and entry.right else None
+        sampled = _is_sampled(entry, builder.contract)
+        for other in _without_doubts(state, entry, call, cleared):
+            undoubted = yield other
+            expected, sampled = (expected, sampled) if undoubted.failed else (undoubted.logits, False)
         if not entry.right and not broken:
             # The result of the same tokens with the right feeds: the broken step is compared with it.
             right = yield replace(_correct_call(state, entry), kind="probe")
@@ -196,12 +211,30 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
             answer = yield replace(call, expected=expected)
             cause = cause or find_spoilt_present(entry.step, entry.phase, answer, right, builder.contract)
         else:
-            answer = yield replace(call, expected=expected, sampled=_is_sampled(entry, builder.contract))
+            answer = yield replace(call, expected=expected, sampled=sampled)
         if entry.right:
             cause = first_worst(cause, find_different_output(entry.step, entry.phase, answer, exact, builder))
         _carry(state, entry, call, answer)
-        state.exact = exact
+        state.exact, state.last = exact, answer
     return cause
+
+
+def _without_doubts(state: _Replay, entry: ReplayStep, call: Call, cleared: frozenset[str]) -> Iterator[Call]:
+    """The same step as the contract has it, where it was fed otherwise and no run showed that to be right too."""
+    usual = (
+        _contract_call(state.builder, entry, state.past if entry.phase == "decode" else None) if entry.doubts else call
+    )
+    due: dict[str, Value | Array] = {}
+    for one in entry.doubts:
+        name = one.inputs[0]
+        if one.kind == "setting" and name not in cleared:
+            due[name] = usual.feeds[name]
+        elif (
+            one.kind == "state-adopted" and state.last is not None and not gave_token(state.last, usual, state.builder)
+        ):
+            due |= {name: state.fed[name] for name in one.inputs if name in state.fed}
+    if due:
+        yield as_probe(replace(call, feeds={**call.feeds, **due}))
 
 
 def _follow_rows(state: _Replay, entry: ReplayStep) -> bool:

@@ -41,6 +41,8 @@ Kind = Literal[
     "counter",
     "encoder-missing",
     "encoder-changes",
+    "setting",
+    "state-adopted",
 ]
 """The ways in which a step breaks the contract."""
 

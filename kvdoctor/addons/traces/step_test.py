@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvdoctor.addons.traces.runs import Recording, TraceRun
 
 
+NOT_AGAIN = "only a run decides, and the trace was not run again"
+
+
 @record(slots=False, kw_only=True)
 class CallerContext(RunContext):
     """Round `caller`: adds one run of the caller's loop, its comparison with the contract, and the same steps here."""
@@ -59,8 +62,9 @@ class TracePart:
         found, same = CheckResults(), list[CallerContext]()
         if self.recording is None or context.stack.name != self.stack:
             return found
-        for run, checked, name in zip(self.recording.runs, self.checked, self._replays, strict=True):
+        for run, name in zip(self.recording.runs, self._replays, strict=True):
             replay = context.find_run(name)
+            checked = _confirm(self._check(run, context.contract), replay)
             caller = extend_context(context, CallerContext, trace_check=checked, trace_run=run, replay=replay)
             more = self._judge_run(caller, options)
             if len(self.checked) > 1 and not (more.findings or more.not_checked):
@@ -69,6 +73,14 @@ class TracePart:
                 found += more
         found = found if len(self.checked) == 1 else _name_once(found)
         return replace(found, notes=(self._describe_same(same), *found.notes)) if same else found
+
+    def _check(self, run: "TraceRun", contract: CacheContract) -> "TraceCheck":
+        """The comparison of a run with the contract whose readings were settled."""
+        from kvdoctor.addons.traces.check import compare_trace
+        from kvdoctor.addons.traces.runs import with_likeliest
+
+        also = self.checked[0].also
+        return replace(compare_trace(with_likeliest(run, contract), contract), also=also)
 
     def _describe_same(self, runs: list[CallerContext]) -> str:
         """One line for all runs that show no fault."""
@@ -84,7 +96,7 @@ class TracePart:
         return text + (f"; the last step of {' and '.join(alone)} was compared by the program alone" if alone else "")
 
     def _judge_run(self, caller: CallerContext, options: Options) -> CheckResults:
-        from kvdoctor.addons.traces.describe import describe_trace
+        from kvdoctor.addons.traces.describe import NOT_RUN, describe_trace
         from kvdoctor.addons.traces.due import list_open
 
         run, stack = caller.trace_run, caller.stack.name
@@ -92,10 +104,24 @@ class TracePart:
         findings = tuple(replace(one, where=f"{run.place}{one.where}") for one in found.findings)
         reasons = list_open(run, caller.replay, caller.contract) if run.name is not None else ()
         opened = (NotChecked(stack, "KV420", f"run {run.name}: {reason}", essential=True) for reason in reasons)
-        undecided = find_undecided_steps(stack, findings)
+        open_doubts = caller.trace_check.doubts if caller.replay is None or caller.replay.outcome in NOT_RUN else ()
+        doubted = (
+            NotChecked(stack, "KV208", f"whether {one.inputs[0]} is right at step {step.number}: {NOT_AGAIN}", True)
+            for step, one in open_doubts[:1]
+        )
+        undecided = (*doubted, *find_undecided_steps(stack, findings))
         shown = self.path if run.name is None else f"{self.path}, run {run.name}"
         note = describe_trace(caller.trace_check, caller.replay, shown, stack)
         return replace(found, findings=findings) + CheckResults(not_checked=(*opened, *undecided), notes=(note,))
+
+
+def _confirm(checked: "TraceCheck", replay: Run | None) -> "TraceCheck":
+    """The comparison, with the doubt that running its step both ways showed to be an error."""
+    if replay is not None and replay.outcome == "differs":
+        for step, one in checked.doubts:
+            if step.number == replay.failed_step:
+                return replace(checked, step=step, breaks=(one,), failed=None, steps=step.number + 1)
+    return checked
 
 
 def _name_once(found: CheckResults) -> CheckResults:

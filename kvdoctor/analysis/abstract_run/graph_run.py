@@ -91,11 +91,16 @@ class AbstractGraph:
             CannotRun: two sizes cannot agree.
             TooMuchWork: the budget is used up.
         """
-        values = self.values(feeds)
+        values = self.run_all(feeds)
         return {value.name: values.get(value.name, UNKNOWN) for value in self.view.model.graph.output}
 
-    def values(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
-        """All values of the main graph for some feeds; raises what `run` raises."""
+    def run_all(self, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
+        """All values of the main graph for some feeds.
+
+        Raises:
+            CannotRun: two sizes cannot agree.
+            TooMuchWork: the budget is used up.
+        """
         with np.errstate(all="ignore"):
             return self._compute(self.view.model.graph, dict(feeds), {})
 

@@ -190,7 +190,7 @@ def numbering(builder: FeedBuilder) -> Decision:
     """One token at every place: in the first layer its keys tell the places apart everywhere, or nowhere.
 
     The places after each threshold of the graph are looked at as well, the far ones where a call is small:
-    positions may begin again there, or be rounded.
+    positions may begin again there, or be rounded. Or entries have no key at all: they were left at zero.
     """
     contract = builder.contract
     few = builder.scenario.total if contract.new_tokens is None else min(PLACES, contract.usable_length or PLACES)
@@ -202,6 +202,10 @@ def numbering(builder: FeedBuilder) -> Decision:
         entries = yield from _entries_of_one_token(builder, total)
         if not entries:
             return None
+        slot, zero = by_position(contract)[0], [at for at, entry in enumerate(entries) if not entry.any()]
+        if zero and len(zero) < len(entries):
+            where = f"{slot.filled_by} of {total} tokens has zeros in the entries {zero[0]} to {zero[-1]}"
+            return Cause("wrong-at-lengths", where, slot.past, from_length=total)
         for found in (_find_repeated(entries[:length], builder) for length in lengths if length <= len(entries)):
             if found is not None:
                 return Cause(

@@ -1,9 +1,13 @@
 """One symbolic axis name stands for two different lengths.
 
 What it means: the past and the present of a growing slot have the same axis name, although the present is longer by the
-new tokens; or shapes declared inside the graph do. Runtimes plan memory by these names, and loops that allocate buffers
-by name allocate them too small. It is a note if the runs pass, and an error if a step fails, and passes once the
-runtime does not reuse buffers.
+new tokens; or shapes declared inside the graph do. Or an output, or a shape that is declared inside the graph, has the
+name of the new tokens and another length: a tool cut to the last token and left the names. Runtimes plan memory by
+these names, compilers take shapes from them, and loops that allocate buffers by name allocate them in a wrong size. It
+is a note if the runs pass. It is an error if a step fails, and passes once the runtime does not reuse buffers.
+
+How it is decided: by the declarations; shapes are compared with those of one step that is computed from the shapes of
+its inputs alone, and with what runs returned.
 
 Reproduce: `kvdoctor inspect MODEL` shows both declarations; open a session with `enable_mem_reuse = False`.
 
@@ -13,6 +17,9 @@ are declared inside the graph (`value_info`), which no runtime needs.
 Source: onnxruntime issue 21213.
 """
 
+from collections.abc import Iterator
+
+from kvdoctor.analysis.stale_shapes import StaleShape, compare_declared, find_stale_shapes
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
@@ -40,8 +47,37 @@ def axis_name_collision(context: ContractContext) -> Faults:
         )
         place, effects = run.node.shown if run.node else f"file {context.decode_file}", f"step {run.failed_step} fails"
         yield fault.also(where=place, run=run, error=run.error, effects=(effects,), nodes=list_nodes(run))
-    elif same:
+        return
+    yield from _report_stale(context)
+    if same:
         cause = "the present is longer than the past, but both lengths have the same axis name"
         fault = Fault("note", names, cause, context.advise_graph_repair("or rename the axis of the present"))
         declared, observed = (describe(port.dtype, port.shape) for port in same[0])
         yield fault.compare(f"past {declared}", f"present {observed}")
+
+
+def _report_stale(context: ContractContext) -> Iterator[Fault]:
+    """Values that are declared with the name of an input's axis, and have another length."""
+    stale = find_stale_shapes(context.stack.main, context.contract) or tuple(_returned_otherwise(context))
+    if stale:
+        first = stale[0]
+        axes = " and ".join(f"{first.declared[at]!r}" for at in first.axes)
+        cause = f"{first.name} is declared in a shape that is not computed: its axis {axes} has not that length"
+        repair = context.advise_graph_repair("or declare what is returned, and delete stale value_info")
+        fault = Fault("note", tuple(one.name for one in stale), cause, repair).compare(
+            f"{first.name} {describe(first.dtype, first.declared)}",
+            f"{describe(first.dtype, first.found)} in a call whose inputs give {axes} another length",
+        )
+        where = f"declared shape of {first.name}" + (f" and {len(stale) - 1} more" if len(stale) > 1 else "")
+        yield fault.also(where=where, apart=("stale",))
+
+
+def _returned_otherwise(context: ContractContext) -> Iterator[StaleShape]:
+    """The outputs that a run returned in another shape than declared, and with right logits."""
+    view, passed = context.decode_view, [run for run in context.runs if run.shows == "passed"]
+    for step in (step for run in passed for step in run.steps if step.phase == "decode"):
+        fed, got = ({name: tensor.shape for name, tensor in side.items()} for side in (step.fed, step.returned))
+        found = tuple(compare_declared(view, context.contract, fed, got)) if view is not None else ()
+        if found:
+            yield from found
+            return

@@ -59,7 +59,7 @@ LESS_ROUNDING = Advice(
 )
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
-WIDER = "or run the model in float32 or bfloat16, or replace the constant that overflows"
+WIDER = "or run the model in float32 or bfloat16, or replace what overflows (-inf in a mask: by the lowest number)"
 MOST_USES = 2
 """Uses that a finding about several names."""
 IGNORED = CauseText(

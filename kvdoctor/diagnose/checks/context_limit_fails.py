@@ -45,7 +45,8 @@ def context_limit_fails(context: RunContext) -> Faults:
         return  # the config declares more than the rows of the position table, which KV020 reports
     numbering = context.find_run("numbering")
     at_lengths = [run for run, _ in find_faulty_uses(context, "differs") if run.experiment in AT_LENGTHS]
-    if numbering is not None and numbering.cause is not None and not at_lengths:
+    repeats = numbering is not None and numbering.cause is not None and numbering.cause.name == "context-limit-fails"
+    if numbering is not None and repeats and not at_lengths:
         yield build_fault(context, numbering, NUMBERS if usable is not None else UNDECLARED, "warning")
         return
     if usable is None:

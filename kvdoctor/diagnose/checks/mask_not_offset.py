@@ -19,10 +19,11 @@ from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Faults, check
 
+AGAIN = "export again with the rows of the mask counted from the past: row i of a step is token past + i"
 WORDS = CauseText(
     cause="the causal mask is not offset by the past",
     declared="each new token attends to all of the past, and to no later token",
-    advice="export again; until then feed one token per step once there is a cache",
+    advice=f"{AGAIN}; until then feed one token per step once there is a cache",
     on_graph=True,
 )
 
@@ -32,4 +33,4 @@ def mask_not_offset(context: RunContext) -> Faults:
     """One token per step that attends to too little, or several that attend to too much or too little."""
     loop = context.checked_loop
     fails = loop is not None and loop.shows == "differs"  # with one token per step already
-    yield from report_cause(context, "mask-not-offset", replace(WORDS, advice="export again") if fails else WORDS)
+    yield from report_cause(context, "mask-not-offset", replace(WORDS, advice=AGAIN) if fails else WORDS)

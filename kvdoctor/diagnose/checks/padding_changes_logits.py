@@ -11,10 +11,13 @@ includes the padding, must change the logits.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `left-padding`, `encoder-padding` and `rows-apart`.
 
-Repair: export again with `position_ids` as an input, or with positions and masks computed from the attention mask;
+Repair: where positions count the padding of the new tokens alone, `kvdoctor re-export` counts it along the whole mask.
+Otherwise export again with `position_ids` as an input, or with positions and masks computed from the attention mask;
 until then decode only sequences of the same length together. `--require left-padding` makes the finding an error.
 """
 
+from kvdoctor.analysis.sliced_counts import find_sliced_counts
+from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
 from kvdoctor.diagnose.context import RunContext
@@ -40,11 +43,28 @@ STATES = CauseText(
 )
 
 
+SLICED = CauseText(
+    cause="positions count the padding of a step's own tokens alone: the prefill is right, and a step after it is not",
+    declared="the logits of each row alone: each token at the number of tokens before it, padding left out",
+    advice="export again with position_ids as an input, or with padding counted along the whole mask",
+    on_graph=True,
+)
+
+
 @check("KV316", "padding-changes-logits", "runs")
 def padding_changes_logits(context: RunContext) -> Faults:
     """Rows with other logits when padded, where rows without padding are right."""
     leave_to_other(context)
     for run, use in find_faulty_uses(context, "differs"):
         words = {"left-padding": TOKENS, "encoder-padding": STATES, "rows-apart": APART}.get(run.experiment)
+        if words is TOKENS and _counts_slices(context, run):
+            words = SLICED
         if words is not None and not run.not_finite:
             yield build_fault(context, run, words, use.severity).also(use=use.required)
+
+
+def _counts_slices(context: RunContext, run: Run) -> bool:
+    """Whether the prefill is right and a step is not, in a graph that counts the padding of the new tokens alone."""
+    mask = context.contract.graph("decode").port("attention_mask")
+    later = run.failed_step is not None and run.failed_step > 0
+    return later and mask is not None and any(find_sliced_counts(context.decode_graph, mask.name))

@@ -10,6 +10,7 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thres
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
@@ -27,6 +28,11 @@ OTHER_TOKEN = CauseText(
     declared="logits of each token that depend on it",
     advice="export again; until then feed one token a call, the prompt as well",
 )
+ZEROS = Advice(
+    "re-export",
+    "correct the part that fills the cache at these lengths, or export again without it; until then feed a long prompt "
+    "in calls of lengths that are right",
+)
 ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or export again")
 
 
@@ -42,7 +48,20 @@ def wrong_at_lengths(context: RunContext) -> Faults:
     export again.
     """
     for run, use in _unnamed(context, AT_LENGTHS):
-        yield build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
+        fault = build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
+        if (zeros := _find_zeros(context)) is not None:
+            yield replace(
+                fault, cause=f"{fault.cause}: entries of the cache are left at zero", evidence=(zeros,), repair=ZEROS
+            )
+            return  # it is one fault, at whatever lengths it shows
+        yield fault
+
+
+def _find_zeros(context: RunContext) -> str | None:
+    """Which entries of a long prompt come back as zeros; None where that was not seen."""
+    numbering = context.find_run("numbering")
+    cause = numbering.cause if numbering is not None else None
+    return cause.evidence if cause is not None and cause.name == "wrong-at-lengths" else None
 
 
 @check("KV309", "chunk-differs", "runs")

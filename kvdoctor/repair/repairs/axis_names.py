@@ -1,15 +1,17 @@
 """Gives different lengths different symbolic names.
 
-Requires: a growing slot whose present has the axis name of its past, or shapes inside the graph that make the runtime
-plan its memory wrongly.
+Requires: a growing slot whose present has the axis name of its past, shapes inside the graph that make the runtime plan
+its memory wrongly, or shapes that are declared and not computed.
 Ensures: the length of such a present is named `past + new`, by the names of the two; if a step failed because of them,
-the shapes declared inside the graph are removed, which no runtime needs. The computation is unchanged.
+the shapes declared inside the graph are removed, which no runtime needs. A declared shape that is not computed is
+removed inside the graph, and corrected at an output. The computation is unchanged.
 """
 
 from collections.abc import Iterator
 
+from kvdoctor.analysis.stale_shapes import StaleShape, find_stale_shapes
 from kvdoctor.contract import Slot
-from kvdoctor.model.edit import describe_graph
+from kvdoctor.model.edit import describe_graph, keep_only
 from kvdoctor.model.proto import ValueInfoProto
 from kvdoctor.model.traverse import graphs_in
 from kvdoctor.model.view import GraphView
@@ -32,7 +34,26 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
             del graph.value_info[:]
         if dropped:
             changes.append(Change(file, "shapes declared inside the graphs", f"{dropped} declarations", "none"))
+    changes += _correct_stale(view, find_stale_shapes(context.stack.main, context.drivable), file)
     return tuple(changes)
+
+
+def _correct_stale(view: GraphView, stale: tuple[StaleShape, ...], file: str) -> Iterator[Change]:
+    """Take stale shapes from inside the graph; of an output the axis: one entry, or a length without a name."""
+    graph = view.model.graph
+    inside = {one.name for one in stale}.intersection(value.name for value in graph.value_info)
+    keep_only(graph.value_info, lambda value: value.name not in inside)
+    if inside:
+        yield Change(file, "main graph, declared shapes that are not computed", f"{len(inside)} declarations", "none")
+    for one in stale:
+        for value in (value for value in graph.output if value.name == one.name):
+            before = describe_type(value)
+            for axis in one.axes:
+                dim = value.type.tensor_type.shape.dim[axis]
+                dim.Clear()
+                if one.found[axis] == 1:
+                    dim.dim_value = 1
+            yield Change(file, f"main graph, output {one.name!r}", before, describe_type(value))
 
 
 def name_of_new_axis(context: RepairContext) -> str:

@@ -1,20 +1,26 @@
-"""Returns as present the value that the attention of the same step uses: the past followed by the new entries.
+"""Returns as present the value that the attention of the same step uses: the past with the new entries.
 
 Requires: the step joins the past with its new entries in the graph itself (Concat along the length, or an attention
-operator that returns its present), once for each slot, and computes its logits from that.
+operator that returns its present), once for each slot, and computes its logits from that. Or it writes them into a
+buffer of fixed size, and returns the buffer as it was: an update through a slice was traced as a copy.
 Ensures: every present of such a slot is that value; logits, names and declarations stay as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from kvdoctor.contract import Slot
+from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.edit import describe_graph, describe_maker, return_values
-from kvdoctor.model.operators import has, ports_of
+from kvdoctor.model.operators import Trait, has, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto
-from kvdoctor.model.traverse import Readers, input_of, needed_for, output_of, producers, readers
+from kvdoctor.model.traverse import Readers, find_attribute, input_of, needed_for, output_of, producers, readers
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext
+
+JOINS: tuple[Trait, ...] = ("add", "write", "select", "join")
+MOVES: tuple[Trait, ...] = ("copy", "permute")
+KEEPS: tuple[Trait, ...] = (*MOVES, "cast", "elementwise", "pick")
+"""What may stand between a buffer and its attention: new entries come in; axes move; entries are copied or left out."""
 
 INSTEAD = "export again, so that present = past followed by the new tokens"
 
@@ -23,13 +29,13 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     """Return the joined value for every present of a growing slot that returns another value."""
     contract, file = context.drivable, context.file_of("decode")
     logits = contract.graph("decode").port("logits")
-    slots = [slot for slot in contract.of_kind("self-attention") if slot.present and slot.growth in ("grow", "shared")]
+    slots = [slot for slot in contract.of_kind("self-attention") if slot.present and _may_be_lost(slot)]
     if logits is None or not slots:
         context.cannot("no slot grows, or the graph returns no logits that would show the right value", INSTEAD)
     view = context.view(file)
     scope, used_name = view.behind(logits.name)
     graph = scope.graph
-    joined, made = JoinedValues.of(graph, used_name), producers(graph)
+    joined, made = JoinedValues.of(graph, used_name, _token_inputs(contract)), producers(graph)
     values: dict[str, str] = {}
     changes: list[Change] = []
     for slot in slots:
@@ -51,25 +57,44 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     return tuple(changes)
 
 
+def _may_be_lost(slot: Slot) -> bool:
+    return slot.growth in ("grow", "shared") or (slot.growth == "static" and slot.takes_new is False)
+
+
+def _token_inputs(contract: CacheContract) -> list[str]:
+    return [p.name for p in contract.graph("decode").inputs if p.role in ("token_ids", "embeddings")]
+
+
 @record
 class JoinedValues:
-    """The values of a graph that hold a past followed by the new entries.
+    """The values of a graph that hold a past with the new entries.
 
     Attributes:
         readers: The nodes that read each value.
         used: The values that the logits depend on.
+        new: The values that depend on the tokens of the step, and not on their number alone.
     """
 
     readers: Readers
     used: set[str]
+    new: set[str]
 
     @classmethod
-    def of(cls, graph: GraphProto, logits: str) -> "JoinedValues":
-        """Those of a graph that computes logits of that name."""
-        return cls(readers(graph), needed_for(graph, [logits]))
+    def of(cls, graph: GraphProto, logits: str, tokens: Sequence[str] = ()) -> "JoinedValues":
+        """Those of a graph that computes logits of that name from `tokens`."""
+        reading, new = readers(graph), list(tokens)
+        known = set(new)
+        for name in new:
+            for node, _ in reading.get(name, ()):
+                outputs = {*node.output} - known if not has(node.op_type, "measure", "sizes") else ()
+                known.update(outputs)
+                new += outputs
+        return cls(reading, needed_for(graph, [logits]), known)
 
     def find(self, slot: Slot) -> list[str]:
-        """The values that hold the past of a slot followed by the new entries, and that the logits depend on."""
+        """The values that hold the past of a slot with the new entries, and that the logits depend on."""
+        if slot.growth == "static":
+            return self._find_written(slot.past, len(slot.axes))
         found, names = list[str](), [slot.past]
         for value in names:  # and its copies by Identity
             for node, index in self.readers.get(value, ()):
@@ -77,6 +102,22 @@ class JoinedValues:
                 if made and made not in found and not self.used.isdisjoint(node.output):
                     found.append(made)
                 names += [output_of(node)] if has(node.op_type, "copy") and output_of(node) else []
+        return found
+
+    def _find_written(self, past: str, rank: int) -> list[str]:
+        """Where what is retained of a buffer first meets values of the new tokens, under the axes of the buffer."""
+        usual = tuple(range(rank))
+        found, seen, front = list[str](), {past}, [(past, usual, False)]
+        for value, axes, written in front:
+            if written and axes == usual:
+                found += [value]
+                continue
+            for node, _ in self.readers.get(value, ()):
+                output, joins = output_of(node), not written and not self.new.isdisjoint(node.input)
+                passing = JOINS if joins else MOVES if written else KEEPS
+                if output in self.used and output not in seen and has(node.op_type, *passing):
+                    seen.add(output)
+                    front.append((output, _permute(node, axes), written or joins))
         return found
 
 
@@ -90,6 +131,15 @@ def _joined_output(node: NodeProto, index: int) -> str | None:
         return None
     at = ports.pasts[index][1]
     return str(node.output[at]) if at < len(node.output) and node.output[at] else None
+
+
+def _permute(node: NodeProto, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a buffer, in the order in which they are after a node."""
+    if not has(node.op_type, "permute"):
+        return axes
+    order = find_attribute(node, "perm")
+    places = order.ints if order is not None else range(len(axes))[::-1]
+    return tuple(axes[at] for at in places) if sorted(places) == list(range(len(axes))) else ()
 
 
 def _skip_identities(made: Mapping[str, NodeProto], name: str) -> str:

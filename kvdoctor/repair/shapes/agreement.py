@@ -112,11 +112,12 @@ def free_axis(context: RepairContext, check: str, kind: Axis) -> tuple[Change, .
 
 def _free_axis_of_file(context: RepairContext, file: str, kind: Axis) -> tuple[Change, ...]:
     """Free an axis of one file, and compare it with the original at the traced sizes."""
-    graph, model = find_graph(context, file), context.model(file)
+    graph, model, before = find_graph(context, file), context.model(file), ModelProto()
+    before.CopyFrom(model)
     if any(slot.window is not None or slot.trimmed for slot in context.drivable.slots):
         raise CannotRepair("a window hides older tokens, and a traced mask does not show its width", EXPORT_AGAIN)
     edits = free_axes(model, graph, (kind,), partial(context.values, file))
-    if edits and not compare_with_original(context, file):
+    if edits and not compare_with_original(context, file, before=before):
         raise CannotRepair(f"{file} runs at no size, so the change cannot be compared with the original", EXPORT_AGAIN)
     return list_changes(file, edits)
 
@@ -126,10 +127,13 @@ def find_graph(context: RepairContext, file: str) -> Graph:
     return next(graph for graph in context.drivable.graphs.values() if graph.file == file)
 
 
-def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None = None) -> int:
+def compare_with_original(
+    context: RepairContext, file: str, sizes: Mapping[Axis, int] | None = None, before: ModelProto | None = None
+) -> int:
     """Run a file and its changed copy on the same synthetic feeds, in every branch, and compare every output.
 
-    `sizes` are those at which the original is known to run.
+    `sizes` are those at which the original is known to run. `before` is the file after the repairs so far, which are
+    proved by themselves; without it the original is compared.
 
     Returns:
         The number of calls that were compared; a call that the original itself refuses does not count.
@@ -138,7 +142,7 @@ def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis
         CannotRepair: the outputs differ, or the worker process crashed.
     """
     try:
-        compared, reason = _compare_calls(context, file, sizes)
+        compared, reason = _compare_calls(context, file, sizes, before)
     except WorkerDied as death:
         raise CannotRepair(f"the worker process crashed on the changed graph: {death.how}", EXPORT_AGAIN) from None
     if reason is not None:
@@ -146,7 +150,9 @@ def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis
     return compared
 
 
-def _compare_calls(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None) -> tuple[int, str | None]:
+def _compare_calls(
+    context: RepairContext, file: str, sizes: Mapping[Axis, int] | None, before: ModelProto | None
+) -> tuple[int, str | None]:
     """The number of calls that agree, and what differs in the first that does not."""
     from kvdoctor.decode.calls import save_call
 
@@ -156,7 +162,7 @@ def _compare_calls(context: RepairContext, file: str, sizes: Mapping[Axis, int] 
     changed.CopyFrom(context.model(file))
     with scratch_folder() as folder:
         variants = []
-        for model, name in ((read_located(source), "old"), (changed, "new")):
+        for model, name in ((before or read_located(source), "old"), (changed, "new")):
             variants.append(Variant(Path(folder, f"{name}.onnx"), share_root(model, source), {}))
             variants[-1].path.write_bytes(model.SerializeToString())
         compared = 0

@@ -141,7 +141,9 @@ def _name_uses(report: Report, stack: StackFacts) -> str:
         working = ", ".join(name + _name_sizes(report.ground, name) for name in ordered)
     failing: dict[str, dict[str, None]] = {}
     for run in (run for run in runs if run.shows in WRONG):
-        doing = USES[run.experiment][1] if run.experiment in USES else f"feed more lengths ({run.experiment})"
+        doing = (
+            USES[run.experiment][1] if run.experiment in USES else f"reach some other lengths ({run.experiment}: -v)"
+        )
         failing.setdefault(FAILS.get(run.outcome, FAILS["differs"]), {})[doing] = None
     return working + "".join(f"; if you {', or '.join(doing)}: {what}" for what, doing in failing.items())
 
@@ -211,7 +213,7 @@ def advise_decision(report: Report) -> Text:
     if blocking is not None:
         return _advise(blocking.command) if blocking.command else blocking.text
     if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
-        return "say whether your loop takes tokens back; a trace with all values decides more (docs/trace.md)"
+        return "the trace does not show whether that is meant: your loop does; values decide more (docs/trace.md)"
     if report.command == "speed":
         if report.arguments.get("against") is None:
             return _advise(again, "shows whether it can be run at all")
@@ -224,8 +226,10 @@ def advise_decision(report: Report) -> Text:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
-    if not report.model.files and any(entry.reason.startswith("no .onnx file") for entry in report.not_checked):
-        return "give the folder of an export, or an .onnx file"
+    absent = [entry.reason for entry in report.not_checked if entry.reason.startswith("no .onnx file")]
+    if not report.model.files and absent:
+        exported = absent[0].partition("; export it: ")[2]
+        return _advise(exported) if exported else "give the folder of an export, or an .onnx file"
     if not report.stacks or report.command == "inspect":
         return _advise(f"kvdoctor inspect {model} -v", "shows what was read")
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"

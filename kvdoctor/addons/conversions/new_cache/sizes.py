@@ -152,7 +152,7 @@ def read_sizes(model: ModelProto, path: Path, given: Inputs) -> Sizes:
             runs = []
             for length, batch in calls:
                 graph = AbstractGraph(view, frozenset(), Budget(NODES), tables=tables)
-                runs.append(graph.values(dict(_feed(view, given, length, int(batch or 1)))))
+                runs.append(graph.run_all(dict(_feed(view, given, length, int(batch or 1)))))
             return Sizes(lengths, runs[0], runs[1], runs[2] if given.batch else None)
         except (CannotRun, TooMuchWork) as error:
             reason = str(error)

@@ -10,6 +10,7 @@ Reproduce: `kvdoctor step-test MODEL --trace FILE`; docs/trace.md shows how to w
 Repair: in your loop, as the finding states. If the graph itself returned what was fed back, as merged decoders of
 Optimum do, the graph can be repaired instead. If running the step again shows that the wrong input changes nothing, the
 finding is a note: a merged decoder need not read the encoder states once the cross-attention cache exists.
+A switch that runs have settled, and a transducer's states after a blank, are reported only where the results differ.
 """
 
 from collections.abc import Iterator

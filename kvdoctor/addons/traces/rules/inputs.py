@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvdoctor.addons.traces.recorded import TraceTensor, same_values
+from kvdoctor.addons.traces.rules.doubts import takes_frames
 from kvdoctor.addons.traces.step import ContractViolation, StepContext, first_length, list_inputs, size_of, tokens
 from kvdoctor.contract import CacheContract, PhaseName, Port, describe
 from kvdoctor.errors import similar_names
@@ -41,7 +42,7 @@ def _need_not_be_read(moment: StepContext, port: Port) -> bool:
 
 
 def _changed(moment: StepContext, port: Port, fed: TraceTensor) -> Iterator[ContractViolation]:
-    known = _first(moment, port)
+    known = _first(moment, port) if not takes_frames(moment) else None
     if known is None:
         return
     first, whose = known

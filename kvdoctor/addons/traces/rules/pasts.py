@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kvdoctor.addons.traces.recorded import TraceTensor
+from kvdoctor.addons.traces.rules.doubts import fed_again, takes_frames
 from kvdoctor.addons.traces.rules.lengths import compare_with_length
 from kvdoctor.addons.traces.step import (
     ContractViolation,
@@ -240,6 +241,8 @@ def _by_values(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedP
         return _Wrong("cross-cache-replaced", slot, fed, due, cause, _hold(slot))
     step = before.last.number
     if previous is not None and holds_values_of(slot, fed, ExpectedPast(previous.shape, previous, ""), moment):
+        if takes_frames(moment) and fed_again(moment):
+            return None  # put back after a blank
         cause = f"the past of step {step} is fed again: its values are those of before that step"
         return _Wrong("past-stale", slot, fed, due, cause, _feed(slot, step))
     return _Wrong("past-differs", slot, fed, due, _count_wrong(moment, slot, fed, due), _feed(slot, step))
