@@ -455,7 +455,7 @@ class Options:
     inputs: str | None = option(
         File(),
         None,
-        "Read encoder inputs and input_ids by name from this .npz file; without it they are generated.",
+        "Read input_ids, encoder inputs and others without a known role by name from this .npz file.",
         ("step-test",),
         reported="if set",
         group=INPUT,
