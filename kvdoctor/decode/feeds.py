@@ -351,13 +351,9 @@ class FeedBuilder(Conditions):
     def _feed(self, port: Port, past: Past, step: StepInputs) -> "Value | Array":
         if port.role == "past":
             return self._past(port, past, step.sizes["new"])
-        return self._drawn_input(port, step) if port.role in ("encoder_input", "condition") else fill_input(port, step)
-
-    def _drawn_input(self, port: Port, step: StepInputs) -> Array:
-        """What an encoder within the graph reads, or what the caller has for each sequence, the same in all calls.
-
-        Noise is drawn row after row: the first rows are the same, however many follow.
-        """
+        if port.role not in ("encoder_input", "condition"):
+            return fill_input(port, step)
+        # The same in all calls. Noise is drawn row after row: the first rows are the same, however many follow.
         shape, whole = resolve_shape(port, step.sizes), self.samples.arrays.get(port.name)
         if "batch" not in port.axes and whole is not None and whole.shape == shape:
             return whole  # one value for all sequences

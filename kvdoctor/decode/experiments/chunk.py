@@ -16,7 +16,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
 )
 from kvdoctor.decode.experiments.entry_origins import other_position, pieces_of
-from kvdoctor.decode.experiments.state_changes import wrong_states
+from kvdoctor.decode.experiments.long_states import wrong_states
 from kvdoctor.decode.experiments.why_logits_differ import has_content
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
@@ -75,12 +75,7 @@ def _longer(builder: FeedBuilder) -> Calls:
 
 
 @unjudged(
-    "why-chunk",
-    "what the first of several new tokens attends to",
-    SHARED,
-    has_content,
-    explains=("chunk",),
-    order=41,
+    "why-chunk", "what the first of several new tokens attends to", SHARED, has_content, explains=("chunk",), order=41
 )
 def why_chunk(builder: FeedBuilder) -> Decision:
     """What the first of 3 new tokens attends to: all of the past, and no later token."""

@@ -17,7 +17,6 @@ until then decode only sequences of the same length together. `--require left-pa
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
@@ -57,4 +56,4 @@ def padding_changes_logits(context: RunContext) -> Iterator[Fault]:
     for run, use in find_faulty_uses(context, "differs"):
         words = KINDS.get(run.experiment)
         if words is not None and not run.not_finite:
-            yield replace(build_fault(context, run, words, use.severity), use=use.required)
+            yield build_fault(context, run, words, use.severity).also(use=use.required)

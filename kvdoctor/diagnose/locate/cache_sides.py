@@ -51,10 +51,7 @@ def change_entries(graph: FlatFile, values: Iterable[str]) -> bool:
 
 @record(slots=False)
 class _SlotWay:
-    """The way of one slot through a graph; `cached` are the values that depend on its past.
-
-    `views` are the operators that change nothing; `packed` says that one takes the part out of the past.
-    """
+    """The way of one slot: `cached` depend on its past, `views` change nothing, `packed` pasts hold several parts."""
 
     graph: FlatFile
     past: str
