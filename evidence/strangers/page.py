@@ -21,7 +21,9 @@ Written by `python -m evidence.strangers write FOLDER --first 3 --each 2` and
 looked at while kvdoctor was changed before, and are not in the table. When the instances 3 and 4 were judged for the
 first time, 2 right ones had a false error, 1 a false warning, and 3 were open, 2 of them by a mistake of the drawing;
 of 608 faulty ones 566 were named, 35 found, 5 unknown and 2 silent. Then kvdoctor was changed by what they showed, and
-they were judged again.
+all were judged again by one state of the code: that is the table. It was changed further since; those that were
+misjudged at either time were judged with that as well, and of each kind 110 at random: gru_4 and lstm_transducer_3 are
+named since, the others are as in the table.
 
 *clean*: no error, no warning. *open*: exit code 3. *unknown*: a finding that the contract is unknown. *named*: a
 finding says what is wrong, or in which uses alone. *found*: by another name.
@@ -34,7 +36,7 @@ REASONS = {
     r"(attended|hidden|logits).*(reversed|rolled|first token)": "a token sees later ones, as without a mask",
     r"^(seen|mask)": "a step sees another part of its past; nothing in the graph says that a mask does it",
     r"^write": "the entry of a new token is missing where it belongs",
-    r"^(past|stored)\.(m|u|h|c|n|s|conv|ssm)\b": "a state that is read wrong is returned wrong as well",
+    r"^past\.(m|u|h|c|n|s|conv|ssm)\b": "a state that is read wrong is returned wrong as well",
     r"^present is": "with the past mixed in, the graph does not show how the buffer is written",
     r"returned twice": "the presents of the other slots are not returned at all",
     r"that of layer 0|exchanged|one place late|in reverse": "both layers return or read equal entries",
