@@ -388,7 +388,7 @@ class Options:
     )
     prompt_ids: tuple[int, ...] = _input(choices.Numbers(), (), "Begin with these token ids, as in 1,2,3.")
     inputs: str | None = _input(
-        File(), None, "Read encoder inputs and input_ids by name from this .npz file; without it they are generated."
+        File(), None, "Read input_ids, encoder inputs and others without a known role by name from this .npz file."
     )
     reference: str | None = _input(
         CHECKPOINT,

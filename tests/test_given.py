@@ -19,8 +19,10 @@ from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.records import from_plain, to_plain
+from kvdoctor.report.document import exit_code
 from kvdoctor.report.json_format import render_contracts
 
+DOCS = Path(__file__).parents[1] / "docs"
 TEXTS = sorted(path.name.partition(".")[0] for path in FOLDER.glob("layout-*.onnxtxt"))
 
 
@@ -55,7 +57,10 @@ def test_what_cannot_be_read_can_be_said(tmp_path: Path) -> None:
     unread = step_test(str(model))
     (reason,) = (entry.reason for entry in unread.not_checked if entry.essential)
     assert (unread.verdict, "--feed gain=VALUE" in reason) == ("incomplete", True)
-    assert step_test(str(model), Options(feed={"gain": 1.5})).verdict == "healthy"
+    for page in ("contract.md", "start.md"):
+        assert f"KV2-KV3 (decoder): {reason}" in " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    given = step_test(str(model), Options(feed={"gain": 1.5}))
+    assert (given.verdict, exit_code(given, "error")) == ("healthy", 0)
     document = written_out(model)
     (unknown,) = (p for p in document["stacks"]["decoder"]["graphs"]["decoder"]["inputs"] if p["name"] == "gain")
     unknown |= {"role": "setting", "value": 1.5}

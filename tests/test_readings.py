@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.bad_contracts import Edit, decoder
 from support.bad_models import saved
@@ -157,6 +158,19 @@ def test_a_fault_of_batches_or_of_some_lengths_leaves_no_reading_open(
     assert report.verdict != "incomplete"
     assert [one.role for one in report.stacks[0].contract.graph("decode").inputs if one.name == "n"] == ["total_length"]
     assert name in {finding.name for finding in report.findings if finding.severity != "note"}
+
+
+def test_the_caller_gives_the_values_of_any_other_input(tmp_path: Path, runtime: Runtime) -> None:
+    values, model = tmp_path / "values.npz", str(saved(decoder(*READINGS["gain"][2]), tmp_path / "model"))
+    for value, healthy in ((2.5, True), (float("nan"), False)):
+        np.savez(values, gain=np.array(value, np.float32))
+        report = step_test(model, Options(inputs=str(values)), runtime)
+        (open_,) = (one for one in report.stacks[0].contract.ambiguities if one.subject == "gain")
+        assert (open_.readings[0].port.role, open_.settled) == ("condition", "given by the caller")
+        assert (report.verdict == "healthy") == healthy
+    np.savez(values, attention_mask=np.ones((1, 4), np.int64))
+    with pytest.raises(UsageError, match="is not an input that can be given"):
+        step_test(model, Options(inputs=str(values)), runtime)
 
 
 def test_the_caller_decides_what_to_feed(tmp_path: Path, runtime: Runtime) -> None:

@@ -11,6 +11,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from support import command_line
+from support.bad_contracts import edited
+from support.bad_models import saved
 from support.isolated import EXPORTS
 from support.sampling import sampled
 from support.text_fixtures import load_all
@@ -137,6 +139,28 @@ def test_healthy_exports_stay_healthy_when_all_is_tried(name: str) -> None:
     assert {f["severity"] for f in report["findings"]} <= {"note"}
     thorough = {e.name for e in load() if e.thorough}
     assert {r["experiment"] for r in report["runs"] if r["outcome"] == "passed"} & thorough
+
+
+LEFT_ALONE = """hidden_count = ReduceSum <keepdims = 1> (attention_mask, last_axis)
+  all_columns = Shape <start = 1> (attention_mask)
+  first_shown = Sub (all_columns, hidden_count)
+  none = Constant <value_int = 0> ()
+  single = Constant <value_int = 1> ()
+  end_of = Squeeze (all_columns)
+  columns = Range (none, end_of, single)
+  shown = GreaterOrEqual (columns, first_shown)
+  real = Cast <to = 1> (shown)"""
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_padding_between_prompt_and_tokens_is_tried_with_thorough(counts: bool, tmp_path: Path) -> None:
+    """A graph that takes its mask for a number of entries on the left hides others: one row shows it by itself."""
+    axis = ("float one = {1}", "int64[1] last_axis = {1}, float one = {1}")
+    edits = (axis, ("real = Cast <to = 1> (attention_mask)", LEFT_ALONE)) if counts else ()
+    model = saved(edited("decoder-only-healthy", *edits), tmp_path / "model")
+    report = step_test(str(model), Options(thorough=True))
+    outcomes = {run.experiment: run.outcome for run in report.runs if run.experiment.endswith("t-padding")}
+    assert outcomes == {"left-padding": "passed", "right-padding": "skipped" if counts else "passed"}
 
 
 def test_the_prompt_that_was_given_is_decoded() -> None:

@@ -16,22 +16,30 @@ kvdoctor reads a graph. A right one gives the same logits in every use (a plain 
 chunks, left padding) as each row in one call, measured on ONNX Runtime alone; a faulty one has one mistake of its
 author, and at least one use that differs from the right decoder, and from its own one call.
 
-Written by `python -m evidence.strangers write FOLDER` and
-`python -m evidence.strangers judge FOLDER --table evidence/strangers.md`. The instances 0 to 2 of each family (without
-a number, `_1`, `_2`) were looked at while kvdoctor was changed; the instances `_3` were drawn and judged afterwards.
-The table has all that were judged: of `_2` and `_3` a random part.
+Written by `python -m evidence.strangers write FOLDER --first 3 --each 2` and
+`python -m evidence.strangers judge FOLDER --table evidence/strangers.md`. The instances 0 to 2 of each family were
+looked at while kvdoctor was changed before, and are not in the table. When all of the instances 3 and 4 were judged for
+the first time (49 right and 41 faulty ones of 3 had been before), 2 right ones had a false error, 1 a false warning,
+and 3 were open, 2 of them by a mistake of the drawing;
+of 608 faulty ones 566 were named, 35 found, 5 unknown and 2 silent. Then kvdoctor was changed by what they showed, and
+all were judged again by one state of the code: that is the table. It was changed further since; those that were
+misjudged at either time were judged with that as well, and of each kind 110 at random: gru_4 and lstm_transducer_3 are
+named since, the others are as in the table.
 
 *clean*: no error, no warning. *open*: exit code 3. *unknown*: a finding that the contract is unknown. *named*: a
 finding says what is wrong, or in which uses alone. *found*: by another name.
 """
 
-HELD_OUT = re.compile(r"_3(--|$)")
-"""Instances that were judged without a change of kvdoctor after them."""
 REASONS = {
-    r"(positions|tokens|hidden|attended|logits).*(always|several tokens)$": "one call over all tokens is wrong, and "
-    "single steps are right: only the right decoder tells which",
+    r"(positions|tokens|hidden|attended|logits|mask).*(always|several tokens)$": "one call over all tokens is wrong, "
+    "and single steps are right: only the right decoder tells which",
     r"positions": "a rotation differs from that of one call; nothing in the graph says that it is one of positions",
     r"(attended|hidden|logits).*(reversed|rolled|first token)": "a token sees later ones, as without a mask",
+    r"^(seen|mask)": "a step sees another part of its past; nothing in the graph says that a mask does it",
+    r"^write": "the entry of a new token is missing where it belongs",
+    r"^past\.(m|u|h|c|n|s|conv|ssm)\b": "a state that is read wrong is returned wrong as well",
+    r"^present is": "with the past mixed in, the graph does not show how the buffer is written",
+    r"returned twice": "the presents of the other slots are not returned at all",
     r"that of layer 0|exchanged|one place late|in reverse": "both layers return or read equal entries",
 }
 """Why a mistake has another name, by what it is."""
@@ -79,8 +87,6 @@ def table(rows: list[Row]) -> str:
         kinds = len({row.expected.fault for row in mine})
         counted = f"{families} decoders" if title == "right" else f"{len(mine)} of {kinds} kinds in {families} decoders"
         lines += [f"## {title.capitalize()}: {counted}", "", f"{_count(mine, words)}.", ""]
-        if held_out := [row for row in mine if HELD_OUT.search(row.name)]:
-            lines += [f"Of the {len(held_out)} that were judged afterwards: {_count(held_out, words)}.", ""]
         lines += ["| misjudged | outcome | reported | expected | reason |", "| --- | --- | --- | --- | --- |"]
         lines += ["| " + " | ".join(row.cells) + " |" for row in mine if not row.said.well(row.expected)]
         lines.append("")

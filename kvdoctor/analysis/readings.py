@@ -6,7 +6,7 @@ instead of what is seen, whatever its name; logits may have their axes in anothe
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from kvdoctor.analysis.completeness import NO_LOGITS
@@ -274,9 +274,14 @@ GIVEN = "given by the caller"
 
 
 def with_given(
-    contracts: Mapping[str, CacheContract], feed: Mapping[str, float], logits: str | None
+    contracts: Mapping[str, CacheContract],
+    feed: Mapping[str, float],
+    logits: str | None,
+    arrays: Collection[str] = (),
 ) -> dict[str, CacheContract]:
     """The contracts with constants for inputs by name, and with the output that a caller names as that of the logits.
+
+    `arrays` are inputs of which the caller gives the whole value, the same in every call.
 
     Raises:
         UsageError: no graph has an input or an output of that name, or it has a part in the cache.
@@ -291,7 +296,7 @@ def with_given(
             raise UsageError(f"--feed {port.name}={value:g}: the input takes {port.dtype}")
     if logits is not None:
         _demand(logits, returned, "--logits-output", "output")
-    return {name: _give(contract, feed, logits) for name, contract in contracts.items()}
+    return {name: _give(contract, feed, logits, arrays) for name, contract in contracts.items()}
 
 
 def _demand(name: str, ports: Mapping[str, Port], option: str, kind: str) -> Port:
@@ -305,9 +310,14 @@ def _demand(name: str, ports: Mapping[str, Port], option: str, kind: str) -> Por
     raise UsageError(f"{option} {name}: it {f'is no {kind} of the model' if port is None else known}; {hint}")
 
 
-def _give(contract: CacheContract, feed: Mapping[str, float], logits: str | None) -> CacheContract:
+def _give(
+    contract: CacheContract, feed: Mapping[str, float], logits: str | None, arrays: Collection[str]
+) -> CacheContract:
     """One contract with what the caller gives."""
     given = [one for name, graph in contract.graphs.items() for one in _list_given(name, graph, feed, logits)]
+    for name, graph in contract.graphs.items():
+        whole = (_as_condition(port) for port in graph.inputs if port.name in arrays)
+        given += [Ambiguity(one.port.name, name, (one,), unknown=True, settled=GIVEN) for one in whole]
     decided = {(one.graph, one.subject) for one in given}
     found = (*(one for one in contract.ambiguities if (one.graph, one.subject) not in decided), *given)
     for name, graph in contract.graphs.items():
@@ -317,9 +327,16 @@ def _give(contract: CacheContract, feed: Mapping[str, float], logits: str | None
             contract = replace(contract, graphs=graphs)
     for ambiguity in given:
         contract = with_reading(contract, ambiguity, ambiguity.readings[0])
-    known = {*feed, *([NO_LOGITS] if logits else [])}
+    known = {*feed, *arrays, *([NO_LOGITS] if logits else [])}
     missing = tuple(one for one in contract.missing if not known & {one.subject, one.reason})
     return replace(contract, ambiguities=found, missing=missing)
+
+
+def _as_condition(port: Port) -> Reading:
+    """An input as what the caller has for a whole sequence, by its declared sizes."""
+    axes: list[Axis] = ["batch" if isinstance(size, str) else "fixed" for size in port.shape or ()]
+    known = port.axes if "batch" in port.axes else tuple(axes)
+    return Reading(replace(port, role="condition", axes=known, value=None), TEXTS["condition"], "given")
 
 
 def _list_given(name: str, graph: Graph, feed: Mapping[str, float], logits: str | None) -> Iterator[Ambiguity]:

@@ -47,10 +47,11 @@ class FeedBuilder(Conditions):
     """A contract with the sizes, tokens and encoder outputs of one scenario: makes all calls.
 
     `tokens` int64[batch * codebooks, total] are the whole sequence; `padding` says how many of them, row by row, are
-    padding on the left, to be masked and not counted; `encoder_padding` how many encoder states are padding
-    on the right. `samples` are the user's, in place of synthetic tokens and encoder inputs. `drawn` are the rows of an
-    earlier builder that this one has, unless it has all of them in order. `embed` makes embeddings of tokens by the
-    contract's embedding graph; without it they are synthetic. `adapted` feeds an adapter of noise to inputs of LoRA.
+    padding on the left, to be masked and not counted, and `gap` the same of those before token `gap_end`;
+    `encoder_padding` how many encoder states are padding on the right. `samples` are the user's, in place of synthetic
+    tokens and encoder inputs. `drawn` are the rows of an earlier builder that this one has, unless it has all of them
+    in order. `embed` makes embeddings of tokens by the contract's embedding graph; without it they are synthetic.
+    `adapted` feeds an adapter of noise to inputs of LoRA.
     `count_rows` counts the rows for images and audio: a token of the id -1 - n stands for row n of these, those of the
     first encoder first. `loop` is the one that `begin` and `go_on` run, and `via` how all calls but references are run.
     """
@@ -61,6 +62,8 @@ class FeedBuilder(Conditions):
     tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     padding: tuple[int, ...] = ()
     encoder_padding: tuple[int, ...] = ()
+    gap: tuple[int, ...] = ()
+    gap_end: int = 0
     samples: Samples = field(default_factory=Samples)
     drawn: tuple[int, ...] = ()
     embed: Embed | None = None
@@ -116,6 +119,7 @@ class FeedBuilder(Conditions):
             drawn=tuple(self.drawn[row] if self.drawn else row for row in order),
             padding=(),
             encoder_padding=(),
+            gap=(),
         )
 
     def token_rows(self, order: Sequence[int]) -> list[int]:
@@ -338,6 +342,8 @@ class FeedBuilder(Conditions):
             columns=self._columns(past, total),
             padding=self.padding,
             encoder_padding=self.encoder_padding,
+            gap=self.gap,
+            gap_end=self.gap_end,
             states=self.encoded.states,
             embedded=self.embed(phase, tokens) if self.embed is not None else {},
             adapted=self.adapted,
@@ -352,8 +358,12 @@ class FeedBuilder(Conditions):
         if port.role not in ("encoder_input", "condition"):
             return fill_input(port, step)
         # The same in all calls. Noise is drawn row after row: the first rows are the same, however many follow.
-        shape = resolve_shape(port, step.sizes)
+        shape, whole = resolve_shape(port, step.sizes), self.samples.arrays.get(port.name)
+        if "batch" not in port.axes and whole is not None and whole.shape == shape:
+            return whole  # one value for all sequences
         rows = max(self.drawn) + 1 if self.drawn else shape[0]
+        if port.role == "condition" and whole is not None and whole.shape[1:] == shape[1:]:
+            return np.take(whole, self.drawn or range(rows), axis=0, mode="wrap")  # other rows may be out of range
         made = synthetic_ids_or_features(port, (rows, *shape[1:]), self.contract, self.scenario)
         given = self.samples.overlay(port.name, made)
         return np.take(given, self.drawn, axis=0) if self.drawn else given

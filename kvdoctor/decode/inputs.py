@@ -59,9 +59,9 @@ class StepInputs:
 
     `tokens` int64[batch * codebooks, new] are the new ones, `begin` tokens stand in the cache before them. `sizes` are
     the lengths of all axes, and `columns` those of a mask with a row for each query. `padding` and `encoder_padding`
-    say for each row what is to be masked; `states` float[batch, encoder, hidden] are those of the encoder, `embedded`
-    the embeddings of the tokens that a graph made, by the name of their input. Where the step is `adapted`,
-    an adapter of noise is active, else none.
+    say for each row what is to be masked, `gap` how many entries before entry `gap_end`; `states`
+    float[batch, encoder, hidden] are those of the encoder, `embedded` the embeddings of the tokens that a graph made,
+    by the name of their input. Where the step is `adapted`, an adapter of noise is active, else none.
     """
 
     contract: CacheContract
@@ -72,6 +72,8 @@ class StepInputs:
     columns: int
     padding: tuple[int, ...] = ()
     encoder_padding: tuple[int, ...] = ()
+    gap: tuple[int, ...] = ()
+    gap_end: int = 0
     states: Array | None = None
     embedded: Mapping[str, Array] = field(default_factory=dict)
     adapted: bool = False
@@ -150,6 +152,8 @@ def _filled_entries(want: InputRequest) -> Array:
     if fills_from_right(want.port, want.step.contract):
         columns = columns - (want.shape[-1] - want.step.end)
     tokens = columns >= _by_row(want.step.padding, want.shape)
+    if want.step.gap:
+        tokens = tokens & ~_in_gap(want.step, columns, want.shape)
     return np.broadcast_to(tokens & (columns < want.step.end), want.shape)
 
 
@@ -163,6 +167,9 @@ def fills_from_right(port: Port, contract: CacheContract) -> bool:
 
 def _positions(want: InputRequest) -> Array:
     counted = np.arange(want.step.begin, want.step.end) - _by_row(want.step.padding, want.shape)
+    if want.step.gap:
+        after = np.arange(want.step.begin, want.step.end) >= want.step.gap_end
+        counted = counted - _by_row(want.step.gap, want.shape) * after
     return np.broadcast_to(np.maximum(counted, 0), want.shape)
 
 
@@ -239,6 +246,12 @@ def _by_row(padding: tuple[int, ...], shape: tuple[int, ...]) -> Array:
     return np.array(padding).reshape(-1, 1) if padding and len(shape) > 1 else np.zeros(1, np.int64)
 
 
+def _in_gap(step: StepInputs, columns: Array, shape: tuple[int, ...]) -> Array:
+    """Which entries of each row are in its gap, bool[batch, ..., columns]."""
+    sizes = np.array(step.gap).reshape(-1, *[1] * (len(shape) - 1))
+    return np.asarray((columns >= step.gap_end - sizes) & (columns < step.gap_end))
+
+
 def _visible_entries(want: InputRequest) -> Array:
     """Which entries a query may look at, bool in the shape of a mask with a row for each query.
 
@@ -257,6 +270,8 @@ def _visible_entries(want: InputRequest) -> Array:
         # A token of padding sees itself: no row of scores is hidden whole.
         padded = columns < np.array(step.padding).reshape(-1, *[1] * (len(shape) - 1))
         seen = seen & (~padded | (columns[None, :] == rows[:, None]))
+    if step.gap and port.axes[0] == "batch":
+        seen = seen & (~_in_gap(step, columns, shape) | (columns[None, :] == rows[:, None]))
     return np.broadcast_to(seen, shape)
 
 

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +26,10 @@ DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, Runtime
 
 @record
 class Samples:
-    """`prompt` are token ids of one sequence; `arrays` inputs by name, of which the first row is used."""
+    """`prompt` are token ids of one sequence.
+
+    `arrays` are inputs by name, of which the first row is used, or all where there is no batch.
+    """
 
     prompt: tuple[int, ...] = ()
     arrays: Mapping[str, Array] = field(default_factory=dict)
@@ -114,15 +117,36 @@ def read_arrays(file: Path) -> dict[str, Array]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     for name, array in arrays.items():
-        if array.dtype.kind not in "fiub" or array.ndim == 0 or not array.size:
-            raise UsageError(
-                f"{name!r} is not an array of numbers with a batch axis ({array.dtype}{list(array.shape)})"
-            )
+        if array.dtype.kind not in "fiub" or not array.size:
+            raise UsageError(f"{name!r} is not an array of numbers ({array.dtype}{list(array.shape)})")
     return arrays
 
 
-TAKEN = ("token_ids", "encoder_input", "encoder_states")
+TAKEN = ("token_ids", "encoder_input", "encoder_states", "condition")
 """Roles of inputs that can be given; all others follow from the contract."""
+FREE = ("auxiliary", "condition", "setting")
+"""Roles of inputs of which the contract says nothing but that they are the same in every call."""
+
+
+def given_names(file: str | None, contracts: Iterable[CacheContract]) -> set[str]:
+    """The inputs that a file of arrays gives a value to, and that no contract explains.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if file is None:
+        return set()
+    named = set(_read_file(file))
+    unknown = {one.subject for contract in contracts for one in contract.ambiguities if one.unknown}
+    graphs = (graph for contract in contracts for graph in contract.graphs.values())
+    return {port.name for graph in graphs for port in graph.inputs if port.role in FREE or port.name in unknown} & named
+
+
+def _read_file(file: str) -> dict[str, Array]:
+    try:
+        return read_arrays(Path(file))
+    except UsageError as error:
+        raise UsageError(f"--inputs {file}: {error}; it takes an .npz file of arrays by input name") from None
 
 
 def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[CacheContract]) -> Samples:
@@ -131,12 +155,7 @@ def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[
     Raises:
         UsageError: the file cannot be read, or what it holds fits no input.
     """
-    arrays: dict[str, Array] = {}
-    if file is not None:
-        try:
-            arrays = read_arrays(Path(file))
-        except UsageError as error:
-            raise UsageError(f"--inputs {file}: {error}; it takes an .npz file of arrays by input name") from None
+    arrays = _read_file(file) if file is not None else {}
     graphs = (graph for contract in contracts for graph in contract.graphs.values())
     ports = {port.name: port for graph in graphs for port in graph.inputs if port.role in TAKEN}
     for name, array in arrays.items():

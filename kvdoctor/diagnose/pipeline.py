@@ -4,7 +4,7 @@ ModelFolder -> GraphView -> CacheContract -> Experiment -> Run -> checks -> Repo
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -263,7 +263,12 @@ def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder,
         folder = replace(folder, stacks=tuple(stacks.values()))
         given = {stack.name: contract for stack, contract in described}
     read = {s.name: given.get(s.name) or read_contract(s, folder.side_cars) for s in folder.stacks}
-    return folder, with_given(read, options.feed, options.logits_output)
+    names: Collection[str] = ()
+    if options.inputs is not None:
+        from kvdoctor.decode.samples import given_names
+
+        names = given_names(options.inputs, read.values())
+    return folder, with_given(read, options.feed, options.logits_output, names)
 
 
 def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Options:

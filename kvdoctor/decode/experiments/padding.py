@@ -101,6 +101,57 @@ def _stays(builder: FeedBuilder, alone: Array) -> Calls:
         raise CannotCheck("the graph counts padding among the positions, and no input gives others")
 
 
+def takes_right_padding(contract: CacheContract) -> str | None:
+    """Padding between the prompt and new tokens: a mask hides it, and an input gives positions without it."""
+    if reason := takes_left_padding(contract):
+        return reason
+    if any(slot.window is not None for slot in contract.slots):
+        return "its attention looks back over a number of entries, and those of padding count among them"
+    if contract.graph("decode").port("position_ids") is None:
+        return "no input gives the positions of the tokens after the padding"
+    return None
+
+
+@Experiment(
+    "right-padding",
+    "the held loop with batch 3, rows with 2, 1 and 0 tokens of padding between the prompt and the next token",
+    Scenario(batch=len(PADDING), prompt=5, steps=3),
+    takes_right_padding,
+    changes_feeds=True,
+    thorough=True,
+    use=Use("padding on the right of a prompt", after=(*BEFORE_PADDING, "left-padding")),
+    order=24,
+)
+def right(builder: FeedBuilder) -> Calls:
+    """Each row must give what it gives alone without the padding, whose entries stay in the cache, and are hidden.
+
+    Raises:
+        CannotCheck: one row by itself does not: the graph may count entries, as a bias by distance does.
+    """
+    start, total = builder.scenario.prompt, builder.scenario.total
+    alone = []
+    for row, pads in enumerate(PADDING):
+        one = builder.row(row)
+        scenario = replace(one.scenario, prompt=start - pads)
+        tokens = np.delete(one.tokens, range(start - pads, start), axis=1)
+        logits = yield from replace(one, scenario=scenario, tokens=tokens).whole()
+        alone.append(logits[:, start - total :])
+    single = replace(builder.row(0), gap=PADDING[:1], gap_end=start)
+    first = yield as_probe(single.prefill(start))
+    if not first.failed:
+        answer = yield as_probe(single.decode(start, start + 1, single.carry(None, first, "held")))
+        if not answer.failed and not same_logits(answer.logits, alone[0][:, :1], builder.tolerance):
+            raise CannotCheck("one padded row by itself has other logits: the graph may count the entries of the cache")
+    padded, expected = replace(builder, gap=PADDING, gap_end=start), np.concatenate(alone)
+    answer = yield padded.prefill(start)
+    past = padded.carry(None, answer, "held")
+    for position in range(start, total):
+        before, wanted = past, expected[:, position - start : position - start + 1]
+        answer = yield padded.decode(position, position + 1, past, wanted)
+        past = padded.carry(past, answer, "held")
+    yield builder.decode(total - 1, total, before, wanted, kind="control", label="a mask without the padding")
+
+
 @Experiment(
     "encoder-padding",
     "the held loop with batch 3, rows with 4, 2 and 0 fewer encoder states",

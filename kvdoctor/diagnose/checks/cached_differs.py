@@ -53,7 +53,7 @@ from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_count, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
-HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
+HAVE_OWN_CHECKS = ("left-padding", "right-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
 LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
 )

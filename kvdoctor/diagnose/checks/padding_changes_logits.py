@@ -1,15 +1,16 @@
 """Padding changes a row's logits.
 
-What it means: a sequence that is padded to the length of another row, on the left of its tokens or after its encoder
-states, has other logits than alone, although the masks and positions that the graph takes exclude the padding. Batches
-of sequences of the same length are right. Or rows of a buffer of fixed size, which need no padding, are taken for
-equally long: the index of the first row is used for all.
+What it means: a sequence that is padded to the length of another row, on the left of its tokens, between its prompt and
+the next token, or after its encoder states, has other logits than alone, although the masks and positions that the
+graph takes exclude the padding. Batches of sequences of the same length are right. Or rows of a buffer of fixed size,
+which need no padding, are taken for equally long: the index of the first row is used for all.
 
 How it is decided: three rows are decoded, two of them padded, with masks that exclude the padding and with positions,
 if the graph takes them, that do not count it. Each row is compared with the same row alone. The control, a mask that
 includes the padding, must change the logits.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiments `left-padding`, `encoder-padding` and `rows-apart`.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `left-padding`, `encoder-padding` and `rows-apart`, with
+`--thorough` also `right-padding`.
 
 Repair: where positions count the padding of the new tokens alone, `kvdoctor re-export` counts it along the whole mask.
 Otherwise export again with `position_ids` as an input, or with positions and masks computed from the attention mask;
@@ -29,6 +30,11 @@ TOKENS = CauseText(
     advice="export again with position_ids as an input and masks made from attention_mask; until then decode only "
     "sequences of the same length together",
 )
+BETWEEN = CauseText(
+    cause="padding between the prompt and the next tokens changes a row's logits",
+    declared=TOKENS.declared,
+    advice=TOKENS.advice,
+)
 APART = CauseText(
     cause="a row's logits change where the other row of the batch has another number of tokens",
     declared="the logits of each row alone, with the index and the positions of its own",
@@ -41,6 +47,7 @@ STATES = CauseText(
     advice="export again with the encoder mask used in every cross-attention; until then decode only inputs of the "
     "same length together",
 )
+KINDS = {"left-padding": TOKENS, "right-padding": BETWEEN, "encoder-padding": STATES, "rows-apart": APART}
 
 
 SLICED = CauseText(
@@ -56,7 +63,7 @@ def padding_changes_logits(context: RunContext) -> Faults:
     """Rows with other logits when padded, where rows without padding are right."""
     leave_to_other(context)
     for run, use in find_faulty_uses(context, "differs"):
-        words = {"left-padding": TOKENS, "encoder-padding": STATES, "rows-apart": APART}.get(run.experiment)
+        words = KINDS.get(run.experiment)
         if words is TOKENS and _counts_slices(context, run):
             words = SLICED
         if words is not None and not run.not_finite:

@@ -154,7 +154,8 @@ class DifferenceSearch:
             got, wanted = map(list, divergence.numbers)
             words = f"{root} is {got}, and {wanted} in the run without a cache: with that value the logits are right"
             return words, name_numbers(graph.flat, divergence.root or "")
-        packed = {slot.past for slot in self.contract.slots if {"layers", "parts"} & set(slot.axes)}
+        held = (slot for slot in self.contract.slots if {"layers", "parts"} & set(slot.axes) or "state" in slot.kind)
+        packed = {slot.past for slot in held}  # a state may hold those of all layers
         side = find_wrong_side(graph, divergence.value, packed) if divergence.sudden else None
         if side is not None:
             return f"its output is {off}: {side[1]}", side[0]

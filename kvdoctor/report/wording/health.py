@@ -34,6 +34,7 @@ USES = {
     "rows-apart": ("rows of different lengths", "feed rows of different lengths"),
     "beam-reorder": ("beams", "reorder the rows of the cache (beams)"),
     "left-padding": ("left padding", "pad a batch on the left"),
+    "right-padding": ("right padding", "pad a prompt on the right"),
     "encoder-padding": ("padded encoder rows", "pad the encoder rows of a batch"),
     "other-encoder-length": ("another encoder length", "change the encoder length"),
     **dict.fromkeys(("encoder-rows", "rows-in-prompt"), ("images or audio", "feed images or audio with the prompt")),
