@@ -1,0 +1,421 @@
+"""Values that are computed element by element: linear functions of indexes, masks, and all else."""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm
+from kvdoctor.analysis.proof.terms import Term, number
+from kvdoctor.analysis.proof.types import (
+    HIDDEN,
+    HIDE,
+    MODERATE,
+    PLAIN,
+    UNKNOWN,
+    Lengths,
+    Linear,
+    Mark,
+    Region,
+    Type,
+    constant_of,
+    linear_of,
+    plain_number,
+)
+from kvdoctor.model.operators import has, operators_with
+
+NUMERIC: dict[str, Callable[..., float]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Div": operator.truediv,
+    "Min": min,
+    "Max": max,
+    "Neg": operator.neg,
+    "Abs": abs,
+    "And": lambda one, other: one and other,
+    "Or": lambda one, other: one or other,
+    "Xor": lambda one, other: bool(one) != bool(other),
+    "Not": lambda one: not one,
+    "IsNaN": math.isnan,
+    "Sqrt": math.sqrt,
+    "Exp": math.exp,
+    "Equal": operator.eq,
+    "Less": operator.lt,
+    "LessOrEqual": operator.le,
+    "Greater": operator.gt,
+    "GreaterOrEqual": operator.ge,
+    "Where": lambda chosen, one, other: one if chosen else other,
+    "Pow": operator.pow,
+    "Floor": math.floor,
+    "Ceil": math.ceil,
+    "Identity": lambda one: one,
+    "Cast": lambda one: one,
+}
+"""What operators compute of numbers."""
+
+FLOATS = {1, 10, 11, 16}
+INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
+KINDS = {**dict.fromkeys(FLOATS, "f"), **dict.fromkeys(INTEGERS, "i"), 9: "b"}
+"""The kinds of element types (TensorProto.DataType)."""
+
+
+def _kind(call: Reading) -> str:
+    if has(call.op, "compare", "logic") or call.op in ("IsNaN", "IsInf"):
+        return "b"
+    if call.op == "Cast":
+        return KINDS.get(call.node.number("to", 0), "f")
+    return call.input(1 if has(call.op, "select") or call.op == "CastLike" else 0).kind
+
+
+def elementwise(call: Reading) -> Made:
+    """An operator that computes each element from those at the same place."""
+    taken, kind = call.given, _kind(call)
+    if call.op == "CastLike":
+        taken = taken[:1]
+    shape = call.broadcast(taken)
+    if shape is None:
+        return Made(UNKNOWN)
+    items = _compute_items(call, taken, kind)
+    if items is not None:
+        return Made(Type(kind, shape, items=items))
+    linear = _compute_linear(call, taken, kind)
+    if linear is not None:
+        same = next((at for at, one in enumerate(call.inputs) if one and one.linear == linear), None)
+        return Made(Type(kind, shape, linear=linear), same)
+    if has(call.op, "compare") and len(taken) == 2:
+        compared = _compare(call, taken[0], taken[1], shape)
+        if compared is not None:
+            return compared
+    how = _neutral(call)
+    if has(call.op, "select") and how is not None and constant_of(call.input(0)) is not None:
+        taken = [call.input(how)]
+    regions = _combine(call, call.given if len(taken) > 1 else taken, kind)
+    if len(taken) == 1 and has(call.op, "select"):
+        regions = taken[0].regions
+    calm = kind != "f" or (all(is_calm(one) for one in taken) and not has(call.op, "exponential"))
+    return Made(call.opaque(shape, taken, kind, calm, regions), how)
+
+
+def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:
+    """The integers of a small result."""
+    if any(one.items is None or one.shape is None for one in taken) or call.op not in (*NUMERIC, "Mod"):
+        return None
+    count = max((len(one.items or ()) for one in taken), default=0)
+    if any(len(one.items or ()) not in (1, count) or len(one.shape or ()) > 1 for one in taken) and count > 1:
+        return None
+    rows = zip(*((one.items or ()) * (count if len(one.items or ()) == 1 else 1) for one in taken), strict=True)
+    found = [_compute_item(call.op, row, call.lengths, kind) for row in rows]
+    return tuple(one for one in found if one is not None) if None not in found else None
+
+
+def _compute_item(op: str, row: tuple[Term, ...], lengths: Lengths, kind: str) -> Term | None:
+    first, second = row[0], row[-1]
+    if op in ("Identity", "Cast"):
+        return first if kind != "b" else _truth(lengths.equal(first, number(0)), negated=True)
+    if op == "Add":
+        return sum(row[1:], first)
+    if op == "Sub":
+        return first - second
+    if op == "Mul":
+        return first * second
+    if op == "Neg":
+        return first.times(-1)
+    if op == "Div" and second.parts:
+        exact = first.divided(second)
+        if exact is not None or first.number is None or second.number is None:
+            return exact
+        return number(int(first.number / second.number))
+    if op in ("Min", "Max") and len(row) == 2:
+        return _extreme(first, second, lengths, op == "Max")
+    if op == "Where":
+        return row[1] if row[0].number else row[2] if row[0].number == 0 else None
+    if op in COMPARED:
+        return _truth(_decide(op, second - first, lengths))
+    values = [one.number for one in row]
+    if op in ("And", "Or", "Not", "Abs", "Xor") and None not in values:
+        return number(int(NUMERIC[op](*values)))
+    if op == "Mod" and None not in values and values[1]:
+        return number(int(values[0]) % int(values[1]))  # type: ignore[arg-type]
+    return None
+
+
+def _truth(value: bool | None, negated: bool = False) -> Term | None:
+    return None if value is None else number(int(value != negated))
+
+
+def _extreme(one: Term, other: Term, lengths: Lengths, largest: bool) -> Term | None:
+    if lengths.at_least(one - other, 0):
+        return one if largest else other
+    if lengths.at_least(other - one, 0):
+        return other if largest else one
+    return None
+
+
+COMPARED: dict[str, tuple[str, int]] = {
+    "Less": ("more", 1),
+    "LessOrEqual": ("more", 0),
+    "Greater": ("less", -1),
+    "GreaterOrEqual": ("less", 0),
+    "Equal": ("equal", 0),
+}
+"""What the second number minus the first must be: so much or more, so much or less, exactly so much."""
+
+
+def _decide(op: str, apart: Term, lengths: Lengths) -> bool | None:
+    """Whether a comparison holds for two numbers, by the second minus the first; None where the call decides."""
+    how, limit = COMPARED[op]
+    if how == "equal":
+        return lengths.equal(apart, number(0))
+    if how == "less":
+        apart, limit = apart.times(-1), -limit
+    if lengths.at_least(apart, limit):
+        return True
+    return False if lengths.at_least(apart.times(-1), 1 - limit) else None
+
+
+def _as_term(value: Term | float) -> Term | None:
+    if isinstance(value, Term):
+        return value
+    return number(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1 << 53 else None
+
+
+def _compute_linear(call: Reading, taken: Sequence[Type], kind: str) -> Linear | None:
+    """The linear function of a result."""
+    parts = [linear_of(one) for one in taken]
+    if call.op == "Where":
+        return _choose(call, parts)
+    constants = [plain_number(constant_of(one)) for one in taken]
+    if call.op in ("Mul", "And") and 0.0 in constants and all(p is not None for p in parts):
+        return (0.0 if kind == "f" else number(0)), ()
+    known = [part for part in parts if part is not None]
+    if len(known) != len(parts) or not known:
+        return None
+    if all(not factors for _, factors in known):
+        return _compute_constant(call, [value for value, _ in known], kind)
+    return _compute_sum(call.op, known, kind)
+
+
+def _choose(call: Reading, parts: Sequence[Linear | None]) -> Linear | None:
+    chosen = plain_number(constant_of(call.input(0)))
+    if chosen is not None:
+        return parts[1] if chosen else parts[2]
+    same = parts[1] is not None and parts[1] == parts[2]
+    return parts[1] if same and call.is_uniform(0) else None
+
+
+def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) -> Linear | None:
+    """One number of numbers."""
+    plain = [plain_number(value) for value in values]
+    if all(value is not None for value in plain) and call.op in NUMERIC:
+        found = compute(call.op, [value for value in plain if value is not None])
+        if found is None or kind == "f":
+            return None if found is None else (found, ())
+        if kind == "b":
+            return number(int(bool(found))), ()
+        return (number(int(found)), ()) if math.isfinite(found) else None
+    terms = [_as_term(value) for value in values]
+    whole = [term for term in terms if term is not None]
+    item = _compute_item(call.op, tuple(whole), call.lengths, kind) if len(whole) == len(terms) else None
+    return None if item is None else (item, ())
+
+
+def compute(op: str, values: Sequence[float]) -> float | None:
+    """What an operator computes of numbers; None where it is not known here."""
+    if op not in NUMERIC or (op == "Div" and not values[-1]):
+        return None
+    try:
+        if op in ("Min", "Max") and len(values) == 1:
+            return values[0]
+        return float(NUMERIC[op](*values))
+    except (ValueError, OverflowError, TypeError, ZeroDivisionError):
+        return None
+
+
+def _compute_sum(op: str, parts: Sequence[Linear], kind: str) -> Linear | None:
+    """A linear function of linear functions."""
+    if op in ("Identity", "Cast", "CastLike"):
+        return parts[0] if kind != "b" else None
+    starts = [_as_term(start) for start, _ in parts]
+    if any(start is None for start in starts) or op not in ("Add", "Sub", "Neg", "Mul") or len(parts) > 2:
+        return None
+    terms = [start for start in starts if start is not None]
+    if op == "Mul":
+        by = next((at for at, (_, factors) in enumerate(parts) if not factors), None)
+        times = terms[by].number if by is not None else None
+        if by is None or times is None:
+            return None
+        return _scaled((terms[1 - by], parts[1 - by][1]), times)
+    if op == "Neg":
+        return _scaled((terms[0], parts[0][1]), -1)
+    other = _scaled((terms[1], parts[1][1]), -1 if op == "Sub" else 1)
+    return added((terms[0], parts[0][1]), other)
+
+
+def _scaled(one: tuple[Term, tuple[tuple[int, int], ...]], by: int) -> tuple[Term, tuple[tuple[int, int], ...]]:
+    return one[0].times(by), tuple((at, factor * by) for at, factor in one[1] if by)
+
+
+def added(
+    one: tuple[Term, tuple[tuple[int, int], ...]], other: tuple[Term, tuple[tuple[int, int], ...]]
+) -> tuple[Term, tuple[tuple[int, int], ...]]:
+    """The sum of two linear functions."""
+    factors = dict(one[1])
+    for at, factor in other[1]:
+        factors[at] = factors.get(at, 0) + factor
+    return one[0] + other[0], tuple(sorted((at, factor) for at, factor in factors.items() if factor))
+
+
+def _compare(call: Reading, one: Type, other: Type, shape: tuple[tuple[Term, ...], ...]) -> Made | None:
+    """A comparison of two linear functions: a mask."""
+    parts = [linear_of(side) for side in (one, other)]
+    starts = [_as_term(part[0]) if part is not None else None for part in parts]
+    if any(start is None for start in starts) or any(part is None for part in parts):
+        return None
+    first, second = [(start, part[1]) for start, part in zip(starts, parts, strict=True) if start and part]
+    apart = added(second, _scaled(first, -1))
+    if not apart[1]:
+        holds = _decide(call.op, apart[0], call.lengths)
+        return None if holds is None else Made(Type("b", shape, linear=(number(int(holds)), ())))
+    absolute = call.lengths.absolute(Type("i", shape, linear=apart))
+    if absolute is None or isinstance(absolute[0], float):
+        return Made(Type("b", shape))
+    regions = tuple(_regions_of(call.op, absolute[0], absolute[1]))
+    return Made(call.opaque(shape, [], "b", True, regions), ("compare", call.op, absolute))
+
+
+def _regions_of(op: str, start: Term, factors: tuple[tuple[int, int], ...]) -> list[Region]:
+    """Where a comparison of positions holds, by the second minus the first."""
+    value = start.number
+    if value is None or len(factors) != 2 or factors[0][1] != -factors[1][1]:
+        return []
+    found: list[Region] = []
+    for (row, _), (column, by) in (factors, factors[::-1]):
+        above, below = (value + by, math.inf), (-math.inf, value - by)
+        if by < 0:
+            above, below = (-math.inf, value + by), (value - by, math.inf)
+        marks = tuple(_holds(op, *limits) for limits in (above, (value, value), below))
+        found.append(((row, column), (marks[0], marks[1], marks[2])))
+    return found
+
+
+def _holds(op: str, least: float, most: float) -> Mark:
+    how, limit = COMPARED[op]
+    if how == "less":
+        least, most, limit = -most, -least, -limit
+    if how == "equal":
+        return 1.0 if least == most == limit else 0.0 if not least <= limit <= most else None
+    return 1.0 if least >= limit else 0.0 if most < limit else None
+
+
+def _mark_of(one: Type, pair: tuple[int, int], part: int) -> Mark:
+    """What is known of the elements of a value in a region."""
+    for axes, marks in one.regions:
+        if axes == pair:
+            return marks[part]
+    value = plain_number(constant_of(one))
+    if value is not None:
+        return value
+    return PLAIN if one.kind == "f" and is_calm(one) else None
+
+
+def _combine(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Region, ...]:
+    """What is known of the regions of a result."""
+    pairs = sorted({pair for one in taken for pair, _ in one.regions})
+    found = []
+    for pair in pairs:
+        marks = [_combined(call.op, [_mark_of(one, pair, part) for one in taken], kind) for part in range(3)]
+        if any(mark is not None for mark in marks):
+            found.append((pair, (marks[0], marks[1], marks[2])))
+    return tuple(found)
+
+
+UNBOUNDED = operators_with("power", "exponential")
+
+
+def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:  # noqa: C901, PLR0911 - one line for each operator
+    numbers = [mark for mark in marks if isinstance(mark, float)]
+    if op in ("Identity", "Cast", "CastLike"):
+        if not numbers or kind == "f":
+            return marks[0]
+        return float(bool(numbers[0])) if kind == "b" else float(int(numbers[0])) if math.isfinite(numbers[0]) else None
+    if op == "Where":
+        if numbers and isinstance(marks[0], float):
+            return marks[1] if marks[0] else marks[2]
+        return _either(marks[1], marks[2])
+    if op in ("And", "Mul") and 0.0 in numbers and (op == "And" or PLAIN in marks or len(numbers) == len(marks)):
+        return 0.0 if all(math.isfinite(value) for value in numbers) else None
+    if op == "Or" and any(numbers):
+        return 1.0
+    if len(numbers) == len(marks):
+        return compute(op, numbers)
+    hidden = [_hides(mark) for mark in marks]
+    plain = [_is_plain(mark) for mark in marks]
+    if any(mark is None for mark in marks):
+        return HIDE if op == "Min" and any(hidden) else None
+    if op in ("Add", "Sum"):
+        return HIDE if any(hidden) and all(h or p for h, p in zip(hidden, plain, strict=True)) else _all(plain)
+    if op == "Sub":
+        return HIDE if hidden[0] and plain[-1] else _all(plain)
+    if op in ("Mul", "Div"):
+        grows = isinstance(marks[-1], float) and (marks[-1] >= 1 if op == "Mul" else 0 < marks[-1] <= 1)
+        return HIDE if hidden[0] and grows else _all(plain)
+    if op == "Max":
+        return HIDE if all(hidden) else _all(plain)
+    if op == "Min":
+        return HIDE if any(hidden) else _all(plain)
+    if op == "Exp" and hidden[0]:
+        return 0.0
+    return _all(plain) if kind == "f" and op not in UNBOUNDED else None
+
+
+def _either(one: Mark, other: Mark) -> Mark:
+    if one is not None and one == other:
+        return one
+    if _hides(one) and _hides(other):
+        return HIDE
+    return _all([_is_plain(one), _is_plain(other)])
+
+
+def _hides(mark: Mark) -> bool:
+    return mark == HIDE or (isinstance(mark, float) and mark <= HIDDEN)
+
+
+def _is_plain(mark: Mark) -> bool:
+    return mark == PLAIN or (isinstance(mark, float) and abs(mark) <= MODERATE)
+
+
+def _all(plain: Sequence[bool]) -> Mark:
+    return PLAIN if all(plain) else None
+
+
+def hides_later(one: Type, row: int, column: int) -> bool:
+    """Whether scores of later tokens are hidden, and that of the token itself is not."""
+    marks = dict(one.regions).get((row, column))
+    return marks is not None and _hides(marks[0]) and _is_plain(marks[1])
+
+
+def _neutral(call: Reading) -> int | None:
+    """The input that a result equals, but for what a mask hides; None where there is none."""
+    if call.op == "Where":
+        chosen = _seen_as(call.input(0))
+        return None if chosen is None else 1 if chosen else 2
+    neutral = {"Add": 0.0, "Mul": 1.0, "And": 1.0, "Or": 0.0, "Sub": 0.0, "Div": 1.0}.get(call.op)
+    if neutral is None or len(call.given) != 2:
+        return None
+    for at, one in enumerate(call.given):
+        if _seen_as(one) == neutral and (at or call.op not in ("Sub", "Div")):
+            return 1 - at
+    return None
+
+
+def _seen_as(one: Type) -> float | None:
+    """The number that a value has wherever nothing is hidden."""
+    value = plain_number(constant_of(one))
+    if value is not None:
+        return value
+    seen = {(marks[1], marks[2]) for _, marks in one.regions if marks[1] == marks[2] and isinstance(marks[1], float)}
+    found = {mark for pair in seen for mark in pair if isinstance(mark, float)}
+    return found.pop() if len(found) == 1 else None
+
+
+RULES: dict[str, Rule] = dict.fromkeys(operators_with("elementwise", "copy", "cast"), elementwise)

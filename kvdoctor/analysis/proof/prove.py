@@ -1,0 +1,245 @@
+"""The proof that decoding with a cache and without one agree, for every past, chunk and batch.
+
+Each output of the decode graph must be uniform: the same function of absolute positions in every call. The entries of
+each past are by definition what the step of their token returned; every concatenation of a past and new entries must
+join entries of that function. Where another graph or branch serves the first step, its outputs must be the same
+functions, with an empty past. Rows with padding, rounding, and what a runtime does are not part of the proof.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvdoctor.analysis.proof.constants import identify, read_constant
+from kvdoctor.analysis.proof.inputs import input_type, slot_shape
+from kvdoctor.analysis.proof.types import Lengths, Type
+from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles
+from kvdoctor.contract import CacheContract, Graph, PhaseName, Slot
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.traverse import describe_node
+from kvdoctor.records import record
+
+KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
+
+
+@record
+class Proof:
+    """What is proved of one stack.
+
+    Attributes:
+        up_to: the largest total in tokens that it holds for; None where no table ends.
+        table: the table that ends there.
+        single: whether it holds for one new token on a past alone.
+        exceptions: what is not proved, and the node or value that is the reason.
+    """
+
+    up_to: int | None = None
+    table: str = ""
+    single: bool = False
+    exceptions: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is proved."""
+        return not self.exceptions or self.single
+
+
+class NotProved(Exception):
+    """What stands in the way, in the words of a report."""
+
+
+def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
+    """Prove a stack; None where it has no cache to prove anything of."""
+    if contract.missing or contract.no_decoder or not contract.slots or contract.frozen_past is not None:
+        return None
+    prover = _Prover(stack, contract)
+    try:
+        prover.check_form()
+        return prover.prove(single=False)
+    except NotProved as why:
+        many = str(why)
+    try:
+        prover.check_form()
+        found = prover.prove(single=True)
+    except NotProved:
+        return Proof(exceptions=(many,))
+    return replace(found, single=True, exceptions=(many,))
+
+
+@dataclass
+class _Prover:
+    stack: StackFiles
+    contract: CacheContract
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
+
+    def check_form(self) -> None:
+        """Refuse what position types do not describe yet.
+
+        Raises:
+            NotProved: there is such a thing.
+        """
+        contract = self.contract
+        open_ports = [one.subject for one in contract.ambiguities if one.unknown and not one.settled]
+        if open_ports:
+            raise NotProved(f"input {open_ports[0]!r} (the file leaves open what it takes)")
+        for slot in contract.slots:
+            if slot.kind not in KINDS or slot.growth not in ("grow", "shared", "constant") or slot.trimmed:
+                raise NotProved(f"past {slot.past!r} ({slot.kind}, {slot.growth})")
+            if slot.first in ("dummy", "zeros"):
+                raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")
+        graphs = [contract.graph("decode"), contract.graph("prefill")]
+        if any(graph.stages for graph in graphs):
+            raise NotProved("a pipeline of several files")
+        if any(isinstance(graph.declared_new_tokens, int) for graph in graphs):
+            raise NotProved("the graph takes a fixed number of new tokens")
+        if self.stack.is_pair:
+            raise NotProved("the weights of two files, which are not compared")
+
+    def prove(self, single: bool) -> Proof:
+        """The proof for any number of new tokens, or for one.
+
+        Raises:
+            NotProved: there is none.
+        """
+        self.keys = Keys()
+        if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
+            first = self._walk("prefill", Lengths(first=True), {})
+            held = [slot for slot in self.contract.slots if slot.growth == "constant"]
+            given = {slot.past: self._filled(first, slot) for slot in held}
+            decode = self._walk("decode", Lengths(single=single), {name: one for name, one in given.items() if one})
+            self._check(decode, "decode")
+            self._compare(first, decode)
+            walks = [first, decode]
+        else:
+            walks = [self._walk("decode", Lengths(), {})]
+            self._check(walks[0], "decode")
+        limits = merged_limits(walks)
+        table = min(limits, key=limits.__getitem__, default="")
+        return Proof(limits.get(table), table)
+
+    def _walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
+        file = self._file(phase)
+        first = phase == "prefill" and self.contract.phases["prefill"].switch is not None
+        dataflow = file.first_dataflow if first else file.dataflow
+        if dataflow is None:
+            raise NotProved("a graph that is too large")
+        flow = dataflow.flow
+        if flow.flaws or flow.carried:
+            raise NotProved("a Loop or Scan" if flow.carried else "a graph that is not valid")
+        values = dict(self._constants(file, flow.constants, first))
+        graph = self.contract.graph(phase)
+        values |= self._inputs(graph, phase, lengths, given)
+        walk = Walk(flow, lengths, self.keys, values)
+        walk.run()
+        return walk
+
+    def _file(self, phase: PhaseName) -> OnnxFile:
+        if self.contract.phases[phase].graph == self.contract.phases["decode"].graph:
+            return self.stack.main
+        return self.stack.files["decoder"]
+
+    def _constants(self, file: OnnxFile, constants: Any, first: bool) -> Iterator[tuple[str, Typed]]:
+        from kvdoctor.analysis.abstract_run.tables import read_tables
+
+        if file.name not in self.tables:
+            self.tables[file.name] = read_tables(file.graph, file.path)
+        tables, outer = self.tables[file.name], {one.name for one in file.graph.model.graph.initializer}
+        for name, tensor in constants.items():
+            table = tables.get(name)
+            digest = identify(tensor, table)
+            place = (file.name, "" if name in outer else first, name) if digest is None else digest
+            yield name, Typed(read_constant(name, tensor, table), self.keys.of("constant", place))
+
+    def _inputs(
+        self, graph: Graph, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]
+    ) -> Iterator[tuple[str, Typed]] | dict[str, Typed]:
+        found: dict[str, Typed] = {}
+        slots = {slot.past: slot for slot in self.contract.slots}
+        for port in graph.inputs:
+            slot = slots.get(port.name)
+            if port.name in given:
+                found[port.name] = given[port.name]
+            elif slot is not None and slot.growth != "constant":
+                shape = slot_shape(slot, lengths.past, self.contract)
+                kind = Type("f", shape, uniform=True, calm=True, past=True)
+                found[port.name] = Typed(kind, self.keys.of("slot", slot.past))
+            else:
+                kind = input_type(port, self.contract, phase, lengths)
+                key = self.keys.of("input", port.role, port.name)
+                if kind.linear is not None and (absolute := lengths.absolute(kind)) is not None:
+                    key = self.keys.of("linear", kind.kind, absolute)
+                found[port.name] = Typed(kind, key)
+        return found
+
+    def _filled(self, walk: Walk, slot: Slot) -> Typed | None:
+        """What the first step returns for a slot that is then held."""
+        if slot.filled_by is None or slot.filled_in != "prefill":
+            return None
+        found = self._output(walk, slot.filled_by)
+        return replace(found, type=replace(found.type, regions=()))
+
+    def _output(self, walk: Walk, name: str) -> Typed:
+        """An output that is uniform.
+
+        Raises:
+            NotProved: it is not.
+        """
+        value = walk.values.get(walk.flow.results.get(name, name))
+        if value is None:
+            raise NotProved(f"output {name!r} (no node makes it)")
+        if not walk.lengths.is_uniform(value.type):
+            raise NotProved(describe(value.broken) if value.broken is not None else f"output {name!r}")
+        return value
+
+    def _check(self, walk: Walk, phase: PhaseName) -> None:
+        """The outputs of the decode graph."""
+        logits = self._logits(walk, phase)
+        axes = logits.type.shape or ()
+        if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):
+            raise NotProved("the logits, which have no axis of new tokens")
+        for slot in self.contract.slots:
+            if slot.growth == "constant":
+                self._check_held(walk, slot)
+                continue
+            present = self._output(walk, slot.present or "")
+            if present.type.shape != slot_shape(slot, walk.lengths.total, self.contract) or present.type.last:
+                raise NotProved(f"output {slot.present!r} (not an entry for each token)")
+            if walk.streams.get(slot.past, set()) - {present.key}:
+                raise NotProved(f"past {slot.past!r} (joined with other entries than {slot.present!r} has)")
+
+    def _check_held(self, walk: Walk, slot: Slot) -> None:
+        if slot.carry != "hold" and slot.present is not None:
+            present = self._output(walk, slot.present)
+            if present.key != walk.values[slot.past].key:
+                raise NotProved(f"output {slot.present!r} (not the past {slot.past!r})")
+
+    def _logits(self, walk: Walk, phase: PhaseName) -> Typed:
+        port = self.contract.graph(phase).port("logits")
+        if port is None:
+            raise NotProved("a graph without logits")
+        return self._output(walk, port.name)
+
+    def _compare(self, first: Walk, decode: Walk) -> None:
+        """Whether the first step computes the same functions as later ones, with an empty past.
+
+        Raises:
+            NotProved: it may not.
+        """
+        one, other = self._logits(first, "prefill"), self._logits(decode, "decode")
+        same = one.key == other.key and one.type.last == other.type.last
+        if not same and not (other.type.last and other.key == self.keys.of("last", "", one.key)):
+            raise NotProved("the first step, whose logits may be another function")
+        for slot in self.contract.slots:
+            if slot.growth == "constant" or slot.filled_in != "prefill":
+                continue
+            made, present = self._output(first, slot.filled_by or ""), self._output(decode, slot.present or "")
+            shape = slot_shape(slot, first.lengths.total, self.contract)
+            if made.key != present.key or made.type.shape != shape or made.type.last:
+                raise NotProved(f"the first step, whose {slot.filled_by!r} may be another function")
+
+
+def describe(node: FlatNode) -> str:
+    """A node by its operator and its name."""
+    return describe_node(node.proto)

@@ -1,0 +1,509 @@
+"""Values that are moved: other shapes, axes in another order, parts along an axis, parts joined along one."""
+
+from collections.abc import Sequence
+
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, regroup
+from kvdoctor.analysis.proof.terms import ONE, ZERO, Term, number
+from kvdoctor.analysis.proof.types import (
+    MOST_ITEMS,
+    UNKNOWN,
+    Axis,
+    Lengths,
+    Linear,
+    Region,
+    Type,
+    axis_of,
+    constant_of,
+    is_fixed,
+    linear_of,
+    plain_number,
+    size_of,
+)
+from dataclasses import replace
+
+def moved(call: Reading, shape: Sequence[Axis], axes: dict[int, int], taken: Type) -> Type:
+    """A value under other axes: `axes` maps each old axis of more than one element to the new one, from the end."""
+    linear = taken.linear
+    if linear is not None:
+        if any(at not in axes for at, _ in linear[1]):
+            return call.opaque(shape, [taken], taken.kind, is_calm(taken))
+        linear = (linear[0], tuple(sorted((axes[at], factor) for at, factor in linear[1])))
+    regions: list[Region] = []
+    for (row, column), marks in taken.regions:
+        if row in axes and column in axes:
+            regions.append(((axes[row], axes[column]), marks))
+    if linear is not None or taken.items is not None:
+        return replace(taken, shape=tuple(shape), linear=linear, regions=tuple(regions), past=False)
+    return replace(call.opaque(shape, [taken], taken.kind, taken.calm, tuple(regions)), past=taken.past)
+
+
+def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
+    """A value under another shape, with as many elements."""
+    old = taken.shape
+    if old is None:
+        return Made(UNKNOWN)
+    shape = regroup(old, targets)
+    if shape is None:
+        if constant_of(taken) is None:
+            return Made(UNKNOWN)
+        shape = tuple(axis_of(target) for target in targets)
+    axes = _match(old, shape)
+    made = moved(call, shape, axes, taken)
+    how = 0 if _same_axes(old, shape) else ("view", call.lengths.canonical(old), call.lengths.canonical(shape))
+    return Made(made, how)
+
+
+def _same_axes(old: Sequence[Axis], new: Sequence[Axis]) -> bool:
+    """Whether two shapes are the same for a value that is broadcast: they differ by leading axes of one element."""
+    return _stripped(old) == _stripped(new)
+
+
+def _stripped(shape: Sequence[Axis]) -> tuple[Axis, ...]:
+    at = next((at for at, axis in enumerate(shape) if axis), len(shape))
+    return tuple(shape[at:])
+
+
+def _match(old: Sequence[Axis], new: Sequence[Axis]) -> dict[int, int]:
+    """The new axis of each old one that has the same elements, both from the end."""
+    places: dict[tuple[Term, Axis], int] = {}
+    for shape, found in ((new, places),):
+        before = ONE
+        for at, axis in enumerate(shape):
+            if axis:
+                found[before, axis] = at - len(shape)
+            before = before * size_of(axis)
+    matched, before = dict[int, int](), ONE
+    for at, axis in enumerate(old):
+        if axis and (before, axis) in places:
+            matched[at - len(old)] = places[before, axis]
+        before = before * size_of(axis)
+    return matched
+
+
+def reshape(call: Reading) -> Made:
+    """Reshape: 0 takes the size of the input, -1 what is left."""
+    taken, targets = call.input(0), call.input(1).items
+    if targets is None or taken.shape is None:
+        return Made(UNKNOWN)
+    sizes = [size_of(axis) for axis in taken.shape]
+    found: list[Term] = []
+    for at, target in enumerate(targets):
+        copies = target is ZERO and at < len(sizes) and not call.node.number("allowzero", 0)
+        found.append(sizes[at] if copies else target)
+    opened = [at for at, target in enumerate(found) if target.number == -1]
+    if len(opened) > 1:
+        return Made(UNKNOWN)
+    if opened:
+        whole, rest = _product(sizes), _product([one for at, one in enumerate(found) if at != opened[0]])
+        left = whole.divided(rest) if rest.parts else None
+        if left is None:
+            return Made(UNKNOWN)
+        found[opened[0]] = left
+    return viewed(call, taken, found)
+
+
+def _product(sizes: Sequence[Term]) -> Term:
+    found = ONE
+    for size in sizes:
+        found = found * size
+    return found
+
+
+def flatten(call: Reading) -> Made:
+    """Flatten: two axes."""
+    shape = call.input(0).shape
+    if shape is None:
+        return Made(UNKNOWN)
+    at = call.node.number("axis", 1)
+    sizes = [size_of(axis) for axis in shape]
+    return viewed(call, call.input(0), [_product(sizes[:at]), _product(sizes[at:])])
+
+
+def unsqueeze(call: Reading) -> Made:
+    """Unsqueeze: axes of one element."""
+    shape, axes = call.input(0).shape, call.numbers(1, "axes")
+    if shape is None or axes is None:
+        return Made(UNKNOWN)
+    rank = len(shape) + len(axes)
+    added, left = {axis % rank for axis in axes}, iter(shape)
+    return viewed(call, call.input(0), [ONE if at in added else size_of(next(left)) for at in range(rank)])
+
+
+def squeeze(call: Reading) -> Made:
+    """Squeeze: axes of one element go."""
+    shape, axes = call.input(0).shape, call.numbers(1, "axes")
+    if shape is None or (axes is None and (call.has(1) or any(axis and is_open(axis) for axis in shape))):
+        return Made(UNKNOWN)
+    gone = {axis % len(shape) for axis in axes} if axes is not None else {a for a, axis in enumerate(shape) if not axis}
+    if any(shape[at] for at in gone):
+        return Made(UNKNOWN)
+    return viewed(call, call.input(0), [size_of(axis) for at, axis in enumerate(shape) if at not in gone])
+
+
+def is_open(axis: Axis) -> bool:
+    """Whether the length of an axis is no number: it may be 1."""
+    return any(factor.number is None for factor in axis)
+
+
+def transpose(call: Reading) -> Made:
+    """Transpose: axes in another order."""
+    taken = call.input(0)
+    if taken.shape is None:
+        return Made(UNKNOWN)
+    rank = len(taken.shape)
+    order = call.node.numbers("perm") or tuple(reversed(range(rank)))
+    if sorted(order) != list(range(rank)):
+        return Made(UNKNOWN)
+    axes = {old - rank: new - rank for new, old in enumerate(order)}
+    made = moved(call, [taken.shape[old] for old in order], axes, replace(taken, items=None))
+    if taken.items is not None:
+        made = replace(made, items=taken.items) if rank < 2 else UNKNOWN
+    return Made(made, ("permute", order))
+
+
+def expand(call: Reading) -> Made:
+    """Expand: broadcast to a shape."""
+    taken, targets = call.input(0), call.input(1).items
+    if targets is None or taken.shape is None:
+        return Made(UNKNOWN)
+    wanted = Type("i", tuple(axis_of(target) for target in targets))
+    shape = call.broadcast([taken, wanted])
+    if shape is None:
+        return Made(UNKNOWN)
+    return Made(_broadcast(call, taken, shape), 0)
+
+
+def _broadcast(call: Reading, taken: Type, shape: tuple[Axis, ...]) -> Type:
+    """A value broadcast to a shape: one element may become many."""
+    linear = linear_of(taken)
+    if linear is not None:
+        return replace(taken, shape=shape, linear=linear, items=None, past=False)
+    return call.opaque(shape, [taken], taken.kind, is_calm(taken), taken.regions)
+
+
+def tile(call: Reading) -> Made:
+    """Tile: axes of one element are repeated; others where they are the same in all calls."""
+    taken, repeats = call.input(0), call.input(1).items
+    if repeats is None or taken.shape is None or len(repeats) != len(taken.shape):
+        return Made(UNKNOWN)
+    pairs = list(zip(taken.shape, repeats, strict=True))
+    shape = tuple(axis_of(times, *axis) for axis, times in pairs)
+    if all(not axis or times is ONE for axis, times in pairs):
+        return Made(_broadcast(call, taken, shape), 0)
+    if constant_of(taken) is not None:
+        return Made(_broadcast(call, taken, shape))
+    whole = all(times is ONE or not axis or (is_fixed(axis) and times.number) for axis, times in pairs)
+    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)) if whole else Type(taken.kind, shape))
+
+
+def slice_(call: Reading) -> Made:
+    """Slice: a part along each of some axes."""
+    taken, shape = call.input(0), call.input(0).shape
+    bounds = _read_bounds(call)
+    if shape is None or bounds is None:
+        return Made(UNKNOWN)
+    found, rank, extra, last = taken, len(shape), [], False
+    for axis, start, end in bounds:
+        at = axis % rank
+        cut = _cut(call, found, at, start, end)
+        if cut is None:
+            return Made(UNKNOWN)
+        found, kept, only = cut
+        extra += [] if kept else [(at - rank, start.parts, end.parts)]
+        last = last or only
+    if last:
+        return Made(found, ("last",)) if not extra else Made(replace(found, uniform=False))
+    return Made(found, ("slice", *extra) if extra else 0)
+
+
+def _read_bounds(call: Reading) -> list[tuple[int, Term, Term]] | None:
+    """The axis, start and end of each part; None where they are unknown or leave out elements between."""
+    node = call.node
+    starts, ends = (
+        _terms_of(call, index, name) if node.numbers(name) is not None or call.has(index) else None
+        for index, name in ((1, "starts"), (2, "ends"))
+    )
+    if starts is None or ends is None or len(starts) != len(ends):
+        return None
+    axes = call.numbers(3, "axes") if call.has(3) or node.numbers("axes") is not None else list(range(len(starts)))
+    steps = call.numbers(4) if call.has(4) else [1] * len(starts)
+    if axes is None or steps is None or set(steps) != {1} or len(axes) != len(starts):
+        return None
+    return list(zip(axes, starts, ends, strict=True))
+
+
+def _terms_of(call: Reading, index: int, attribute: str) -> list[Term] | None:
+    listed = call.node.numbers(attribute)
+    if listed is not None:
+        return [number(one) for one in listed]
+    items = call.input(index).items
+    return list(items) if items is not None else None
+
+
+def _cut(call: Reading, taken: Type, at: int, start: Term, end: Term) -> tuple[Type, bool, bool] | None:
+    """A part of a value, whether it is the same function of absolute positions, and whether it is the last token."""
+    lengths, shape = call.lengths, list(taken.shape or ())
+    old, whole = shape[at], size_of(shape[at])
+    begin, stop = _resolve(lengths, start, whole), _resolve(lengths, end, whole)
+    if begin is None or stop is None:
+        return None
+    if stop is not whole and lengths.at_least(stop - whole, 0):
+        stop = whole
+    if lengths.equal(begin, ZERO) and lengths.equal(stop, whole):
+        return taken, True, False
+    if not lengths.at_least(begin, 0) or not lengths.at_least(stop - begin, 0):
+        return None
+    if not lengths.at_least(whole - stop, 0):
+        if whole.number is None or not _limit(call, whole.number, stop):
+            return None
+    size = stop - begin
+    shape[at] = new = axis_of(size)
+    where = at - len(shape)
+    if taken.items is not None and begin.number is not None and stop.number is not None and len(shape) == 1:
+        items = taken.items[begin.number : stop.number]
+        linear = _shifted(taken.linear, where, begin) if taken.linear is not None else None
+        return Type(taken.kind, tuple(shape), items=items, linear=linear), False, False
+    if taken.linear is not None:
+        return replace(taken, shape=tuple(shape), linear=_shifted(taken.linear, where, begin), items=None), True, False
+    first, then = lengths.offset(old), lengths.offset(new)
+    if not new and old in ((lengths.new,), (lengths.total,)) and stop is whole:
+        made = Type(taken.kind, tuple(shape), uniform=taken.uniform, calm=taken.calm, last=True)
+        return made, True, True
+    if new and not is_fixed(new) and first is not None and then is not None and first + begin is then:
+        made = call.opaque(shape, [replace(taken, items=None)], taken.kind, taken.calm, taken.regions)
+        return made, True, False
+    if is_fixed(old) and begin.number is not None and stop.number is not None:
+        regions = tuple(one for one in taken.regions if where not in one[0])
+        return call.opaque(shape, [replace(taken, items=None)], taken.kind, taken.calm, regions), False, False
+    return Type(taken.kind, tuple(shape)), True, False
+
+
+def _shifted(linear: Linear, at: int, begin: Term) -> Linear:
+    """A linear function that counts from another index along an axis."""
+    start, factors = linear
+    factor = dict(factors).get(at, 0)
+    if not factor or isinstance(start, float):
+        return linear
+    return start + begin.times(factor), factors
+
+
+def _resolve(lengths: Lengths, bound: Term, whole: Term) -> Term | None:
+    """A bound of a slice, counted from the start; None where it is unknown whether it counts from the end."""
+    if bound.number is not None and bound.number >= (1 << 31) - 1:
+        return whole
+    if lengths.at_least(bound, 0):
+        return bound
+    return whole + bound if lengths.at_least(bound.times(-1), 1) else None
+
+
+def _limit(call: Reading, rows: int, end: Term) -> bool:
+    """Note that a table of some rows must reach up to an end: whether that is a limit of the total."""
+    rest = (end - call.lengths.total).number
+    if rest is None and call.lengths.at_least(call.lengths.total - end, 0):
+        rest = 0
+    if rest is not None:
+        call.limits.append((rows - rest, 0))
+    return rest is not None
+
+
+def gather(call: Reading) -> Made:
+    """Gather: entries along an axis."""
+    data, places = call.input(0), call.input(1)
+    if data.shape is None or places.shape is None:
+        return Made(UNKNOWN)
+    at = call.node.number("axis", 0) % max(len(data.shape), 1)
+    shape = (*data.shape[:at], *places.shape, *data.shape[at + 1 :])
+    value = constant_of(data)
+    if value is not None:
+        return Made(Type(data.kind, shape, linear=(value, ())))
+    if data.items is not None and len(data.shape) == 1 and places.items is not None:
+        picked = [one.number for one in places.items]
+        if all(one is not None and -len(data.items) <= one < len(data.items) for one in picked):
+            return Made(Type(data.kind, shape, items=tuple(data.items[one] for one in picked if one is not None)))
+    axis, regions = data.shape[at], ()
+    index = linear_of(places)
+    if index is not None and not places.shape and not is_fixed(axis):
+        return _gather_last(call, data, at, index, shape)
+    if not is_fixed(axis):
+        return _gather_counted(call, data, at, index, shape)
+    if index is not None and index[1]:
+        absolute, rows = call.lengths.absolute(places), size_of(axis).number
+        if absolute is None or rows is None or not _limits_rows(call, absolute, rows):
+            return Made(Type(data.kind, shape))
+        if len(places.shape) == 1:
+            regions = data.regions if absolute[0] is ZERO else ()
+    if data.linear is not None and index is not None and dict(data.linear[1]).keys() <= {at - len(data.shape)}:
+        return _gather_linear(data, index, at, shape)
+    calm = is_calm(data)
+    return Made(call.opaque(shape, [replace(data, items=None) if data.linear else data, places], data.kind, calm, regions))
+
+
+def _gather_linear(data: Type, index: Linear, at: int, shape: tuple[Axis, ...]) -> Made:
+    """Entries of a table that counts: the index itself, in steps."""
+    start, factors = data.linear or (ZERO, ())
+    by = dict(factors).get(at - len(data.shape or ()), 0)
+    after = len(data.shape or ()) - at - 1
+    if isinstance(start, float) or isinstance(index[0], float):
+        return Made(Type(data.kind, shape))
+    linear = (start + index[0].times(by), tuple((one - after, factor * by) for one, factor in index[1] if by))
+    return Made(Type(data.kind, shape, linear=linear))
+
+
+def _gather_last(call: Reading, data: Type, at: int, index: Linear, shape: tuple[Axis, ...]) -> Made:
+    """One entry along an axis of tokens: that of the last one is known."""
+    whole = size_of((data.shape or ())[at])
+    place = _resolve(call.lengths, index[0], whole) if isinstance(index[0], Term) else None
+    axis = (data.shape or ())[at]
+    if place is None or axis not in ((call.lengths.new,), (call.lengths.total,)) or data.linear is not None:
+        return Made(Type(data.kind, shape))
+    if not call.lengths.equal(place, whole - ONE):
+        return Made(Type(data.kind, shape))
+    return Made(Type(data.kind, shape, uniform=call.lengths.is_uniform(data), calm=data.calm, last=True), ("last", at))
+
+
+def _gather_counted(call: Reading, data: Type, at: int, index: Linear | None, shape: tuple[Axis, ...]) -> Made:
+    """Entries along an axis of tokens, by places that count up: a part of it."""
+    if index is None or len(index[1]) != 1 or index[1][0][1] != 1 or len(call.input(1).shape or ()) != 1:
+        return Made(Type(data.kind, shape))
+    begin = index[0]
+    if not isinstance(begin, Term):
+        return Made(Type(data.kind, shape))
+    cut = _cut(call, data, at, begin, begin + size_of((call.input(1).shape or ())[0]))
+    return Made(cut[0], 0) if cut is not None and cut[1] and not cut[2] else Made(Type(data.kind, shape))
+
+
+def _limits_rows(call: Reading, absolute: Linear, rows: int) -> bool:
+    """Note the total up to which a table has a row for each position."""
+    start, factors = absolute
+    first = start.number if isinstance(start, Term) else None
+    if first is None or first < 0 or len(factors) != 1 or factors[0][1] != 1:
+        return False
+    call.limits.append((rows - first, 0))
+    return True
+
+
+def concat(call: Reading) -> Made:
+    """Concat: values one after another along an axis."""
+    taken = call.given
+    shapes = [one.shape for one in taken]
+    if not taken or any(shape is None for shape in shapes):
+        return Made(UNKNOWN)
+    known = [shape for shape in shapes if shape is not None]
+    at, kind = call.node.number("axis", 0) % max(len(known[0]), 1), taken[0].kind
+    if all(one.items is not None for one in taken) and len(known[0]) == 1:
+        return Made(Type(kind, (axis_of(number(sum(len(one.items or ()) for one in taken))),),
+                         items=tuple(item for one in taken for item in one.items or ())))
+    size = ZERO
+    for shape in known:
+        size = size + size_of(shape[at])
+    if any(len(shape) != len(known[0]) for shape in known):
+        return Made(UNKNOWN)
+    others = call.broadcast([Type(kind, (*shape[:at], (), *shape[at + 1 :])) for shape in known])
+    if others is None:
+        return Made(UNKNOWN)
+    shape = (*others[:at], axis_of(size), *others[at + 1 :])
+    values = {constant_of(one) for one in taken}
+    value = constant_of(taken[0])
+    if len(values) == 1 and value is not None:
+        return Made(Type(kind, shape, linear=(value, ())))
+    if len(taken) == 1:
+        return Made(taken[0], 0)
+    if all(is_fixed(one[at]) for one in known):
+        return Made(call.opaque(shape, taken, kind, all(is_calm(one) for one in taken)))
+    return _join_tokens(call, taken, known, at, shape)
+
+
+def _join_tokens(call: Reading, taken: list[Type], shapes: Sequence[Sequence[Axis]], at: int, shape: tuple[Axis, ...]) -> Made:
+    """The past and the new tokens; in the first call the past is empty."""
+    lengths, kind = call.lengths, taken[0].kind
+    if len(taken) != 2 or shapes[0][at] != (lengths.past,) or shapes[1][at] != (lengths.new,):
+        return Made(Type(kind, shape))
+    past, new = taken
+    where = at - len(shape)
+    if past.past and not new.last:
+        return Made(call.opaque(shape, taken, kind, is_calm(new)), ("join",))
+    value = plain_number(constant_of(past))
+    if value is None or not new.uniform:
+        return Made(Type(kind, shape))
+    # A mask with the same number for the whole past: that of all earlier tokens among the new ones.
+    rows = [one for one in new.regions if one[0][1] == where and one[1][2] == value and lengths.is_row(shape[one[0][0]])]
+    if len(rows) != 1:
+        return Made(Type(kind, shape))
+    return Made(call.opaque(shape, [new], kind, new.calm, tuple(rows)), 1)
+
+
+def split(call: Reading) -> Made | list[Made]:
+    """Split: parts along an axis that is the same in all calls."""
+    taken = call.input(0)
+    count = len(call.node.outputs)
+    if taken.shape is None:
+        return [Made(UNKNOWN)] * count
+    at = call.node.number("axis", 0) % len(taken.shape)
+    whole, sizes = size_of(taken.shape[at]).number, call.numbers(1, "split")
+    if whole is None or (sizes is None and (call.has(1) or whole % count)):
+        return [Made(UNKNOWN)] * count
+    sizes, found, begin = sizes or [whole // count] * count, [], 0
+    for size in sizes:
+        cut = _cut(call, replace(taken, regions=()), at, number(begin), number(begin + size))
+        bounds = (at - len(taken.shape), number(begin).parts, number(begin + size).parts)
+        found.append(Made(cut[0], ("slice", bounds)) if cut is not None else Made(UNKNOWN))
+        begin += size
+    return found
+
+
+def shape_of(call: Reading) -> Made:
+    """Shape: the lengths of the axes."""
+    shape = call.input(0).shape
+    if shape is None:
+        return Made(UNKNOWN)
+    rank = len(shape)
+    start, end = call.node.number("start", 0), call.node.number("end", rank)
+    sizes = tuple(size_of(axis) for axis in shape[slice(start, end)])
+    return Made(Type("i", (axis_of(number(len(sizes))),), items=sizes))
+
+
+def size(call: Reading) -> Made:
+    """Size: the number of elements."""
+    shape = call.input(0).shape
+    return Made(UNKNOWN if shape is None else Type("i", (), items=(_product([size_of(axis) for axis in shape]),)))
+
+
+def range_(call: Reading) -> Made:
+    """Range: numbers that count up by 1."""
+    bounds = [constant_of(call.input(at)) for at in range(3)]
+    terms = [number(int(one)) if isinstance(one, float) and one == int(one) else one for one in bounds]
+    start, end, step = terms
+    if not isinstance(start, Term) or not isinstance(end, Term) or step is not ONE:
+        return Made(UNKNOWN)
+    count = end - start
+    if not call.lengths.at_least(count, 0):
+        return Made(UNKNOWN)
+    kind, size = call.input(0).kind, count.number
+    items = tuple(start + number(one) for one in range(size)) if size is not None and size <= MOST_ITEMS else None
+    return Made(Type(kind, (axis_of(count),), items=items, linear=(start, ((-1, 1),)) if count is not ONE else (start, ())))
+
+
+def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
+    """ConstantOfShape: one number in a shape."""
+    targets = call.input(0).items
+    if targets is None:
+        return Made(UNKNOWN)
+    return Made(Type(kind, tuple(axis_of(one) for one in targets), linear=(value, ())))
+
+
+RULES: dict[str, Rule] = {
+    "Reshape": reshape,
+    "Flatten": flatten,
+    "Unsqueeze": unsqueeze,
+    "Squeeze": squeeze,
+    "Transpose": transpose,
+    "Expand": expand,
+    "Tile": tile,
+    "Slice": slice_,
+    "Gather": gather,
+    "Concat": concat,
+    "Split": split,
+    "Shape": shape_of,
+    "Size": size,
+    "Range": range_,
+}
