@@ -104,15 +104,15 @@ class Reading:
 
     def broadcast(self, taken: Sequence[Type]) -> tuple[Axis, ...] | None:
         """The axes of inputs, broadcast to each other."""
-        shapes = [one.shape for one in taken]
-        rank = max((len(shape) for shape in shapes if shape is not None), default=0)
+        shapes = [one.shape for one in taken if one.shape is not None]
+        if len(shapes) < len(taken):
+            return None
+        rank = max(map(len, shapes), default=0)
         found: list[Axis] = []
         for at in range(-rank, 0):
             axis: Axis = ()
-            for one in taken:
-                if one.shape is None:
-                    return None
-                other = one.shape[at] if -at <= len(one.shape) else ()
+            for shape in shapes:
+                other = shape[at] if -at <= len(shape) else ()
                 joined = self._joined(axis, other)
                 if joined is None:
                     return None

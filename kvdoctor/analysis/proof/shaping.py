@@ -409,8 +409,26 @@ def concat(call: Reading) -> Made:
     if len(taken) == 1:
         return Made(taken[0], 0)
     if all(is_fixed(one[at]) for one in known):
-        return Made(call.opaque(shape, taken, kind, all(is_calm(one) for one in taken)))
+        made = call.opaque(shape, taken, kind, all(is_calm(one) for one in taken))
+        return Made(replace(made, grid=_grid(taken)) if at == len(shape) - 1 and kind == "i" else made)
     return _join_tokens(call, taken, known, at, shape)
+
+
+def _grid(taken: Sequence[Type]) -> tuple[Linear, ...]:
+    """The linear functions of values that are joined along an axis of which each has one element."""
+    listed = [one.linear for one in taken if one.linear is not None and one.shape and not one.shape[-1]]
+    return tuple(listed) if len(listed) == len(taken) else ()
+
+
+def scatter(call: Reading) -> Made:
+    """ScatterND that writes over every element, each at its own place."""
+    data, places, updates = (call.input(at) for at in range(3))
+    if data.shape is None or places.shape is None or updates.shape != data.shape:
+        return Made(UNKNOWN if data.shape is None else Type(data.kind, data.shape))
+    rank = len(data.shape)
+    own = tuple((ZERO, ((at - rank - 1, 1),) if axis else ()) for at, axis in enumerate(data.shape))
+    whole = places.grid == own and places.shape[:-1] == data.shape and not call.node.attribute("reduction")
+    return Made(updates, 2) if whole else Made(Type(data.kind, data.shape))
 
 
 def _join_tokens(call: Reading, taken: list[Type], shapes: Sequence[Sequence[Axis]], at: int, shape: tuple[Axis, ...]) -> Made:
@@ -502,6 +520,7 @@ RULES: dict[str, Rule] = {
     "Slice": slice_,
     "Gather": gather,
     "Concat": concat,
+    "ScatterND": scatter,
     "Split": split,
     "Shape": shape_of,
     "Size": size,

@@ -46,6 +46,7 @@ class Type:
         regions: what is known of the elements of a mask, or of masked scores.
         last: whether it is that of the last token alone, of a uniform value.
         past: whether it is the past of a slot, at most in another order of its axes.
+        grid: of places that are listed along the last axis, the linear function of each.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Type:
     regions: tuple[Region, ...] = ()
     last: bool = False
     past: bool = False
+    grid: tuple[Linear, ...] = ()
 
 
 UNKNOWN = Type("f", None)
