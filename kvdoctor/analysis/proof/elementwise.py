@@ -53,6 +53,7 @@ NUMERIC: dict[str, Callable[..., float]] = {
 }
 """What operators compute of numbers."""
 
+HALF, LARGEST_HALF = 10, 65504.0
 FLOATS = {1, 10, 11, 16}
 INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
 KINDS = {**dict.fromkeys(FLOATS, "f"), **dict.fromkeys(INTEGERS, "i"), 9: "b"}
@@ -184,9 +185,6 @@ def _compute_linear(call: Reading, taken: Sequence[Type], kind: str) -> Linear |
     parts = [linear_of(one) for one in taken]
     if call.op == "Where":
         return _choose(call, parts)
-    constants = [plain_number(constant_of(one)) for one in taken]
-    if call.op in ("Mul", "And") and 0.0 in constants and all(p is not None for p in parts):
-        return (0.0 if kind == "f" else number(0)), ()
     known = [part for part in parts if part is not None]
     if len(known) != len(parts) or not known:
         return None
@@ -208,6 +206,8 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
     plain = [plain_number(value) for value in values]
     if all(value is not None for value in plain) and call.op in NUMERIC:
         found = compute(call.op, [value for value in plain if value is not None])
+        if found is not None and call.op == "Cast" and call.node.number("to", 0) == HALF and abs(found) > LARGEST_HALF:
+            found = math.copysign(math.inf, found)
         if found is None or kind == "f":
             return None if found is None else (found, ())
         if kind == "b":
@@ -226,7 +226,8 @@ def compute(op: str, values: Sequence[float]) -> float | None:
     try:
         if op in ("Min", "Max") and len(values) == 1:
             return values[0]
-        return float(NUMERIC[op](*values))
+        found = float(NUMERIC[op](*values))
+        return None if math.isnan(found) else found
     except (ValueError, OverflowError, TypeError, ZeroDivisionError):
         return None
 

@@ -88,10 +88,14 @@ def reshape(call: Reading) -> Made:
     sizes = [size_of(axis) for axis in taken.shape]
     found: list[Term] = []
     for at, target in enumerate(targets):
-        copies = target is ZERO and at < len(sizes) and not call.node.number("allowzero", 0)
-        found.append(sizes[at] if copies else target)
+        copies = at < len(sizes) and not call.node.number("allowzero", 0)
+        # Where the past is empty, its length as a size stands for that of the input.
+        if target.number is None and not call.lengths.at_least(target, 1) and not (copies and sizes[at] is target):
+            return Made(UNKNOWN)
+        found.append(sizes[at] if copies and target is ZERO else target)
     opened = [at for at, target in enumerate(found) if target.number == -1]
-    if len(opened) > 1:
+    empty = any(not call.lengths.at_least(size, 1) for at, size in enumerate(found) if at not in opened)
+    if len(opened) > 1 or (opened and empty):
         return Made(UNKNOWN)
     if opened:
         whole, rest = _product(sizes), _product([one for at, one in enumerate(found) if at != opened[0]])
