@@ -513,7 +513,13 @@ def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
     return Made(Type(kind, tuple(axis_of(one) for one in targets), linear=(value, ())))
 
 
+def identity(call: Reading) -> Made:
+    """Identity: the same value."""
+    return Made(call.input(0), 0)
+
+
 RULES: dict[str, Rule] = {
+    "Identity": identity,
     "Reshape": reshape,
     "Flatten": flatten,
     "Unsqueeze": unsqueeze,

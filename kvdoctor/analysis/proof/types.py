@@ -195,12 +195,15 @@ def linear_of(kind: Type) -> Linear | None:
 MOST_ITEMS = 64
 
 
-def listed_out(kind: Type) -> Type:
-    """A type with the elements of a short list of equal integers."""
-    if kind.items is not None or kind.linear is None or kind.linear[1] or kind.shape is None or len(kind.shape) > 1:
+def settled(kind: Type) -> Type:
+    """A type without indexes along axes of one element, and with the elements of a short list of equal integers."""
+    if kind.linear is None or kind.shape is None:
+        return kind
+    start, factors = kind.linear
+    if any(not kind.shape[at] for at, _ in factors):
+        factors = tuple((at, factor) for at, factor in factors if kind.shape[at])
+        kind = replace(kind, linear=(start, factors))
+    if kind.items is not None or factors or len(kind.shape) > 1 or not isinstance(start, Term) or kind.kind == "f":
         return kind
     count = size_of(kind.shape[0]).number if kind.shape else 1
-    start = kind.linear[0]
-    if count is None or count > MOST_ITEMS or not isinstance(start, Term) or kind.kind == "f":
-        return kind
-    return replace(kind, items=(start,) * count)
+    return replace(kind, items=(start,) * count) if count is not None and count <= MOST_ITEMS else kind

@@ -10,7 +10,7 @@ from typing import Any
 from kvdoctor.analysis.proof import combining, elementwise, shaping
 from kvdoctor.analysis.proof.call import Made, Reading, Rule
 from kvdoctor.analysis.proof.terms import Term
-from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Type, listed_out
+from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Type, settled
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB, has
@@ -97,7 +97,7 @@ class Walk:
 
     def run(self) -> None:
         """Give each value its type."""
-        self.values = {name: replace(one, type=self._one_of(one.type)) for name, one in self.values.items()}
+        self.values = {name: replace(one, type=self._one_of(settled(one.type))) for name, one in self.values.items()}
         for node in self.flow.nodes:
             self._visit(node)
 
@@ -150,7 +150,7 @@ class Walk:
             except (ArithmeticError, LookupError, ValueError):  # a node that no runtime would take
                 made = Made(UNKNOWN)
         listed = made if isinstance(made, list) else [made]
-        return [replace(one, type=self._one_of(listed_out(one.type))) for one in listed], call.limits
+        return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits
 
     def _limit(self, node: FlatNode, index: int, limit: int) -> None:
         name = node.input(index)
