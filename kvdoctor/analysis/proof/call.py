@@ -98,9 +98,7 @@ class Reading:
         return Type(kind, axes, uniform=uniform, calm=calm, regions=regions if uniform else (), last=last)
 
     def _counts_tokens(self, one: Type) -> bool:
-        lengths = self.lengths
-        counted = (lengths.new, lengths.past, lengths.total)
-        return any(factor in counted for axis in one.shape or () for factor in axis)
+        return any(self.lengths.counts(axis) for axis in one.shape or ())
 
     def broadcast(self, taken: Sequence[Type]) -> tuple[Axis, ...] | None:
         """The axes of inputs, broadcast to each other."""

@@ -24,6 +24,10 @@ from kvdoctor.analysis.proof.types import (
 from kvdoctor.model.operators import CONTRIB, operators_with
 
 
+AXIS_IS_LAST = 13
+"""The opset from which on a softmax without an axis is along the last one."""
+
+
 def _may_combine(call: Reading, taken: Type, at: int) -> bool:
     """Whether elements along an axis, counted from the end, may be combined: later tokens weigh nothing."""
     shape = taken.shape or ()
@@ -120,6 +124,8 @@ def softmax(call: Reading) -> Made:
     if not taken.shape:
         return Made(UNKNOWN)
     rank = len(taken.shape)
+    if call.node.attribute("axis") is None and call.lengths.opset < AXIS_IS_LAST:
+        return Made(Type("f", taken.shape))
     at = call.node.number("axis", -1) % rank - rank
     axis = taken.shape[at]
     if at != -1:
@@ -143,7 +149,7 @@ def reduce(call: Reading) -> Made:
         return Made(UNKNOWN)
     rank = len(taken.shape)
     if axes is None:
-        if call.has(1):
+        if call.has(1) or call.node.number("noop_with_empty_axes", 0):
             return Made(UNKNOWN)
         axes = list(range(rank))
     gone, keeps = {axis % rank for axis in axes}, call.node.number("keepdims", 1)

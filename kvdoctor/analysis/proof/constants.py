@@ -10,13 +10,16 @@ from kvdoctor.analysis.proof.terms import number
 from kvdoctor.analysis.proof.types import HIDDEN, MOST_ITEMS, Linear, Mark, Region, Type, axis_of
 from kvdoctor.model.proto import TensorProto
 
+
 def read_constant(name: str, tensor: TensorProto, table: Any) -> Type:  # noqa: ARG001 - one name for each constant
     """The type of a constant; `table` is its content where the skeleton leaves it out and it may be a mask."""
     kind = KINDS.get(tensor.data_type, "?")
     dims = tuple(int(size) for size in tensor.dims)
     shape = tuple(axis_of(number(size)) for size in dims)
     if prod(dims) == 0:
-        return Type(kind, shape, items=()) if len(dims) == 1 and kind == "i" else Type(kind, shape, linear=(number(0), ()))
+        return (
+            Type(kind, shape, items=()) if len(dims) == 1 and kind == "i" else Type(kind, shape, linear=(number(0), ()))
+        )
     values = _list_values(tensor) if table is None else None
     if table is not None:
         return _read_table(kind, dims, table)

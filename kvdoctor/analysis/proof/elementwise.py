@@ -53,6 +53,8 @@ NUMERIC: dict[str, Callable[..., float]] = {
 }
 """What operators compute of numbers."""
 
+EXACT = (1, 6, 7, 11)
+"""Element types that hold every position."""
 HALF, LARGEST_HALF = 10, 65504.0
 FLOATS = {1, 10, 11, 16}
 INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
@@ -76,7 +78,7 @@ def elementwise(call: Reading) -> Made:
     shape = call.broadcast(taken)
     if shape is None:
         return Made(UNKNOWN)
-    items = _compute_items(call, taken, kind)
+    items = _compute_items(call, taken, kind) if kind != "f" and all(one.kind != "f" for one in taken) else None
     if items is not None:
         return Made(Type(kind, shape, items=items))
     linear = _compute_linear(call, taken, kind)
@@ -190,7 +192,7 @@ def _compute_linear(call: Reading, taken: Sequence[Type], kind: str) -> Linear |
         return None
     if all(not factors for _, factors in known):
         return _compute_constant(call, [value for value, _ in known], kind)
-    return _compute_sum(call.op, known, kind)
+    return _compute_sum(call.op, known, kind, call.node.number("to", 0) in EXACT)
 
 
 def _choose(call: Reading, parts: Sequence[Linear | None]) -> Linear | None:
@@ -213,6 +215,8 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
         if kind == "b":
             return number(int(bool(found))), ()
         return (number(int(found)), ()) if math.isfinite(found) else None
+    if call.op == "Cast" and call.node.number("to", 0) not in EXACT:
+        return None
     terms = [_as_term(value) for value in values]
     whole = [term for term in terms if term is not None]
     item = _compute_item(call.op, tuple(whole), call.lengths, kind) if len(whole) == len(terms) else None
@@ -232,10 +236,10 @@ def compute(op: str, values: Sequence[float]) -> float | None:
         return None
 
 
-def _compute_sum(op: str, parts: Sequence[Linear], kind: str) -> Linear | None:
+def _compute_sum(op: str, parts: Sequence[Linear], kind: str, rounds_nothing: bool) -> Linear | None:
     """A linear function of linear functions."""
-    if op in ("Identity", "Cast", "CastLike"):
-        return parts[0] if kind != "b" else None
+    if op == "Cast":
+        return parts[0] if kind != "b" and rounds_nothing else None
     starts = [_as_term(start) for start, _ in parts]
     if any(start is None for start in starts) or op not in ("Add", "Sub", "Neg", "Mul") or len(parts) > 2:
         return None
@@ -333,7 +337,7 @@ def _combine(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Region, .
 UNBOUNDED = operators_with("power", "exponential")
 
 
-def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:  # noqa: C901, PLR0911 - one line for each operator
+def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:  # noqa: C901 - one line for each operator
     numbers = [mark for mark in marks if isinstance(mark, float)]
     if op in ("Identity", "Cast", "CastLike"):
         if not numbers or kind == "f":
@@ -398,25 +402,28 @@ def hides_later(one: Type, row: int, column: int) -> bool:
 def _neutral(call: Reading) -> int | None:
     """The input that a result equals, but for what a mask hides; None where there is none."""
     if call.op == "Where":
-        chosen = _seen_as(call.input(0))
+        chosen = _seen_as(call.input(0), call.lengths)
         return None if chosen is None else 1 if chosen else 2
     neutral = {"Add": 0.0, "Mul": 1.0, "And": 1.0, "Or": 0.0, "Sub": 0.0, "Div": 1.0}.get(call.op)
     if neutral is None or len(call.given) != 2:
         return None
     for at, one in enumerate(call.given):
-        if _seen_as(one) == neutral and (at or call.op not in ("Sub", "Div")):
+        if _seen_as(one, call.lengths) == neutral and (at or call.op not in ("Sub", "Div")):
             return 1 - at
     return None
 
 
-def _seen_as(one: Type) -> float | None:
-    """The number that a value has wherever nothing is hidden."""
+def _seen_as(one: Type, lengths: Lengths) -> float | None:
+    """The number that a value has for each token and all earlier ones: wherever a mask may hide nothing."""
     value = plain_number(constant_of(one))
     if value is not None:
         return value
-    seen = {(marks[1], marks[2]) for _, marks in one.regions if marks[1] == marks[2] and isinstance(marks[1], float)}
-    found = {mark for pair in seen for mark in pair if isinstance(mark, float)}
-    return found.pop() if len(found) == 1 else None
+    for (row, column), marks in one.regions:
+        shape = one.shape or ()
+        # Scores have the queries before the keys.
+        if row < column and lengths.is_row(shape[row]) and lengths.is_total(shape[column]) and marks[1] == marks[2]:
+            return marks[1] if isinstance(marks[1], float) else None
+    return None
 
 
 RULES: dict[str, Rule] = dict.fromkeys(operators_with("elementwise", "copy", "cast"), elementwise)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.proof.constants import identify, read_constant
 from kvdoctor.analysis.proof.inputs import input_type, slot_shape
 from kvdoctor.analysis.proof.types import Lengths, Type
@@ -18,31 +19,8 @@ from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.traverse import describe_node
-from kvdoctor.records import record
 
 KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
-
-
-@record
-class Proof:
-    """What is proved of one stack.
-
-    Attributes:
-        up_to: the largest total in tokens that it holds for; None where no table ends.
-        table: the table that ends there.
-        single: whether it holds for one new token on a past alone.
-        exceptions: what is not proved, and the node or value that is the reason.
-    """
-
-    up_to: int | None = None
-    table: str = ""
-    single: bool = False
-    exceptions: tuple[str, ...] = ()
-
-    @property
-    def holds(self) -> bool:
-        """Whether something is proved."""
-        return not self.exceptions or self.single
 
 
 class NotProved(Exception):
@@ -105,16 +83,19 @@ class _Prover:
         """
         self.keys = Keys()
         if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
-            first = self._walk("prefill", Lengths(first=True), {})
+            first = self._walk("prefill", self._lengths("prefill", first=True), {})
             held = [slot for slot in self.contract.slots if slot.growth == "constant"]
             given = {slot.past: self._filled(first, slot) for slot in held}
-            decode = self._walk("decode", Lengths(single=single), {name: one for name, one in given.items() if one})
+            lengths = self._lengths("decode", single=single)
+            decode = self._walk("decode", lengths, {name: one for name, one in given.items() if one})
             self._check(decode, "decode")
             self._compare(first, decode)
             walks = [first, decode]
         else:
-            walks = [self._walk("decode", Lengths(), {})]
+            walks = [self._walk("decode", self._lengths("decode"), {})]
             self._check(walks[0], "decode")
+        if "embed" in self.contract.phases:
+            self._check_embeddings()
         limits = merged_limits(walks)
         table = min(limits, key=limits.__getitem__, default="")
         return Proof(limits.get(table), table)
@@ -126,8 +107,8 @@ class _Prover:
         if dataflow is None:
             raise NotProved("a graph that is too large")
         flow = dataflow.flow
-        if flow.flaws or flow.carried:
-            raise NotProved("a Loop or Scan" if flow.carried else "a graph that is not valid")
+        if flow.flaws or flow.iterations:
+            raise NotProved("a Loop or Scan" if flow.iterations else "a graph that is not valid")
         values = dict(self._constants(file, flow.constants, first))
         graph = self.contract.graph(phase)
         values |= self._inputs(graph, phase, lengths, given)
@@ -135,9 +116,20 @@ class _Prover:
         walk.run()
         return walk
 
+    def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
+        return Lengths(first, single, self._file(phase).graph.opsets.get("", 0))
+
+    def _check_embeddings(self) -> None:
+        """The graph that makes the embeddings of tokens: each depends on its token and its position alone."""
+        walk = self._walk("embed", self._lengths("embed"), {})
+        for port in self.contract.graph("embed").outputs:
+            self._output(walk, port.name)
+
     def _file(self, phase: PhaseName) -> OnnxFile:
         if self.contract.phases[phase].graph == self.contract.phases["decode"].graph:
             return self.stack.main
+        if phase == "embed":
+            return self.stack.files["embedding"]
         return self.stack.files["decoder"]
 
     def _constants(self, file: OnnxFile, constants: Any, first: bool) -> Iterator[tuple[str, Typed]]:

@@ -1,6 +1,7 @@
 """Values that are moved: other shapes, axes in another order, parts along an axis, parts joined along one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, regroup
 from kvdoctor.analysis.proof.terms import ONE, ZERO, Term, number
@@ -19,7 +20,7 @@ from kvdoctor.analysis.proof.types import (
     plain_number,
     size_of,
 )
-from dataclasses import replace
+
 
 def moved(call: Reading, shape: Sequence[Axis], axes: dict[int, int], taken: Type) -> Type:
     """A value under other axes: `axes` maps each old axis of more than one element to the new one, from the end."""
@@ -159,6 +160,10 @@ def transpose(call: Reading) -> Made:
     if sorted(order) != list(range(rank)):
         return Made(UNKNOWN)
     axes = {old - rank: new - rank for new, old in enumerate(order)}
+    counted = [new - rank for new, old in enumerate(order) if call.lengths.counts(taken.shape[old])]
+    if call.lengths.first and [order[at] for at in counted] != sorted(order[at] for at in counted):
+        # In the first call queries and keys are known by their order alone.
+        return Made(Type(taken.kind, tuple(taken.shape[old] for old in order)))
     made = moved(call, [taken.shape[old] for old in order], axes, replace(taken, items=None))
     if taken.items is not None:
         made = replace(made, items=taken.items) if rank < 2 else UNKNOWN
@@ -339,7 +344,9 @@ def gather(call: Reading) -> Made:
     if data.linear is not None and index is not None and dict(data.linear[1]).keys() <= {at - len(data.shape)}:
         return _gather_linear(data, index, at, shape)
     calm = is_calm(data)
-    return Made(call.opaque(shape, [replace(data, items=None) if data.linear else data, places], data.kind, calm, regions))
+    return Made(
+        call.opaque(shape, [replace(data, items=None) if data.linear else data, places], data.kind, calm, regions)
+    )
 
 
 def _gather_linear(data: Type, index: Linear, at: int, shape: tuple[Axis, ...]) -> Made:
@@ -395,8 +402,13 @@ def concat(call: Reading) -> Made:
     known = [shape for shape in shapes if shape is not None]
     at, kind = call.node.number("axis", 0) % max(len(known[0]), 1), taken[0].kind
     if all(one.items is not None for one in taken) and len(known[0]) == 1:
-        return Made(Type(kind, (axis_of(number(sum(len(one.items or ()) for one in taken))),),
-                         items=tuple(item for one in taken for item in one.items or ())))
+        return Made(
+            Type(
+                kind,
+                (axis_of(number(sum(len(one.items or ()) for one in taken))),),
+                items=tuple(item for one in taken for item in one.items or ()),
+            )
+        )
     size = ZERO
     for shape in known:
         size = size + size_of(shape[at])
@@ -435,7 +447,9 @@ def scatter(call: Reading) -> Made:
     return Made(updates, 2) if whole else Made(Type(data.kind, data.shape))
 
 
-def _join_tokens(call: Reading, taken: list[Type], shapes: Sequence[Sequence[Axis]], at: int, shape: tuple[Axis, ...]) -> Made:
+def _join_tokens(
+    call: Reading, taken: list[Type], shapes: Sequence[Sequence[Axis]], at: int, shape: tuple[Axis, ...]
+) -> Made:
     """The past and the new tokens; in the first call the past is empty."""
     lengths, kind = call.lengths, taken[0].kind
     if len(taken) != 2 or shapes[0][at] != (lengths.past,) or shapes[1][at] != (lengths.new,):
@@ -448,7 +462,9 @@ def _join_tokens(call: Reading, taken: list[Type], shapes: Sequence[Sequence[Axi
     if value is None or not new.uniform:
         return Made(Type(kind, shape))
     # A mask with the same number for the whole past: that of all earlier tokens among the new ones.
-    rows = [one for one in new.regions if one[0][1] == where and one[1][2] == value and lengths.is_row(shape[one[0][0]])]
+    rows = [
+        one for one in new.regions if one[0][1] == where and one[1][2] == value and lengths.is_row(shape[one[0][0]])
+    ]
     if len(rows) != 1:
         return Made(Type(kind, shape))
     return Made(call.opaque(shape, [new], kind, new.calm, tuple(rows)), 1)
@@ -502,7 +518,9 @@ def range_(call: Reading) -> Made:
         return Made(UNKNOWN)
     kind, size = call.input(0).kind, count.number
     items = tuple(start + number(one) for one in range(size)) if size is not None and size <= MOST_ITEMS else None
-    return Made(Type(kind, (axis_of(count),), items=items, linear=(start, ((-1, 1),)) if count is not ONE else (start, ())))
+    return Made(
+        Type(kind, (axis_of(count),), items=items, linear=(start, ((-1, 1),)) if count is not ONE else (start, ()))
+    )
 
 
 def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:

@@ -64,13 +64,17 @@ class Type:
 UNKNOWN = Type("f", None)
 
 
+ROWS = symbol(BATCH)
+
+
 class Lengths:
     """How the lengths of one walk read: the first call of a sequence (`first`), one new token a call (`single`), or any.
 
     `limits` are the largest totals up to which tables reach, with what ends there.
     """
 
-    def __init__(self, first: bool = False, single: bool = False) -> None:
+    def __init__(self, first: bool = False, single: bool = False, opset: int = 0) -> None:
+        self.opset = opset
         self.past = number(0) if first else symbol(PAST)
         self.new, self.first, self.single = symbol(NEW), first, single
         self.total = self.past + self.new
@@ -101,6 +105,10 @@ class Lengths:
             return self.past
         return number(0) if axis[0] in (self.past, self.total) else None
 
+    def counts(self, axis: Axis) -> bool:
+        """Whether an axis counts tokens."""
+        return any(one in (self.new, self.past, self.total) for one in axis)
+
     def is_row(self, axis: Axis) -> bool:
         """Whether an axis counts the new tokens."""
         return axis == (self.new,)
@@ -112,7 +120,7 @@ class Lengths:
     def is_proper(self, axis: Axis) -> bool:
         """Whether each index along an axis has an absolute position in every call."""
         counted = (self.new, self.past, self.total)
-        return all(one in counted or one.symbols == {BATCH} or not one.symbols & VARYING for one in axis)
+        return all(one in counted or one is ROWS or not one.symbols & VARYING for one in axis)
 
     def canonical(self, shape: tuple[Axis, ...]) -> tuple[object, ...]:
         """A shape that is the same in every call: past, new and total lengths are the length of the sequence."""

@@ -11,6 +11,7 @@ from kvdoctor.report.document import TOTAL_SECONDS, Report, exit_code
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import Ground, StackFacts
 from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording.contract import describe_proof
 from kvdoctor.report.wording.finding import group_open_checks
 from kvdoctor.report.wording.runs import describe_comparisons, select_local_runs
 from kvdoctor.report.wording.summary import format_counts, format_seconds, name_verdict
@@ -109,6 +110,9 @@ def describe_health(report: Report) -> tuple[list[str], list[str]]:
     ]
     if report.verdict == "healthy":
         closely = _group_names(stacks, lambda stack: _describe_loop(report, stack))
+        for stack in stacks:
+            for label, text in describe_proof(stack):
+                closely.setdefault(f"{label}: {text}", []).append(stack.name)
     return works, [f"{_join_names(names)}: {one}" if len(closely) > 1 else one for one, names in closely.items()]
 
 
