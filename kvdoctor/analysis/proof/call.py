@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvdoctor.analysis.proof.terms import ONE, Term
 from kvdoctor.analysis.proof.types import (
@@ -19,7 +20,7 @@ from kvdoctor.analysis.proof.types import (
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.records import record
 
-How = int | tuple[object, ...] | None
+How = int | tuple[Any, ...] | None
 """How the key of an output is made: that of an input by its number, one that says what was done, or that of the node
 and all its inputs."""
 
@@ -137,20 +138,20 @@ def regroup(shape: Sequence[Axis], targets: Sequence[Term]) -> tuple[Axis, ...] 
     left = [factor for axis in shape for factor in axis]
     found: list[Axis] = []
     for target in targets:
-        taken: list[Term] = []
-        while target is not ONE:
+        taken, wanted = list[Term](), target
+        while wanted is not ONE:
             if not left:
                 return None
-            rest = target.divided(left[0])
+            rest = wanted.divided(left[0])
             if rest is not None:
                 taken.append(left.pop(0))
-                target = rest
+                wanted = rest
                 continue
-            size, by = left[0].number, target.number
+            size, by = left[0].number, wanted.number
             if not size or not by or size % by:
                 return None
-            taken.append(target)
+            taken.append(wanted)
             left[0] = Term.of({(): size // by})
-            target = ONE
+            wanted = ONE
         found.append(axis_of(*taken))
     return tuple(found) if not left else None

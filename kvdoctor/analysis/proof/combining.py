@@ -23,7 +23,6 @@ from kvdoctor.analysis.proof.types import (
 )
 from kvdoctor.model.operators import CONTRIB, operators_with
 
-
 AXIS_IS_LAST = 13
 """The opset from which on a softmax without an axis is along the last one."""
 

@@ -2,13 +2,17 @@
 
 from hashlib import blake2b
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.arithmetic.numbers import read_numbers
 from kvdoctor.analysis.proof.elementwise import KINDS
 from kvdoctor.analysis.proof.terms import number
 from kvdoctor.analysis.proof.types import HIDDEN, MOST_ITEMS, Linear, Mark, Region, Type, axis_of
+from kvdoctor.errors import UnreadableError
 from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.view import GraphView
+from kvdoctor.model.weights import find_weights
 
 
 def read_constant(name: str, tensor: TensorProto, table: Any) -> Type:  # noqa: ARG001 - one name for each constant
@@ -104,3 +108,28 @@ def identify(tensor: TensorProto, table: Any) -> bytes | None:
             return None
         content = repr(values).encode()
     return blake2b(repr((tensor.data_type, tuple(tensor.dims))).encode() + content).digest()
+
+
+MOST_COMPARED = 64 << 20
+"""Bytes of weights of a file that are read to compare them with another one, at most."""
+
+
+def digest_weights(view: GraphView, path: Path) -> dict[str, bytes]:
+    """Digests of the weights of the outermost graph by name; none where there are too many to read."""
+    names = [tensor.name for tensor in view.model.graph.initializer]
+    try:
+        weights = find_weights(path, names)
+    except UnreadableError:
+        return {}
+    if len(names) > len(set(names)) or sum(weight.length for weight in weights.values()) > MOST_COMPARED:
+        return {}
+    found: dict[str, bytes] = {}
+    for name, weight in weights.items():
+        digest = blake2b(repr((weight.data_type, weight.dims)).encode())
+        try:
+            for part in weight.read():
+                digest.update(part)
+        except OSError:
+            continue
+        found[name] = digest.digest()
+    return found

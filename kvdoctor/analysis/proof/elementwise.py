@@ -85,16 +85,14 @@ def elementwise(call: Reading) -> Made:
     if linear is not None:
         same = next((at for at, one in enumerate(call.inputs) if one and one.linear == linear), None)
         return Made(Type(kind, shape, linear=linear), same)
-    if has(call.op, "compare") and len(taken) == 2:
-        compared = _compare(call, taken[0], taken[1], shape)
-        if compared is not None:
-            return compared
+    compared = _compare(call, taken[0], taken[1], shape) if has(call.op, "compare") and len(taken) == 2 else None
+    if compared is not None:
+        return compared
     how = _neutral(call)
     if has(call.op, "select") and how is not None and constant_of(call.input(0)) is not None:
-        taken = [call.input(how)]
-    regions = _combine(call, call.given if len(taken) > 1 else taken, kind)
-    if len(taken) == 1 and has(call.op, "select"):
-        regions = taken[0].regions
+        chosen = call.input(how)
+        return Made(call.opaque(shape, [chosen], kind, is_calm(chosen), chosen.regions), how)
+    regions = _combine(call, taken, kind)
     calm = kind != "f" or (all(is_calm(one) for one in taken) and not has(call.op, "exponential"))
     return Made(call.opaque(shape, taken, kind, calm, regions), how)
 
@@ -111,35 +109,44 @@ def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Ter
     return tuple(one for one in found if one is not None) if None not in found else None
 
 
+TERMS: dict[str, Callable[..., Term]] = {
+    "Add": lambda *terms: sum(terms[1:], terms[0]),
+    "Sub": lambda one, other: one - other,
+    "Mul": lambda one, other: one * other,
+    "Neg": lambda one: one.times(-1),
+}
+"""What operators compute of numbers with symbols."""
+
+
 def _compute_item(op: str, row: tuple[Term, ...], lengths: Lengths, kind: str) -> Term | None:
+    """One number of numbers; None where it is unknown, or depends on the call in a way that has no name here."""
     first, second = row[0], row[-1]
+    if op in TERMS:
+        return TERMS[op](*row)
     if op in ("Identity", "Cast"):
         return first if kind != "b" else _truth(lengths.equal(first, number(0)), negated=True)
-    if op == "Add":
-        return sum(row[1:], first)
-    if op == "Sub":
-        return first - second
-    if op == "Mul":
-        return first * second
-    if op == "Neg":
-        return first.times(-1)
-    if op == "Div" and second.parts:
-        exact = first.divided(second)
-        if exact is not None or first.number is None or second.number is None:
-            return exact
-        return number(int(first.number / second.number))
-    if op in ("Min", "Max") and len(row) == 2:
-        return _extreme(first, second, lengths, op == "Max")
     if op == "Where":
-        return row[1] if row[0].number else row[2] if row[0].number == 0 else None
+        return None if first.number is None else row[1] if first.number else row[2]
     if op in COMPARED:
         return _truth(_decide(op, second - first, lengths))
-    values = [one.number for one in row]
-    if op in ("And", "Or", "Not", "Abs", "Xor") and None not in values:
-        return number(int(NUMERIC[op](*values)))
-    if op == "Mod" and None not in values and values[1]:
-        return number(int(values[0]) % int(values[1]))  # type: ignore[arg-type]
-    return None
+    if op in ("Min", "Max") and len(row) == 2:
+        return _extreme(first, second, lengths, op == "Max")
+    if op == "Div":
+        exact = first.divided(second) if second.parts else None
+        return exact if exact is not None else _compute_numbers(op, row)
+    return _compute_numbers(op, row)
+
+
+def _compute_numbers(op: str, row: tuple[Term, ...]) -> Term | None:
+    """The same of numbers without symbols."""
+    values = [term.number for term in row]
+    known = [value for value in values if value is not None]
+    if len(known) != len(values):
+        return None
+    if op == "Mod":
+        return number(known[0] % known[1]) if known[1] else None
+    found = compute(op, known)
+    return number(int(found)) if found is not None and math.isfinite(found) else None
 
 
 def _truth(value: bool | None, negated: bool = False) -> Term | None:
@@ -295,16 +302,16 @@ def _regions_of(op: str, start: Term, factors: tuple[tuple[int, int], ...]) -> l
         return []
     found: list[Region] = []
     for (row, _), (column, by) in (factors, factors[::-1]):
-        above, below = (value + by, math.inf), (-math.inf, value - by)
+        above, below = (float(value + by), math.inf), (-math.inf, float(value - by))
         if by < 0:
-            above, below = (-math.inf, value + by), (value - by, math.inf)
+            above, below = (-math.inf, float(value + by)), (float(value - by), math.inf)
         marks = tuple(_holds(op, *limits) for limits in (above, (value, value), below))
         found.append(((row, column), (marks[0], marks[1], marks[2])))
     return found
 
 
 def _holds(op: str, least: float, most: float) -> Mark:
-    how, limit = COMPARED[op]
+    how, limit = COMPARED[op][0], float(COMPARED[op][1])
     if how == "less":
         least, most, limit = -most, -least, -limit
     if how == "equal":
@@ -337,40 +344,45 @@ def _combine(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Region, .
 UNBOUNDED = operators_with("power", "exponential")
 
 
-def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:  # noqa: C901 - one line for each operator
+def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
+    """What is known of a region of a result, by what is known of it in the inputs."""
     numbers = [mark for mark in marks if isinstance(mark, float)]
-    if op in ("Identity", "Cast", "CastLike"):
-        if not numbers or kind == "f":
-            return marks[0]
-        return float(bool(numbers[0])) if kind == "b" else float(int(numbers[0])) if math.isfinite(numbers[0]) else None
+    if op in ("Cast", "CastLike"):
+        return _cast(marks[0], kind)
     if op == "Where":
-        if numbers and isinstance(marks[0], float):
-            return marks[1] if marks[0] else marks[2]
-        return _either(marks[1], marks[2])
+        chosen = marks[0]
+        return _either(marks[1], marks[2]) if not isinstance(chosen, float) else marks[1] if chosen else marks[2]
     if op in ("And", "Mul") and 0.0 in numbers and (op == "And" or PLAIN in marks or len(numbers) == len(marks)):
         return 0.0 if all(math.isfinite(value) for value in numbers) else None
     if op == "Or" and any(numbers):
         return 1.0
     if len(numbers) == len(marks):
         return compute(op, numbers)
-    hidden = [_hides(mark) for mark in marks]
-    plain = [_is_plain(mark) for mark in marks]
-    if any(mark is None for mark in marks):
-        return HIDE if op == "Min" and any(hidden) else None
-    if op in ("Add", "Sum"):
-        return HIDE if any(hidden) and all(h or p for h, p in zip(hidden, plain, strict=True)) else _all(plain)
-    if op == "Sub":
-        return HIDE if hidden[0] and plain[-1] else _all(plain)
-    if op in ("Mul", "Div"):
-        grows = isinstance(marks[-1], float) and (marks[-1] >= 1 if op == "Mul" else 0 < marks[-1] <= 1)
-        return HIDE if hidden[0] and grows else _all(plain)
-    if op == "Max":
-        return HIDE if all(hidden) else _all(plain)
-    if op == "Min":
-        return HIDE if any(hidden) else _all(plain)
+    return _combine_scores(op, marks, kind)
+
+
+def _cast(mark: Mark, kind: str) -> Mark:
+    if kind == "f" or not isinstance(mark, float):
+        return mark
+    return float(bool(mark)) if kind == "b" else float(int(mark)) if math.isfinite(mark) else None
+
+
+def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:
+    """The same where some are no numbers: scores that are hidden, or plain."""
+    hidden, plain = [_hides(mark) for mark in marks], [_is_plain(mark) for mark in marks]
+    hides = {
+        "Add": any(hidden) and all(h or p for h, p in zip(hidden, plain, strict=True)),
+        "Sub": hidden[0] and plain[-1],
+        "Mul": hidden[0] and isinstance(marks[-1], float) and marks[-1] >= 1,
+        "Div": hidden[0] and isinstance(marks[-1], float) and 0 < marks[-1] <= 1,
+        "Max": all(hidden),
+        "Min": any(hidden),
+    }
+    if hides.get(op, False):
+        return HIDE
     if op == "Exp" and hidden[0]:
         return 0.0
-    return _all(plain) if kind == "f" and op not in UNBOUNDED else None
+    return PLAIN if all(plain) and kind == "f" and op not in UNBOUNDED else None
 
 
 def _either(one: Mark, other: Mark) -> Mark:
@@ -378,7 +390,7 @@ def _either(one: Mark, other: Mark) -> Mark:
         return one
     if _hides(one) and _hides(other):
         return HIDE
-    return _all([_is_plain(one), _is_plain(other)])
+    return PLAIN if _is_plain(one) and _is_plain(other) else None
 
 
 def _hides(mark: Mark) -> bool:
@@ -387,10 +399,6 @@ def _hides(mark: Mark) -> bool:
 
 def _is_plain(mark: Mark) -> bool:
     return mark == PLAIN or (isinstance(mark, float) and abs(mark) <= MODERATE)
-
-
-def _all(plain: Sequence[bool]) -> Mark:
-    return PLAIN if all(plain) else None
 
 
 def hides_later(one: Type, row: int, column: int) -> bool:

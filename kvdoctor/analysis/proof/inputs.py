@@ -75,7 +75,7 @@ def _mask(port: Port, kind: str, shape: tuple[Axis, ...], lengths: Lengths) -> T
 
 def slot_shape(slot: Slot, length: Term, contract: CacheContract) -> tuple[Axis, ...]:
     """The shape of the past or present of a slot."""
-    sizes = {"past": (length,), "batch": (symbol(BATCH),), "batch_heads": _rows(contract)}
+    sizes: dict[Counted, Axis] = {"past": (length,), "batch": (symbol(BATCH),), "batch_heads": _rows(contract)}
     return tuple(_axis(sizes, axis, dim) for axis, dim in zip(slot.axes, slot.shape, strict=True))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdoctor.analysis.proof import Proof
-from kvdoctor.analysis.proof.constants import identify, read_constant
+from kvdoctor.analysis.proof.constants import digest_weights, identify, read_constant
 from kvdoctor.analysis.proof.inputs import input_type, slot_shape
 from kvdoctor.analysis.proof.types import Lengths, Type
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
@@ -50,6 +50,7 @@ class _Prover:
     stack: StackFiles
     contract: CacheContract
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: dict[str, dict[str, bytes]] = field(default_factory=dict)
     keys: Keys = field(default_factory=Keys)
 
     def check_form(self) -> None:
@@ -72,8 +73,6 @@ class _Prover:
             raise NotProved("a pipeline of several files")
         if any(isinstance(graph.declared_new_tokens, int) for graph in graphs):
             raise NotProved("the graph takes a fixed number of new tokens")
-        if self.stack.is_pair:
-            raise NotProved("the weights of two files, which are not compared")
 
     def prove(self, single: bool) -> Proof:
         """The proof for any number of new tokens, or for one.
@@ -138,11 +137,18 @@ class _Prover:
         if file.name not in self.tables:
             self.tables[file.name] = read_tables(file.graph, file.path)
         tables, outer = self.tables[file.name], {one.name for one in file.graph.model.graph.initializer}
+        weights = self._compared(file) if self.stack.is_pair else {}
         for name, tensor in constants.items():
             table = tables.get(name)
-            digest = identify(tensor, table)
+            digest = identify(tensor, table) or weights.get(name)
             place = (file.name, "" if name in outer else first, name) if digest is None else digest
             yield name, Typed(read_constant(name, tensor, table), self.keys.of("constant", place))
+
+    def _compared(self, file: OnnxFile) -> dict[str, bytes]:
+        """Digests of the weights of one file of a pair: the other file has them under names of its own."""
+        if file.name not in self.weights:
+            self.weights[file.name] = digest_weights(file.graph, file.path)
+        return self.weights[file.name]
 
     def _inputs(
         self, graph: Graph, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]

@@ -250,41 +250,45 @@ def _terms_of(call: Reading, index: int, attribute: str) -> list[Term] | None:
 
 
 def _cut(call: Reading, taken: Type, at: int, start: Term, end: Term) -> tuple[Type, bool, bool] | None:
-    """A part of a value, whether it is the same function of absolute positions, and whether it is the last token."""
-    lengths, shape = call.lengths, list(taken.shape or ())
-    old, whole = shape[at], size_of(shape[at])
+    """A part of a value, whether it is the same function of absolute positions, and whether it is the last token.
+
+    None where its bounds are unknown.
+    """
+    lengths, shape = call.lengths, taken.shape or ()
+    whole = size_of(shape[at])
     begin, stop = _resolve(lengths, start, whole), _resolve(lengths, end, whole)
     if begin is None or stop is None:
         return None
-    if stop is not whole and lengths.at_least(stop - whole, 0):
-        stop = whole
+    stop = whole if lengths.at_least(stop - whole, 0) else stop
     if lengths.equal(begin, ZERO) and lengths.equal(stop, whole):
         return taken, True, False
     if not lengths.at_least(begin, 0) or not lengths.at_least(stop - begin, 0):
         return None
-    if not lengths.at_least(whole - stop, 0):
-        if whole.number is None or not _limit(call, whole.number, stop):
-            return None
-    size = stop - begin
-    shape[at] = new = axis_of(size)
-    where = at - len(shape)
-    if taken.items is not None and begin.number is not None and stop.number is not None and len(shape) == 1:
-        items = taken.items[begin.number : stop.number]
-        linear = _shifted(taken.linear, where, begin) if taken.linear is not None else None
-        return Type(taken.kind, tuple(shape), items=items, linear=linear), False, False
-    if taken.linear is not None:
-        return replace(taken, shape=tuple(shape), linear=_shifted(taken.linear, where, begin), items=None), True, False
-    first, then = lengths.offset(old), lengths.offset(new)
-    if not new and old in ((lengths.new,), (lengths.total,)) and stop is whole:
-        made = Type(taken.kind, tuple(shape), uniform=taken.uniform, calm=taken.calm, last=True)
-        return made, True, True
+    if not lengths.at_least(whole - stop, 0) and (whole.number is None or not _limit(call, whole.number, stop)):
+        return None
+    return _take(call, taken, at, begin, stop)
+
+
+def _take(call: Reading, taken: Type, at: int, begin: Term, stop: Term) -> tuple[Type, bool, bool]:
+    """The same for bounds that are counted from the start."""
+    lengths, old_shape = call.lengths, taken.shape or ()
+    old, new = old_shape[at], axis_of(stop - begin)
+    shape, where = (*old_shape[:at], new, *old_shape[at + 1 :]), at - len(old_shape)
+    linear = _shifted(taken.linear, where, begin) if taken.linear is not None else None
+    fixed = begin.number is not None and stop.number is not None
+    if taken.items is not None and fixed and len(shape) == 1:
+        return Type(taken.kind, shape, items=taken.items[begin.number : stop.number], linear=linear), False, False
+    if linear is not None:
+        return replace(taken, shape=shape, linear=linear, items=None), True, False
+    if not new and old in ((lengths.new,), (lengths.total,)) and stop is size_of(old):
+        return Type(taken.kind, shape, uniform=taken.uniform, calm=taken.calm, last=True), True, True
+    whole, first, then = replace(taken, items=None), lengths.offset(old), lengths.offset(new)
     if new and not is_fixed(new) and first is not None and then is not None and first + begin is then:
-        made = call.opaque(shape, [replace(taken, items=None)], taken.kind, taken.calm, taken.regions)
-        return made, True, False
-    if is_fixed(old) and begin.number is not None and stop.number is not None:
+        return call.opaque(shape, [whole], taken.kind, taken.calm, taken.regions), True, False
+    if is_fixed(old) and fixed:
         regions = tuple(one for one in taken.regions if where not in one[0])
-        return call.opaque(shape, [replace(taken, items=None)], taken.kind, taken.calm, regions), False, False
-    return Type(taken.kind, tuple(shape)), True, False
+        return call.opaque(shape, [whole], taken.kind, taken.calm, regions), False, False
+    return Type(taken.kind, shape), True, False
 
 
 def _shifted(linear: Linear, at: int, begin: Term) -> Linear:
@@ -318,9 +322,9 @@ def _limit(call: Reading, rows: int, end: Term) -> bool:
 def gather(call: Reading) -> Made:
     """Gather: entries along an axis."""
     data, places = call.input(0), call.input(1)
-    if data.shape is None or places.shape is None:
+    if not data.shape or places.shape is None:
         return Made(UNKNOWN)
-    at = call.node.number("axis", 0) % max(len(data.shape), 1)
+    at = call.node.number("axis", 0) % len(data.shape)
     shape = (*data.shape[:at], *places.shape, *data.shape[at + 1 :])
     value = constant_of(data)
     if value is not None:
@@ -329,24 +333,28 @@ def gather(call: Reading) -> Made:
         picked = [one.number for one in places.items]
         if all(one is not None and -len(data.items) <= one < len(data.items) for one in picked):
             return Made(Type(data.kind, shape, items=tuple(data.items[one] for one in picked if one is not None)))
-    axis, regions = data.shape[at], ()
+    if is_fixed(data.shape[at]):
+        return _gather_rows(call, data, at, shape)
     index = linear_of(places)
-    if index is not None and not places.shape and not is_fixed(axis):
+    if index is not None and not places.shape:
         return _gather_last(call, data, at, index, shape)
-    if not is_fixed(axis):
-        return _gather_counted(call, data, at, index, shape)
+    return _gather_counted(call, data, at, index, shape)
+
+
+def _gather_rows(call: Reading, data: Type, at: int, shape: tuple[Axis, ...]) -> Made:
+    """Rows of a table: by a number, by position, or by token."""
+    places, rank = call.input(1), len(data.shape or ())
+    index, regions = linear_of(places), data.regions[:0]
     if index is not None and index[1]:
-        absolute, rows = call.lengths.absolute(places), size_of(axis).number
+        absolute, rows = call.lengths.absolute(places), size_of((data.shape or ())[at]).number
         if absolute is None or rows is None or not _limits_rows(call, absolute, rows):
             return Made(Type(data.kind, shape))
-        if len(places.shape) == 1:
-            regions = data.regions if absolute[0] is ZERO else ()
-    if data.linear is not None and index is not None and dict(data.linear[1]).keys() <= {at - len(data.shape)}:
+        if len(places.shape or ()) == 1 and absolute[0] is ZERO:
+            regions = data.regions
+    if data.linear is not None and index is not None and dict(data.linear[1]).keys() <= {at - rank}:
         return _gather_linear(data, index, at, shape)
-    calm = is_calm(data)
-    return Made(
-        call.opaque(shape, [replace(data, items=None) if data.linear else data, places], data.kind, calm, regions)
-    )
+    taken = [replace(data, items=None) if data.linear else data, places]
+    return Made(call.opaque(shape, taken, data.kind, is_calm(data), regions))
 
 
 def _gather_linear(data: Type, index: Linear, at: int, shape: tuple[Axis, ...]) -> Made:

@@ -1,6 +1,7 @@
 """Whole numbers that a graph computes from lengths: polynomials over batch, past, new tokens and encoder states."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 Monomial = tuple[str, ...]
 """The symbols of a product, sorted; empty for a number."""
@@ -14,7 +15,7 @@ class Term:
     """A polynomial with whole coefficients. Equal ones are one object."""
 
     __slots__ = ("parts", "symbols")
-    _known: dict[tuple[tuple[Monomial, int], ...], "Term"] = {}
+    _known: ClassVar[dict[tuple[tuple[Monomial, int], ...], "Term"]] = {}
 
     def __init__(self, parts: tuple[tuple[Monomial, int], ...]) -> None:
         self.parts = parts

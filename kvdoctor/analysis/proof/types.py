@@ -68,10 +68,7 @@ ROWS = symbol(BATCH)
 
 
 class Lengths:
-    """How the lengths of one walk read: the first call of a sequence (`first`), one new token a call (`single`), or any.
-
-    `limits` are the largest totals up to which tables reach, with what ends there.
-    """
+    """How the lengths of one walk read: the first call of a sequence, one new token a call, or any; and its opset."""
 
     def __init__(self, first: bool = False, single: bool = False, opset: int = 0) -> None:
         self.opset = opset
@@ -208,10 +205,11 @@ def settled(kind: Type) -> Type:
     if kind.linear is None or kind.shape is None:
         return kind
     start, factors = kind.linear
-    if any(not kind.shape[at] for at, _ in factors):
-        factors = tuple((at, factor) for at, factor in factors if kind.shape[at])
+    shape = kind.shape
+    if any(not shape[at] for at, _ in factors):
+        factors = tuple((at, factor) for at, factor in factors if shape[at])
         kind = replace(kind, linear=(start, factors))
-    if kind.items is not None or factors or len(kind.shape) > 1 or not isinstance(start, Term) or kind.kind == "f":
+    if kind.items is not None or factors or len(shape) > 1 or not isinstance(start, Term) or kind.kind == "f":
         return kind
-    count = size_of(kind.shape[0]).number if kind.shape else 1
+    count = size_of(shape[0]).number if shape else 1
     return replace(kind, items=(start,) * count) if count is not None and count <= MOST_ITEMS else kind

@@ -167,18 +167,21 @@ class Walk:
             if absolute is not None:
                 return Typed(kind, self.keys.of("linear", kind.kind, absolute))
             return Typed(kind, self.keys.of("items", kind.kind, kind.items, kind.linear))
-        return Typed(kind, self._key(node, mark, at, one, taken))
+        return Typed(kind, self._key(mark, at, one, taken))
 
-    def _key(self, node: FlatNode, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> int:
-        keys, how, inputs = self.keys, one.how, [t.key if t else -1 for t in taken]
-        if how is None:
-            return keys.of("node", mark, at, *inputs)
-        if isinstance(how, int):
-            return inputs[how]
+    def _key(self, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> int:
+        inputs = [t.key if t else -1 for t in taken]
+        if one.how is None:
+            return self.keys.of("node", mark, at, *inputs)
+        return inputs[one.how] if isinstance(one.how, int) else self._key_of(one.how, mark, inputs)
+
+    def _key_of(self, how: tuple[Any, ...], mark: Any, inputs: list[int]) -> int:
+        """The key of what a rule says was done."""
+        keys = self.keys
         if how[0] == "view":
             return keys.viewed(inputs[0], how[1], how[2])
         if how[0] == "permute":
-            return keys.permuted(inputs[0], how[1])  # type: ignore[arg-type]
+            return keys.permuted(inputs[0], how[1])
         if how[0] == "join":
             self._expect(inputs[0], inputs[1])
             return inputs[1]
@@ -186,10 +189,10 @@ class Walk:
             return keys.of(*how)
         if how[0] == "attended":
             made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in (3, 4)))
-            self._expect(inputs[how[1]], made)  # type: ignore[index]
+            self._expect(inputs[how[1]], made)
             return made
         if how[0] == "rotated":
-            return keys.of("rotated", mark, *(inputs[at] for at in how[1:]))  # type: ignore[index]
+            return keys.of("rotated", mark, *(inputs[at] for at in how[1:]))
         return keys.of(*how, mark if how[0] == "output" else "", *inputs[: 1 if how[0] != "output" else None])
 
     def _expect(self, slot: int, key: int) -> None:
