@@ -15,7 +15,7 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import find_weights
 
 
-def read_constant(name: str, tensor: TensorProto, table: Any) -> Type:  # noqa: ARG001 - one name for each constant
+def read_constant(tensor: TensorProto, table: Any) -> Type:
     """The type of a constant; `table` is its content where the skeleton leaves it out and it may be a mask."""
     kind = KINDS.get(tensor.data_type, "?")
     dims = tuple(int(size) for size in tensor.dims)

@@ -93,11 +93,14 @@ class Walk:
     limits: dict[str, int] = field(default_factory=dict)
     known: dict[Any, tuple[list[Made], list[tuple[int, int]]]] = field(default_factory=dict)
     types: dict[Type, Type] = field(default_factory=dict)
-    attributes: dict[Any, Any] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
         """Give each value its type."""
-        self.values = {name: replace(one, type=self._one_of(settled(one.type))) for name, one in self.values.items()}
+        for name, one in self.values.items():
+            kind = self._one_of(settled(one.type))
+            key = one.key if kind.linear is None and kind.items is None else self._number_of(kind)
+            self.values[name] = Typed(kind, key, one.broken)
         for node in self.flow.nodes:
             self._visit(node)
 
@@ -105,16 +108,16 @@ class Walk:
         return self.types.setdefault(one, one)
 
     def _visit(self, node: FlatNode) -> None:
-        values = self.values
-        taken = [values.get(name) if name else None for name in node.inputs]
-        missing = any(name and name not in values for name in node.inputs)
+        values, proto, inputs = self.values, node.proto, node.inputs
+        taken = [values.get(name) if name else None for name in inputs]
         if len(taken) > 1 and node.op == "Identity":
             self._choose(node, taken)
             return
-        mark = (node.op, node.domain, self._attributes(node), len(node.outputs))
-        key = (mark, tuple([id(one.type) if one else 0 for one in taken]), missing)
+        mark = (node.op, proto.domain, self._attributes(node) if proto.attribute else b"", len(node.outputs))
+        key = (mark, tuple([id(one.type) if one else name for one, name in zip(taken, inputs, strict=True)]))
         found = self.known.get(key)
         if found is None:
+            missing = any(name and name not in values for name in inputs)
             found = self.known[key] = ([Made(UNKNOWN)], []) if missing else self._ask(node, taken)
         made, limits = found
         for limit, index in limits:
@@ -133,7 +136,7 @@ class Walk:
         """The result of a branch: what both bodies return, where it is the same."""
         first = taken[0]
         same = first is not None and all(one and one.type is first.type and one.key == first.key for one in taken)
-        made = first if same and first is not None else Typed(UNKNOWN, self.keys.of("node", id(node)), node)
+        made = first if same and first is not None else Typed(UNKNOWN, self.keys.of("broken", node.index, 0), node)
         self.values[node.outputs[0]] = made
 
     def _ask(self, node: FlatNode, taken: Sequence[Typed | None]) -> tuple[list[Made], list[tuple[int, int]]]:
@@ -158,16 +161,22 @@ class Walk:
 
     def _name(self, node: FlatNode, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> Typed:
         """The key of a result, and the node that broke its type."""
-        kind, lengths = one.type, self.lengths
-        if kind.linear is None and kind.items is None and not kind.uniform:
-            broken = next((t.broken for t in taken if t is not None and t.broken is not None), node)
-            return Typed(kind, self.keys.of("node", node.index, at), broken)
+        kind = one.type
         if kind.linear is not None or kind.items is not None:
-            absolute = lengths.absolute(kind) if kind.linear is not None else None
-            if absolute is not None:
-                return Typed(kind, self.keys.of("linear", kind.kind, absolute))
-            return Typed(kind, self.keys.of("items", kind.kind, kind.items, kind.linear))
-        return Typed(kind, self._key(mark, at, one, taken))
+            return Typed(kind, self._number_of(kind))
+        if kind.uniform:
+            return Typed(kind, self._key(mark, at, one, taken))
+        broken = next((t.broken for t in taken if t is not None and t.broken is not None), node)
+        return Typed(kind, self.keys.of("broken", node.index, at), broken)
+
+    def _number_of(self, kind: Type) -> int:
+        """The key of numbers: what they are, by absolute position where that is the same in every call."""
+        found = self.numbers.get(id(kind))
+        if found is None:
+            absolute = self.lengths.absolute(kind)
+            what = ("items", kind.items, kind.linear) if absolute is None else ("linear", absolute)
+            found = self.numbers[id(kind)] = self.keys.of(kind.kind, *what)
+        return found
 
     def _key(self, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> int:
         inputs = [t.key if t else -1 for t in taken]
@@ -209,7 +218,7 @@ def read_fill(node: FlatNode) -> tuple[Term | float, str]:
     attribute = node.attribute("value")
     if attribute is None:
         return 0.0, "f"
-    found = read_constant("", attribute.t, None)
+    found = read_constant(attribute.t, None)
     value = found.linear[0] if found.linear is not None else (found.items or (None,))[0]
     return (0.0, "?") if value is None else (value, found.kind)
 
