@@ -11,7 +11,7 @@ from kvdoctor.analysis.proof.terms import number
 from kvdoctor.analysis.proof.types import HIDDEN, MOST_ITEMS, Linear, Mark, Region, Type, axis_of
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.proto import TensorProto
-from kvdoctor.model.view import GraphView
+from kvdoctor.model.view import GraphView, integers
 from kvdoctor.model.weights import find_weights
 
 
@@ -31,10 +31,10 @@ def read_constant(tensor: TensorProto, table: Any) -> Type:
         # A weight. A square one may be a mask that hides scores; it counts as one.
         square = len(dims) > 1 and dims[-1] == dims[-2] > 1
         return Type(kind, shape, uniform=True, calm=not square)
-    linear = _find_linear(kind, dims, values)
+    linear = _find_linear(kind, tensor, values)
     items = None
     if kind in "ib" and len(dims) < 2 and len(values) <= MOST_ITEMS:
-        items = tuple(number(int(value)) for value in values)
+        items = tuple(number(int(value)) for value in integers(tensor) or values)
     calm = kind != "f" or min(values) > HIDDEN
     regions = () if linear is not None else _find_regions(dims, values)
     return Type(kind, shape, items, linear, uniform=True, calm=calm, regions=regions)
@@ -48,11 +48,12 @@ def _list_values(tensor: TensorProto) -> tuple[float, ...] | None:
     return tuple(float(bool(one)) for one in listed) if len(listed) == prod(tensor.dims) else None
 
 
-def _find_linear(kind: str, dims: tuple[int, ...], values: tuple[float, ...]) -> Linear | None:
+def _find_linear(kind: str, tensor: TensorProto, values: tuple[float, ...]) -> Linear | None:
     """The elements as a linear function of one index."""
-    first = values[0]
+    first, dims = values[0], tuple(tensor.dims)
     if all(value == first for value in values):
-        return (first if kind == "f" else number(int(first))), ()
+        exact = integers(tensor) or values
+        return (first if kind == "f" else number(int(exact[0]))), ()
     long = [at for at, size in enumerate(dims) if size > 1]
     if len(long) != 1 or first != int(first):
         return None

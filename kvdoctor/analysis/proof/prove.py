@@ -35,7 +35,7 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     """Prove a stack; None where it has no cache to prove anything of."""
     if contract.missing or contract.no_decoder or not contract.slots or contract.frozen_past is not None:
         return None
-    prover = _Prover(stack, contract)
+    prover = Prover(stack, contract)
     try:
         prover.check_form()
         return prover.prove(single=False)
@@ -52,7 +52,12 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
 
 
 @dataclass
-class _Prover:
+class Prover:
+    """The proof of one stack; what it reads of the files is read once.
+
+    `tables` are masks that a skeleton leaves out, `constants` the types of small ones, `weights` the digests of a pair.
+    """
+
     stack: StackFiles
     contract: CacheContract
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -89,16 +94,16 @@ class _Prover:
         """
         self.keys = Keys()
         if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
-            first = self._walk("prefill", self._lengths("prefill", first=True), {})
+            first = self.walk("prefill", self._lengths("prefill", first=True), {})
             held = [slot for slot in self.contract.slots if slot.growth == "constant"]
             given = {slot.past: self._filled(first, slot) for slot in held}
             lengths = self._lengths("decode", single=single)
-            decode = self._walk("decode", lengths, {name: one for name, one in given.items() if one})
+            decode = self.walk("decode", lengths, {name: one for name, one in given.items() if one})
             self._check(decode, "decode")
             self._compare(first, decode)
             walks = [first, decode]
         else:
-            walks = [self._walk("decode", self._lengths("decode"), {})]
+            walks = [self.walk("decode", self._lengths("decode"), {})]
             self._check(walks[0], "decode")
         if "embed" in self.contract.phases:
             self._check_embeddings()
@@ -106,7 +111,12 @@ class _Prover:
         table = min(limits, key=limits.__getitem__, default="")
         return Proof(limits.get(table), table)
 
-    def _walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
+    def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
+        """The types of all values of the graph of a phase; `given` are inputs that another graph makes.
+
+        Raises:
+            NotProved: there are no types for such a graph.
+        """
         file = self._file(phase)
         first = phase == "prefill" and self.contract.phases["prefill"].switch is not None
         dataflow = file.first_dataflow if first else file.dataflow
@@ -127,7 +137,7 @@ class _Prover:
 
     def _check_embeddings(self) -> None:
         """The graph that makes the embeddings of tokens: each depends on its token and its position alone."""
-        walk = self._walk("embed", self._lengths("embed"), {})
+        walk = self.walk("embed", self._lengths("embed"), {})
         for port in self.contract.graph("embed").outputs:
             self._output(walk, port.name)
 
