@@ -4,6 +4,7 @@ What is combined along an axis that is the same in every call stays uniform. Alo
 weights of later ones are exactly 0: after a softmax over scores of which a mask hides all later tokens.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ from kvdoctor.analysis.proof.call import Made, Reading, is_calm
 from kvdoctor.analysis.proof.elementwise import hides_later
 from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
+    FINITE,
     UNKNOWN,
     Axis,
+    Mark,
     Region,
     Type,
     axis_of,
@@ -208,20 +211,26 @@ def triangle(call: Reading) -> Made:
     if first is None or second is None:
         return Made(Type(taken.kind, shape))
     # The absolute position of the column minus that of the row is the diagonal, plus so much.
-    value = (diagonal[0] + second - first).number
-    if value is None or not lengths.is_uniform(taken):
+    value = diagonal[0] + second - first
+    if not lengths.is_uniform(taken):
         return Made(Type(taken.kind, shape))
     upper = bool(call.node.number("upper", 1))
-    marks: list[float | str | None] = []
+    marks: list[Mark] = []
     for least, most in ((1, None), (0, 0), (None, -1)):
-        stays = (least is not None and least >= value) if upper else (most is not None and most <= value)
-        goes = (most is not None and most < value) if upper else (least is not None and least > value)
-        marks.append(_region_of(taken, len(marks)) if stays else 0.0 if goes else None)
+        under = most is not None and lengths.at_least(value - number(most + 1), 0)
+        over = least is not None and lengths.at_least(number(least - 1) - value, 0)
+        stays = least is not None and lengths.at_least(number(least) - value, 0)
+        stays = stays if upper else most is not None and lengths.at_least(value - number(most), 0)
+        known = _region_of(taken, len(marks))
+        finite = FINITE if isinstance(known, float) and math.isfinite(known) else None
+        marks.append(known if stays else 0.0 if (under if upper else over) else finite)
     regions: tuple[Region, ...] = (((-2, -1), (marks[0], marks[1], marks[2])),)
-    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken), regions), ("triangle", upper, value))
+    if value.number is None:
+        return Made(Type(taken.kind, shape, regions=regions))
+    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken), regions), ("triangle", upper, value.number))
 
 
-def _region_of(taken: Type, part: int) -> float | str | None:
+def _region_of(taken: Type, part: int) -> Mark:
     marks = dict(taken.regions).get((-2, -1))
     if marks is not None:
         return marks[part]

@@ -10,7 +10,9 @@ from kvdoctor.analysis.proof.elementwise import KINDS
 from kvdoctor.analysis.proof.terms import number
 from kvdoctor.analysis.proof.types import HIDDEN, MOST_ITEMS, Linear, Mark, Region, Type, axis_of
 from kvdoctor.errors import UnreadableError
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.traverse import constant_tensor, find_attribute
 from kvdoctor.model.view import GraphView, integers
 from kvdoctor.model.weights import find_weights
 
@@ -134,3 +136,19 @@ def digest_weights(view: GraphView, path: Path) -> dict[str, bytes]:
             continue
         found[name] = digest.digest()
     return found
+
+
+def has_one_float(view: GraphView) -> bool:
+    """Whether all floats of a graph are of 32 bits: a Cast from one to another then changes nothing."""
+    ports = [*view.inputs.values(), *view.outputs.values()]
+    others = any(port.dtype == "double" or ("float" in port.dtype and port.dtype != "float") for port in ports)
+    if view.model.functions or others:
+        return False
+    for scope in view.scopes():
+        made = (constant_tensor(node) for node in scope.graph.node if has(node.op_type, "constant"))
+        tensors = [*scope.graph.initializer, *filter(None, made)]
+        casts = [find_attribute(node, "to") for node in scope.graph.node if has(node.op_type, "cast")]
+        kinds = {one.data_type for one in tensors} | {one.i for one in casts if one is not None}
+        if any(kind != TensorProto.FLOAT and KINDS.get(kind, "f") == "f" for kind in kinds):
+            return False
+    return not any(has(op, "quantize", "dequantize") for op in view.operators)

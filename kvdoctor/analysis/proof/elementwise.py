@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm
 from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
+    BURIED,
+    BURY,
     HIDDEN,
     HIDE,
     MODERATE,
     PLAIN,
+    SMALLEST,
     UNKNOWN,
     Lengths,
     Linear,
@@ -55,7 +58,7 @@ NUMERIC: dict[str, Callable[..., float]] = {
 
 EXACT = (1, 6, 7, 11)
 """Element types that hold every position."""
-HALF, LARGEST_HALF = 10, 65504.0
+HALF, LARGEST_HALF, LARGEST = 10, 65504.0, 3.4028235e38
 FLOATS = {1, 10, 11, 16}
 INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
 KINDS = {**dict.fromkeys(FLOATS, "f"), **dict.fromkeys(INTEGERS, "i"), 9: "b"}
@@ -73,6 +76,8 @@ def _kind(call: Reading) -> str:
 def elementwise(call: Reading) -> Made:
     """An operator that computes each element from those at the same place."""
     taken, kind = call.given, _kind(call)
+    if call.op == "Cast" and kind == "f" == call.input(0).kind and call.lengths.one_float:
+        return Made(call.input(0), 0)
     if call.op == "CastLike":
         taken = taken[:1]
     shape = call.broadcast(taken)
@@ -94,6 +99,11 @@ def elementwise(call: Reading) -> Made:
         return Made(call.opaque(shape, [chosen], kind, is_calm(chosen), chosen.regions), how)
     regions = _combine(call, taken, kind)
     calm = kind != "f" or (all(is_calm(one) for one in taken) and not has(call.op, "exponential"))
+    step = next((one for one in regions if all(isinstance(mark, float) for mark in one[1])), None)
+    if step is not None and all(map(call.lengths.is_proper, shape)):
+        # Two positions decide it, whatever it was computed from.
+        calm = kind != "f" or all(_is_plain(mark) for mark in step[1])
+        return Made(Type(kind, shape, uniform=True, calm=calm, regions=regions), ("step", *step))
     return Made(call.opaque(shape, taken, kind, calm, regions), how)
 
 
@@ -238,6 +248,8 @@ def compute(op: str, values: Sequence[float]) -> float | None:
         if op in ("Min", "Max") and len(values) == 1:
             return values[0]
         found = float(NUMERIC[op](*values))
+        if abs(found) > LARGEST:
+            return math.copysign(math.inf, found)
         return None if math.isnan(found) else found
     except (ValueError, OverflowError, TypeError, ZeroDivisionError):
         return None
@@ -352,7 +364,7 @@ def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
     if op == "Where":
         chosen = marks[0]
         return _either(marks[1], marks[2]) if not isinstance(chosen, float) else marks[1] if chosen else marks[2]
-    if op in ("And", "Mul") and 0.0 in numbers and (op == "And" or PLAIN in marks or len(numbers) == len(marks)):
+    if op in ("And", "Mul") and 0.0 in numbers and (op == "And" or not {None, HIDE, BURY} & set(marks)):
         return 0.0 if all(math.isfinite(value) for value in numbers) else None
     if op == "Or" and any(numbers):
         return 1.0
@@ -373,16 +385,24 @@ def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:
     hides = {
         "Add": any(hidden) and all(h or p for h, p in zip(hidden, plain, strict=True)),
         "Sub": hidden[0] and plain[-1],
-        "Mul": hidden[0] and isinstance(marks[-1], float) and marks[-1] >= 1,
-        "Div": hidden[0] and isinstance(marks[-1], float) and 0 < marks[-1] <= 1,
+        "Mul": _still_hides(marks[0], marks[-1] if isinstance(marks[-1], float) else 0.0),
+        "Div": _still_hides(marks[0], 1 / marks[-1] if isinstance(marks[-1], float) and marks[-1] else 0.0),
         "Max": all(hidden),
         "Min": any(hidden),
     }
     if hides.get(op, False):
-        return HIDE
+        return BURY if op == "Add" and any(_is_buried(mark) for mark in marks) else HIDE
     if op == "Exp" and hidden[0]:
         return 0.0
     return PLAIN if all(plain) and kind == "f" and op not in UNBOUNDED else None
+
+
+def _still_hides(mark: Mark, times: float) -> bool:
+    return _hides(mark) and times >= (SMALLEST if _is_buried(mark) else 1)
+
+
+def _is_buried(mark: Mark) -> bool:
+    return mark == BURY or (isinstance(mark, float) and mark <= BURIED)
 
 
 def _either(one: Mark, other: Mark) -> Mark:
@@ -394,7 +414,7 @@ def _either(one: Mark, other: Mark) -> Mark:
 
 
 def _hides(mark: Mark) -> bool:
-    return mark == HIDE or (isinstance(mark, float) and mark <= HIDDEN)
+    return mark in (HIDE, BURY) or (isinstance(mark, float) and mark <= HIDDEN)
 
 
 def _is_plain(mark: Mark) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdoctor.analysis.proof import Proof
-from kvdoctor.analysis.proof.constants import digest_weights, identify, read_constant
+from kvdoctor.analysis.proof.constants import digest_weights, has_one_float, identify, read_constant
 from kvdoctor.analysis.proof.inputs import input_type, slot_shape
 from kvdoctor.analysis.proof.types import Lengths, Type
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
@@ -133,7 +133,8 @@ class Prover:
         return walk
 
     def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
-        return Lengths(first, single, self._file(phase).graph.opsets.get("", 0))
+        view = self._file(phase).graph
+        return Lengths(first, single, view.opsets.get("", 0), has_one_float(view))
 
     def _check_embeddings(self) -> None:
         """The graph that makes the embeddings of tokens: each depends on its token and its position alone."""

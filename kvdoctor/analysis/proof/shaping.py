@@ -210,7 +210,7 @@ def slice_(call: Reading) -> Made:
     taken, shape = call.input(0), call.input(0).shape
     bounds = _read_bounds(call)
     if shape is None or bounds is None:
-        return Made(UNKNOWN)
+        return _every_so_many(call)
     found, rank, extra, last = taken, len(shape), [], False
     for axis, start, end in bounds:
         at = axis % rank
@@ -223,6 +223,23 @@ def slice_(call: Reading) -> Made:
     if last:
         return Made(found, ("last",)) if not extra else Made(replace(found, uniform=False))
     return Made(found, ("slice", *extra) if extra else 0)
+
+
+def _every_so_many(call: Reading) -> Made:
+    """A slice in steps, along one axis that is the same in all calls."""
+    taken = call.input(0)
+    parts = [call.numbers(at) for at in range(1, 5)]
+    if not taken.shape or any(part is None or len(part) != 1 for part in parts):
+        return Made(UNKNOWN)
+    (start,), (end,), (axis,), (step,) = [part for part in parts if part is not None]
+    at = axis % len(taken.shape)
+    whole = size_of(taken.shape[at]).number
+    if whole is None:
+        return Made(UNKNOWN)
+    count = len(range(whole)[slice(start, end if -whole <= end < 1 << 31 else None if step > 0 else end, step)])
+    shape = (*taken.shape[:at], axis_of(number(count)), *taken.shape[at + 1 :])
+    where = (at - len(shape), start, end, step)
+    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)), ("slice", where))
 
 
 def _read_bounds(call: Reading) -> list[tuple[int, Term, Term]] | None:
@@ -355,6 +372,22 @@ def _gather_rows(call: Reading, data: Type, at: int, shape: tuple[Axis, ...]) ->
         return _gather_linear(data, index, at, shape)
     taken = [replace(data, items=None) if data.linear else data, places]
     return Made(call.opaque(shape, taken, data.kind, is_calm(data), regions))
+
+
+def gather_elements(call: Reading) -> Made:
+    """GatherElements: rows of a table by position or token, where all other axes are those of the places."""
+    data, places = call.input(0), call.input(1)
+    if not data.shape or not places.shape or len(data.shape) != len(places.shape):
+        return Made(UNKNOWN)
+    at = call.node.number("axis", 0) % len(data.shape)
+    others = all(one == other for n, (one, other) in enumerate(zip(data.shape, places.shape, strict=True)) if n != at)
+    index = linear_of(places)
+    if index is not None and index[1]:
+        absolute, rows = call.lengths.absolute(places), size_of(data.shape[at]).number
+        others = others and absolute is not None and rows is not None and _limits_rows(call, absolute, rows)
+    if not others or not is_fixed(data.shape[at]):
+        return Made(Type(data.kind, places.shape))
+    return Made(call.opaque(places.shape, [data, places], data.kind, is_calm(data)))
 
 
 def _gather_linear(data: Type, index: Linear, at: int, shape: tuple[Axis, ...]) -> Made:
@@ -555,6 +588,7 @@ RULES: dict[str, Rule] = {
     "Tile": tile,
     "Slice": slice_,
     "Gather": gather,
+    "GatherElements": gather_elements,
     "Concat": concat,
     "ScatterND": scatter,
     "Split": split,

@@ -16,13 +16,16 @@ from kvdoctor.records import record
 Axis = tuple[Term, ...]
 """The factors of a length in their order, from the outermost; empty for a length of 1."""
 
-HIDE, PLAIN = "hide", "plain"
-"""At most -10,000, whatever was added to it; and an ordinary number that a model computes."""
+BURY, HIDE, PLAIN, FINITE = "bury", "hide", "plain", "finite"
+"""At most -1e30, and at most -10,000, whatever was added to it; an ordinary number that a model computes; any number
+but an infinite one."""
 
 HIDDEN, MODERATE = -1e4, 1e3
+BURIED, SMALLEST = -1e30, 1e-6
+"""A number that still hides a score after a product with one that is not smaller than the second."""
 
 Mark = float | str | None
-"""What is known of the elements of a region: a number, HIDE, PLAIN, or nothing."""
+"""What is known of the elements of a region: a number, BURY, HIDE, PLAIN, FINITE, or nothing."""
 
 Region = tuple[tuple[int, int], tuple[Mark, Mark, Mark]]
 """Two axes counted from the end, rows and columns, and what is known where the absolute position of the column is
@@ -68,10 +71,13 @@ ROWS = symbol(BATCH)
 
 
 class Lengths:
-    """How the lengths of one walk read: the first call of a sequence, one new token a call, or any; and its opset."""
+    """How the lengths of one walk read: the first call of a sequence, one new token a call, or any.
 
-    def __init__(self, first: bool = False, single: bool = False, opset: int = 0) -> None:
-        self.opset = opset
+    `opset` is that of the graph; `one_float` says that all its floats are of one type.
+    """
+
+    def __init__(self, first: bool = False, single: bool = False, opset: int = 0, one_float: bool = False) -> None:
+        self.opset, self.one_float = opset, one_float
         self.past = number(0) if first else symbol(PAST)
         self.new, self.first, self.single = symbol(NEW), first, single
         self.total = self.past + self.new
