@@ -24,7 +24,7 @@ KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
 
 
 class NotProved(Exception):
-    """What stands in the way, in the words of a report; and the node, where it is one."""
+    """What stands in the way, as a report says it; and the node, where it is one."""
 
     def __init__(self, reason: str, node: FlatNode | None = None) -> None:
         super().__init__(reason)

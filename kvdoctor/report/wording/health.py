@@ -110,10 +110,18 @@ def describe_health(report: Report) -> tuple[list[str], list[str]]:
     ]
     if report.verdict == "healthy":
         closely = _group_names(stacks, lambda stack: _describe_loop(report, stack))
-        for stack in stacks:
-            for label, text in describe_proof(stack):
-                closely.setdefault(f"{label}: {text}", []).append(stack.name)
-    return works, [f"{_join_names(names)}: {one}" if len(closely) > 1 else one for one, names in closely.items()]
+    proved = _group_names([stack for stack in stacks if stack.proof], _name_proof) if closely else {}
+    named = [
+        f"{_join_names(names)}: {one}" if len(texts) > 1 else one
+        for texts in (closely, proved)
+        for one, names in texts.items()
+    ]
+    return works, named
+
+
+def _name_proof(stack: StackFacts) -> str:
+    """`proved: with and without a cache agree for every past, chunk and batch`."""
+    return "; ".join(f"{label}: {text}" for label, text in describe_proof(stack))
 
 
 def name_not_tried(report: Report, stacks: Sequence[StackFacts]) -> str | None:
