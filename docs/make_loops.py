@@ -6,7 +6,7 @@ They are the code in the section `In your program` of each program's notes, whic
 import re
 from pathlib import Path
 
-from kvdoctor.addons.loops.languages import languages
+from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.addons.loops.project import NOTES
 
 PAGE = Path(__file__).parent / "loops.md"
@@ -24,7 +24,7 @@ def page() -> str:
 def sections() -> str:
     """The code of each program, under the names of the languages that have it."""
     titles: dict[Path, list[str]] = {}
-    for language in languages().values():
+    for language in LANGUAGES.values():
         titles.setdefault(language.folder, []).append(language.title)
     return "\n".join(f"### {' and '.join(names)}\n\n{_section(folder)}\n" for folder, names in titles.items())
 

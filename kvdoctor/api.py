@@ -380,30 +380,22 @@ def render(result: Document, name: str = "text") -> str:
     from kvdoctor.report import formats
     from kvdoctor.report.document import Report
 
+    writers = (one for one in addons.modules("report") if isinstance(result, one.DOCUMENT))
+    writer: Any = formats if isinstance(result, GateResult | Report) else next(writers)
+    if name not in writer.FORMATS:
+        raise UsageError(f"there is no format {name!r}; it is one of {', '.join(writer.FORMATS)}")
     if isinstance(result, GateResult):
-        _refuse_unknown_format(name, formats.FORMATS)
         return formats.render_gate(result.to_dict, list(result.reports), result.summary_lines(), name)
-    if isinstance(result, Report):
-        _refuse_unknown_format(name, formats.FORMATS)
-        return formats.render(result, name)
-    module = next(one for one in addons.modules("report") if isinstance(result, one.DOCUMENT))
-    _refuse_unknown_format(name, module.FORMATS)
-    return str(module.render(result, name))
+    return str(writer.render(result, name))
 
 
 def schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of every document, by its short name, as `kvdoctor schema NAME` takes it."""
     from kvdoctor.gating.verdict import baseline_schema, gate_schema
-    from kvdoctor.report.schema import contract_schema, env_schema, explain_schema, report_schema
+    from kvdoctor.report.schema import list_schemas
 
-    found = {
-        "report": report_schema(),
-        "gate": gate_schema(),
-        "contract": contract_schema(),
-        "baseline": baseline_schema(),
-        "explain": explain_schema(),
-        "env": env_schema(),
-    }
+    known = {**list_schemas(), "gate": gate_schema(), "baseline": baseline_schema()}
+    found = {name: known[name] for name in ("report", "gate", "contract", "baseline", "explain", "env")}
     for module in addons.modules("report"):
         found |= module.schemas()
     return found
@@ -494,8 +486,3 @@ def _policy(given: Mapping[str, Any]) -> "Policy | None":
 
 def _list_paths(paths: "Path | Iterable[Path]") -> tuple[str, ...]:
     return tuple(os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths))
-
-
-def _refuse_unknown_format(name: str, formats: tuple[str, ...]) -> None:
-    if name not in formats:
-        raise UsageError(f"there is no format {name!r}; it is one of {', '.join(formats)}")

@@ -6,7 +6,7 @@ A `Kind` checks a value, wherever it comes from, and describes the values that i
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, TypeGuard, get_args
+from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 
 from kvdoctor.errors import did_you_mean
 from kvdoctor.records import record
@@ -15,18 +15,9 @@ Consumer = Literal["plain", "held"]
 """The loop that calls the model: every present is fed back, or the cross-attention cache of the prefill is held."""
 Required = Literal["chunked-prefill", "batch", "left-padding", "beam", "full-context", "speculation", "prefix-sharing"]
 """Uses that must work."""
-FailOn = Literal[
-    "note",
-    "warning",
-    "error",
-    "never",
-    "note:confirmed",
-    "warning:confirmed",
-    "error:confirmed",
-    "note:suspected",
-    "warning:suspected",
-    "error:suspected",
-]
+IfConfirmed = Literal["note:confirmed", "warning:confirmed", "error:confirmed"]
+IfSuspected = Literal["note:suspected", "warning:suspected", "error:suspected"]
+FailOn = Literal["note", "warning", "error", "never", IfConfirmed, IfSuspected]
 """The lowest severity that counts as a failure; with `:confirmed` suspected findings never do, with `:suspected` they
 do from one severity lower on, since a suspicion that a run could decide stands one lower than the fault."""
 Agree = Literal["tokens", "logits", "bits"]
@@ -53,6 +44,9 @@ AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)
 CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+
+T = TypeVar("T")
 
 
 class WrongValue(ValueError):
@@ -106,6 +100,13 @@ class Kind:
     def refuse(self, given: Any) -> NoReturn:
         """Raise `WrongValue` with the values that are accepted."""
         raise WrongValue(f"it takes {self.takes}; got {given!r}")
+
+    def convert(self, into: Callable[[Any], T], given: Any) -> T:
+        """Return what a function makes of a value, and refuse the value where that fails."""
+        try:
+            return into(given)
+        except (TypeError, ValueError):
+            self.refuse(given)
 
 
 @record
@@ -165,11 +166,7 @@ class Whole(Kind):
 
     def parse(self, text: str) -> int:
         """Read the digits."""
-        try:
-            number = int(text)
-        except ValueError:
-            self.refuse(text)
-        return self.read(number)
+        return self.read(self.convert(int, text))
 
 
 @record
@@ -188,11 +185,7 @@ class Seconds(Kind):
 
     def parse(self, text: str) -> float:
         """Read a decimal number."""
-        try:
-            number = float(text)
-        except ValueError:
-            self.refuse(text)
-        return self.read(number)
+        return self.read(self.convert(float, text))
 
 
 @record
@@ -218,11 +211,8 @@ class Day(Kind):
         """Accept a text of the form YYYY-MM-DD."""
         import datetime as dt
 
-        try:
-            day = dt.date.fromisoformat(given)
-        except (TypeError, ValueError):
-            self.refuse(given)
-        return day.isoformat() if day.isoformat() == given else self.refuse(given)
+        day = self.convert(dt.date.fromisoformat, given).isoformat()
+        return day if day == given else self.refuse(given)
 
 
 @record
@@ -234,11 +224,7 @@ class File(Kind):
 
     def read(self, given: Any) -> str:
         """Accept a text or an `os.PathLike`."""
-        try:
-            path: str = os.fsdecode(given)
-        except TypeError:
-            self.refuse(given)
-        return path
+        return self.convert(os.fsdecode, given)
 
     def check_toml(self, given: Any) -> None:
         """Accept a text."""
@@ -258,11 +244,11 @@ class Folder(File):
 class Names(Kind):
     """Several names: a list, or one text with commas.
 
-    `convert` makes the value of the option from the names; it raises `WrongValue` for an unknown one. `to_json` lists
+    `make` makes the value of the option from the names; it raises `WrongValue` for an unknown one. `to_json` lists
     the names of a value. `if_empty` is the reason to refuse a value without a name. `known` lists the names.
     """
 
-    convert: Callable[[tuple[str, ...]], Any] = tuple
+    make: Callable[[tuple[str, ...]], Any] = tuple
     to_json: Callable[[Any], list[str]] = list
     if_empty: str = ""
     known: Callable[[], Iterable[str]] = tuple
@@ -275,13 +261,13 @@ class Names(Kind):
         words = tuple(word.strip() for entry in entries for word in str(entry).split(",") if word.strip())
         if entries and not words and self.if_empty:
             raise WrongValue(self.if_empty)
-        return self.convert(words)
+        return self.make(words)
 
     def check_toml(self, given: Any) -> None:
         """Accept a list of texts."""
         if not isinstance(given, list) or not all(map(is_text, given)):
             self.refuse(given)
-        self.convert(tuple(given))
+        self.make(tuple(given))
 
     def words(self) -> Iterable[str]:
         """Return the known names."""

@@ -7,7 +7,7 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the names below 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -16,30 +16,10 @@ from kvdoctor.records import record
 Dim = int | str | None
 """A declared size: a number, a symbolic name, or None where the file declares nothing."""
 
-Axis = Literal[
-    "batch",
-    "batch_heads",
-    "batch_codebooks",
-    "codebooks",
-    "batch_new",
-    "new",
-    "past",
-    "total",
-    "capacity",
-    "encoder",
-    "encoder_input",
-    "kv_heads",
-    "head_dim",
-    "hidden",
-    "vocabulary",
-    "layers",
-    "parts",
-    "channels",
-    "state",
-    "blocks",
-    "block",
-    "fixed",
-]
+RowAxis = Literal["batch", "batch_heads", "batch_codebooks", "codebooks", "batch_new"]
+LengthAxis = Literal["new", "past", "total", "capacity", "encoder", "encoder_input"]
+WidthAxis = Literal["kv_heads", "head_dim", "hidden", "vocabulary", "layers", "parts", "channels", "state"]
+Axis = Literal[RowAxis, LengthAxis, WidthAxis, "blocks", "block", "fixed"]
 """What an axis counts.
 
 new + past = total, and capacity, the length of a buffer of fixed size, in tokens; `encoder` counts encoder states;
@@ -49,48 +29,17 @@ cache; `channels` and `state` are the widths of convolution and recurrent states
 paged cache.
 """
 
-Role = Literal[
-    "token_ids",
-    "token_and_position",
-    "embeddings",
-    "attention_mask",
-    "padding_mask",
-    "additive_mask",
-    "position_ids",
-    "rotary_cos",
-    "rotary_sin",
-    "cache_position",
-    "write_index",
-    "past_length",
-    "total_length",
-    "last_index",
-    "last_new_index",
-    "new_length",
-    "batch_size",
-    "row_index",
-    "has_past",
-    "first_call",
-    "encoder_mask",
-    "encoder_states",
-    "encoder_input",
-    "encoder_length",
-    "features",
-    "branch_switch",
-    "logits_to_keep",
-    "setting",
-    "condition",
-    "token_states",
-    "unused",
-    "beam_input",
-    "block_table",
-    "scale",
-    "adapter",
-    "past",
-    "present",
-    "logits",
-    "next_token",
-    "auxiliary",
+TokenRole = Literal["token_ids", "token_and_position", "embeddings"]
+MaskRole = Literal["attention_mask", "padding_mask", "additive_mask"]
+PositionRole = Literal["position_ids", "rotary_cos", "rotary_sin", "cache_position", "write_index"]
+CountRole = Literal[
+    "past_length", "total_length", "last_index", "last_new_index", "new_length", "batch_size", "row_index"
 ]
+SwitchRole = Literal["has_past", "first_call", "branch_switch", "logits_to_keep"]
+EncoderRole = Literal["encoder_mask", "encoder_states", "encoder_input", "encoder_length", "features"]
+CallerRole = Literal["setting", "condition", "token_states", "unused", "beam_input", "block_table", "scale", "adapter"]
+CarriedRole = Literal["past", "present", "logits", "next_token", "auxiliary"]
+Role = Literal[TokenRole, MaskRole, PositionRole, CountRole, SwitchRole, EncoderRole, CallerRole, CarriedRole]
 """The part a port plays.
 
 `padding_mask` is a mask in which 1 hides an entry; `cache_position` is the arange past..total, `write_index` the past
@@ -103,15 +52,8 @@ row that the caller chooses for all tokens (a language, a speaker, a kind), the 
 is a matrix of LoRA, zeros without an adapter; nothing reads what is `unused`, which has to be fed all the same.
 """
 
-SlotKind = Literal[
-    "self-attention",
-    "cross-attention",
-    "hidden-memory",
-    "encoder-states",
-    "conv-state",
-    "recurrent-state",
-    "counter",
-]
+StateKind = Literal["conv-state", "recurrent-state", "counter"]
+SlotKind = Literal["self-attention", "cross-attention", "hidden-memory", "encoder-states", StateKind]
 """What a slot keeps.
 
 Keys and values of the tokens so far, or of the encoder states; `hidden-memory` keeps hidden states from which keys and
@@ -164,14 +106,14 @@ OF_FEATURES: tuple[PhaseName, ...] = ("vision", "audio")
 """The phases that make rows for the places of placeholders among the embeddings."""
 
 ITEM_BYTES = {
+    "double": 8,
+    "int64": 8,
     "float": 4,
+    "int32": 4,
     "float16": 2,
     "bfloat16": 2,
-    "double": 8,
     "int8": 1,
     "uint8": 1,
-    "int32": 4,
-    "int64": 8,
     "bool": 1,
 }
 """Bytes per element of the element types a cache is seen in."""
@@ -300,9 +242,7 @@ class Slot:
 
     def size(self, axis: Axis) -> int | None:
         """Give the declared size of an axis where it is a number."""
-        if axis not in self.axes:
-            return None
-        size = self.shape[self.axes.index(axis)]
+        size = self.shape[self.axes.index(axis)] if axis in self.axes else None
         return size if isinstance(size, int) else None
 
     def sized(self, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
@@ -435,8 +375,7 @@ class CacheContract:
     @property
     def fixed_batch(self) -> int | None:
         """The number of sequences where a decoder graph takes one number only."""
-        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase in DECODING)
-        return self._fixed("batch", graphs)
+        return self._fixed("batch")
 
     @property
     def capacity(self) -> int | None:
@@ -453,12 +392,11 @@ class CacheContract:
     @property
     def encoder_length(self) -> int | None:
         """The number of encoder states where a decoder graph takes one number only."""
-        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase in DECODING)
-        return self._fixed("encoder", graphs)
+        return self._fixed("encoder")
 
-    @staticmethod
-    def _fixed(axis: Axis, graphs: Iterable[Graph]) -> int | None:
-        """The number that inputs of some graphs declare for an axis; that of a past may be meant for another use."""
+    def _fixed(self, axis: Axis) -> int | None:
+        """The number that inputs of decoders declare for an axis; that of a past may be meant for another use."""
+        graphs = (self.graphs[served.graph] for phase, served in self.phases.items() if phase in DECODING)
         for port in (port for graph in graphs for port in graph.inputs):
             if (port.role != "past" or axis == "batch") and (size := port.size(axis)) is not None:
                 return size
@@ -538,14 +476,12 @@ def with_reading(contract: CacheContract, ambiguity: Ambiguity, reading: Reading
 def with_last_logits_only(contract: CacheContract) -> CacheContract:
     """The contract whose calls give the logits of the last token alone, whatever the graph declares."""
 
-    def put_right(port: Port) -> Port:
+    def of_last(port: Port) -> Port:
         if port.role != "logits" or port.shape is None or "new" not in port.axes:
             return port
         return replace(port, shape=tuple(1 if a == "new" else d for a, d in zip(port.axes, port.shape, strict=True)))
 
-    graphs = {
-        name: replace(graph, outputs=tuple(map(put_right, graph.outputs))) for name, graph in contract.graphs.items()
-    }
+    graphs = {n: replace(graph, outputs=tuple(map(of_last, graph.outputs))) for n, graph in contract.graphs.items()}
     return replace(contract, graphs=graphs)
 
 

@@ -54,7 +54,7 @@ class Advice:
 
 @record
 class Fault:
-    """What a check found; `diagnose.run_checks` completes it to a finding.
+    """What a check found; `diagnose.run_checks` completes it to a finding. `compare` and `also` add to it.
 
     Attributes:
         file: The file; by default the one that the check was given, or that decodes.
@@ -71,10 +71,10 @@ class Fault:
 
     severity: Severity
     subject: tuple[str, ...]
-    declared: str
-    observed: str
     cause: str
     repair: Advice
+    declared: str = ""
+    observed: str = ""
     where: str = ""
     run: Run | None = None
     error: str | None = None
@@ -85,6 +85,14 @@ class Fault:
     evidence: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+
+    def compare(self, declared: str, observed: str) -> "Fault":
+        """The fault with what was to be, and what is."""
+        return replace(self, declared=declared, observed=observed)
+
+    def also(self, **more: Any) -> "Fault":
+        """The fault with other fields."""
+        return replace(self, **more)
 
 
 @record

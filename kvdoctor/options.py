@@ -8,7 +8,7 @@ option, add a field; for the type checkers of callers, add its type to a TypedDi
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvdoctor import addons
@@ -216,7 +216,7 @@ def _list_codes() -> Iterable[str]:
     return [word for check in all_checks() for word in (check.code, check.name)]
 
 
-CODES = Names("a list of codes, prefixes or names", "CODES", convert=_check_codes, known=_list_codes)
+CODES = Names("a list of codes, prefixes or names", "CODES", make=_check_codes, known=_list_codes)
 SEQUENCES = Whole.of(1, MOST_SEQUENCES)
 POSITIONS = Whole.of(1, MOST_POSITIONS)
 
@@ -230,6 +230,13 @@ MODELS = Option(
     once=True,
 )
 """The one key of a policy that is no option: the command line has arguments for it."""
+
+_gate_run = partial(option, commands=GATES, group=LIMITS)
+_baseline = partial(option, commands=("baseline",), group=BASELINE)
+_repair = partial(option, commands=("re-export",), group=REPAIR)
+_input = partial(option, commands=("step-test",), group=INPUT, reported="if set")
+_planned = partial(_input, commands=("inspect",))
+_limit = partial(option, commands=(*RUNS, *WORKER), group=LIMITS)
 
 
 @record
@@ -252,42 +259,34 @@ class GateChoices:
         policy='exclude = ["*-draft"]',
         once=True,
     )
-    jobs: int | None = option(
+    jobs: int | None = _gate_run(
         Whole.of(1),
         None,
         "Run this many models side by side.",
-        GATES,
         unset="as many as cores and memory allow",
         policy="jobs = 2",
         once=True,
-        group=LIMITS,
     )
-    cache: bool = option(
+    cache: bool = _gate_run(
         Flag(),
         True,
         "Skip models that have not changed since their last run.",
-        GATES,
         flag="no-cache",
         flag_help="Run models again that have not changed since their last run.",
         policy="cache = false",
         once=True,
-        group=LIMITS,
     )
-    cache_dir: str | None = option(
+    cache_dir: str | None = _gate_run(
         Folder(),
         None,
         "Keep the reports of unchanged models in this folder.",
-        GATES,
         unset="the user's cache folder",
         environment="KVDOCTOR_CACHE_DIR",
-        group=LIMITS,
     )
-    cluster: str | None = option(
+    cluster: str | None = _gate_run(
         Text("the address of a scheduler", "ADDRESS"),
         None,
         "Run the models on the Dask cluster of this scheduler, as in tcp://HOST:8786.",
-        GATES,
-        group=LIMITS,
     )
     static: bool = option(
         Flag(),
@@ -317,37 +316,26 @@ class SpeedChoices:
 class BaselineChoices:
     """The options of `baseline` alone."""
 
-    reason: str | None = option(
+    reason: str | None = _baseline(
         Text("the reason why the findings may stay"),
         None,
         "Add the findings that count and are not known, for this reason.",
-        ("baseline",),
-        group=BASELINE,
     )
-    until: str | None = option(
-        Day(), None, "With --reason: know the findings until this day, as in 2026-12-31.", ("baseline",), group=BASELINE
+    until: str | None = _baseline(Day(), None, "With --reason: know the findings until this day, as in 2026-12-31.")
+    prune: bool = _baseline(Flag(), False, "Remove findings that are not found any more, and models that are gone.")
+    check: bool = _baseline(
+        Flag(), False, "Write nothing; exit with code 1 if the file would change, or if a finding counts."
     )
-    prune: bool = option(
-        Flag(),
-        False,
-        "Remove findings that are not found any more, and models that are gone.",
-        ("baseline",),
-        group=BASELINE,
-    )
-    check: bool = option(
-        Flag(),
-        False,
-        "Write nothing; exit with code 1 if the file would change, or if a finding counts.",
-        ("baseline",),
-        group=BASELINE,
-    )
+
+
+CHECKPOINT = File("a folder or a model of the Hugging Face Hub", "CHECKPOINT")
 
 
 @record
 class ReExportChoices:
     """The options of `re-export` alone. `from_` is `--from`."""
 
-    fix: tuple[str, ...] = option(
+    fix: tuple[str, ...] = _repair(
         Names(
             "names of repairs",
             "NAMES",
@@ -355,57 +343,34 @@ class ReExportChoices:
         ),
         (),
         "Use only these repairs, by name (docs/repairs.md).",
-        ("re-export",),
-        group=REPAIR,
     )
-    keep_unproved: bool = option(
-        Flag(), False, "Write OUT even if the repair could not be proved.", ("re-export",), group=REPAIR
+    keep_unproved: bool = _repair(Flag(), False, "Write OUT even if the repair could not be proved.")
+    opset: int | None = _repair(
+        Whole.of(7, 40), None, "With --from: export with opset N.", unset="that of the exporter"
     )
-    opset: int | None = option(
-        Whole.of(7, 40),
-        None,
-        "With --from: export with opset N.",
-        ("re-export",),
-        unset="that of the exporter",
-        group=REPAIR,
-    )
-    from_: str | None = option(
-        File("a folder or a model of the Hugging Face Hub", "CHECKPOINT"),
+    from_: str | None = _repair(
+        CHECKPOINT,
         None,
         "Export again from this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the network).",
-        ("re-export",),
         flag="from",
-        group=REPAIR,
     )
-    exporter: ExporterName | None = option(
+    exporter: ExporterName | None = _repair(
         Choice.of(EXPORTERS),
         None,
         "With --from: export with this exporter.",
-        ("re-export",),
         unset="by the layout and the findings of PATH",
-        group=REPAIR,
     )
-    dtype: Dtype | None = option(
+    dtype: Dtype | None = _repair(
         Choice.of(DTYPES),
         None,
         "With --from: export in this arithmetic.",
-        ("re-export",),
         unset="the arithmetic of PATH's cache, else fp32",
-        group=REPAIR,
     )
-    task: str | None = option(
-        Text("the name of a task", "TASK"),
-        None,
-        "With --from and optimum: export for this task, by optimum's name.",
-        ("re-export",),
-        group=REPAIR,
+    task: str | None = _repair(
+        Text("the name of a task", "TASK"), None, "With --from and optimum: export for this task, by optimum's name."
     )
-    because: str | None = option(
-        File(metavar="REPORT"),
-        None,
-        "With --from: choose by this JSON report of PATH, and do not diagnose PATH again.",
-        ("re-export",),
-        group=REPAIR,
+    because: str | None = _repair(
+        File(metavar="REPORT"), None, "With --from: choose by this JSON report of PATH, and do not diagnose PATH again."
     )
 
 
@@ -418,110 +383,59 @@ class Options:
     options are given.
     """
 
-    contract: str | None = option(
-        File(),
-        None,
-        "Read the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand.",
-        ("step-test",),
-        reported="if set",
-        group=INPUT,
+    contract: str | None = _input(
+        File(), None, "Read the cache contract from here: `kvdoctor contract MODEL --format json`, edited by hand."
     )
-    feed: Mapping[str, float] = option(
+    feed: Mapping[str, float] = _input(
         Feeds("a finite number, true or false for each name of an input, as in scale=1.5", "NAME=VALUE"),
         {},
         "Feed this constant to an input whose role the file does not show.",
-        READ,
+        commands=READ,
         policy="feed = { scale = 1.5 }",
-        reported="if set",
-        group=INPUT,
     )
-    logits_output: str | None = option(
+    logits_output: str | None = _input(
         Text("the name of an output", "NAME"),
         None,
         "Take the logits from this output.",
-        READ,
+        commands=READ,
         policy='logits-output = "lm_logits"',
-        reported="if set",
-        group=INPUT,
     )
-    prompt_ids: tuple[int, ...] = option(
-        Numbers(),
-        (),
-        "Begin with these token ids, as in 1,2,3.",
-        ("step-test",),
-        reported="if set",
-        group=INPUT,
+    prompt_ids: tuple[int, ...] = _input(Numbers(), (), "Begin with these token ids, as in 1,2,3.")
+    inputs: str | None = _input(
+        File(), None, "Read encoder inputs and input_ids by name from this .npz file; without it they are generated."
     )
-    inputs: str | None = option(
-        File(),
-        None,
-        "Read encoder inputs and input_ids by name from this .npz file; without it they are generated.",
-        ("step-test",),
-        reported="if set",
-        group=INPUT,
-    )
-    reference: str | None = option(
-        File("a folder or a model of the Hugging Face Hub", "CHECKPOINT"),
+    reference: str | None = _input(
+        CHECKPOINT,
         None,
         "Compare the logits with this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the "
         "network).",
-        ("step-test", "reference"),
-        reported="if set",
-        group=INPUT,
+        commands=("step-test", "reference"),
     )
-    draft: str | None = option(
+    draft: str | None = _input(
         File("the path of a model", "MODEL"),
         None,
         "Compare this model as the draft of speculative decoding: its vocabulary, and the tokens that are accepted "
         "(docs/uses.md).",
-        ("step-test",),
-        reported="if set",
-        group=INPUT,
     )
-    against: str | None = option(
+    against: str | None = _input(
         File(),
         None,
         "Compare logits and caches with the golden numbers that `kvdoctor record` wrote into this file "
         "(docs/golden.md).",
-        ("step-test", *GATES),
+        commands=("step-test", *GATES),
         policy='against = "golden/marian.npz"',
-        reported="if set",
-        group=INPUT,
     )
-    weights: bool = option(
+    weights: bool = _planned(
         Flag(),
         False,
         "Read the values of the weights: name those that are zero, constant, not finite, too large or stored twice.",
-        ("inspect",),
-        reported="if set",
-        group=INPUT,
     )
-    batch: int | None = option(
-        SEQUENCES,
-        None,
-        "Show the memory plan for N sequences; each beam is one.",
-        ("inspect",),
-        unset="1",
-        reported="if set",
-        group=INPUT,
+    batch: int | None = _planned(SEQUENCES, None, "Show the memory plan for N sequences; each beam is one.", unset="1")
+    context: int | None = _planned(
+        POSITIONS, None, "Show the memory plan for N tokens in each sequence.", unset="the value of the config"
     )
-    context: int | None = option(
-        POSITIONS,
-        None,
-        "Show the memory plan for N tokens in each sequence.",
-        ("inspect",),
-        unset="the value of the config",
-        reported="if set",
-        group=INPUT,
-    )
-    encoder_length: int | None = option(
-        POSITIONS,
-        None,
-        "Show the memory plan for N encoder states.",
-        ("inspect",),
-        unset="the value of the graph or the config",
-        reported="if set",
-        group=INPUT,
+    encoder_length: int | None = _planned(
+        POSITIONS, None, "Show the memory plan for N encoder states.", unset="the value of the graph or the config"
     )
     consumer: Consumer = option(
         Choice.of(CONSUMERS),
@@ -533,12 +447,7 @@ class Options:
         reported="always",
     )
     targets: "tuple[Target, ...]" = option(
-        Names(
-            "a list of runtimes",
-            "SPEC",
-            convert=_read_targets,
-            to_json=lambda targets: [target.asked for target in targets],
-        ),
+        Names("a list of runtimes", "SPEC", make=_read_targets, to_json=lambda found: [one.asked for one in found]),
         (),
         "Check the model for this runtime: onnxruntime==1.16.3, ort-crate==2.0.0-rc.10 (docs/targets.md).",
         ("inspect", *MAY_DOWNLOAD),
@@ -576,7 +485,7 @@ class Options:
         reported="always",
     )
     require: tuple[Required, ...] = option(
-        Names("a list of uses", "USES", convert=_check_uses, known=lambda: REQUIRED),
+        Names("a list of uses", "USES", make=_check_uses, known=lambda: REQUIRED),
         (),
         f"Make the findings of these uses errors; uses separated by commas: {', '.join(REQUIRED)}.",
         ALL,
@@ -608,40 +517,31 @@ class Options:
         policy="thorough = true",
         reported="if set",
     )
-    provider: str = option(
+    provider: str = _limit(
         Text("the name of an execution provider", "NAME"),
         "CPUExecutionProvider",
         "Run on this execution provider.",
-        (*RUNS, *WORKER),
         policy='provider = "CUDAExecutionProvider"',
         reported="always",
-        group=LIMITS,
     )
-    seed: int = option(
-        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", (*ALL, *WORKER), policy="seed = 7", group=LIMITS
+    seed: int = _limit(
+        Whole.of(0), 0, "Seed the generator of all synthetic inputs.", commands=(*ALL, *WORKER), policy="seed = 7"
     )
-    timeout: float = option(
-        Seconds(),
-        300.0,
-        "Wait no longer than this for one answer of the runtime.",
-        (*RUNS, *WORKER),
-        policy="timeout = 60",
-        group=LIMITS,
+    timeout: float = _limit(
+        Seconds(), 300.0, "Wait no longer than this for one answer of the runtime.", policy="timeout = 60"
     )
-    max_memory: int | None = option(
+    max_memory: int | None = _limit(
         Whole.of(1, unit="MiB", metavar="MIB"),
         None,
         "Limit the resident memory of the runtime's process.",
-        (*RUNS, *WORKER),
         unset="nine tenths of the machine's memory",
         policy="max-memory = 4096",
-        group=LIMITS,
     )
     hash: bool = option(
         Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
     )
-    offline: bool = option(
-        Flag(), False, "Never use the network.", (*ALL, *WORKER, "contract"), policy="offline = true", group=LIMITS
+    offline: bool = _limit(
+        Flag(), False, "Never use the network.", commands=(*ALL, *WORKER, "contract"), policy="offline = true"
     )
     progress: Callable[[str, int, int], None] | None = option(
         Kind("a function"), None, "Call this at the start of each experiment.", (*ALL, *WORKER), flag=None
@@ -766,8 +666,6 @@ def read_options(struct: type[Struct], given: Mapping[str, Any], command: str = 
 
 def _refuse_empty_selection(select: tuple[str, ...], ignore: tuple[str, ...]) -> None:
     """Refuse a selection that leaves no check: it would call every model healthy."""
-    if not select and not ignore:
-        return
     from kvdoctor.findings import Selection, all_checks
 
     selection = Selection(select, ignore)

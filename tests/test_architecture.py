@@ -41,26 +41,26 @@ BUDGET = {
     "addons": 50,
     "addons/comparison": 2_150,
     "addons/conversions": 7_375,
-    "addons/loops": 2_150,
+    "addons/loops": 2_100,
     "addons/reproducer": 2_425,
-    "addons/traces": 3_850,
-    "analysis": 12_300,
-    "cli": 1_350,
-    "decode": 9_125,
-    "diagnose": 14_450,
-    "gating": 2_650,
-    "model": 4_325,
-    "repair": 7_525,
-    "report": 7_150,
-    "root": 3_125,
-    "runtime": 2_725,
+    "addons/traces": 3_825,
+    "analysis": 11_775,
+    "cli": 1_375,
+    "decode": 9_200,
+    "diagnose": 13_025,
+    "gating": 2_500,
+    "model": 4_275,
+    "repair": 6_825,
+    "report": 6_750,
+    "root": 2_950,
+    "runtime": 2_750,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
 
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 460, 32_750, 16_350
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 454, 32_750, 16_350
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -1,5 +1,6 @@
 """Whatever lies at the path: the right exit code, a finding or a message that helps, and nothing is harmed."""
 
+import io
 import json
 import os
 import platform
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor import inspect
+from kvdoctor.decode.samples import read_npz
 
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
@@ -753,6 +756,24 @@ def test_a_model_that_takes_the_runtime_with_it(command: str, harm: str, tmp_pat
     assert result.outcome("same-cache") == "differs"
 
 
+def test_a_file_that_is_never_open_is_opened_once(tmp_path: Path) -> None:
+    folder = saved(bad.decoder(*bad.opening_for_minutes()), tmp_path / "model")
+    result = only_report("step-test", folder, "--timeout", "6")
+    died = [run["experiment"] for run in result.report["runs"] if run["outcome"] == "died"]
+    assert (result.code, died) == (3, ["plain-loop"])
+    assert result.findings["worker-died"]["observed"].endswith(" while it opened model.onnx")
+    again = [run["reason"] for run in result.report["runs"] if "not opened again" in (run["reason"] or "")]
+    assert len(again) > 3
+
+
+def test_a_file_that_is_open_is_not_blamed_for_the_first_call(tmp_path: Path) -> None:
+    """The same work in a step: each experiment has a worker of its own for it."""
+    result = only_report("step-test", saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model"), "--timeout", "2")
+    died = [run for run in result.report["runs"] if run["outcome"] == "died"]
+    assert died
+    assert not any("opened" in run["reason"] for run in result.report["runs"] if run["reason"])
+
+
 @pytest.mark.slow
 def test_a_worker_that_died_does_not_stop_the_next_model(tmp_path: Path) -> None:
     folder = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model")
@@ -1063,3 +1084,70 @@ def test_one_file_that_two_graphs_lack_is_one_finding(tmp_path: Path) -> None:
     assert graph.name in found[0].where
     assert "second.onnx" in found[0].where
     assert "second.onnx" in found[0].subject
+
+
+SIDE_FILES = {
+    "inputs": ("step-test", "--inputs", "FILE", GPT2),
+    "trace": ("step-test", "--trace", "FILE", GPT2),
+    "against": ("step-test", "--against", "FILE", GPT2),
+    "contract": ("step-test", "--contract", "FILE", GPT2),
+    "earlier": ("speed", "--against", "FILE", GPT2),
+    "baseline": ("gate", "--baseline", "FILE", GPT2),
+    "policy": ("gate", "--config", "FILE", GPT2),
+}
+
+
+@posix
+@pytest.mark.parametrize("option", sampled(SIDE_FILES, 3))
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_a_side_file_without_an_end_is_refused(what: str, option: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    os.mkfifo(file) if what == "pipe" else file.symlink_to(what)
+    result = call(*(file if word == "FILE" else word for word in SIDE_FILES[option]))
+    assert result.code == 2
+    assert "no file" in result.err or "not a regular file" in result.err
+
+
+@posix
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_a_config_without_an_end_is_named(what: str, tmp_path: Path) -> None:
+    folder = copied(GPT2, tmp_path / "model")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json") if what == "pipe" else (folder / "config.json").symlink_to(what)
+    assert "config.json was not read: it is not a regular file" in call("inspect", folder).out
+
+
+def _with_header(shape: tuple[int, ...]) -> bytes:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return header.getvalue() + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (np.zeros(4096).tobytes(), "larger than 0 MiB"),
+        (_with_header((1 << 40,)), "its header says otherwise"),
+        (_with_header((-4,)), "its header says otherwise"),
+        (_with_header((4,))[:-1], "its header says otherwise"),
+        (b"nothing", "magic string"),
+    ],
+)
+def test_an_archive_that_takes_more_memory_than_its_bytes(content: bytes, reason: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", content)
+    with pytest.raises(ValueError, match=reason):
+        read_npz(tmp_path / "a.npz", 1 << 12)
+    damaged = (tmp_path / "a.npz").read_bytes()[:-9]
+    result = call("step-test", GPT2, "--inputs", saved(damaged, tmp_path, "b.npz") / "b.npz")
+    assert result.code == 2
+
+
+@pytest.mark.parametrize("axes", [64, 65, 20_000])
+def test_a_tensor_of_many_axes(axes: int, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("many", TensorProto.FLOAT, [f"axis{n}" for n in range(axes)])
+    model = bad.changed(lambda graph: graph.input.append(value))
+    result = only_report("inspect", saved(model, tmp_path / "model"))
+    if axes > 64:
+        assert result.findings["unreadable"]["observed"] == f"it has a tensor of {axes:,} axes, 'many'"
+    assert (result.code, "unreadable" in result.findings) == ((3, True) if axes > 64 else (0, False))

@@ -17,7 +17,7 @@ from support.text_fixtures import load_all
 
 from kvdoctor import inspect
 from kvdoctor.addons.comparison.results_diff import compare_findings
-from kvdoctor.addons.loops.languages import languages
+from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.api import schemas
 from kvdoctor.choices import FAIL_ON
 from kvdoctor.cli.main import GROUPS, cli, find_command, list_commands, main
@@ -212,7 +212,7 @@ def test_a_wrong_call_says_what_to_do(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "names"), [("loop", languages()), ("schema", schemas())])
+@pytest.mark.parametrize(("command", "names"), [("loop", LANGUAGES), ("schema", schemas())])
 def test_help_lists_every_name_that_can_be_given(command: str, names: Iterable[str]) -> None:
     found = find_command(command)
     assert found is not None

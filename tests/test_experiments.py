@@ -2,17 +2,24 @@
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from support.isolated import EXPORTS
 
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario
 from kvdoctor.decode.experiments import Experiment, load
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import plain_token_ids
+from kvdoctor.decode.messages import ExperimentJob, FileOpening
+from kvdoctor.decode.stack_driver import StackDriver
 from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.process import Limits
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 128])
@@ -158,3 +165,92 @@ def test_every_experiment_says_what_it_asks() -> None:
     for experiment in load():
         assert experiment.question
         assert experiment.judged or experiment.why or experiment.explains, experiment.name
+
+
+@dataclass(frozen=True)
+class Marked(Scripted):
+    """The same where a value can say which call made it."""
+
+    made: tuple[int, bytes] | None = None
+
+
+@dataclass
+class Counting(StackDriver):
+    """Answers calls with the number of the call, and counts those that were run."""
+
+    ran: int = 0
+
+    def run_session(self, call: Call) -> Answer:
+        self.ran += 1
+        found = answer(self.contract, call, self.ran)
+        return replace(found, outputs={name: Marked(value.array()) for name, value in found.outputs.items()})
+
+
+def counting() -> tuple[Counting, FeedBuilder]:
+    loop = builder("gpt2", prompt=3, steps=4)
+    return Counting("stack", loop.contract, None, 0, lambda _: None), loop
+
+
+def test_an_equal_call_of_another_experiment_runs_once() -> None:
+    """Also a step on what came back: the feeds of both are the outputs of equal calls."""
+    driver, loop = counting()
+    for _ in range(2):
+        used: set[bytes] = set()
+        first = driver.run_once(loop.prefill(3), used)
+        driver.run_once(loop.decode(3, 4, loop.carry(None, first, "held")), used)
+    assert driver.ran == 2
+    driver.run_once(loop.prefill(4), set())
+    assert driver.ran == 3
+
+
+def test_what_an_experiment_repeats_is_run_again() -> None:
+    """So do the runs that show whether a model answers twice in the same way, and those in another way."""
+    driver, loop = counting()
+    used: set[bytes] = set()
+    driver.run_reference(loop.reference(), used)
+    assert [driver.run_once(loop.prefill(loop.scenario.total), used) and driver.ran for _ in range(3)] == [2, 3, 4]
+    driver.run_reference(loop.reference(), used := set())
+    driver.run_once(loop.prefill(loop.scenario.total), used)
+    assert driver.ran == 5
+    for way in ("io-binding", "io-binding", "basic", "basic"):
+        driver.run_once(replace(loop.prefill(3), via=way), set())
+    assert driver.ran == 9
+
+
+def test_nothing_is_reused_after_a_call_that_overwrites() -> None:
+    driver, loop = counting()
+    first = driver.run_once(loop.prefill(3), set())
+    past = loop.carry(None, first, "held")
+    driver.run_once(loop.decode(3, 4, past), set())
+    driver.run_once(replace(loop.decode(3, 4, past), via="one-buffer"), set())
+    assert driver.ran == 3
+    for _ in range(2):  # the past is not what the first call returned any more
+        driver.run_once(loop.decode(3, 4, past), set())
+    driver.run_once(loop.prefill(3), set())
+    assert driver.ran == 6
+
+
+def test_answers_are_held_up_to_a_size() -> None:
+    driver, loop = counting()
+    for start in range(200):
+        tokens = np.full_like(loop.tokens, start)
+        driver.run_once(replace(loop, tokens=tokens).prefill(loop.scenario.total), set())
+    held = sum(value.array().size for one in driver.known.values() for value in one.outputs.values())
+    assert held == 200 * sum(value.array().size for value in next(iter(driver.known.values())).outputs.values())
+    with patch("kvdoctor.decode.stack_driver.MOST_KEPT", held // 10):
+        driver.run_once(loop.prefill(3), set())
+    assert 10 < len(driver.known) <= 20
+
+
+def test_a_file_of_two_stacks_is_opened_once() -> None:
+    folder = open_folder(str(EXPORTS / "marian-4.57.6"))
+    opened = []
+    with Runtime(Limits()) as runtime:
+        for stack in folder.stacks:
+            contract = read_contract(stack, folder.side_cars)
+            for _ in range(2):
+                loop = {"merged": "held-loop", "pair": "plain-loop"}[stack.name]
+                job = ExperimentJob(stack.name, folder.root.absolute(), contract, (loop,))
+                opened += [(event.file, event.level) for event in runtime.ask(job) if isinstance(event, FileOpening)]
+    assert len(folder.stacks) == 2
+    assert len(set(opened)) == len(opened) == 4

@@ -177,8 +177,8 @@ def test_files_that_the_replaced_model_has_not_are_left_out(tmp_path: Path) -> N
 
 
 def test_inputs_and_outputs_that_differ_are_named() -> None:
-    known = read_source(inspect(str(SOUND)).to_dict())
-    files = tuple(inspect(str(EXPORTS / "llama-gqa")).to_dict()["model"]["files"])
+    known = read_source(inspect(str(SOUND)))
+    files = inspect(str(EXPORTS / "llama-gqa")).model.files
     ports = {port.name: (port.before, port.after) for port in compare_ports(known, files)}
     assert ports == {
         f"{side}.{layer}.{part}": (f"float[batch_size, 4, {length}, 8]", f"float[batch_size, 2, {length}, 8]")
@@ -393,7 +393,7 @@ def test_a_report_takes_the_place_of_a_diagnosis(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert call("inspect", MERGED, "--output", f"json={report}").code == 1
     known = read_because(str(report))
-    assert known.facts == read_source(inspect(str(MERGED)).to_dict()).facts
+    assert known.facts == read_source(inspect(str(MERGED))).facts
     assert known.facts.layouts == ("optimum-merged", "optimum-pair")
     assert (known.facts.opset, known.facts.dtype) == (18, "float")
     assert known.facts.faults[0] == "cross-cache-emptied"

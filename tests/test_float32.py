@@ -28,8 +28,9 @@ from support.sampling import sampled
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import Run
-from kvdoctor.diagnose.float32 import Float32Copy, write_float32_copy
+from kvdoctor.diagnose.float32 import write_float32_copy
 from kvdoctor.diagnose.float32.quantization import unround_integers
 from kvdoctor.diagnose.float32.widen import widen
 from kvdoctor.diagnose.pipeline import step_test
@@ -52,7 +53,7 @@ def severe(report: Report) -> list[str]:
     return [finding.name for finding in report.findings if finding.severity != "note"]
 
 
-def float32_copy_of(folder: Path, target: Path) -> Float32Copy:
+def float32_copy_of(folder: Path, target: Path) -> CacheContract:
     found = open_folder(str(folder))
     contract = read_contract(found.stacks[0], found.side_cars)
     target.mkdir()
@@ -120,8 +121,8 @@ def test_branches_and_encoders_have_float32_copies(name: str, tmp_path: Path) ->
         as_int8(file, target / file.name)
     (target / "config.json").write_bytes((EXPORTS / name / "config.json").read_bytes())
     copy = float32_copy_of(target, tmp_path / "copy")
-    assert copy.contract.exactness == "float"
-    for file in copy.folder.glob("*.onnx"):
+    assert copy.exactness == "float"
+    for file in (tmp_path / "copy").glob("*.onnx"):
         onnx.checker.check_model(str(file))
         operators = {node.op_type for graph in _graphs(onnx.load(file).graph) for node in graph.node}
         assert not operators & {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}

@@ -16,13 +16,14 @@ from support.pages import HTML, Page, assert_sound, assert_tells, kvdoctor, page
 from kvdoctor.findings import KnownFinding, NotChecked
 from kvdoctor.report import formats
 from kvdoctor.report import html as gate_page
+from kvdoctor.report.blocks import plain
 from kvdoctor.report.document import Report
 from kvdoctor.report.page.charts import trace_slot
 from kvdoctor.report.page.contract_diagram import fit, group_slots, merge_names
 from kvdoctor.report.page.elements import command, read_style
 from kvdoctor.report.page.markup import h
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
-from kvdoctor.report.sections.findings import tabulate_cache
+from kvdoctor.report.sections.findings import draw_cache
 
 EXPORTS = Path("fixtures/exports")
 ROOT = Path(__file__).parent.parent
@@ -159,14 +160,15 @@ def test_an_error_has_the_picture_of_the_cache_in_its_card(sick: Report, three: 
     made = rendered(sick)
     (card,) = (found for found in made.all("article") if {"finding", "error"} <= classes(found))
     (table,) = (found for found in card.iter(f"{HTML}table") if "lengths" in classes(found))
-    picture = tabulate_cache(sick, sick.findings[0])
+    picture, quote = draw_cache(sick, sick.findings[0])
     assert picture is not None
     shown = [[words(cell) for cell in row] for row in table.iter(f"{HTML}tr")]
-    assert shown == [[" ".join(cell.split()) for cell in row] for row in (picture.header, *picture.rows)]
+    assert shown == [[" ".join(plain(cell).split()) for cell in row] for row in (picture.header, *picture.rows)]
     assert [words(cell) for cell in table.iter(f"{HTML}td") if "wrong" in classes(cell)] == [
         "7 \u2192 0 empty, null pointer \u2190 here"
     ]
-    assert picture.quote in words(card)
+    assert quote is not None
+    assert quote in words(card)
     assert not [table for table in rendered(three[1]).all("table") if "lengths" in classes(table)]
 
 

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import bad_models as bad
-from support.bad_models import MARIAN, call, copied, saved, unchanged
+from support.bad_models import GPT2, MARIAN, call, copied, saved, unchanged
+from support.command_line import run_process
 from support.processes import assert_gone, started, workers
 from support.sampling import sampled
 
@@ -147,3 +149,39 @@ def test_no_worker_outlives_the_command(number: signal.Signals, busy: bool, tmp_
         process.send_signal(number)
         process.communicate(timeout=120)
         assert_gone(children)
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_scratch_folders_of_killed_runs_are_swept(lives: bool, tmp_path: Path) -> None:
+    """A folder of a run that goes on is left alone however old it is, and so is a folder of the user."""
+    scratch, mine = tmp_path / "scratch", tmp_path / "scratch" / "kvdoctor-repaired"
+    mine.mkdir(parents=True)
+    folder = saved(bad.decoder(*bad.looping_for_ever()), tmp_path / "model")
+    with started("step-test", folder, scratch=scratch) as process:
+        while not (found := list(scratch.glob("kvdoctor-*.scratch"))):
+            assert process.poll() is None
+            time.sleep(0.01)
+        if not lives:
+            process.kill()
+            process.wait()
+        for path in (mine, *found):
+            os.utime(path, (0, 0))
+        assert run_process("step-test", GPT2, env={**os.environ, "TMPDIR": str(scratch)}).returncode == 0
+        assert sorted(scratch.iterdir()) == sorted([mine, *(found if lives else ())])
+
+
+def test_interrupted_while_python_loads_it(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n", encoding="utf-8")
+    done = run_process("inspect", GPT2, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (130, "kvdoctor: interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
+@pytest.mark.parametrize("mebibytes", [60, 110])
+def test_too_little_memory_is_no_finding(mebibytes: int) -> None:
+    import resource
+
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
+    done = run_process("inspect", GPT2, preexec_fn=limit)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "not enough memory" in done.stderr

@@ -60,11 +60,11 @@ def feeds_for(path: Path, cached: bool) -> dict[str, np.ndarray]:
 def test_a_flat_export_gives_the_same_outputs(path: Path, cached: bool, tmp_path: Path) -> None:
     model = read_located(path)
     chosen = [node for node in model.graph.node if node.op_type == "If"]
-    flat = flatten(model, {chosen[0].output[0]: cached} if chosen else {})
+    flat = flatten(model, {chosen[0].output[0]: cached} if chosen else {}, path)
     assert not any(node.op == "If" for node in flat.nodes)
     names = [name for name, value in flat.results.items() if value in flat.producers]
     values = [flat.results[name] for name in names]
-    variant = write_variant(flat, path, tmp_path / "variant.onnx", values=values)
+    variant = write_variant(flat, tmp_path / "variant.onnx", values=values)
     feeds = feeds_for(path, cached)
     save_call(tmp_path / "feeds.npz", feeds)
     options = ort.SessionOptions()
@@ -103,12 +103,12 @@ def test_bodies_functions_and_attributes_of_the_call(tmp_path: Path) -> None:
     source = tmp_path / "model.onnx"
     onnx.save(model, source)
     x = np.arange(4, dtype=np.float32)
-    deep = {n.makes[0]: True for n in flatten(model, {}).nodes if n.op == "If"}
+    deep = {n.makes[0]: True for n in flatten(model, {}, source).nodes if n.op == "If"}
     assert len(deep) == 2
     for known in ({}, deep):
-        flat = flatten(read_located(source), known)
+        flat = flatten(read_located(source), known, source)
         assert any(node.op == "If" for node in flat.nodes) == (not known)
-        variant = write_variant(flat, source, tmp_path / "variant.onnx", values=["y"], shapes=["half"])
+        variant = write_variant(flat, tmp_path / "variant.onnx", values=["y"], shapes=["half"])
         session = ort.InferenceSession(variant.path, providers=["CPUExecutionProvider"])
         feeds = {"x": x} if known else {"x": x, "yes": np.array(True)}
         half, y = session.run([variant.outputs["half"], variant.outputs["y"]], feeds)
@@ -121,7 +121,7 @@ def test_a_circle_is_refused() -> None:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Add (x, z)\n z = Neg (y) }'
     )
     with pytest.raises(CannotCheck, match="depends on itself"):
-        flatten(model, {})
+        flatten(model, {}, Path())
 
 
 def test_what_corresponds_in_calls_of_two_lengths() -> None:

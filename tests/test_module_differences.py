@@ -69,7 +69,7 @@ def healthy(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Mappi
     runner = make_runner(runtime, tmp_path_factory.mktemp("healthy"))
     wanted = {value for pair in modules_of().values() for value in pair}
     source = EXPORTS / "gpt2" / "model.onnx"
-    return runner.arrays(runner.flatten(source, {}), source, sorted(wanted), runner.feeds(feeds_of(source)))
+    return runner.arrays(runner.flatten(source, {}), sorted(wanted), runner.feeds(feeds_of(source)))
 
 
 def feeds_of(source: Path) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ def compare(
         Module((module,), "Made", healthy[given], healthy[gave]) for module, (given, gave) in modules_of(name).items()
     )
     call = ModuleCall(modules, name("transformer.wte"), "lm_head", runner.feeds(feeds_of(source)))
-    return ModuleSearch(runner, source, runner.flatten(source, {}), call, 2e-4).compare()
+    return ModuleSearch(runner, runner.flatten(source, {}), call, 2e-4).compare()
 
 
 def other_weight(graph: GraphProto) -> None:

@@ -25,7 +25,7 @@ OWN = ("model/operators.py", "model/operator_axes.py")
 
 MOST_COMPARISONS = 60
 
-COMPUTING = ("arithmetic", "attention", "indexing", "products", "reducing", "shaping")
+COMPUTING = ("arithmetic", "attention", "combining", "indexing", "shaping")
 OUTSIDE = {
     **{f"analysis/abstract_run/{name}.py": "computes each operator" for name in COMPUTING},
     "analysis/abstract_run/graph_run.py": "an Exp may be part of a softmax",

@@ -130,7 +130,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_policy("kvdoctor.toml", file)
     file.unlink()
     file.mkdir()
-    with pytest.raises(UsageError, match="not a regular file"):
+    with pytest.raises(UsageError, match="it is a folder"):
         find_policy(tmp_path)
     file.rmdir()
     file.symlink_to("kvdoctor.toml")

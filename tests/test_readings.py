@@ -129,6 +129,36 @@ def test_no_reading_hides_a_fault(name: str, tmp_path: Path, runtime: Runtime) -
     assert any(finding.severity == "error" for finding in report.findings) or report.not_checked
 
 
+ALL_AS_FIRST = """begin_row = Constant <value_ints = [0]> ()
+  end_row = Constant <value_ints = [1]> ()
+  first_row = Slice (input_ids, begin_row, end_row)
+  sizes_of = Shape (input_ids)
+  rows_of = Expand (first_row, sizes_of)
+  tokens = Gather (w_tokens, rows_of)"""
+ODD = """pair = Constant <value_ints = [2]> ()
+  odd_count = Mod (past, pair)
+  odd = Cast <to = 1> (odd_count)
+  plain0 = Add (tokens, places)
+  x0 = Add (plain0, odd)"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (("tokens = Gather (w_tokens, input_ids)", ALL_AS_FIRST), "batch-rows-interact"),
+        (("x0 = Add (tokens, places)", ODD), "new-entries-wrong"),
+    ],
+)
+def test_a_fault_of_batches_or_of_some_lengths_leaves_no_reading_open(
+    fault: Edit, name: str, tmp_path: Path, runtime: Runtime
+) -> None:
+    """One row after a prompt of another length settles what two rows do not."""
+    report = step_test(str(saved(decoder(*READINGS["total-length"][2], fault), tmp_path / "model")), runtime=runtime)
+    assert report.verdict != "incomplete"
+    assert [one.role for one in report.stacks[0].contract.graph("decode").inputs if one.name == "n"] == ["total_length"]
+    assert name in {finding.name for finding in report.findings if finding.severity != "note"}
+
+
 def test_the_caller_decides_what_to_feed(tmp_path: Path, runtime: Runtime) -> None:
     model = str(saved(decoder(*READINGS["gain"][2]), tmp_path / "model"))
     (open_,) = (one for one in inspect(model).stacks[0].contract.ambiguities if one.subject == "gain")

@@ -152,6 +152,8 @@ def test_what_is_no_checkpoint_is_a_wrong_call(tmp_path: Path, name: str) -> Non
     [
         ("4.46.3", "4.46.3"),
         ("5.23.0", "5.23.0"),
+        ("4.50.0", "4.50.3"),
+        ("9.99.9", environments.TRANSFORMERS),
         ("4.30.2", environments.TRANSFORMERS),
         ("5.0.0.dev0", environments.TRANSFORMERS),
         ("4.57.6 --index-url http://localhost", environments.TRANSFORMERS),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from onnx import numpy_helper, parser
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import Graph, Port
-from kvdoctor.repair.shapes.agreement import synthesize_feeds
-from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, free_axes, read_declared_sizes
+from kvdoctor.repair.shapes.agreement import OutputsDiffer, synthesize_feeds
+from kvdoctor.repair.shapes.freeing import AxisFreeing, free_axes, read_declared_sizes
 from kvdoctor.repair.shapes.reshapes import align_target, fill_target, write_target
-from kvdoctor.repair.shapes.terms import Term, product, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.terms import CannotFree, Term, product, read_lengths, symbol, whole
 
 ROOT = Path(__file__).parent.parent
 B, P, S = symbol("batch"), symbol("past"), symbol("new")
@@ -157,6 +158,22 @@ def test_every_axis_of_every_output_is_known_before_anything_runs(export: str, p
         shape = reading.main.values[name].shape
         assert shape is not None
         assert [reading.facts.real(term).at(sizes) for term in shape if term is not None] == list(value.shape), name
+
+
+@pytest.mark.parametrize("size", [1 << 28, 1 << 62])
+def test_feeds_above_the_memory_limit_are_not_made(size: int) -> None:
+    """What an input declares is not allocated: of 2**62 numbers there is no array."""
+    graph = Graph("model.onnx", (Port("large", "float", (size, 3), "unused", ("fixed", "fixed")),), ())
+    with pytest.raises(OutputsDiffer, match="memory limit"):
+        synthesize_feeds(graph, True, most=400 << 20)
+
+
+@pytest.mark.parametrize("step", [lambda term, _: term * term, lambda term, name: term * (symbol(name) + whole(1))])
+def test_sizes_that_grow_without_end_are_refused(step: Any) -> None:
+    """A chain of 60 products: squared each time, the last one has 2**60 factors; of 60 lengths, 2**60 parts."""
+    term = symbol("past") + whole(1)
+    with pytest.raises(CannotFree, match="too many lengths"):
+        reduce(step, (f"length{number}" for number in range(60)), term)
 
 
 def small(

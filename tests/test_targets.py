@@ -64,8 +64,8 @@ def test_original_file_fails_in_the_plain_loop(name: str) -> None:
 def test_a_variant_finds_its_weights_in_the_original(tmp_path: Path) -> None:
     """The old runtime takes no folder for external data, and the newest no link out of one."""
     source = EXPORTS / "gpt2" / "model.onnx"
-    flat = flatten(read_located(source), {})
-    variant = write_variant(flat, source, tmp_path / "variant.onnx", values=["/transformer/wte/Gather_output_0"])
+    flat = flatten(read_located(source), {}, source)
+    variant = write_variant(flat, tmp_path / "variant.onnx", values=["/transformer/wte/Gather_output_0"])
     save_call(tmp_path / "feeds.npz", {"input_ids": np.array([[3, 5]])})
     model = TrialModel(variant.path, variant.root, tmp_path / "feeds.npz")
     pair = ValuePair("kvdoctor.value.0", "kvdoctor.value.0", (None, None, None))

@@ -186,6 +186,31 @@ def test_what_a_cut_leaves_out_is_counted(tmp_path: Path, runtime: Runtime) -> N
     assert "drops the oldest entries" in finding.cause
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("keys-change-with-length", "empty the cache at 21 tokens and prefill all of them again"),
+        ("keys-change-with-each-length", "use no cache from 21 tokens on, or export with a fixed rotary base"),
+    ],
+)
+def test_a_second_prefill_is_advised_where_it_helps(name: str, advice: str, tmp_path: Path, runtime: Runtime) -> None:
+    (finding,) = step_test(str(FIXTURES[name].write(tmp_path)), None, runtime).findings
+    assert finding.repair.text.startswith(advice)
+    assert finding.cause.endswith("no loop with this cache gives the logits of such a call") == ("each" in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("wrong-at-lengths", 'correct Mul "scaled0", where the two calls first differ, or '), ("paged-pool-slot-off", "")],
+)
+def test_a_cause_that_no_run_proved_is_not_invented(name: str, place: str, tmp_path: Path, runtime: Runtime) -> None:
+    report = step_test(str(FIXTURES[name].write(tmp_path)), None, runtime)
+    text = report.findings[0].repair.text
+    assert text.startswith(f"{place}export again; test the result; no run proved the cause")
+    ran = {run.experiment for run in report.runs if run.shows == "passed"}
+    assert ("results that change from call to call" in text) == ("same-feed" in ran)
+
+
 def test_the_step_that_meets_the_fixed_length_is_shown(tmp_path: Path, runtime: Runtime) -> None:
     report = step_test(str(FIXTURES["past-axis-frozen-pair"].write(tmp_path)), None, runtime)
     (finding,) = report.findings

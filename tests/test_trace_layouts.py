@@ -17,6 +17,7 @@ from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array, Call, Scenario, Value, as_array
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.messages import MeasureJob
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
@@ -42,7 +43,7 @@ def recorded(value: "Value | Array", keep: Keep) -> TraceTensor:
 
 def right_loop(contract: CacheContract, folder: Path, scenario: Scenario, keep: Keep) -> Trace:
     """Drive a stack by its contract, and note each call."""
-    sessions = Sessions(folder, "CPUExecutionProvider", 1, lambda *_, **__: None)
+    sessions = Sessions(folder, MeasureJob(threads=1), lambda *_, **__: None)
     exam = StackRunner("stack", contract, sessions, 0, lambda *_, **__: None)
     fitted = replace(
         scenario,

@@ -16,7 +16,7 @@ from support.loop_programs import COMMITTED, materials, played
 from support.text_fixtures import load_all
 
 from kvdoctor.addons.loops.contract_file import VECTORS_FILE
-from kvdoctor.addons.loops.languages import languages
+from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 
@@ -92,8 +92,8 @@ def models(zoo: Path, scratch: Path) -> Iterator[Path]:
 
 def table(zoo: Path) -> str:
     """The table of the page."""
-    names = list(languages())
-    lines = [f"| model | layout | {' | '.join(languages()[name].title for name in names)} |"]
+    names = list(LANGUAGES)
+    lines = [f"| model | layout | {' | '.join(LANGUAGES[name].title for name in names)} |"]
     lines += [f"|{' --- |' * (len(names) + 2)}"]
     with tempfile.TemporaryDirectory() as scratch:
         for model in models(zoo, Path(scratch)):

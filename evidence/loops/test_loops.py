@@ -11,11 +11,11 @@ from evidence.loops import make_page
 from evidence.zoo.making import Maker
 from evidence.zoo.row import Row
 from evidence.zoo.tables import ROWS
-from kvdoctor.addons.loops.languages import languages
+from kvdoctor.addons.loops.languages import LANGUAGES
 
 CHOSEN = [row for row in ROWS if f"{row.exporter}/{row.architecture}" in make_page.ZOO and row.variant == "exported"]
 """Exports whose loops differ."""
-COMPILED = [name for name in languages() if name != "python"]
+COMPILED = [name for name in LANGUAGES if name != "python"]
 
 
 @pytest.fixture(scope="module")

@@ -145,12 +145,12 @@ class Body(Sheet):
         mixed = MIXERS[mixer].mix(self, normed, layer)
         if layer == 0 and self.design.files != "one" and self.slip("weights of a branch differ", "branches-disagree"):
             mixed = self.linear(mixed, "other_branch", width, width)
-        if self.design.block == "parallel":
-            return self.add(self.add(hidden, mixed), self._ffn(normed, layer))
         hidden = self.add(hidden, mixed)
         if self.design.cross:
             hidden = self.add(hidden, MIXERS["cross"].mix(self, self.norm(hidden, f"normx{layer}", width), layer))
-        return self.add(hidden, self._ffn(self.norm(hidden, f"norm_ffn{layer}", width, centred), layer))
+        if self.design.block != "parallel":
+            normed = self.norm(hidden, f"norm_ffn{layer}", width, centred)
+        return self.add(hidden, self._ffn(normed, layer))
 
     def _ffn(self, value: str, layer: int) -> str:
         width = self.design.width

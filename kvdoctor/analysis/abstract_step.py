@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SEQUENCES, TOKENS, PAST = 2, 3, 5
 """Sizes of the step, all different."""
+ANY = -1
+"""A size that no rule gives: the length of a cache of which the graph cuts old entries off."""
 
 MOST_NODES = 20_000
 """Nodes that are computed for one question, at most."""
@@ -68,9 +70,9 @@ class AbstractStep:
             return None
         except (CannotRun, ValueError, KeyError):
             return False
-        returned = {name: value.shape for name, value in found.items() if value.shape is not None}
+        returned = {name: value.shape for name, value in found.items()}
         expected = dict(_expect_presents(contract, rows))
-        return bool(expected) and all(returned.get(name) == shape for name, shape in expected.items())
+        return bool(expected) and all(_has_sizes(returned.get(name), shape) for name, shape in expected.items())
 
     def _run(self, feeds: "dict[str, Abstract]") -> "dict[str, Abstract]":
         """The outputs of a step; what it computes is taken from what is left for all."""
@@ -88,18 +90,22 @@ class AbstractStep:
         return AbstractGraph(self.decode.graph, frozenset(), Budget(MOST_NODES))
 
 
+def _has_sizes(shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> bool:
+    """Whether a shape is as expected, where ANY stands for each size."""
+    if shape is None or len(shape) != len(expected):
+        return False
+    return all(size in (ANY, found) for found, size in zip(shape, expected, strict=True))
+
+
 def _expect_presents(contract: CacheContract, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The shape of each present after a step on a past that grows, or that is a buffer of a declared size."""
-    sizes: dict[Axis, int] = {
-        "batch": rows,
-        "batch_heads": rows * (contract.heads or 1),
-        "past": PAST + TOKENS,
-    }
-    for slot in contract.growing:
-        if slot.present is not None and slot.growth != "delta":
-            yield slot.present, slot.sized(sizes)
-    for slot in _list_buffers(contract):
-        if slot.present is not None and slot.size("capacity") is not None:
+    sizes: dict[Axis, int] = {"batch": rows, "batch_heads": rows * (contract.heads or 1), "past": PAST + TOKENS}
+    growing = [slot for slot in contract.growing if slot.growth != "delta"]
+    for slot in contract.slots:
+        if slot.present is not None and slot.trimmed:
+            yield slot.present, slot.sized({**sizes, "past": ANY})
+    for slot in (*growing, *(slot for slot in _list_buffers(contract) if slot.size("capacity") is not None)):
+        if slot.present is not None:
             yield slot.present, slot.sized(sizes)
 
 
@@ -152,30 +158,22 @@ def _may_hold_heads(contract: CacheContract) -> bool:
     tokens = contract.graph("decode").port("token_ids") or contract.graph("decode").port("embeddings")
     if tokens is None or tokens.axes[:1] != ("batch",) or not isinstance((tokens.shape or (1,))[0], str):
         return False
-    slots = (*contract.growing, *_list_buffers(contract))
+    slots = (*contract.growing, *_list_buffers(contract), *(slot for slot in contract.slots if slot.trimmed))
     batches = {slot.shape[0] for slot in slots if len(slot.axes) == 3 and slot.axes[0] == "batch"}
     return len(batches) == 1 and all(isinstance(size, str) and size != (tokens.shape or ())[0] for size in batches)
 
 
 def _with_heads_in_rows(contract: CacheContract) -> CacheContract:
     """The contract with batch times heads as the rows of its caches of three axes."""
-    taken = {slot.past for slot in contract.slots if len(slot.axes) == 3 and slot.axes[0] == "batch"}
-    slots = tuple(replace(slot, axes=_in_rows(slot.axes)) if slot.past in taken else slot for slot in contract.slots)
-    turned = [slot for slot in slots if slot.past in taken]
-    names = {name for slot in turned for name in (slot.past, slot.present, slot.filled_by)}
+    taken = {slot.past: slot for slot in contract.slots if len(slot.axes) == 3 and slot.axes[0] == "batch"}
+    names = {name for slot in taken.values() for name in (slot.past, slot.present, slot.filled_by)}
+    slots = [replace(s, axes=("batch_heads", *s.axes[1:])) if s.past in taken else s for s in contract.slots]
 
-    def turn(graph: Graph) -> Graph:
-        inputs, outputs = (
-            tuple(replace(port, axes=_in_rows(port.axes)) if port.name in names else port for port in ports)
-            for ports in (graph.inputs, graph.outputs)
-        )
-        return replace(graph, inputs=inputs, outputs=outputs)
+    def turn(port: Port) -> Port:
+        turned = port.name in names and port.axes[:1] == ("batch",)
+        return replace(port, axes=("batch_heads", *port.axes[1:])) if turned else port
 
-    return replace(contract, slots=slots, graphs={name: turn(graph) for name, graph in contract.graphs.items()})
-
-
-def _in_rows(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    return ("batch_heads", *axes[1:]) if axes[:1] == ("batch",) else axes
+    return _with_ports(replace(contract, slots=tuple(slots)), turn)
 
 
 USUAL: tuple[Axis, ...] = ("batch", "new")
@@ -183,55 +181,28 @@ USUAL: tuple[Axis, ...] = ("batch", "new")
 
 def order_tokens(contract: CacheContract, decode: OnnxFile) -> CacheContract:
     """The contract with the axes of tokens, logits and caches as the graph has them."""
-    port = contract.graph("decode").port("token_ids") or contract.graph("decode").port("embeddings")
+    graph = contract.graph("decode")
+    port, logits = graph.port("token_ids") or graph.port("embeddings"), graph.port("logits")
     if port is None or port.shape is None:
         return contract
-    if port.role == "token_ids" and _names_batch_alone(port, contract):
+    first, second, *_ = (*port.shape, None, None)
+    batches = {slot.shape[slot.axes.index("batch")] for slot in contract.slots if "batch" in slot.axes}
+    if port.role == "token_ids" and port.axes == ("new",) and batches == {first} != {1}:
         return _with_ports(
             contract,
             lambda one: replace(one, axes=("batch",)) if one.name == port.name else one,
             f"{port.name!r} has one token of each sequence: its one axis is the batch of the states",
         )
-    if _names_batch_second(port, contract) and not AbstractStep(decode).returns_caches(contract):
+    named = port.axes[:2] == USUAL and isinstance(first, str) and isinstance(second, str)
+    if named and second in batches and first not in batches and not AbstractStep(decode).returns_caches(contract):
         return _put_time_first(contract, port)
     # One head and one sequence look the same: logits for each token are those of one sequence.
-    if _takes_one_sequence(port, contract) and (
-        _has_logits_of(port, contract) or not AbstractStep(decode).returns_caches(contract)
-    ):
-        return _leave_batch_out(contract, port)
+    headless = all(slot.size("batch") is not None and "kv_heads" not in slot.axes for slot in contract.slots)
+    if port.axes == ("new",) and not isinstance(first, int) and contract.growing and headless:
+        shape = logits.shape or () if logits is not None else ()
+        if (len(shape) == 2 and shape[:1] == port.shape) or not AbstractStep(decode).returns_caches(contract):
+            return _leave_batch_out(contract, port)
     return contract
-
-
-def _names_batch_second(port: Port, contract: CacheContract) -> bool:
-    """Whether the caches have the name of the second axis of the tokens as their batch, and not that of the first."""
-    if port.axes[:2] != USUAL or port.shape is None:
-        return False
-    first, second = port.shape[:2]
-    batches = {slot.shape[slot.axes.index("batch")] for slot in contract.slots if "batch" in slot.axes}
-    return isinstance(first, str) and isinstance(second, str) and second in batches and first not in batches
-
-
-def _names_batch_alone(port: Port, contract: CacheContract) -> bool:
-    """Whether the one axis of the tokens has the name of the batch of all slots."""
-    batches = {slot.shape[slot.axes.index("batch")] for slot in contract.slots if "batch" in slot.axes}
-    return port.axes == ("new",) and port.shape is not None and batches == {port.shape[0]} != {1}
-
-
-def _takes_one_sequence(port: Port, contract: CacheContract) -> bool:
-    """Whether tokens have one axis, and what would be the batch of caches without heads is a number."""
-    if port.axes != ("new",) or isinstance((port.shape or (1,))[0], int):
-        return False
-    return bool(contract.growing) and all(_is_headless(slot) for slot in contract.slots)
-
-
-def _has_logits_of(tokens: Port, contract: CacheContract) -> bool:
-    """Whether the logits [all tokens, vocabulary] have the one axis of the tokens in front."""
-    logits = contract.graph("decode").port("logits")
-    return logits is not None and len(logits.shape or ()) == 2 and (logits.shape or ())[:1] == tokens.shape
-
-
-def _is_headless(slot: Slot) -> bool:
-    return slot.size("batch") is not None and "kv_heads" not in slot.axes
 
 
 def _put_time_first(contract: CacheContract, tokens: Port) -> CacheContract:
@@ -249,25 +220,24 @@ def _put_time_first(contract: CacheContract, tokens: Port) -> CacheContract:
 def _leave_batch_out(contract: CacheContract, tokens: Port) -> CacheContract:
     """The contract of one sequence: the first axis of the caches counts heads, that of the logits tokens."""
 
+    def with_heads(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        return tuple("kv_heads" if axis == "batch" else axis for axis in axes)
+
     def name_axes(port: Port) -> Port:
         if port.role == "past":
-            return replace(port, axes=_with_heads(port.axes))
+            return replace(port, axes=with_heads(port.axes))
         counts_tokens = port.role == "logits" and port.axes[:1] == ("batch",) and port.shape is not None
         if counts_tokens and "new" not in port.axes and (port.shape or ())[:1] == tokens.shape:
             return replace(port, axes=("new", *port.axes[1:]))
         return port
 
-    slots = tuple(replace(slot, axes=_with_heads(slot.axes)) for slot in contract.slots)
+    slots = tuple(replace(slot, axes=with_heads(slot.axes)) for slot in contract.slots)
     return _with_ports(replace(contract, slots=slots), name_axes, f"{tokens.name!r} and the cache have no batch axis")
 
 
-def _with_heads(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    return tuple("kv_heads" if axis == "batch" else axis for axis in axes)
-
-
-def _with_ports(contract: CacheContract, change: Callable[[Port], Port], said: str) -> CacheContract:
+def _with_ports(contract: CacheContract, change: Callable[[Port], Port], *said: str) -> CacheContract:
     def change_all(graph: Graph) -> Graph:
         return replace(graph, inputs=tuple(map(change, graph.inputs)), outputs=tuple(map(change, graph.outputs)))
 
     graphs = {name: change_all(graph) for name, graph in contract.graphs.items()}
-    return replace(contract, graphs=graphs, evidence=(*contract.evidence, said))
+    return replace(contract, graphs=graphs, evidence=(*contract.evidence, *said))

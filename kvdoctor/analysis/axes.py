@@ -3,11 +3,11 @@
 from kvdoctor.analysis.dataflow.axis_walks import DeclaredSizes
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dialects.dialect import SlotName, parse_axes
-from kvdoctor.contract import Axis, Dim, Growth, SlotKind
+from kvdoctor.contract import Axis, Dim, Growth, Port, SlotKind
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB
-from kvdoctor.model.view import GraphView
+from kvdoctor.model.view import Declared, GraphView
 
 BUFFERED: set[Growth] = {"static", "delta", "ring"}
 LENGTHS: set[Axis] = {"batch", "past"}
@@ -45,7 +45,11 @@ def slot_axes(
         ruled = ("parts", *ruled[1:])  # the graph takes it apart into the keys and values of one layer
     if ruled[:2] == ("batch", "kv_heads") and shape[1] == 1 and isinstance(shape[0], int) and shape[0] > 1:
         ruled = ("kv_heads", "batch", *ruled[2:])  # NPU layouts have the heads in front of a batch of 1
-    meaning = _length_meaning(shape, ruled, kind, growth, state is not None and state.cut)
+    at = next(i for i, axis in enumerate(ruled) if axis in ("past", "capacity", "encoder"))
+    appended = not isinstance(shape[at], int) and ruled[at] == "past" and not (state is not None and state.cut)
+    meaning: Axis = "capacity" if growth in BUFFERED - ({"delta"} if appended else set()) else "past"
+    if kind in ("cross-attention", "encoder-states"):
+        meaning = "encoder"
     return tuple(meaning if axis in ("past", "capacity", "encoder") else axis for axis in ruled)
 
 
@@ -57,6 +61,15 @@ def as_number(dim: Dim, axis: Axis | None = None) -> Dim:
     """
     varies = axis in ("batch", "batch_heads", "new", "past", "total")
     return int(dim) if isinstance(dim, str) and dim.isascii() and dim.isdigit() and not varies else dim
+
+
+def unequal_axes(one: Declared | Port, other: Declared | Port) -> set[int] | None:
+    """The axes on which two ports declare different numbers; None where their element types or ranks differ."""
+    before, after = one.shape or (), other.shape or ()
+    if one.dtype != other.dtype or len(before) != len(after):
+        return None
+    sizes = enumerate(zip(map(as_number, before), map(as_number, after), strict=True))
+    return {at for at, (a, b) in sizes if isinstance(a, int) and isinstance(b, int) and a != b}
 
 
 def _axes_by_structure(
@@ -123,15 +136,6 @@ def _axes_by_name(shape: tuple[Dim, ...], name: SlotName | None) -> tuple[Axis, 
     return None if fixed_lengths and open_widths else ruled
 
 
-def _length_meaning(shape: tuple[Dim, ...], ruled: tuple[Axis, ...], kind: SlotKind, growth: Growth, cut: bool) -> Axis:
-    if kind in ("cross-attention", "encoder-states"):
-        return "encoder"
-    at = next(i for i, axis in enumerate(ruled) if axis in ("past", "capacity", "encoder"))
-    if growth == "delta" and not isinstance(shape[at], int) and ruled[at] == "past" and not cut:
-        return "past"
-    return "capacity" if growth in BUFFERED else "past"
-
-
 def likely_length(shape: tuple[Dim, ...]) -> int:
     """The axis that most likely counts tokens: the one named so, else the first after the batch that is no number."""
     named = [i for i, size in enumerate(shape) if isinstance(size, str) and "past" in size.lower()]
@@ -157,10 +161,7 @@ def _state_axes(shape: tuple[Dim, ...], kind: SlotKind) -> tuple[Axis, ...]:
 
 
 def find_head_dim(view: GraphView, flow: Flow, node: FlatNode) -> int | None:
-    """The head_dim of one fused attention: the width of its queries over its number of heads.
-
-    None where the node does not say: caches may leave head_dim to a config.
-    """
+    """The head_dim of one fused attention: the width of its queries over its number of heads."""
     if node.domain != CONTRIB or node.op not in FUSED:
         return None
     heads, groups = node.number("num_heads", 0), node.number("kv_num_heads", 0)

@@ -23,7 +23,11 @@ def find_stored(inputs: Mapping[str, Declared]) -> dict[str, str]:
     found = {}
     for name, port in inputs.items():
         values = inputs.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
-        if values is not None and values.dtype in STORED and port.dtype in SCALES and _has_one_number(values, port):
+        if values is None or values.dtype not in STORED or port.dtype not in SCALES:
+            continue
+        sizes = list(zip(port.shape or (), values.shape or (), strict=False))
+        same_rank = port.shape is not None and values.shape is not None and len(port.shape) == len(values.shape)
+        if same_rank and any(size == 1 and other != 1 for size, other in sizes):
             found[name] = values.name
     return found
 
@@ -81,10 +85,3 @@ def fill_scales(slots: list[Slot], stored: Mapping[str, str], outputs: Collectio
 def scale_part(part: Part) -> Part:
     """The part that the scales of a key or of a value are."""
     return SCALE_PARTS.get(part, part)
-
-
-def _has_one_number(values: Declared, scale: Declared) -> bool:
-    """Whether two shapes have the same rank, and the scale has an axis of size 1 where the values have more."""
-    if values.shape is None or scale.shape is None or len(values.shape) != len(scale.shape):
-        return False
-    return any(size == 1 and other != 1 for size, other in zip(scale.shape, values.shape, strict=True))

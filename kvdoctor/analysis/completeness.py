@@ -72,14 +72,12 @@ def as_no_decoder(contract: CacheContract) -> CacheContract:
     """
     slots = tuple(slot for slot in contract.slots if slot.filled_by is not None)
     pasts = {slot.past for slot in slots}
-    graphs = {
-        name: replace(g, inputs=tuple(_as_input(p, pasts) for p in g.inputs)) for name, g in contract.graphs.items()
-    }
+
+    def as_input(port: Port) -> Port:
+        return replace(port, role="auxiliary") if port.role == "past" and port.name not in pasts else port
+
+    graphs = {name: replace(g, inputs=tuple(map(as_input, g.inputs))) for name, g in contract.graphs.items()}
     return replace(contract, graphs=graphs, slots=slots, missing=(), contradictions=())
-
-
-def _as_input(port: Port, pasts: set[str]) -> Port:
-    return replace(port, role="auxiliary") if port.role == "past" and port.name not in pasts else port
 
 
 def _find_open_widths(contract: CacheContract) -> Iterator[MissingPart]:

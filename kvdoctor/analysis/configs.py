@@ -4,7 +4,7 @@ Configs may have any content, so every value is checked before it is used.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, TypeGuard
 
@@ -108,8 +108,7 @@ class ConfigFacts:
 
 def read_config_facts(config: dict[str, Any], genai: dict[str, Any]) -> ConfigFacts:
     """Read what config.json and genai_config.json say about the decoder."""
-    model = genai.get("model")
-    model = model if isinstance(model, dict) else {}
+    model = read_part(genai, "model")
     decoder, encoder = read_part(model, "decoder"), read_part(model, "encoder")
     part = decoder_config(config)
     heads = _first_count(part, ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads"))
@@ -141,10 +140,8 @@ def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def context_limit(config: dict[str, Any], genai: dict[str, Any] | None = None) -> int | None:
     """The number of tokens that a config declares usable. T5 has relative positions and declares none."""
-    model = (genai or {}).get("model")
-    if isinstance(model, dict) and is_count(model.get("context_length")):
-        return int(model["context_length"])
-    return _first_count(decoder_config(config), CONTEXT_KEYS)
+    declared = _first_count(read_part(genai or {}, "model"), ("context_length",))
+    return declared or _first_count(decoder_config(config), CONTEXT_KEYS)
 
 
 POSITION_ROWS = 3
@@ -187,7 +184,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNTED
 
 
-def read_part(config: dict[str, Any], name: str) -> dict[str, Any]:
+def read_part(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The object under a name, empty where there is none."""
     part = config.get(name)
     return part if isinstance(part, dict) else {}
@@ -230,12 +227,9 @@ def declared_windows(config: dict[str, Any]) -> dict[int, int]:
     if not is_count(window) or part.get("use_sliding_window") is False:
         return {}
     kinds = part.get("layer_types")
-    layers = (
-        [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-        if isinstance(kinds, list)
-        else _window_layers_by_family(part)
-    )
-    return dict.fromkeys(layers, window)
+    if not isinstance(kinds, list):
+        return dict.fromkeys(_window_layers_by_family(part), window)
+    return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
 
 
 def _window_layers_by_family(part: dict[str, Any]) -> list[int]:

@@ -21,6 +21,7 @@ from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import BESIDE, FileRole, OnnxFile, StackFiles, StackKind
 from kvdoctor.contract import DECODING, Axis, CacheContract, Graph, MissingPart, Phase, PhaseName, Port, Slot
 from kvdoctor.decode.embeddings import embedded_inputs
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import from_plain
@@ -54,10 +55,7 @@ STATES = ("conv-state", "recurrent-state", "counter")
 def is_contract(file: str) -> bool:
     """Whether a file is a contract, whole or damaged: JSON that names the schema of contracts of any version."""
     try:
-        path = Path(file)
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            return False
-        document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        document = json.loads(read_side_file(Path(file), MOST_BYTES), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError):
         return False
     schema = document.get("schema") if isinstance(document, dict) else None
@@ -140,16 +138,11 @@ def _shape_like(port: Port, slot: Slot | None) -> Port:
 
 
 def _read_entries(file: str) -> dict[str, Any]:
-    path = Path(file)
     try:
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{file!r} is not a regular file; {HOW_TO_WRITE}")
-        if path.stat().st_size > MOST_BYTES:
-            raise UsageError(f"{file!r} is larger than 64 MiB, the largest contract that is read")
         # From bytes: PowerShell redirects to UTF-16 with a byte order mark, which json detects.
-        document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        document = json.loads(read_side_file(Path(file), MOST_BYTES), parse_constant=_refuse_constant)
     except OSError as error:
-        raise UsageError(f"{file!r} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{file!r} cannot be read: {error.strerror or error}; {HOW_TO_WRITE}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file!r} is not JSON: {error}"[:300]) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:

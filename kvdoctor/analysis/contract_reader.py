@@ -15,12 +15,11 @@ from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_sta
 from kvdoctor.analysis.readings import find_readings
 from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
-from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, StackParts
+from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
 from kvdoctor.analysis.thresholds import may_go_on
 from kvdoctor.contract import CacheContract, Features, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
 from kvdoctor.model.precision import exactness_of
-from kvdoctor.model.view import GraphView
 
 FIXED_GROWTHS = ("static", "delta", "ring", "paged")
 """Growths that a layout's name ends with."""
@@ -41,14 +40,6 @@ def add_observed_sizes(contract: CacheContract, runs: tuple[Run, ...]) -> CacheC
         for slot in contract.slots
     )
     return replace(contract, slots=slots)
-
-
-def _find_ring(contract: CacheContract, file: OnnxFile) -> CacheContract:
-    """The contract with the capacity of its buffers, where the graph that decodes may go on when they are full."""
-    size, dataflow = contract.capacity, file.dataflow
-    if size is None or size != contract.usable_length or dataflow is None:
-        return contract
-    return replace(contract, ring=size) if may_go_on(dataflow.flow, size) else contract
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +72,8 @@ class _Reader:
         phases = self._phases(graphs)
         graphs["decoder"], states = hold_encoder_states(graphs["decoder"], graphs.get("first-step"))
         slots = (*slots, *states)
-        if parts.encoder is not None and _needs_encoder(graphs, slots):
+        takes_states = any(graph.port("encoder_states") for graph in graphs.values())
+        if parts.encoder is not None and (takes_states or any(slot.filled_in == "encode" for slot in slots)):
             encoder = EncoderPorts(parts, parts.encoder)
             graphs["encoder"], phases["encode"] = encoder.read(slots), Phase("encoder")
             self.missing += encoder.missing
@@ -91,13 +83,15 @@ class _Reader:
         tokens_fed = [port for graph in graphs.values() for port in graph.inputs if port.role == "token_ids"]
         has_codebooks = any("batch_codebooks" in port.axes for port in tokens_fed)
         codebooks = next((size for port in tokens_fed if (size := port.size("codebooks"))), None)
+        decoding = [file for role, file in self.stack.files.items() if role not in BESIDE]
+        others = [file.graph for file in decoding if file is not parts.decode]
         contract = CacheContract(
             layout=self._layout(slots),
             graphs=graphs,
             phases=phases,
             slots=slots,
             first_step=self._first_step(),
-            exactness=exactness_of(self._decoding_graphs(), slots),
+            exactness=exactness_of((parts.decode.graph, *others), slots),
             vocabulary=self._vocabulary(graphs["decoder"]),
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=parts.known.numbers.get("heads"),
@@ -106,7 +100,10 @@ class _Reader:
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
             features=features,
         )
-        contract = _find_ring(order_tokens(contract, parts.decode), parts.decode)
+        contract, dataflow = order_tokens(contract, parts.decode), parts.decode.dataflow
+        size = contract.capacity if contract.capacity == contract.usable_length else None
+        if size is not None and dataflow is not None and may_go_on(dataflow.flow, size):
+            contract = replace(contract, ring=size)
         if contract.no_decoder:
             return as_no_decoder(contract)
         views = {file.name: file.graph for file in (parts.decode, parts.first)}
@@ -215,12 +212,6 @@ class _Reader:
             return self.parts.dialect.name
         return "torch" if self.parts.decode.graph.model.producer_name == "pytorch" else "unnamed"
 
-    def _decoding_graphs(self) -> Iterator[GraphView]:
-        """The graphs that decode, the one that uses the cache first."""
-        decode = self.parts.decode
-        yield decode.graph
-        yield from (f.graph for role, f in self.stack.files.items() if role not in BESIDE and f is not decode)
-
     def _vocabulary(self, graph: Graph) -> int | None:
         logits = graph.port("logits")
         shape = logits.shape if logits and logits.shape else ()
@@ -230,9 +221,4 @@ class _Reader:
             # The output head may be padded to more rows than the embedding table has.
             return min([width, *self.vocabularies])
         size = decoder_config(self.side_cars.config).get("vocab_size")
-        return size if is_count(size) else None
-
-
-def _needs_encoder(graphs: dict[str, Graph], slots: tuple[Slot, ...]) -> bool:
-    takes_states = any(graph.port("encoder_states") for graph in graphs.values())
-    return takes_states or any(slot.filled_in == "encode" for slot in slots)
+        return size if is_count(size) else min(self.vocabularies, default=None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.axes import as_number
-from kvdoctor.analysis.configs import embeddings_width
+from kvdoctor.analysis.configs import embeddings_width, read_part
 from kvdoctor.analysis.dialects.dialect import parse_axes
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, find_token_inputs, plain_port, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, StackParts
@@ -79,24 +79,18 @@ def _is_embedding_graph(file: OnnxFile) -> bool:
     ids = _token_ids(view)
     rest = [port for port in view.inputs.values() if port is not ids]
     outputs = view.outputs.values()
-    if ids is None or not all(map(_may_be_empty, rest)) or not all(map(_has_widths, outputs)):
+    if ids is None or not outputs or any(port.dtype not in FLOATS for port in (*rest, *outputs)):
         return False
-    return bool(outputs) and not any("Attention" in name or name in MIXING for name in view.operators)
+    if any(all(isinstance(as_number(size), int) for size in port.shape or ()) for port in rest):
+        return False  # an input of fixed sizes takes no features, of which there may be none
+    mixes = any("Attention" in name or name in MIXING for name in view.operators)
+    return not mixes and all(len(port.shape or ()) > WIDTH_AXIS for port in outputs)
 
 
 def _token_ids(view: GraphView) -> Declared | None:
     """The only input of integers, which has an entry for each token."""
     integers = [port for port in view.inputs.values() if port.dtype in INTEGERS]
     return integers[0] if len(integers) == 1 and len(integers[0].shape or ()) == WIDTH_AXIS else None
-
-
-def _may_be_empty(port: Declared) -> bool:
-    """Whether an input takes features, of which there may be none."""
-    return port.dtype in FLOATS and any(not isinstance(as_number(size), int) for size in port.shape or ())
-
-
-def _has_widths(port: Declared) -> bool:
-    return port.dtype in FLOATS and len(port.shape or ()) > WIDTH_AXIS
 
 
 def _input(port: Declared) -> Port:
@@ -123,7 +117,9 @@ def _add_to_stack(
     wanted = [ports for ports in (_embeddings_of(file, parts) for file in files) if ports]
     if not wanted:
         return stack
-    named = [one for one in candidates if one.name == _configured(genai, stack.main)]
+    model = read_part(genai, "model")  # of genai_config.json, which may name the embedding graph of a decoder
+    decoder, embedding = (read_part(model, part).get("filename") for part in ("decoder", "embedding"))
+    named = [one for one in candidates if one.name == embedding and stack.main.name == decoder]
     fitting = [one for one in named or candidates if all(_fits(one, ports) for ports in wanted)]
     if not fitting:
         return replace(stack, problems=(*stack.problems, *_misfits(stack.main, named or candidates, wanted[0])))
@@ -148,14 +144,6 @@ def _embeddings_of(file: OnnxFile, parts: StackParts) -> list[Port]:
         if role == "embeddings" or port.name == tokens.hidden:
             found.append(convert_sizes(plain_port(port, "embeddings")))
     return found
-
-
-def _configured(genai: dict[str, Any], decoder: OnnxFile) -> str | None:
-    """The embedding graph that genai_config.json names for a decoder."""
-    model = genai.get("model")
-    entries = [model.get(part) for part in ("decoder", "embedding")] if isinstance(model, dict) else []
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    return str(names[1]) if names and names[0] == decoder.name else None
 
 
 def _fits(file: OnnxFile, wanted: Sequence[Port]) -> bool:

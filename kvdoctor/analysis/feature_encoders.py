@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.completeness import MOST_FED
-from kvdoctor.analysis.configs import is_count
+from kvdoctor.analysis.configs import is_count, read_part, read_strings
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, plain_port
 from kvdoctor.analysis.stacks import FileRole, OnnxFile, PartProblem, StackFiles
 from kvdoctor.contract import Axis, Features, Graph, PhaseName, Port, describe
@@ -64,15 +64,11 @@ class BesideConfigs:
 
     def part(self, kind: PhaseName) -> Mapping[str, Any]:
         """The part of config.json on an encoder."""
-        part = self.config.get(f"{kind}_config")
-        return part if isinstance(part, dict) else {}
+        return read_part(self.config, f"{kind}_config")
 
     def named_file(self, kind: PhaseName) -> str | None:
         """The file that genai_config.json names for an encoder."""
-        model = self.genai.get("model")
-        entry = model.get(GENAI_PARTS[kind]) if isinstance(model, dict) else None
-        name = entry.get("filename") if isinstance(entry, dict) else None
-        return name if isinstance(name, str) else None
+        return read_strings(read_part(read_part(self.genai, "model"), GENAI_PARTS[kind])).get("filename")
 
     def first_count(self, keys: Iterable[str]) -> tuple[int, str] | None:
         """The first number under some keys, and where it stands."""
@@ -178,7 +174,9 @@ def _misfit(file: OnnxFile, stack: StackFiles, wanted: Port, others: Sequence[On
     """Why the file that is named as an encoder is not that of a decoder; one that another file takes up is none."""
     outputs = list(file.graph.outputs.values())
     for port in (port for other in others for port in other.graph.inputs.values()):
-        if any(port.name == made.name or (port.like(made) and _ends_alike(port, made)) for made in outputs):
+        ends = [(made, as_number((made.shape or (None,))[-1])) for made in outputs if port.like(made)]
+        wide = [made for made, end in ends if isinstance(end, int) and end == as_number((port.shape or (None,))[-1])]
+        if wide or port.name in file.graph.outputs:
             return  # a projector in a file of its own
     made = ", ".join(f"{port.name} {describe(port.dtype, port.shape)}" for port in outputs)
     declared = f"{stack.main.name} takes {wanted.name} {describe(wanted.dtype, wanted.shape)}"
@@ -188,12 +186,6 @@ def _misfit(file: OnnxFile, stack: StackFiles, wanted: Port, others: Sequence[On
     cast = any(_has_width(port, width) and len(port.shape or ()) >= ROW_RANK for port in outputs)
     severity: Literal["warning", "error"] = "warning" if cast else "error"  # rows of another type can be converted
     yield PartProblem(file.name, declared, observed, cause, essential=False, severity=severity)
-
-
-def _ends_alike(port: Declared, other: Declared) -> bool:
-    """Whether both have the same number as their last size."""
-    sizes = [as_number((one.shape or (None,))[-1]) for one in (port, other)]
-    return isinstance(sizes[0], int) and sizes[0] == sizes[1]
 
 
 def _missing(stack: StackFiles, kind: PhaseName) -> PartProblem:
@@ -348,9 +340,8 @@ def _expected_rows(kind: PhaseName, configs: BesideConfigs, file: OnnxFile) -> t
         merged = vision.get("spatial_merge_size")
         if not is_count(merged) or PATCHES % merged:
             return None
-        return (
-            PATCHES // merged
-        ) ** 2, f"config.json, {PATCHES}x{PATCHES} patches merged by spatial_merge_size {merged}"
+        rows = (PATCHES // merged) ** 2
+        return rows, f"config.json, {PATCHES}x{PATCHES} patches merged by spatial_merge_size {merged}"
     if found := configs.first_count(ROW_KEYS[kind]):
         return found
     patch, scale, side = vision.get("patch_size"), configs.config.get("scale_factor"), vision.get("image_size")

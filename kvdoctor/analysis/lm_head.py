@@ -8,21 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvdoctor.contract import DECODING, CacheContract
+from kvdoctor.model import traverse
 from kvdoctor.model.operators import CONTRIB, has, operator_of, operators_with
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import (
-    constant_tensor,
-    describe_node,
-    explain_old_opset,
-    find_attribute,
-    input_of,
-    nodes_in,
-    normalize_domain,
-    output_of,
-    producer,
-    readers,
-    subgraphs,
-)
 from kvdoctor.model.view import Scope, integers
 from kvdoctor.records import record
 
@@ -44,10 +32,7 @@ Scopes = tuple[GraphProto, ...]
 
 @record(slots=False)
 class Head:
-    """A head: the node that reads the hidden states, at which input, its graph, and the values from it to the logits.
-
-    `outputs` are the declared results with their graphs: of each branch, and of the model.
-    """
+    """A head: the node that reads the hidden states, at which input, its graph, and the values up to the logits."""
 
     graph: GraphProto
     node: NodeProto
@@ -57,8 +42,8 @@ class Head:
 
 def describe_op(node: NodeProto) -> str:
     """A node as errors name it, its operator with the domain that it is of."""
-    domain = normalize_domain(node.domain)
-    return f"{domain}.{describe_node(node)}" if domain else describe_node(node)
+    domain = traverse.normalize_domain(node.domain)
+    return f"{domain}.{traverse.describe_node(node)}" if domain else traverse.describe_node(node)
 
 
 def find_heads(contract: CacheContract, models: Mapping[str, ModelProto]) -> dict[str, tuple[Head, ...]]:
@@ -79,7 +64,7 @@ def find_heads(contract: CacheContract, models: Mapping[str, ModelProto]) -> dic
         name, port = graph.file, graph.port("logits")
         if port is None or port.axes != ("batch", "new", "vocabulary"):
             raise NoHead(f"{name} returns no logits with an axis for the new tokens")
-        if (old := explain_old_opset(models[name], name, LEAST_OPSET, "Slice")) is not None:
+        if (old := traverse.explain_old_opset(models[name], name, LEAST_OPSET, "Slice")) is not None:
             raise NoHead(old)
         found[name] = tuple(_find_head(*end) for end in find_ends((models[name].graph,), port.name))
     return found
@@ -88,9 +73,9 @@ def find_heads(contract: CacheContract, models: Mapping[str, ModelProto]) -> dic
 def find_ends(scopes: Scopes, name: str) -> Iterator[tuple[Scopes, str]]:
     """Where an output is made: in the graph itself, or in each branch of an `If`."""
     scopes, node = find_maker(scopes, name)
-    if node is not None and has(node.op_type, "branch") and not normalize_domain(node.domain):
+    if node is not None and has(node.op_type, "branch") and not traverse.normalize_domain(node.domain):
         index = list(node.output).index(name)
-        for body in subgraphs(node):
+        for body in traverse.subgraphs(node):
             yield from find_ends((*scopes, body), body.output[index].name)
     else:
         yield scopes, name
@@ -99,7 +84,7 @@ def find_ends(scopes: Scopes, name: str) -> Iterator[tuple[Scopes, str]]:
 def find_maker(scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
     """The node that makes a value, and its graph with those around it; None for an input or a weight."""
     for depth in range(len(scopes), 0, -1):
-        node = producer(scopes[depth - 1], name)
+        node = traverse.producer(scopes[depth - 1], name)
         if node is not None:
             return scopes[:depth], node
     return scopes, None
@@ -156,7 +141,7 @@ class _Search:
         self.nodes[id(node)] = node
         self.values |= set(filter(None, node.output))
         computed = [i for i, given in enumerate(node.input) if given and not self.is_fixed(scopes, given)]
-        kind = (normalize_domain(node.domain), str(node.op_type))
+        kind = (traverse.normalize_domain(node.domain), str(node.op_type))
         if kind[0] in ("", CONTRIB) and has(kind[1], "rows") and self._is_head(scopes, node, computed):
             if node.op_type != "MatMulInteger":
                 computed = []
@@ -165,7 +150,9 @@ class _Search:
             computed = []
             self.roots[id(node), 0] = scopes, node, 0
         elif kind[0] == "" and (kind[1] in BY_ENTRY or self._cuts_vocabulary(scopes, node)):
-            self._refuse_row_constants(scopes, node)
+            fixed = [find_dims(scopes, given) for given in node.input if given and self.is_fixed(scopes, given)]
+            if any(dims is not None and len(dims) > 1 and dims[-2] != 1 for dims in fixed):  # of a number of tokens
+                raise NoHead(f"the node {describe_op(node)} after the LM head has a constant for each row")
         else:
             raise NoHead(
                 f"the node {describe_op(node)} between the LM head and the logits is none that computes each row "
@@ -178,13 +165,13 @@ class _Search:
         allowed = {0, 2} if node.op_type == "MatMulInteger" else {0}
         if 0 not in computed or not set(computed) <= allowed:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are computed")
-        turned = find_attribute(node, "transA")
+        turned = traverse.find_attribute(node, "transA")
         if turned is not None and turned.i:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
         known = operator_of(node.op_type)
         if len(known.operands) == 1 or known.weight is None:  # packed weights, with their sizes in attributes
             return True
-        dims = find_dims(scopes, input_of(node, known.weight))
+        dims = find_dims(scopes, traverse.input_of(node, known.weight))
         if dims is None or len(dims) != 2:
             shape = "of unknown shape" if dims is None else f"of rank {len(dims)}"
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are {shape}")
@@ -199,13 +186,6 @@ class _Search:
             return False
         numbers = integers(axes)
         return numbers is not None and set(numbers) <= {-1, 2}
-
-    def _refuse_row_constants(self, scopes: Scopes, node: NodeProto) -> None:
-        """A constant with several rows belongs to a number of tokens."""
-        for name in node.input:
-            dims = find_dims(scopes, name) if name and self.is_fixed(scopes, name) else None
-            if dims is not None and len(dims) > 1 and dims[-2] != 1:
-                raise NoHead(f"the node {describe_op(node)} after the LM head has a constant for each row")
 
     def is_fixed(self, scopes: Scopes, name: str) -> bool:
         """Whether a value is a weight, or computed of weights alone."""
@@ -232,7 +212,7 @@ class _Search:
             held = any(name in self._list(graph).initializers for graph in scopes)
             return name, scopes, [] if held else [""]
         given = [str(value) for value in node.input if value]
-        opaque = any(True for _ in subgraphs(node)) or not (given or has(node.op_type, "constant"))
+        opaque = any(True for _ in traverse.subgraphs(node)) or not (given or has(node.op_type, "constant"))
         return name, inner, [""] if opaque else given[::-1]
 
 
@@ -244,7 +224,7 @@ def find_tensor(scopes: Scopes, name: str) -> TensorProto | None:
     if held is not None:
         return held
     _, node = find_maker(scopes, name)
-    return constant_tensor(node) if node is not None and has(node.op_type, "constant") else None
+    return traverse.constant_tensor(node) if node is not None and has(node.op_type, "constant") else None
 
 
 def find_dims(scopes: Scopes, name: str) -> tuple[int, ...] | None:
@@ -266,8 +246,8 @@ def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Searc
         if before is None or before.op_type not in ROUNDING or inner[-1] is not scopes[-1]:
             return scopes, node, index
         computed = [i for i, given in enumerate(before.input) if given and not search.is_fixed(inner, given)]
-        scale = find_dims(inner, input_of(before, 1))
-        alone = len(readers(inner[-1]).get(output_of(before), ())) == 1
+        scale = find_dims(inner, traverse.input_of(before, 1))
+        alone = len(traverse.readers(inner[-1]).get(traverse.output_of(before), ())) == 1
         if computed != [0] or scale not in ((), (1,)) or not alone:
             return scopes, node, index
         search.nodes[id(before)] = before
@@ -277,9 +257,12 @@ def _before_rounding(scopes: Scopes, node: NodeProto, index: int, search: _Searc
 
 def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Search) -> None:
     """Nothing else may read the rows that will no longer be computed."""
-    for reader in nodes_in(scopes[0].node):
+    for reader in traverse.nodes_in(scopes[0].node):
         name = next((name for name in reader.input if name in head.values), None)
-        if name is not None and id(reader) not in search.nodes and not _returns_only(reader, name):
+        if name is None or id(reader) in search.nodes:
+            continue
+        # A node may hold the head in one of its branches, which returns the value and does nothing else with it.
+        if not any(name in node.output for body in traverse.subgraphs(reader) for node in body.node):
             raise NoHead(
                 f"the node {describe_op(reader)} reads {name!r}, which lies between the LM head and the logits, for "
                 "another output"
@@ -288,8 +271,3 @@ def _refuse_other_readers(scopes: Scopes, head: Head, logits: str, search: _Sear
         other = next((value.name for value in graph.output if value.name in head.values - {logits}), None)
         if other is not None:
             raise NoHead(f"the output {other!r} is returned from between the LM head and the logits")
-
-
-def _returns_only(reader: NodeProto, name: str) -> bool:
-    """Whether a node holds the head in one of its branches, which returns the value and does nothing else with it."""
-    return any(name in {n for node in body.node for n in node.output} for body in subgraphs(reader))

@@ -5,44 +5,30 @@ of tensors, or change them in a way that no walk follows. Whether one of its out
 is no fault of the model.
 """
 
-from collections.abc import Iterator
-
-from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.axes import unequal_axes
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS
-from kvdoctor.analysis.port_roles import INTEGERS, InputFlow
-from kvdoctor.analysis.stacks import OnnxFile, has_named_logits
-from kvdoctor.contract import CacheContract, Port
+from kvdoctor.analysis.slot_rules import proven_part
+from kvdoctor.analysis.stacks import OnnxFile, has_named_logits, makes_logits
+from kvdoctor.contract import CacheContract
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.operators import operator_of
 from kvdoctor.model.traverse import describe_node
-from kvdoctor.model.view import GraphView
 
 
 def returns_logits(file: OnnxFile) -> bool:
     """Whether a graph returns logits: by name, or as a float output as wide as the embedding table has rows."""
     view, flow = file.view, file.dataflow
-    if view is None or has_named_logits(view):
-        return view is not None
-    if flow is None:
-        return False
-    by_use = InputFlow(flow, view.inputs)
-    rows = {by_use.table_rows(name) for name, port in view.inputs.items() if port.dtype in INTEGERS} - {None}
-    return any(_last_size(view, name) in rows for name in view.outputs)
+    return view is not None and (has_named_logits(view) or (flow is not None and makes_logits(view, flow)))
 
 
 def find_constant_caches(file: OnnxFile) -> tuple[str, ...]:
     """Find constants that new keys or values join before an attention, in the order of the graph."""
-    flow = file.dataflow
-    return tuple(dict.fromkeys(_joined_constants(flow))) if flow is not None else ()
-
-
-def _joined_constants(dataflow: Dataflow) -> Iterator[str]:
-    for node in dataflow.flow.nodes:
-        if (constant := _constant_operand(node, dataflow.flow.fixed)) is not None and dataflow.budget.goes_on():
-            use = dataflow.uses.use_of(node.output())
-            if use is not None and use.proven and use.part in ATTENTION_PARTS:
-                yield constant
+    dataflow = file.dataflow
+    if dataflow is None:
+        return ()
+    joins = [(_constant_operand(node, dataflow.flow.fixed), node.output()) for node in dataflow.flow.nodes]
+    near = ((name, output) for name, output in joins if name is not None and dataflow.budget.goes_on())
+    return tuple(dict.fromkeys(name for name, output in near if proven_part(dataflow.uses.use_of(output)) is not None))
 
 
 def _constant_operand(node: FlatNode, fixed: set[str]) -> str | None:
@@ -56,14 +42,6 @@ def _constant_operand(node: FlatNode, fixed: set[str]) -> str | None:
     return node.inputs[0]
 
 
-def _last_size(view: GraphView, name: str) -> int | None:
-    """The last size of a float output with two axes or more, where it is a number."""
-    port = view.outputs[name]
-    if not port.shape or len(port.shape) < 2 or "float" not in port.dtype:
-        return None
-    return port.shape[-1] if isinstance(port.shape[-1], int) else None
-
-
 MOST_LOOPS = 50
 """Loops of one graph that are looked at: each takes two walks over all nodes."""
 
@@ -71,16 +49,14 @@ LEAST_AXES = 3
 
 
 def find_unread_loops(dataflow: Dataflow | None, contract: CacheContract) -> dict[str, str]:
-    """The loop between leftover ports of the decode graph, as reports name it, by the names of the ports.
-
-    Such a past reaches the loop, and the loop such a present, declared like the past but for one size.
-    """
+    """The loop between leftover ports of the decode graph, as reports name it, by the names of the ports."""
     taken = {name for slot in contract.slots if slot.filled_by for name in (slot.past, slot.present) if slot.present}
     taken |= {slot.past for slot in contract.slots if slot.is_given}
     graph = contract.graph("decode")
     pasts = [port for port in graph.inputs if port.role in ("past", "auxiliary") and port.name not in taken]
     presents = [port for port in graph.outputs if port.role in ("present", "auxiliary") and port.name not in taken]
-    fitting = [(past, present) for past in pasts for present in presents if _fits(past, present)]
+    wide = [(past, present) for past in pasts for present in presents if len(past.shape or ()) >= LEAST_AXES]
+    fitting = [pair for pair in wide if (unequal := unequal_axes(*pair)) is not None and len(unequal) < 2]
     if dataflow is None or not fitting:
         return {}
     found, flow = dict[str, str](), dataflow.flow
@@ -92,12 +68,3 @@ def find_unread_loops(dataflow: Dataflow | None, contract: CacheContract) -> dic
                 found.setdefault(past.name, describe_node(node.proto))
                 found.setdefault(present.name, describe_node(node.proto))
     return found
-
-
-def _fits(past: Port, present: Port) -> bool:
-    """Whether two ports have one element type, and no other sizes on more than one axis."""
-    before, after = past.shape or (), present.shape or ()
-    if past.dtype != present.dtype or len(before) != len(after) or len(before) < LEAST_AXES:
-        return False
-    sizes = [(as_number(one), as_number(other)) for one, other in zip(before, after, strict=True)]
-    return sum(isinstance(one, int) and isinstance(other, int) and one != other for one, other in sizes) < 2

@@ -3,7 +3,7 @@
 Pure arithmetic over a cache contract; all sizes in bytes. Weights and activations are not counted.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -130,8 +130,13 @@ class _Planner:
         lengths = {one.positions for one, _ in over_encoder}
         encoder = next(iter(lengths)) if len(lengths) == 1 else None
         asked: Source = "option" if load.encoder_length else "config"
+        is_open = any(one.slot.size("encoder") is None for one in self.slots if one.counted == "encoder-states")
         sequence, everything, in_step = self._sum_bytes(self.kinds)
-        groups = _group_alike(self.slots)
+        alike: dict[tuple[object, ...], list[SlotBytes]] = {}  # slots that differ only in layer or part
+        for one in self.slots:
+            slot, sizes = one.slot, (one.factors, one.counted, one.positions, one.window, one.step)
+            alike.setdefault((slot.kind, slot.growth, slot.carry, slot.dtype, *sizes), []).append(one)
+        groups = list(alike.values())
         return MemoryPlan(
             bytes_per_token=total(product([one.position, count]) for one, count in over_tokens),
             bytes_per_encoder_state=total(product([one.position, count]) for one, count in over_encoder),
@@ -140,7 +145,7 @@ class _Planner:
             batch=self.batch,
             encoder_length=encoder,
             context_from=None if context is None else "option" if load.context else "config",
-            encoder_length_from=None if encoder is None else asked if self._open_encoder() else "graph",
+            encoder_length_from=None if encoder is None else asked if is_open else "graph",
             bytes_per_sequence=sequence,
             bytes_total=everything,
             bytes_in_step=in_step,
@@ -165,11 +170,6 @@ class _Planner:
         in_step = total([everything, added, *(product([one.added, count]) for one, count in once)])
         return sequence, everything, in_step
 
-    def _open_encoder(self) -> bool:
-        """Whether the graph leaves the encoder length open."""
-        slots = [one.slot for one in self.slots if one.counted == "encoder-states"]
-        return any(slot.size("encoder") is None for slot in slots)
-
 
 def _without_names(one: SlotBytes) -> SlotBytes:
     """The same sizes without what distinguishes one layer from the next."""
@@ -177,16 +177,6 @@ def _without_names(one: SlotBytes) -> SlotBytes:
     names: dict[str, Any] = {"layer": None, "past": "", "present": present, "filled_by": None, "continues_as": None}
     proofs: dict[str, Any] = dict.fromkeys(("window", "used_as", "used_at", "takes_new", "made_as", "made_at"))
     return replace(one, slot=replace(one.slot, **names, **proofs))
-
-
-def _group_alike(slots: Iterable[SlotBytes]) -> list[list[SlotBytes]]:
-    """Group slots that differ only in their layer, or in being key or value."""
-    groups: dict[tuple[object, ...], list[SlotBytes]] = {}
-    for one in slots:
-        slot = one.slot
-        key = (slot.kind, slot.growth, slot.carry, slot.dtype, one.factors, one.counted, one.positions, one.window)
-        groups.setdefault((*key, one.step), []).append(one)
-    return list(groups.values())
 
 
 def _describe_group(group: list[SlotBytes]) -> CachePart:

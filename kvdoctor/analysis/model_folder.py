@@ -17,6 +17,7 @@ from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encode
 from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.contract import Dim
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UnreadableError, as_argument, free_name
 from kvdoctor.model.external_data import examine
 from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
@@ -112,6 +113,8 @@ def find_misfit(parameter: AdapterParameter, dtype: str, shape: tuple[Dim, ...] 
 
 
 ADAPTER_SUFFIX = ".onnx_adapter"
+MOST_AXES = 64
+"""Axes of an array. Source: numpy, NPY_MAXDIMS."""
 MOST_CONFIG_BYTES = 8 << 20
 MOST_YAML_BYTES = 1 << 20
 """YAML is read forty times as slowly as JSON; a package of 48 layers has 50 KiB."""
@@ -194,11 +197,23 @@ def _read_file(path: Path, root: Path) -> OnnxFile:
     name = path.relative_to(root).as_posix()
     try:
         skeleton = read_skeleton(path)
+        view = GraphView(skeleton.model)
+        _refuse_high_ranks(view)
     except UnreadableError as problem:
         return OnnxFile(path, name, "unreadable", problem=problem)
-    view = GraphView(skeleton.model)
     external, problems = examine(skeleton.model, path)
     return OnnxFile(path, name, role_of(path, view), skeleton, view, None, external, problems)
+
+
+def _refuse_high_ranks(view: GraphView) -> None:
+    """Refuse a tensor with more axes than arrays have: what follows each axis of it would never end."""
+    for scope in view.scopes():
+        graph = scope.graph
+        values = ((v.name, v.type.tensor_type.shape.dim) for v in (*graph.input, *graph.output, *graph.value_info))
+        for name, axes in (*values, *((tensor.name, tensor.dims) for tensor in graph.initializer)):
+            if len(axes) > MOST_AXES:
+                reason = f"it has a tensor of {len(axes):,} axes, {name[:80]!r}"
+                raise UnreadableError(reason, f"export the model again; arrays have at most {MOST_AXES} axes")
 
 
 def _read_side_cars(folder: Path) -> SideCars:
@@ -228,13 +243,12 @@ def read_object(path: Path, most: int | None = None) -> tuple[dict[str, Any], st
     in_yaml = path.suffix == ".yaml"
     most = most or (MOST_YAML_BYTES if in_yaml else MOST_CONFIG_BYTES)
     try:
-        if not path.is_file():
-            return {}, None
-        if path.stat().st_size > most:
-            return {}, f"{path.name} is larger than {most >> 20} MiB and was not read"
-        text = path.read_text(encoding="utf-8")
+        text = read_side_file(path, most).decode("utf-8")
         content = _parse_yaml(text) if in_yaml else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and not path.is_symlink()
+        return {}, None if missing else f"{path.name} was not read: {error.strerror or error}"
+    except (ValueError, RecursionError) as error:
         return {}, f"{path.name} cannot be read: {type(error.__cause__ or error).__name__}"
     if isinstance(content, dict):
         return content, None

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.axes import as_number
+from kvdoctor.analysis.configs import read_part
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import CACHE_LIKE, find_dialect
 from kvdoctor.analysis.embedding_graphs import VARIANT
@@ -123,7 +124,7 @@ def _chain(stages: list[StageFile], others: Sequence[OnnxFile], tail: str) -> St
             before = stages[number - 1]
             pairs = _pair(before.gives, stage.takes)
             if pairs is None and not problems:
-                problems.append(_misfit(before, stage))
+                problems.append(_misfit(before.file.name, before.gives, stage.file.name, stage.takes))
             links = {name: (number - 1, output) for name, output in (pairs or {}).items()}
         parts.append((stage.file, links))
     return _join(parts, tuple(problems[:1]), tail)
@@ -173,14 +174,9 @@ def _find_gaps(stages: Sequence[StageFile], others: Sequence[OnnxFile]) -> Itera
         yield PartProblem(subject, "a last stage, with logits", observed, "the last stage of the pipeline is missing")
 
 
-def _misfit(before: StageFile, stage: StageFile) -> PartProblem:
-    return PartProblem(
-        subject=stage.file.name,
-        declared=f"{before.file.name} returns {_described(before.gives)}",
-        observed=f"{stage.file.name} takes {_described(stage.takes)}",
-        cause=f"{before.file.name} returns {_described(before.gives)}, and {stage.file.name} takes "
-        + _described(stage.takes),
-    )
+def _misfit(before: str, gives: Sequence[Declared], after: str, takes: Sequence[Declared]) -> PartProblem:
+    declared, observed = f"{before} returns {_described(gives)}", f"{after} takes {_described(takes)}"
+    return PartProblem(after, declared, observed, f"{declared}, and {observed}")
 
 
 def _described(ports: Sequence[Declared]) -> str:
@@ -215,10 +211,7 @@ def _states(view: GraphView) -> frozenset[str]:
 
 def _listed_stages(genai: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of `model.decoder.pipeline`: a list of objects, each with its stages by their names."""
-    model = genai.get("model")
-    decoder = model.get("decoder") if isinstance(model, dict) else None
-    listed = decoder.get("pipeline") if isinstance(decoder, dict) else None
-    found = []
+    listed, found = read_part(read_part(genai, "model"), "decoder").get("pipeline"), []
     for entry in listed if isinstance(listed, list) else []:
         for name, stage in entry.items() if isinstance(entry, dict) else ():
             if isinstance(stage, dict) and isinstance(stage.get("filename"), str):
@@ -243,8 +236,7 @@ def _read_listed(files: Sequence[OnnxFile], listed: Sequence[dict[str, Any]]) ->
             continue
         problems += _find_strange_names(file, stage)
         links = {name: made[name] for name in file.graph.inputs if name in made and name not in _states(file.graph)}
-        forwarded = stage.get("output_names_forwarder")
-        forwarded = forwarded if isinstance(forwarded, dict) else {}
+        forwarded = read_part(stage, "output_names_forwarder")
         for output in file.graph.outputs:
             made[str(forwarded.get(output, output))] = (len(parts), output)
         parts.append((file, links))
@@ -287,9 +279,7 @@ def _find_unlinked(
                 source, output = links[port.name]
                 given = parts[source][0].graph.outputs[output]
                 if not _fits(given, port):
-                    before = f"{parts[source][0].name} returns {_described([given])}"
-                    cause = f"{before}, and {file.name} takes {_described([port])}"
-                    yield PartProblem(file.name, before, f"{file.name} takes {_described([port])}", cause)
+                    yield _misfit(parts[source][0].name, [given], file.name, [port])
             elif not number and _is_hidden(port) and made.get(port.name, (0, ""))[0]:
                 later = parts[made[port.name][0]][0].name
                 cause = f"genai_config.json lists {later} after {file.name}, which takes the {port.name!r} it returns"

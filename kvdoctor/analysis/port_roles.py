@@ -14,7 +14,7 @@ from kvdoctor.analysis.dataflow.walks import KEEPS, MIXES, NEAR_USE, Walk
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import RoleRule, parse_axes
 from kvdoctor.analysis.stacks import OnnxFile, StackParts
-from kvdoctor.contract import Axis, Dim, MissingPart, Port, Role
+from kvdoctor.contract import Axis, MissingPart, Port, Role
 from kvdoctor.model.operators import operators_with, places_of, ports_of
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
@@ -139,9 +139,14 @@ class InputFlow:
         if rank == 0 or port.shape == (1,):
             if self._is_kind(name):
                 return "setting", parse_axes("1" * rank)
-            found = self._is_position(name) or self._is_range_start(name)
+            found = self._is_position(name) or self._reaches(name, RANGES, through=KEEPS)
             return ("past_length", parse_axes("1" * rank)) if found else None
-        if rank == 1 and port.shape and self._is_batch(port.shape[0]):
+        batches = {
+            one.shape[0]
+            for one in self.inputs.values()
+            if one.dtype in INTEGERS and len(one.shape or ()) > 1 and one.shape
+        }
+        if rank == 1 and port.shape and isinstance(port.shape[0], str) and port.shape[0] in batches:
             return ("setting", parse_axes("B")) if self._is_kind(name) else None
         if rank in (1, 2, 3) and self._is_position(name):
             if rank == 1:
@@ -174,11 +179,6 @@ class InputFlow:
                 return True
         return False
 
-    def _is_batch(self, size: Dim) -> bool:
-        """Whether an axis has the name of the first axis of an integer input with more axes."""
-        shapes = [port.shape for port in self.inputs.values() if port.dtype in INTEGERS and port.shape]
-        return isinstance(size, str) and any(shape[0] == size for shape in shapes if len(shape) > 1)
-
     def _mask_role(
         self, name: str, port: Declared, rank: int, cross_sites: set[int]
     ) -> tuple[Role, tuple[Axis, ...]] | None:
@@ -205,20 +205,15 @@ class InputFlow:
         sums = [node for node, index in flow.consumers.get(name, ()) if node.has("sum") and index == 0]
         return any(self._operator_role(output, MIXES) in LENGTHS for node in sums for output in node.outputs)
 
-    def _is_range_start(self, name: str) -> bool:
-        """Whether an input is the first position of the new tokens."""
-        return self._reaches(name, RANGES, through=KEEPS)
-
     def mask_sites(self, name: str) -> set[int]:
         """The attentions that an input masks: it reaches their scores through no product and no table."""
         found, walk = set(), Walk([name], self.dataflow.budget)
-        for value in walk:
-            for node, index in self.dataflow.flow.consumers.get(value, ()):
-                ports = ports_of(node.domain, node.op)
-                if self.dataflow.uses.is_softmax(node) or (ports is not None and index in ports.mask):
-                    found.add(node.index)
-                elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC:
-                    walk.add(node.outputs)
+        for node, index in walk.takers(self.dataflow.flow):
+            ports = ports_of(node.domain, node.op)
+            if self.dataflow.uses.is_softmax(node) or (ports is not None and index in ports.mask):
+                found.add(node.index)
+            elif node.op in KEEPS or node.op in MIXES or node.op in LOGIC:
+                walk.add(node.outputs)
         return found
 
     def softmax_after(self, product: int) -> set[int]:
@@ -228,19 +223,15 @@ class InputFlow:
         if ports_of(start.domain, start.op) is not None:
             return {product}
         walk = Walk(start.outputs, self.dataflow.budget)
-        for value in walk:
-            for node, _ in flow.consumers.get(value, ()):
-                if self.dataflow.uses.is_softmax(node):
-                    return {node.index}
-                if node.op in KEEPS or node.op in MIXES:
-                    walk.add(node.outputs)
+        for node, _ in walk.takers(flow):
+            if self.dataflow.uses.is_softmax(node):
+                return {node.index}
+            if node.op in KEEPS or node.op in MIXES:
+                walk.add(node.outputs)
         return set()
 
     def table_rows(self, name: str) -> int | None:
-        """Rows of the constant table that an integer input indexes directly; None where there is none.
-
-        For token ids that is the size of the vocabulary.
-        """
+        """Rows of the constant table that an integer input indexes directly; None where there is none."""
         return self.dataflow.uses.table_rows(name) if self.inputs[name].dtype in INTEGERS else None
 
     def _reaches(self, name: str, *goals: Goal, summed: bool = False, through: Container[str] = COMPUTED) -> bool:
@@ -248,29 +239,24 @@ class InputFlow:
 
         A walk stops at a CumSum unless `summed`: an input that is summed up is a mask, from which positions are made.
         """
-        flow, walk = self.dataflow.flow, self._walk_near(name)
-        for value in walk:
-            for node, index in flow.consumers.get(value, ()):
-                if any(index in goal.get(node.op, ()) for goal in goals):
-                    return True
-                if node.op in through and (summed or not node.has("accumulate")):
-                    walk.add(node.outputs)
+        walk = Walk([name], self.dataflow.budget, NEAR_USE)
+        for node, index in walk.takers(self.dataflow.flow):
+            if any(index in goal.get(node.op, ()) for goal in goals):
+                return True
+            if node.op in through and (summed or not node.has("accumulate")):
+                walk.add(node.outputs)
         return False
 
     def _operator_role(self, name: str, through: Container[str] = ()) -> Role | None:
         """The role that a cache operator gives to the input at one of its ports."""
-        flow, walk = self.dataflow.flow, self._walk_near(name)
-        for value in walk:
-            for node, index in flow.consumers.get(value, ()):
-                ports = ports_of(node.domain, node.op)
-                if ports is not None and index in ports.roles:
-                    return ports.roles[index]  # type: ignore[return-value]
-                if node.op in WHOLE or node.op in through:
-                    walk.add(node.outputs)
+        walk = Walk([name], self.dataflow.budget, NEAR_USE)
+        for node, index in walk.takers(self.dataflow.flow):
+            ports = ports_of(node.domain, node.op)
+            if ports is not None and index in ports.roles:
+                return ports.roles[index]  # type: ignore[return-value]
+            if node.op in WHOLE or node.op in through:
+                walk.add(node.outputs)
         return None
-
-    def _walk_near(self, name: str) -> Walk:
-        return Walk([name], self.dataflow.budget, NEAR_USE)
 
 
 LOGITS_RANK = 3
@@ -305,10 +291,7 @@ def find_token_inputs(parts: StackParts) -> TokenInputs:
 
 
 def _find_candidates(file: OnnxFile, parts: StackParts) -> list[str]:
-    """The inputs that may carry token ids, best first: one by name, else those that index the embedding table.
-
-    The length of the logits is that of the tokens.
-    """
+    """The inputs that may carry token ids, best first: one by name, else those that index the embedding table."""
     view = file.graph
     known = [(name, role_by_name(port, parts.input_rules)) for name, port in view.inputs.items()]
     tokens = [name for name, role in known if role in ("token_ids", "token_and_position")]

@@ -22,7 +22,7 @@ from kvdoctor.analysis.port_roles import (
 from kvdoctor.analysis.slot_init import shared_pasts
 from kvdoctor.analysis.slot_rules import REPLACED
 from kvdoctor.analysis.stacks import FLOATS, OnnxFile, StackParts
-from kvdoctor.contract import Axis, Dim, Graph, MissingPart, Port, Slot
+from kvdoctor.contract import Axis, Graph, MissingPart, Port, Slot
 from kvdoctor.model.view import Declared
 
 HIDDEN_LIKE = re.compile(r"(.*_)?hidden_states(_.*)?", re.ASCII)
@@ -120,7 +120,9 @@ class DecoderPorts:
     def _input_by_name(self, port: Declared) -> Port | None:
         found = self.parts.known.find_role(port) or match_rule(port, self.parts.input_rules)
         if port.name == self.ids and (found is None or not found.role.startswith("token")):
-            axes = _token_axes(port.shape or ())
+            shape = port.shape or ()  # of three axes, the one of a declared size counts codebooks
+            three = "BQc" if isinstance((shape or (0,))[-1], int) else "BcQ"
+            axes = parse_axes({2: "BQ", 3: three}.get(len(shape), "Q" * len(shape)))
             return Port(port.name, port.dtype, port.shape, "token_ids", axes)
         if found is not None and found.role == "attention_mask" and self.flow is not None and self._cross_sites:
             sites = self.flow.mask_sites(port.name)
@@ -134,7 +136,8 @@ class DecoderPorts:
             found = self.flow.find_role(port.name, self._cross_sites)
             if found is not None and found[0] == "position_ids" and self._has_other_length(port):
                 return None
-            if found is not None and not (found[0] == "setting" and self._has_known_name(port)):
+            known = role_by_name(port, self.parts.input_rules) is not None
+            if found is not None and not (found[0] == "setting" and known):
                 self.evidence.append(f"{port.name!r} is {found[0]} by its use in the graph")
                 self.guessed.add(port.name)
                 # A kind of tokens (a segment, a language): 0 for all of them.
@@ -150,23 +153,16 @@ class DecoderPorts:
         ends = [shape[-1] for shape in (port.shape, tokens.shape if tokens is not None else None) if shape]
         return len(ends) == 2 and all(isinstance(end, str) for end in ends) and ends[0] != ends[1]
 
-    def _has_known_name(self, port: Declared) -> bool:
-        return role_by_name(port, self.parts.input_rules) is not None
-
     def _unknown_input(self, port: Declared) -> Port:
-        if self._is_unused(port):
+        cache_like, outputs = looks_like_cache(port.name, port.shape), self.file.graph.outputs.values()
+        may_be_past = cache_like or port.shape is None or (port.dtype in FLOATS and any(map(port.like, outputs)))
+        if port.name in self._unread and not may_be_past:
             return plain_port(port, "unused")
-        if port.dtype and looks_like_cache(port.name, port.shape):
+        if port.dtype and cache_like:
             reason = f"this input of {self.file.name} looks like a cache, but no rule says what to feed it"
             self.missing.append(MissingPart(port.name, reason))
         self.unknown.add(port.name)
         return plain_port(port, "auxiliary")
-
-    def _is_unused(self, port: Declared) -> bool:
-        """Whether no node of any branch reads an input that cannot be a past which the graph ignores."""
-        if port.shape is None or looks_like_cache(port.name, port.shape) or port.name not in self._unread:
-            return False
-        return port.dtype not in FLOATS or not any(port.like(output) for output in self.file.graph.outputs.values())
 
     @cached_property
     def _unread(self) -> frozenset[str]:
@@ -186,11 +182,9 @@ class DecoderPorts:
             if slot.kind != "cross-attention" or slot.used_as not in ("key", None):
                 continue
             for name in (slot.past, slot.filled_by):
-                use = None
-                if name in flow.flow.results:
-                    use = flow.uses.use_of_output(name)
-                elif name in self.file.graph.inputs:
-                    use = flow.uses.use_of(name)
+                fed = name if name in self.file.graph.inputs else None
+                made = name if name in flow.flow.results else None
+                use = flow.uses.use_of_output(made) if made else flow.uses.use_of(fed) if fed else None
                 if use is not None and use.part in ("key", "key-value"):
                     found |= self.flow.softmax_after(use.site)
         return found
@@ -206,10 +200,10 @@ class DecoderPorts:
 
     def _with_position_rows(self, port: Port) -> Port:
         """Positions of rank 3 have a row for time, height and width each, where the graph leaves their number open."""
-        if port.role != "position_ids" or len(port.axes) != POSITION_RANK or port.axes[0] != "fixed" or not port.shape:
+        rows = port.role == "position_ids" and len(port.axes) == POSITION_RANK and port.axes[0] == "fixed"
+        if not rows or not port.shape or isinstance(port.shape[0], int):
             return port
-        count = count_position_rows(self.parts.config)
-        return port if isinstance(port.shape[0], int) else replace(port, shape=(count, *port.shape[1:]))
+        return replace(port, shape=(count_position_rows(self.parts.config), *port.shape[1:]))
 
     def _add_setting(self, port: Port) -> Port:
         """Add the value of a configuration that is fed. The only one known so far is an attention window."""
@@ -315,20 +309,6 @@ def hold_encoder_states(decode: Graph, first: Graph | None) -> tuple[Graph, tupl
     return replace(decode, inputs=ports), (slot,)
 
 
-def _token_axes(shape: tuple[Dim, ...]) -> tuple[Axis, ...]:
-    """The axes of token ids; of three, the one of a declared size counts codebooks."""
-    if len(shape) == 3:
-        return parse_axes("BQc" if isinstance(shape[-1], int) else "BcQ")
-    return parse_axes("BQ" if len(shape) == 2 else "Q" * len(shape))
-
-
-def _are_hidden_states(port: Port, vocabulary: int | None) -> bool:
-    """Whether an output is named as hidden states, and is not as wide as the vocabulary: that of a first stage."""
-    if vocabulary is None or HIDDEN_LIKE.fullmatch(port.name) is None or port.shape is None:
-        return False
-    return port.shape[-1] != vocabulary
-
-
 def _mark_logits(ports: list[Port], vocabulary: int | None, recurrent: bool) -> list[Port]:
     """Where no output is named so, the one that is no present holds the logits.
 
@@ -339,7 +319,8 @@ def _mark_logits(ports: list[Port], vocabulary: int | None, recurrent: bool) -> 
     if any(port.role in ("logits", "next_token") for port in ports):
         return ports
     free = [p for p in ports if p.role == "auxiliary" and p.shape and p.dtype.startswith(("float", "bfloat"))]
-    free = [p for p in free if not _are_hidden_states(p, vocabulary)]
+    if vocabulary is not None:  # the outputs of a first stage are no logits
+        free = [p for p in free if HIDDEN_LIKE.fullmatch(p.name) is None or (p.shape or ())[-1] == vocabulary]
     wide = [p for p in free if len(p.shape or ()) == LOGITS_RANK]
     if len(wide) != 1:
         last = [p for p in free if len(p.shape or ()) in (2, LOGITS_RANK)]

@@ -25,10 +25,7 @@ MOST_NODES = 1000
 
 @record(slots=False)
 class ProcessedPresent:
-    """The value `name` that is returned, the value `used` that the attention uses, and the `nodes` between them.
-
-    The nodes stand in the order in which they are computed.
-    """
+    """The value `name` that is returned, the value `used` that the attention uses, and the `nodes` between them."""
 
     graph: GraphProto
     name: str

@@ -284,7 +284,10 @@ def with_given(
     fed = {port.name: port for graph in graphs for port in graph.inputs}
     returned = {port.name: port for graph in graphs for port in graph.outputs}
     for name, value in feed.items():
-        _demand_value(_demand(name, fed, "--feed", "input"), value)
+        port = _demand(name, fed, "--feed", "input")
+        bits = {"bool": 1, "int8": 7, "uint8": 8, "int32": 31, "int64": 63}.get(port.dtype)
+        if bits is not None and (value != int(value) or not -(2**bits) <= value < 2**bits or (bits == 1 and value < 0)):
+            raise UsageError(f"--feed {port.name}={value:g}: the input takes {port.dtype}")
     if logits is not None:
         _demand(logits, returned, "--logits-output", "output")
     return {name: _give(contract, feed, logits) for name, contract in contracts.items()}
@@ -299,13 +302,6 @@ def _demand(name: str, ports: Mapping[str, Port], option: str, kind: str) -> Por
     hint = " ".join(filter(None, (did_you_mean(name, free), listed)))
     known = "carries the cache" if port is not None and port.role != "token_ids" else "takes the tokens"
     raise UsageError(f"{option} {name}: it {f'is no {kind} of the model' if port is None else known}; {hint}")
-
-
-def _demand_value(port: Port, value: float) -> None:
-    """Refuse a constant that the type of an input does not have."""
-    bits = {"bool": 1, "int8": 7, "uint8": 8, "int32": 31, "int64": 63}.get(port.dtype)
-    if bits is not None and (value != int(value) or not -(2**bits) <= value < 2**bits or (bits == 1 and value < 0)):
-        raise UsageError(f"--feed {port.name}={value:g}: the input takes {port.dtype}")
 
 
 def _give(contract: CacheContract, feed: Mapping[str, float], logits: str | None) -> CacheContract:

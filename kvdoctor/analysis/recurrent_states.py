@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvdoctor.analysis.axes import as_number, slot_axes
+from kvdoctor.analysis.axes import slot_axes, unequal_axes
 from kvdoctor.analysis.dataflow.entries import is_convolved
 from kvdoctor.analysis.dataflow.states import Dataflow, StateFlow
 from kvdoctor.analysis.dataflow.walks import BLENDS
@@ -25,8 +25,6 @@ from kvdoctor.contract import Slot, SlotKind
 from kvdoctor.model.view import Declared
 
 COUNTERS = ("int64", "int32")
-
-Type = tuple[str, tuple[int | None, ...]]
 
 
 @dataclass(eq=False, repr=False)
@@ -49,9 +47,9 @@ class ReplacedStates:
 
     def read(self) -> Iterator[Slot]:
         """Read all of them: counters, and states of fixed size."""
-        given_by_type = _group_by_type(self.outputs)
-        for kind, found in _group_by_type(self.inputs).items():
-            given = {port.name for port in given_by_type.get(kind, [])}
+        for kind in dict.fromkeys(port.fixed for port in self.inputs):
+            found = [port for port in self.inputs if port.fixed == kind]
+            given = {port.name for port in self.outputs if port.fixed == kind}
             if kind is None or not given:
                 continue
             if kind[0] in COUNTERS and len(kind[1]) < 2:
@@ -60,7 +58,8 @@ class ReplacedStates:
             if kind[0] not in FLOATS:
                 given = {name for port in found for name in given & (self._returned(port) | self._returned_tokens)}
             likely = [port for port in found if given and self._is_likely(port, given)]
-            likely.sort(key=lambda port: self.flow.descent.first_use(port.name))
+            takers = self.flow.flow.consumers
+            likely.sort(key=lambda port: min((node.index for node, _ in takers.get(port.name, ())), default=-1))
             named, proven = pair_by_name([port.name for port in likely], given), self._pair(likely, given)
             layers = _number_by_name([port.name for port in likely])
             for port in likely:
@@ -196,14 +195,6 @@ def _number_by_name(names: list[str]) -> dict[str, int]:
     return {name: int(number) - first for name, (number,) in found.items()} if complete else {}
 
 
-def _group_by_type(ports: Iterable[Declared]) -> dict[Type | None, list[Declared]]:
-    """Ports by element type and sizes; sizes that are open count as the same, whatever their names."""
-    found: dict[Type | None, list[Declared]] = {}
-    for port in ports:
-        found.setdefault(port.fixed, []).append(port)
-    return found
-
-
 def find_computed(
     flow: Dataflow,
     inputs: Iterable[Declared],
@@ -222,20 +213,8 @@ def find_computed(
         if port.dtype in FLOATS and port.shape is not None and len(port.shape) >= 3:
             is_open = known is None or (known.output is None and known.delta is None)
             state = flow.computed_state(port.name, len(port.shape)) if is_open else None
-        if state is not None and state.output not in taken and _fits(port, outputs[state.output or ""], state.axis):
-            computed[port.name] = state
+        if state is not None and state.output not in taken:
+            unequal = unequal_axes(port, outputs[state.output or ""])
+            computed |= {port.name: state} if unequal is not None and unequal <= {state.axis} else {}
     times = Counter(state.output for state in computed.values())
     return {past: state for past, state in computed.items() if times[state.output] == 1}
-
-
-def _fits(past: Declared, present: Declared, axis: int | None) -> bool:
-    """Whether past and present have the same declaration except for the axis along which entries join."""
-    before, after = past.shape or (), present.shape or ()
-    if past.dtype != present.dtype or len(before) != len(after):
-        return False
-    pairs = (
-        (as_number(one), as_number(other))
-        for at, (one, other) in enumerate(zip(before, after, strict=True))
-        if at != axis
-    )
-    return all(one == other for one, other in pairs if isinstance(one, int) and isinstance(other, int))

@@ -11,7 +11,6 @@ from itertools import islice
 
 from kvdoctor.analysis.thresholds import COUNTS, FixedNumbers, whole_numbers
 from kvdoctor.contract import Graph
-from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import operators_with
 from kvdoctor.records import record
@@ -36,7 +35,7 @@ class SelectedConstants:
 def find_selected_constants(flow: Flow, graph: Graph, key: str) -> SelectedConstants | None:
     """The first such selection before the output `key`, the present of the first layer's keys."""
     numbers = FixedNumbers(flow)
-    for node in islice(_before(flow, flow.results.get(key, key)), MOST_NODES):
+    for node in islice(flow.before(flow.results.get(key, key)), MOST_NODES):
         if node.has("select"):
             conditions, chosen = {node.input(0)}, node.inputs[1:3]
         elif node.has("copy") and len(node.inputs) > 1:  # the outputs of an If, whose conditions are apart
@@ -47,19 +46,9 @@ def find_selected_constants(flow: Flow, graph: Graph, key: str) -> SelectedConst
             continue
         lengths = {length for one in conditions for length in _compared(flow, graph, one, numbers)}
         if len(lengths) == 1:
-            return SelectedConstants(lengths.pop(), _name(node))
+            kind = node.op if node.has("select") else "an If"
+            return SelectedConstants(lengths.pop(), f'{kind} "{node.proto.name}"' if node.proto.name else kind)
     return None
-
-
-def _before(flow: Flow, value: str) -> Iterator[FlatNode]:
-    """The nodes that a value is computed by, the nearest first."""
-    waiting, seen = [value], {value}
-    for name in waiting:
-        if (node := flow.producers.get(name)) is not None:
-            yield node
-            new = [one for one in node.inputs if one and one not in seen]
-            seen.update(new)
-            waiting += new
 
 
 def _are_tables(flow: Flow, names: tuple[str, ...]) -> bool:
@@ -73,7 +62,7 @@ def _are_tables(flow: Flow, names: tuple[str, ...]) -> bool:
 
 def _compared(flow: Flow, graph: Graph, condition: str, numbers: FixedNumbers) -> Iterator[int]:
     """The numbers with which a length of the whole call is compared, for a condition."""
-    for node in islice(_before(flow, condition), NEAR):
+    for node in islice(flow.before(condition), NEAR):
         if node.has("compare"):
             for one, other in (node.inputs[:2], node.inputs[1::-1]):
                 found = whole_numbers(flow.constant(one)) or numbers.of(one)
@@ -87,15 +76,8 @@ def _is_one_number(flow: Flow, graph: Graph, name: str) -> bool:
     waiting = [name]
     for value in islice(waiting, NEAR):
         node = flow.producers.get(value)
-        if value in numbers:
-            return True
-        if node is not None and node.has("measure", "reduce"):
+        if value in numbers or (node is not None and node.has("measure", "reduce")):
             return True
         if node is not None and node.op in KEEPS:
             waiting += [one for one in node.inputs if one and one not in waiting]
     return False
-
-
-def _name(node: FlatNode) -> str:
-    kind = node.op if node.has("select") else "an If"
-    return f'{kind} "{node.proto.name}"' if node.proto.name else kind

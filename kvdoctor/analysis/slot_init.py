@@ -49,7 +49,9 @@ class SlotInit:
             if has_first_graph and slot.growth != "constant":
                 return replace(slot, first="prefill")
         if slot.growth == "constant" and self.encoder is not None:
-            filled = self._find_output_of_encoder(slot, name)
+            names = (name.filled_by if name else None, slot.past, name.present if name else None)
+            by_name = next((one for one in names if one in self.encoder.graph.outputs), None)
+            filled = by_name or self._encoder_outputs_by_order.get(slot.past)
             if filled is not None:
                 return replace(slot, filled_by=filled, filled_in="encode", first="encoder", carry="hold")
         first: First = "prefill" if has_first_graph else _empty_or_zeros(slot)
@@ -79,14 +81,9 @@ class SlotInit:
         if slot.present is None:
             # Both branches of a merged decoder return the same outputs.
             slot = replace(slot, present=filled, emptied=self.decode.graph.emptied(filled) is not None)
-        return replace(slot, filled_by=filled, first=self._first_of_branch(slot))
-
-    def _first_of_branch(self, slot: Slot) -> First:
-        """What the no-past branch is fed: any value, unless it reads the past too."""
-        flow = self.decode.first_dataflow
-        if flow is None or slot.past not in flow.flow.consumers:
-            return "ignored"
-        return _empty_or_zeros(slot)
+        flow = self.decode.first_dataflow  # the no-past branch is fed any value, unless it reads the past too
+        unread = flow is None or slot.past not in flow.flow.consumers
+        return replace(slot, filled_by=filled, first="ignored" if unread else _empty_or_zeros(slot))
 
     def add_sizes(self, slot: Slot) -> Slot:
         """Add sizes that the past leaves open and that the output which fills it declares as numbers."""
@@ -124,13 +121,6 @@ class SlotInit:
                 own = flow.flow.results.get(output, output) in reached
                 found.append(PrefillOutput(output, "self-attention" if own else "cross-attention", use.part, use.site))
         return found
-
-    def _find_output_of_encoder(self, slot: Slot, name: SlotName | None) -> str | None:
-        outputs = list(self.encoder.graph.outputs) if self.encoder is not None else []
-        named = name.filled_by if name is not None else None
-        passed_on = name.present if name is not None else None
-        by_name = next((n for n in (named, slot.past, passed_on) if n in outputs), None)
-        return by_name or self._encoder_outputs_by_order.get(slot.past)
 
     @cached_property
     def _encoder_outputs_by_order(self) -> dict[str, str]:

@@ -144,11 +144,6 @@ def total(numbers: Iterable[int | None]) -> int | None:
     return None if None in known else sum(number for number in known if number is not None)
 
 
-def in_blocks(tokens: int, block_size: int) -> int:
-    """The number of tokens rounded up to whole blocks."""
-    return -(-tokens // block_size) * block_size
-
-
 def _factors(slot: Slot, heads: int | None) -> tuple[Factor, ...]:
     """The sizes whose product is one position of one sequence."""
     found = []
@@ -165,7 +160,7 @@ def _positions(slot: Slot, window: int | None, measure: SizeValues) -> tuple[Cou
     context, at = measure.context, slot.length_axis
     if slot.growth == "paged":
         block = slot.size("block") or 0
-        return "tokens", in_blocks(context, block) if context and block > 0 else context
+        return "tokens", -(-context // block) * block if context and block > 0 else context  # whole blocks
     if at is None:
         return "once", 1
     size = slot.shape[at]

@@ -53,16 +53,11 @@ def growth_of(kind: SlotKind, name: SlotName | None, state: StateFlow | None, sh
     if kind in REPLACED:
         return "replace"
     by_flow = state.growth if state is not None and state.joined else None
-    if name is None and by_flow == "grow" and state is not None and returns_new_entries(state):
-        return "delta"
+    if name is None and by_flow == "grow" and state is not None and state.output is None and state.delta is not None:
+        return "delta"  # no output returns the past, but one the new entries
     if state is None or not isinstance(shape[state.axis or 0], int) or by_flow not in ("grow", None):
         return by_flow or "grow"
     return "ring" if by_flow == "grow" and state.trimmed else "grow"
-
-
-def returns_new_entries(state: StateFlow) -> bool:
-    """Whether no output returns a past that new entries join, but one returns the new entries."""
-    return state.joined and state.output is None and state.delta is not None
 
 
 def _is_appended(by_name: Growth, state: StateFlow | None, shape: tuple[Dim, ...]) -> bool:
@@ -113,8 +108,11 @@ def carry_of(
     if growth == "delta":
         if name is not None and name.rule.or_delta:
             return "append"
-        if state is None or state.axis is None or state.cut:
+        if state is None or state.cut:
             return "write"
+        if state.axis is None:  # rows are written into a buffer of a fixed length only
+            open_ended = state.joined and not isinstance(shape[likely_length(shape)], int)
+            return "append" if open_ended else "write"
         # A graph that reads the whole buffer leaves no free rows: new rows are appended, or push the oldest out.
         return "shift" if isinstance(shape[state.axis], int) else "append"
     return "feed-back"
@@ -233,7 +231,8 @@ class NewEntries:
         size = self._size_of(output, state.axis) if state is not None and output else None
         if not isinstance(size, str) or size in self._token_sizes:
             return True
-        if output and _counts_past(size, output):
+        words = () if INVENTED.search(size) else WORD.findall(size.replace(output or " ", " "))
+        if any(word.lower() in WITH_PAST for word in words):
             return False
         # A name that no other port has proves nothing: torch invents one for each axis.
         ports = (*self.view.inputs.values(), *self.view.outputs.values())
@@ -250,13 +249,6 @@ class NewEntries:
         """Names of the axes of the tokens."""
         sizes = (size for name in self.tokens for size in self.view.inputs[name].shape or ())
         return {size for size in sizes if isinstance(size, str)}
-
-
-def _counts_past(size: str, output: str) -> bool:
-    """Whether the name of an axis says that it counts the past too; the name of the output in it says nothing."""
-    if INVENTED.search(size):
-        return False
-    return any(word.lower() in WITH_PAST for word in WORD.findall(size.replace(output, " ")))
 
 
 NO_TABLES = ("mask", "position")
@@ -277,12 +269,11 @@ class PagedPools:
         if not port.shape or port.shape[0] in self.batches or not self._selected:
             return False
         walk = Walk([port.name], self.dataflow.budget, MOST_VISITED)
-        for value in walk:
-            for node, index in self.dataflow.flow.consumers.get(value, ()):
-                places = operator_of(node.op).places if node.has("pick") and index == 0 else ()
-                if any(node.input(at) in self._selected for at in places) and node.number("axis", 0) == 0:
-                    return True
-                walk.add(output for output, _ in outputs_with_content(node, index))
+        for node, index in walk.takers(self.dataflow.flow):
+            places = operator_of(node.op).places if node.has("pick") and index == 0 else ()
+            if any(node.input(at) in self._selected for at in places) and node.number("axis", 0) == 0:
+                return True
+            walk.add(output for output, _ in outputs_with_content(node, index))
         return False
 
     @cached_property

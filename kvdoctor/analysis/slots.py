@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 
+from kvdoctor.analysis import slot_rules
 from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, likely_length, slot_axes
 from kvdoctor.analysis.cache_scales import fill_scales, find_stored, mark_scales, name_scales
 from kvdoctor.analysis.dataflow.entries import find_masked_axis, is_convolved
@@ -18,18 +19,6 @@ from kvdoctor.analysis.dialects.dialect import SlotName
 from kvdoctor.analysis.port_roles import InputFlow
 from kvdoctor.analysis.recurrent_states import ReplacedStates, find_computed
 from kvdoctor.analysis.slot_init import SlotInit
-from kvdoctor.analysis.slot_rules import (
-    REPLACED,
-    NewEntries,
-    PagedPools,
-    carry_of,
-    find_contradictions,
-    growth_of,
-    pair_by_name,
-    part_of,
-    proven_part,
-    returns_new_rows,
-)
 from kvdoctor.analysis.stacks import FLOATS, StackParts
 from kvdoctor.contract import Axis, Dim, Growth, MissingPart, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
@@ -70,8 +59,7 @@ class SlotReader:
 
     def __post_init__(self) -> None:
         self.decode, self.first = self.parts.decode, self.parts.first
-
-        self._new_entries = NewEntries(self.decode.graph, self.tokens)
+        self._new_entries = slot_rules.NewEntries(self.decode.graph, self.tokens)
 
     def read(self) -> SlotsRead:
         """Read all slots."""
@@ -92,7 +80,12 @@ class SlotReader:
         init = SlotInit(self.parts, self.ids, found)
         found = [init.add_sizes(init.add_first_values(slot, names.get(slot.past))) for slot in found]
         found = fill_scales(found, self._stored, self.first.graph.outputs)
-        slots = tuple(sorted(self._add_attentions(found, states), key=_sort_key))
+
+        def place(slot: Slot) -> tuple[int, bool, str, str]:  # replaced states stay as a layer computes them
+            layer, name = -1 if slot.layer is None else slot.layer, slot.past if slot.growth != "replace" else ""
+            return layer, slot.kind != "self-attention", slot.part, name
+
+        slots = tuple(sorted(self._add_attentions(found, states), key=place))
         return SlotsRead(slots, tuple(self._missing), tuple(self._contradictions), (*evidence, *init.evidence))
 
     def _slot_names(self) -> dict[str, SlotName]:
@@ -123,10 +116,7 @@ class SlotReader:
         return [replace(one, growth="grow", axes=o.axes, carry=o.carry) if o is not None else one for one, o in pairs]
 
     def _match_presents(self, found: list[Slot], names: dict[str, SlotName]) -> list[Slot]:
-        """Match unnamed inputs and outputs by prefix or suffix (`x`, `x_out`), as a loop would.
-
-        If the data flows to another such output, a check reports it.
-        """
+        """Match unnamed inputs and outputs by prefix or suffix (`x`, `x_out`), as a loop would."""
         known = {name.past for name in self._dialect_names}
         unnamed = {
             slot.past: slot.present
@@ -134,11 +124,11 @@ class SlotReader:
             if slot.past not in names and slot.past not in known and slot.present is not None
         }
         presents = {name for name in unnamed.values() if name is not None}
-        for past, numbered in pair_by_name(list(unnamed), presents, by_number=True).items():
+        for past, numbered in slot_rules.pair_by_name(list(unnamed), presents, by_number=True).items():
             if numbered != unnamed[past]:
                 reason = f"its number is that of {numbered!r}, but the graph returns its content as {unnamed[past]!r}"
                 self._contradictions.append(MissingPart(past, reason))
-        promised = pair_by_name(list(unnamed), presents)
+        promised = slot_rules.pair_by_name(list(unnamed), presents)
         found = [replace(slot, present=promised.get(slot.past, slot.present)) for slot in found]
         return self._add_computed_presents(found, names)
 
@@ -147,7 +137,9 @@ class SlotReader:
         inputs, outputs = self.decode.graph.inputs, self.decode.graph.outputs
         types = {name: (port.dtype, len(port.shape or ())) for name, port in {**inputs, **outputs}.items()}
         attended = [slot.past for slot in found if slot.kind == "self-attention" and slot.past not in names]
-        promised = pair_by_name(attended, {name for name in outputs if types[name] in map(types.get, attended)})
+        promised = slot_rules.pair_by_name(
+            attended, {name for name in outputs if types[name] in map(types.get, attended)}
+        )
         flow = self.decode.dataflow
         made = {name: skip_copies(flow.flow, value) for name, value in flow.flow.results.items()} if flow else {}
         taken = {made.get(slot.present) for slot in found if slot.present is not None}
@@ -166,7 +158,7 @@ class SlotReader:
             replace(
                 slot,
                 used_at=used_at.get(slot.past),
-                made_as=proven_part(made.get(slot.past)),
+                made_as=slot_rules.proven_part(made.get(slot.past)),
                 made_at=made_at.get(slot.past),
             )
             for slot in found
@@ -210,7 +202,7 @@ class SlotReader:
     def _is_past(self, port: Declared, state: StateFlow) -> bool:
         """Whether an unnamed input is a past: used by an attention, or joined by new entries and returned."""
         flow, rank = self.decode.dataflow, len(port.shape or ())
-        attended = proven_part(state.use) is not None
+        attended = slot_rules.proven_part(state.use) is not None
         if flow is None or (state.joined and not attended and self._is_replaced(port, state)):
             return False
         if not state.joined and state.output is None:
@@ -238,7 +230,7 @@ class SlotReader:
         flow = self.decode.dataflow
         if flow is not None and (state.how, state.axis) == ("write", None):
             return replace(state, axis=find_masked_axis(flow, port.name, len(port.shape or ())))
-        if flow is None or proven_part(state.use) is None or state.joined or state.output is not None:
+        if flow is None or slot_rules.proven_part(state.use) is None or state.joined or state.output is not None:
             return state
         outputs = self.decode.graph.outputs.items()
         fitting = {name for name, out in outputs if (out.dtype, out.shape) == (port.dtype, port.shape)}
@@ -255,16 +247,16 @@ class SlotReader:
             self._missing.append(MissingPart(port.name, f"this input {reason}"))
             return None
         kind = self._kind_of(name, state, port.shape)
-        growth = growth_of(kind, name, state, port.shape)
+        growth = slot_rules.growth_of(kind, name, state, port.shape)
         if name is None and growth == "delta" and not self._new_entries.are_alone(state):
             growth = "grow"
         if growth == "grow" and port.name in self._named_deltas:
             growth = "delta"
-        self._contradictions += find_contradictions(name, kind, growth)
+        self._contradictions += slot_rules.find_contradictions(name, kind, growth)
         growth = "paged" if growth == "static" and self._pools is not None and self._pools.has(port) else growth
         present, continues = self._present_of(name, names, state, growth)
         returned = self.decode.graph.outputs.get(present or "")
-        rows_only = growth == "grow" and returns_new_rows(port.shape, state, returned)
+        rows_only = growth == "grow" and slot_rules.returns_new_rows(port.shape, state, returned)
         growth = "delta" if rows_only else growth
         axes = self._axes_of(port.shape, kind, growth, name, state)
         if growth in ("grow", "shared") and _has_constant_length(port, returned, axes, state):
@@ -273,18 +265,18 @@ class SlotReader:
         return Slot(
             kind=kind,
             layer=name.layer if name is not None else None if "layers" in axes else NO_LAYER,
-            part=part_of(name, state, kind),
+            part=slot_rules.part_of(name, state, kind),
             dtype=port.dtype,
             shape=self._sizes_of(port, axes, state),
             axes=axes,
             past=port.name,
             present=present,
             filled_by=None,
-            carry="shift" if rows_only else carry_of(kind, name, growth, state, port.shape),
+            carry="shift" if rows_only else slot_rules.carry_of(kind, name, growth, state, port.shape),
             emptied=present is not None and self.decode.graph.emptied(present) is not None,
             growth=growth,
             window=state.window if state is not None else None,
-            used_as=proven_part(state.use) if state is not None else None,
+            used_as=slot_rules.proven_part(state.use) if state is not None else None,
             continues_as=continues,
             trimmed=growth == "grow" and state is not None and state.trimmed,
             takes_new=self._takes_new(kind, present),
@@ -294,13 +286,19 @@ class SlotReader:
         self, shape: tuple[Dim, ...], kind: SlotKind, growth: Growth, name: SlotName | None, state: StateFlow | None
     ) -> tuple[Axis, ...]:
         """The axes of a past."""
-        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state))
+        joined = state.axis if state is not None else None
+        return self._with_batch(shape, slot_axes(shape, kind, growth, name, state), joined)
 
-    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """The axes with the batch where the shape has the name that the tokens give it: others may come first."""
+    def _with_batch(self, shape: tuple[Dim, ...], axes: tuple[Axis, ...], joined: int | None) -> tuple[Axis, ...]:
+        """The axes with the batch where the shape has the name that the tokens give it: others may come first.
+
+        The axis along which new entries are `joined` is no batch, whatever its name.
+        """
         named = [at for at, size in enumerate(shape) if size in self._batch_names]
-        if "batch" in axes and len(named) == 1 and axes[named[0]] == "capacity":
-            axes = tuple("capacity" if a == "batch" else "batch" if a == "capacity" else a for a in axes)
+        length = axes[named[0]] if len(named) == 1 else None
+        if "batch" in axes and (length == "capacity" or (length == "past" and joined is None)):
+            swapped: dict[Axis, Axis] = {"batch": length, length: "batch"}
+            axes = tuple(swapped.get(axis, axis) for axis in axes)
         movable = [at for at, axis in enumerate(axes) if axis not in ("past", "capacity", "encoder", "batch_heads")]
         if "batch" not in axes or len(named) != 1 or named[0] not in movable:
             return axes
@@ -320,9 +318,13 @@ class SlotReader:
         return {shape[0] for shape in shapes if len(shape) > 1 and isinstance(shape[0], str)}
 
     @cached_property
-    def _pools(self) -> PagedPools | None:
+    def _pools(self) -> slot_rules.PagedPools | None:
         flow = self.decode.dataflow
-        return PagedPools(flow, self.decode.graph.inputs, self.tokens, self._batch_names) if flow is not None else None
+        return (
+            slot_rules.PagedPools(flow, self.decode.graph.inputs, self.tokens, self._batch_names)
+            if flow is not None
+            else None
+        )
 
     def _takes_new(self, kind: SlotKind, present: str | None) -> bool | None:
         """Whether the present depends on the tokens of a step; None where the graph cannot be followed."""
@@ -347,8 +349,8 @@ class SlotReader:
             length = shape[likely_length(shape) if state.axis is None else state.axis]
             grows = not state.trimmed or not isinstance(length, int)
         if ruled is not None and ruled not in ("self-attention", "cross-attention"):
-            attended = ruled == "hidden-memory" and state is not None and proven_part(state.use) is not None
-            return "self-attention" if attended or (grows and ruled in REPLACED) else ruled
+            attended = ruled == "hidden-memory" and state is not None and slot_rules.proven_part(state.use) is not None
+            return "self-attention" if attended or (grows and ruled in slot_rules.REPLACED) else ruled
         if use == "conv":
             return "conv-state"
         if use in ATTENTION_PARTS and state is not None:
@@ -387,7 +389,7 @@ class SlotReader:
             tokens=self.tokens,
             has_other_slots=bool(found),
         )
-        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes)) for slot in states.read()]
+        found = [replace(slot, axes=self._with_batch(slot.shape, slot.axes, None)) for slot in states.read()]
         return sorted(found, key=lambda slot: flow.descent.computed_at(slot.present or ""))
 
     def _sizes_of(self, port: Declared, axes: tuple[Axis, ...], state: StateFlow | None) -> tuple[Dim, ...]:
@@ -472,9 +474,3 @@ def _rank_attentions(slots: list[Slot], uses: dict[str, StateUse], in_loop: bool
 
 def _site_of(state: StateFlow | None) -> int:
     return state.use.site if state is not None and state.use is not None else -1
-
-
-def _sort_key(slot: Slot) -> tuple[int, bool, str, str]:
-    """States that are replaced stay in the order in which a layer computes them."""
-    layer = -1 if slot.layer is None else slot.layer
-    return layer, slot.kind != "self-attention", slot.part, slot.past if slot.growth != "replace" else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_facts
+from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_facts, read_part
 from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.dialects import inputs
 from kvdoctor.analysis.dialects.dialect import ENCODER_LIKE, Dialect, RoleRule, find_dialect
@@ -304,17 +304,13 @@ def _stem(file: OnnxFile) -> str:
 
 def _find_configured(files: tuple[OnnxFile, ...], genai: dict[str, Any]) -> StackFiles | None:
     """The stack that genai_config.json describes; pipelines of several graphs are not supported."""
-    model = genai.get("model")
-    parts = {part: model.get(part) for part in ("decoder", "encoder")} if isinstance(model, dict) else {}
-    named = {
-        part: entry["filename"] for part, entry in parts.items() if isinstance(entry, dict) and "filename" in entry
-    }
-    by_name = {file.name: file for file in files if file.view is not None}
-    decoder = by_name.get(str(named.get("decoder")))
+    model, by_name = read_part(genai, "model"), {file.name: file for file in files if file.view is not None}
+    named = {part: str(read_part(model, part).get("filename")) for part in ("decoder", "encoder")}
+    decoder = by_name.get(named["decoder"])
     if decoder is None:
         return None
     chosen: dict[FileRole, OnnxFile] = {"decoder": decoder}
-    if encoder := by_name.get(str(named.get("encoder"))):
+    if encoder := by_name.get(named["encoder"]):
         chosen["encoder"] = replace(encoder, role="encoder")
     return StackFiles("decoder", "decoder-only", chosen)
 
@@ -397,7 +393,7 @@ def _replaces_states(view: GraphView) -> bool:
         if not fitting or not port.shape or sum(not isinstance(size, int) for size in port.shape) > 1:
             continue
         dataflow, rank = follow_graph(view), len(port.shape)
-        if dataflow is None or rank < 2 or (rank < 3 and not _returns_logits(view, dataflow, ids)):
+        if dataflow is None or rank < 2 or (rank < 3 and not makes_logits(view, dataflow)):
             continue
         if port.dtype in FLOATS and dataflow.descent.find_update(name, fitting) is not None:
             return True
@@ -407,10 +403,12 @@ def _replaces_states(view: GraphView) -> bool:
     return False
 
 
-def _returns_logits(view: GraphView, dataflow: Dataflow, ids: list[str]) -> bool:
+def makes_logits(view: GraphView, dataflow: Dataflow) -> bool:
     """Whether a float output is as wide as a table of embeddings that integers index has rows."""
+    ids = [name for name, port in view.inputs.items() if port.dtype in ("int64", "int32")]
     rows = {dataflow.uses.table_rows(name) for name in ids} - {None}
-    return any(port.dtype in FLOATS and port.shape and port.shape[-1] in rows for port in view.outputs.values())
+    wide = [port for port in view.outputs.values() if port.dtype in FLOATS and len(port.shape or ()) > 1]
+    return any((port.shape or ())[-1] in rows for port in wide)
 
 
 def _returns_cache(view: GraphView) -> bool:

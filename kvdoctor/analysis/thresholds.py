@@ -13,8 +13,8 @@ compute it (abstract_run/graph_run.py); no weights are read for it.
 
 import math
 import struct
-from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -84,9 +84,9 @@ def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abst
     """One output of a node."""
     import numpy as np
 
-    from kvdoctor.analysis.abstract_run.graph_run import ANY_NUMPY, RULES
+    from kvdoctor.analysis.abstract_run.graph_run import RULES
     from kvdoctor.analysis.abstract_run.reading import Reading
-    from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun
+    from kvdoctor.analysis.abstract_run.values import UNKNOWN, CannotRun
 
     rule = RULES.get(node.op)
     if rule is None:
@@ -94,10 +94,10 @@ def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abst
     inputs = [value or UNKNOWN if name else None for name, value in zip(node.inputs, given, strict=True)]
     try:
         with np.errstate(all="ignore"):
-            made = rule(Reading(node.proto, inputs, np.random.default_rng(0)))
-    except (CannotRun, *ANY_NUMPY):
+            made = Reading(node.proto, inputs, np.random.default_rng(0)).compute(rule)
+    except CannotRun:
         return None
-    return dict(zip(node.outputs, [made] if isinstance(made, Abstract) else made, strict=False)).get(output)
+    return dict(zip(node.outputs, made, strict=False)).get(output)
 
 
 COUNTS = ("position_ids", "cache_position", "write_index", "past_length", "total_length", "last_index", "new_length")
@@ -122,7 +122,7 @@ ROUNDS: dict[int, tuple[int, ...]] = {TensorProto.FLOAT16: (1 << 11,), TensorPro
 LEAST, MOST = 2, 1 << 17
 """Bounds of a number that is taken for a length in tokens; larger ones mean "to the end" in most graphs."""
 NEAR = 32
-"""Values that are looked at for where a place comes from."""
+"""Nodes that are looked at for where a place comes from."""
 MOST_FOUND = 64
 """Thresholds of a graph up to which they are listed, the smallest first."""
 
@@ -148,31 +148,13 @@ def find_thresholds(flow: Flow, graph: Graph) -> tuple[Threshold, ...]:
 
 
 def may_go_on(flow: Flow, size: int) -> bool:
-    """Whether a graph can be run with more tokens than its buffers hold: no operator writes after their end.
-
-    Either none writes at a place, or the place is counted modulo `size`; an attention that keeps a buffer is trusted in
-    nothing.
-    """
+    """Whether a graph can be run with more tokens than its buffers hold: no operator writes after their end."""
     writes = [node for node in flow.nodes if node.has("write")]
     places = [node.input(at) for node in writes for at in operator_of(node.op).places]
-    kept = any(ports_of(node.domain, node.op) is not None for node in flow.nodes)
-    return not kept and all(place and _is_modulo(flow, place, size) for place in places)
-
-
-def _is_modulo(flow: Flow, value: str, size: int) -> bool:
-    """Whether a place is computed, within a few nodes, by a Mod with this number."""
-    waiting, seen = deque([value]), {value}
-    while waiting and len(seen) < NEAR:
-        node = flow.producers.get(waiting.popleft())
-        if node is None:
-            continue
-        if node.has("modulo") and list(whole_numbers(flow.constant(node.input(1)))) == [size]:
-            return True
-        for name in node.inputs:
-            if name and name not in seen:
-                seen.add(name)
-                waiting.append(name)
-    return False
+    if any(ports_of(node.domain, node.op) is not None for node in flow.nodes):
+        return False
+    near = [[node for node in islice(flow.before(place), NEAR) if node.has("modulo")] for place in places]
+    return all(any(list(whole_numbers(flow.constant(mod.input(1)))) == [size] for mod in mods) for mods in near)
 
 
 class _Counts:

@@ -3,6 +3,7 @@
 Only click is imported at the top: `--help` and `--version` load neither onnx nor numpy nor rich.
 """
 
+import errno
 import gc
 import importlib
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 from functools import cache
+from mmap import mmap
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +24,8 @@ from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, e
 from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, did_you_mean, how_to_get
 
 EXIT_USAGE, EXIT_INCOMPLETE, EXIT_INTERRUPTED = 2, 3, 130
+LEAST_MEMORY = 96 << 20
+"""Bytes that the smallest diagnosis takes."""
 
 COMMANDS = {
     **dict.fromkeys(("step-test", "inspect", "re-export", "contract", "speed"), "diagnose"),
@@ -173,7 +177,10 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
     gc.set_threshold(50_000)  # objects that imports make stay: collecting among them takes 5 % of a start
+    # Products are small here, and numpy's library takes memory for each thread; where there is none, it ends by code 1.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
+        mmap(-1, LEAST_MEMORY).close()
         _prepare_streams()
         _show_notices()
         _end_in_order()
@@ -195,7 +202,10 @@ def main() -> NoReturn:
     except ImportError as error:
         complain(f"a package that kvdoctor needs cannot be imported ({error}); install kvdoctor again with pip")
         raise SystemExit(EXIT_INCOMPLETE) from None
-    except OSError as error:
+    except (MemoryError, OSError) as error:
+        if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+            complain("there is not enough memory for this; nothing can be said of the model")
+            raise SystemExit(EXIT_INCOMPLETE) from None
         complain(f"the report could not be written: {error.strerror or error}")
         discard_output()
         raise SystemExit(EXIT_USAGE) from None

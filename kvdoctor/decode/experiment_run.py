@@ -112,6 +112,7 @@ class _ExperimentRun:
         self.steps: list[Step] = []
         self.controls: list[Control] = []
         self.logits: list[Array] = []
+        self.used: set[bytes] = set()
         self.noise = 0.0
         self.call_kept = self.undefined = False
         self.broken: Call | None = None
@@ -125,8 +126,13 @@ class _ExperimentRun:
             contract has to be corrected before the experiment is run.
         """
         run = self._drive()
-        if isinstance(run, Run):
-            self._keep_logits()
+        keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
+        if isinstance(run, UnusableLogits):
+            return run
+        if self.runner.keep_logits and keeps is not None and self.builder is not None:  # also where it ended early
+            kept |= {f"{name}:{key}": array for key, array in keeps(self.builder, self.logits).items()}
+        elif self.logits and name not in kept:
+            kept[name] = np.concatenate([part.ravel() for part in self.logits])
         return run
 
     def _drive(self) -> Run | UnusableLogits:
@@ -152,14 +158,6 @@ class _ExperimentRun:
         except StepFailed as error:
             return self._fail(call, str(error))
 
-    def _keep_logits(self) -> None:
-        """Write what the experiment keeps to the scratch file, also where it ended early."""
-        keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
-        if self.runner.keep_logits and keeps is not None and self.builder is not None:
-            kept |= {f"{name}:{key}": array for key, array in keeps(self.builder, self.logits).items()}
-        elif self.logits and name not in kept:
-            kept[name] = np.concatenate([part.ravel() for part in self.logits])
-
     def _answer(self, call: Call) -> Answer | UnusableLogits:
         self.stack.announce(CallStarting(self.experiment.name, len(self.steps), call.kind))
         if call.kind == "timing":
@@ -170,12 +168,21 @@ class _ExperimentRun:
             return self._measure_noise(call)
         if call.kind in ("probe", "trial"):
             return self._probe(call)
-        answer = self.stack.run_reference(call) if call.kind == "reference" else self.stack.run_session(call)
+        answer = self._run(call)
         if isinstance(answer, UnusableLogits):
             return answer
         self._check_finite(answer, call)
         unusable = self._record_step(call, answer) if call.kind == "step" else None
         return unusable or answer
+
+    def _run(self, call: Call) -> Answer | UnusableLogits:
+        """Run a call. Nothing is reused after an equal call had another answer."""
+        used = self.used
+        if self.runner.outcomes.get("same-feed", "passed") != "passed":
+            self.stack.known.clear()
+        if call.kind in ("reference", "trial"):
+            return self.stack.run_reference(call, used)
+        return self.stack.run_once(call, used)
 
     def _record_step(self, call: Call, answer: Answer | None) -> UnusableLogits | None:
         """Record a step, and send it at once, since a crash may follow.
@@ -228,7 +235,7 @@ class _ExperimentRun:
     def _run_control(self, call: Call) -> Answer:
         """A corrupted call must change the logits; a call that fails is visible as well."""
         try:
-            answer = self.stack.run_session(call)
+            answer = self.stack.run_once(call, self.used)
             difference = self._compare(call, answer)
         except StepFailed:
             answer, difference = Answer({}, ""), UnusableLogits("the call fails")
@@ -241,7 +248,7 @@ class _ExperimentRun:
 
     def _measure_noise(self, call: Call) -> Answer | UnusableLogits:
         """Keep the largest difference that splitting a sequence makes without a cache."""
-        answer = self.stack.run_session(call)
+        answer = self.stack.run_once(call, self.used)
         difference = self._compare(call, answer)
         if isinstance(difference, UnusableLogits):
             return difference
@@ -252,7 +259,7 @@ class _ExperimentRun:
     def _probe(self, call: Call) -> Answer | UnusableLogits:
         """A call that may fail: a reference call (a trial), whose answer is reused, or any other."""
         try:
-            answer = self.stack.run_reference(call) if call.kind == "trial" else self.stack.run_session(call)
+            answer = self._run(call)
         except StepFailed:
             return Answer({}, "")
         if not isinstance(answer, UnusableLogits):
@@ -296,7 +303,12 @@ class _ExperimentRun:
             return self._make_run("differs", reason=cause.evidence, cause=cause)
         if self.experiment.explains:
             return self._make_run("inconclusive", reason="no hypothesis predicts what was observed")
-        exactness, noise = self.contract.exactness, self._find_noise_floor()
+        exactness, noise = self.contract.exactness, self.noise
+        effects = [control.difference.relative for control in self.controls if control.difference]
+        if exactness == "dynamic-quantization" and effects:
+            # It rounds the cached values differently at every split, and the error grows with the steps: only a
+            # difference near the effect of a corrupted cache counts as a fault.
+            noise = max(noise, min(effects) / 8)
         verdicts = [judge(step.difference, self.tolerance, noise) if step.difference else "pass" for step in self.steps]
         cached = any(step.phase == "decode" for step in self.steps)
         if exactness.endswith("quantization") and cached and 2 * verdicts.count("fail") <= len(verdicts):
@@ -311,17 +323,6 @@ class _ExperimentRun:
             reason = f"control failed: {' and '.join(unseen)} {verb} not change the logits more than their noise"
             return self._leave_open("inconclusive", reason)
         return self._leave_open("ambiguous" if "ambiguous" in verdicts else "passed", None)
-
-    def _find_noise_floor(self) -> float:
-        """The largest difference without a fault, as a fraction of the logits' standard deviation.
-
-        Dynamic quantization rounds the cached values differently at every split, and the error grows with the steps:
-        only a difference near the effect of a corrupted cache counts as a fault.
-        """
-        effects = [control.difference.relative for control in self.controls if control.difference]
-        if self.contract.exactness != "dynamic-quantization" or not effects:
-            return self.noise
-        return max(self.noise, min(effects) / 8)
 
     def _fail(self, call: Call | None, error: str) -> Run:
         if call is None:

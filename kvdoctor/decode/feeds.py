@@ -239,13 +239,18 @@ class FeedBuilder(Conditions):
             return past[slot.past].shape[slot.axes.index("past")]
         return past.length
 
+    @property
+    def returns_ids(self) -> bool:
+        """Whether a token id is returned in place of logits, which shows little of a difference."""
+        logits = self.contract.graph("decode").port("logits")
+        return logits is not None and "int" in logits.dtype
+
     def corrupt(self, past: Past) -> "list[tuple[str, Past]]":
         """The same past with one kind of cache filled with zeros, each with its name: the positive controls.
 
         Where token ids are returned, the likeliest token may well stay the same: then noise of several sizes follows.
         """
-        found, logits = [], self.contract.graph("decode").port("logits")
-        ids = logits is not None and "int" in logits.dtype
+        found, ids = [], self.returns_ids
         for kind in dict.fromkeys(slot.kind for slot in self.contract.slots):
             if kind in ("counter", "encoder-states"):
                 continue
@@ -340,13 +345,9 @@ class FeedBuilder(Conditions):
     def _feed(self, port: Port, past: Past, step: StepInputs) -> "Value | Array":
         if port.role == "past":
             return self._past(port, past, step.sizes["new"])
-        return self._drawn_input(port, step) if port.role in ("encoder_input", "condition") else fill_input(port, step)
-
-    def _drawn_input(self, port: Port, step: StepInputs) -> Array:
-        """What an encoder within the graph reads, or what the caller has for each sequence, the same in all calls.
-
-        Noise is drawn row after row: the first rows are the same, however many follow.
-        """
+        if port.role not in ("encoder_input", "condition"):
+            return fill_input(port, step)
+        # The same in all calls. Noise is drawn row after row: the first rows are the same, however many follow.
         shape = resolve_shape(port, step.sizes)
         rows = max(self.drawn) + 1 if self.drawn else shape[0]
         made = synthetic_ids_or_features(port, (rows, *shape[1:]), self.contract, self.scenario)

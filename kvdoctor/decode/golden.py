@@ -17,6 +17,7 @@ import numpy as np
 from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, take_sample
 from kvdoctor.decode.paired_walks import Walk
+from kvdoctor.decode.samples import read_npz
 from kvdoctor.records import record
 
 WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 1, 1)))
@@ -28,8 +29,6 @@ SAMPLED = 64
 """Values of a sample (`calls.take_sample`)."""
 MOST_BYTES = 64 << 20
 """Unpacked bytes of a file: a model of 500 layers needs a fiftieth of it."""
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError, MemoryError, KeyError)
-"""What numpy and zipfile raise for archives that are damaged, encrypted, or packed in an unknown way."""
 
 
 @record(slots=False)
@@ -322,11 +321,4 @@ def unpack(file: Path) -> dict[str, Array]:
     Raises:
         ValueError: it is no such file, a damaged one, or too large.
     """
-    try:
-        with zipfile.ZipFile(file) as opened:
-            if sum(entry.file_size for entry in opened.infolist()) > MOST_BYTES:
-                raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
-        with np.load(file, allow_pickle=False) as held:
-            return {name: held[name] for name in held.files}
-    except DAMAGE as error:
-        raise ValueError(str(error)[:200]) from None
+    return read_npz(file, MOST_BYTES)

@@ -41,13 +41,10 @@ def synthetic_embeddings(tokens: Array, shape: tuple[int, ...]) -> Array:
     """
     width = math.prod(shape[2:])
     ids, places = np.unique(tokens.reshape(-1), return_inverse=True)
-    rows = np.array([_embedding_row(int(token), width) for token in ids]).reshape(len(ids), width)
+    # A seed has no sign, and a trace may hold negative ids.
+    seeds = [[EMBEDDING_SEED, int(token) % (1 << 64)] for token in ids]
+    rows = np.array([np.random.default_rng(seed).standard_normal(width) for seed in seeds]).reshape(len(ids), width)
     return rows[places].reshape(*tokens.shape, *shape[2:])
-
-
-def _embedding_row(token: int, width: int) -> Array:
-    """The row of a token, float64[width]. A seed has no sign, and a trace may hold negative ids."""
-    return np.random.default_rng([EMBEDDING_SEED, token % (1 << 64)]).standard_normal(width)
 
 
 HIDDEN = -1e4
@@ -130,11 +127,6 @@ def resolve_shape(port: Port, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
     )
 
 
-def _token_and_position(want: InputRequest) -> Array:
-    tokens = want.step.tokens
-    return np.stack([tokens[:, 0], np.full(len(tokens), want.step.begin)], axis=1)
-
-
 def _embeddings(want: InputRequest) -> Array:
     made = want.step.embedded.get(want.port.name)
     return synthetic_embeddings(want.step.tokens, want.shape) if made is None else made
@@ -167,11 +159,6 @@ def fills_from_right(port: Port, contract: CacheContract) -> bool:
     windows = [slot for slot in contract.slots if slot.growth == "ring" and slot.carry == "feed-back"]
     sizes = [size for slot in windows if (size := slot.size("capacity")) is not None]
     return isinstance(columns, int) and any(columns > size for size in sizes)
-
-
-def _encoder_mask(want: InputRequest) -> Array:
-    length = want.shape[-1]
-    return np.broadcast_to(np.arange(length) < length - _by_row(want.step.encoder_padding, want.shape), want.shape)
 
 
 def _positions(want: InputRequest) -> Array:
@@ -208,11 +195,15 @@ def _adapter(want: InputRequest) -> Array:
 
 FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "token_ids": lambda want: want.step.tokens.reshape(want.shape if len(want.shape) > 1 else -1),
-    "token_and_position": _token_and_position,
+    "token_and_position": lambda want: np.stack(
+        [want.step.tokens[:, 0], np.full(len(want.step.tokens), want.step.begin)], axis=1
+    ),
     "embeddings": _embeddings,
     "attention_mask": _mask,
     "padding_mask": _mask,
-    "encoder_mask": _encoder_mask,
+    "encoder_mask": lambda want: np.broadcast_to(
+        np.arange(want.shape[-1]) < want.shape[-1] - _by_row(want.step.encoder_padding, want.shape), want.shape
+    ),
     "additive_mask": _mask,
     "position_ids": _positions,
     "cache_position": _positions,

@@ -37,12 +37,18 @@ def count_threads() -> int:
 
 @record(slots=False, kw_only=True)
 class Job:
-    """What a worker is to do: the seed of synthetic feeds, and the provider, threads and settings of its sessions."""
+    """What a worker is to do: the seed of synthetic feeds, and the provider, threads and settings of its sessions.
+
+    `unopened` are files with levels of optimization at which a worker ended while it opened them: it would end again.
+    `diagnosis` is a number that jobs on the same model have in common: its sessions stay open from one to the next.
+    """
 
     seed: int = 0
     provider: str = CPU
     settings: dict[str, str] = field(default_factory=dict)
     threads: int = field(default_factory=count_threads)
+    unopened: tuple[tuple[str, str], ...] = ()
+    diagnosis: int = 0
 
 
 @record(slots=False)
@@ -216,10 +222,16 @@ class ExperimentStarted(Event):
 
 @record
 class FileOpening(Event):
-    """A file is about to be opened at an optimization level."""
+    """A file is about to be opened at an optimization level; `path` is the whole path."""
 
     file: str
     level: str
+    path: str
+
+
+@record
+class FileOpened(Event):
+    """It is open: what was going on before goes on."""
 
 
 @record

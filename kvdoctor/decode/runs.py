@@ -174,8 +174,9 @@ class Cause:
     """The hypothesis that an experiment confirmed: the name of its check, and evidence that no other one predicts.
 
     `slot` is the past input of the slot concerned, empty where it is none alone; `dropped` counts the oldest entries of
-    its past that a step left out; `from_length` is the number of tokens from which on steps are wrong. `read_right`
-    says that the logits of the step itself are right. `unseen` are entries of the past that a step does not attend to.
+    its past that a step left out; `from_length` is the number of tokens from which on steps are wrong, and `again` says
+    that longer sequences change the keys of earlier tokens again. `read_right` says that the logits of the step itself
+    are right. `unseen` are entries of the past that a step does not attend to.
     """
 
     name: str
@@ -183,6 +184,7 @@ class Cause:
     slot: str = ""
     dropped: int = 0
     from_length: int = 0
+    again: bool = False
     read_right: bool = False
     unseen: tuple[int, ...] = ()
 
@@ -283,6 +285,11 @@ class Run:
         """The node at which it fails or first differs: the one that was located, else the one that its error names."""
         located = self.location.node if self.location is not None else None
         return located or self.node
+
+    @property
+    def wrong_step(self) -> Step | None:
+        """The step that fails or differs; None where none does, or where it was not run."""
+        return next((step for step in self.steps if step.step == self.failed_step), None)
 
     @property
     def not_finite(self) -> tuple[int, ...]:

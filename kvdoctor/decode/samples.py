@@ -1,22 +1,27 @@
 """`--prompt-ids` and `--inputs`: a prompt and encoder inputs of the user, in place of synthetic feeds."""
 
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
-from zipfile import BadZipFile
+from typing import IO, Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Port, describe
+from kvdoctor.decode.side_files import open_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.records import record
 
 Array = np.ndarray[Any, Any]
 
 
-FORMATS = (b"PK", b"\x93NUMPY")
-"""How the files of numpy begin: several arrays, and one."""
+MOST_BYTES = 512 << 20
+"""Bytes of all inputs: an image of 4,096 pixels a side as float32 takes 192 MiB."""
+MOST_ARRAYS = 8192
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError, MemoryError, KeyError)
+"""What numpy and zipfile raise for archives that are damaged, encrypted, or packed in an unknown way."""
 
 
 @record
@@ -48,6 +53,54 @@ class Samples:
         return None if given is None or axis >= given.ndim else int(given.shape[axis])
 
 
+def read_npz(path: Path, most: int) -> dict[str, Array]:
+    """The arrays of an `.npz` of at most so many bytes, packed and unpacked; nothing in it is executed.
+
+    Raises:
+        ValueError: it cannot be read, is no such file, a damaged one, or too large.
+    """
+    try:
+        with open_side_file(path, most) as file:
+            if (start := file.read(6)).startswith(b"\x93NUMPY"):
+                raise ValueError("it holds a single array; save it with numpy.savez(FILE, name=array)")
+            if not start.startswith(b"PK"):
+                raise ValueError("it is not a file that numpy.savez wrote")
+            with zipfile.ZipFile(file) as opened:
+                entries = opened.infolist()
+                if sum(entry.file_size for entry in entries) > most or len(entries) > MOST_ARRAYS:
+                    raise ValueError(f"it is larger than {most >> 20} MiB, or has more than {MOST_ARRAYS} arrays")
+                return {entry.filename.removesuffix(".npy"): _read_array(opened, entry) for entry in entries}
+    except DAMAGE as error:
+        reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(reason[:200]) from None
+
+
+def _read_array(opened: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Array:
+    """One array, whose header must not promise more than the entry holds: that memory would be taken first."""
+    with opened.open(entry) as stream:
+        shape, dtype = read_header(stream)
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if min(shape, default=0) < 0 or stream.tell() + size != entry.file_size:
+            raise ValueError(f"{entry.filename!r} has {entry.file_size} bytes, and its header says otherwise")
+    with opened.open(entry) as stream:
+        array: Array = np.lib.format.read_array(stream, allow_pickle=False)
+    return array
+
+
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], "np.dtype[Any]"]:
+    """Shape and element type of an array; the stream is then at its values.
+
+    Raises:
+        ValueError: it is no array of numbers.
+    """
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"it is written in format {version}, which numbers do not need; save it with np.savez")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    return shape, dtype
+
+
 def read_arrays(file: Path) -> dict[str, Array]:
     """The arrays of an .npz file; nothing in it is executed.
 
@@ -55,15 +108,9 @@ def read_arrays(file: Path) -> dict[str, Array]:
         UsageError: it is no such file, or holds something else than arrays of numbers.
     """
     try:
-        with file.open("rb") as opened:
-            if not opened.read(6).startswith(FORMATS):
-                raise UsageError("it is not a file that numpy.savez wrote")
-        with np.load(file, allow_pickle=False) as held:
-            if not hasattr(held, "files"):
-                raise UsageError("it holds a single array; save it with numpy.savez(FILE, name=array)")
-            arrays = {name: held[name] for name in held.files}
-    except (OSError, ValueError, EOFError, BadZipFile, MemoryError, KeyError) as error:
-        raise UsageError(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+        arrays = read_npz(file, MOST_BYTES)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     for name, array in arrays.items():
         if array.dtype.kind not in "fiub" or array.ndim == 0 or not array.size:
             raise UsageError(

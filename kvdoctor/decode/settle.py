@@ -28,6 +28,7 @@ MOST_CALLS = 24
 FOR_ONE_ROW = 4
 """How many of them are left for one row alone."""
 SCENARIO = Scenario(batch=2, prompt=3, steps=4)
+ONE_ROW = Scenario(batch=1, prompt=4, steps=4)
 MASKS = ("attention_mask", "padding_mask", "additive_mask")
 REFUSED, SHAPED, CAUSAL, PIECES, STEPS, ROWS, CONSISTENT, HIDDEN = range(8)
 """How far a model comes under a reading: it is refused, or returns logits of each token, which know no later one; runs
@@ -42,12 +43,13 @@ class _OutOfCalls(Exception):
 def settle(driver: StackDriver) -> Settled:
     """Try the readings of the driver's contract; it has the settled one afterwards.
 
-    Where none holds with two rows, one row decides: the fault may be one of batches alone.
+    Where none holds with two rows, one row decides after a prompt of another length: the fault may be one of batches
+    alone, or of some lengths.
     """
     trial = _Trial(driver)
     best, level, tried = trial.search(driver.contract)
-    if level < STEPS and best.fixed_batch is None:
-        trial.scenario, trial.most = replace(SCENARIO, batch=1), MOST_CALLS
+    if level < ROWS:
+        trial.scenario, trial.most = ONE_ROW, MOST_CALLS
         with contextlib.suppress(_OutOfCalls):
             trial.rate(best)
         level = max(trial.reached, level)
@@ -84,6 +86,7 @@ class _Trial:
         self.scenario, self.most = SCENARIO, MOST_CALLS - FOR_ONE_ROW
         self.first = _ports(driver.contract)
         self.causal: dict[tuple[Port, ...], bool] = {}
+        self.shown: set[tuple[Port, ...]] = set()
 
     def search(self, best: CacheContract) -> tuple[CacheContract, int, bool]:
         """The contract under which the model comes farthest, how far, and whether all readings were tried."""
@@ -137,9 +140,12 @@ class _Trial:
         if not self._agrees(answer, whole, start, start + size, builder):
             return
         masks, first = any(port.role in MASKS for port in ports), ports == self.first
-        hidden = masks and not self._counts(replace(builder, padding=(1,) * builder.scenario.batch))
-        if not first and ((masks and not hidden) or not self._counts(builder)):
-            return
+        hidden = False
+        if ports not in self.shown:
+            hidden = masks and not self._counts(replace(builder, padding=(1,) * builder.scenario.batch))
+            if not first and ((masks and not hidden) or not self._counts(builder)):
+                return
+            self.shown.add(ports)
         yield STEPS
         yield from self._compare_more(builder, whole, past, hidden)
 

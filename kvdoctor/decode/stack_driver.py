@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -28,8 +28,8 @@ ENCODER_FACTORS = (1, 40, 400)
 """Longer inputs are tried where an encoder refuses a short one: speech is sampled many times for each state."""
 
 MOST_KEPT = 1 << 24
-"""Numbers in the answers to reference calls that are held for equal calls. Sixty tokens have as many logits with a
-vocabulary of 262,144: the answers of all experiments together would take more memory than many a model."""
+"""Numbers in the answers that are held for equal calls: all of them would take more memory than many a model. Sixty
+tokens have as many logits with a vocabulary of 262,144."""
 
 
 @record
@@ -76,20 +76,23 @@ class StackDriver:
     announce: Announce
     samples: Samples = field(default_factory=Samples)
     references: dict[bytes, Answer] = field(default_factory=dict)
+    known: dict[bytes, Answer] = field(default_factory=dict)
+    overwritten: int = 0
+    reuses: ClassVar[bool] = True
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
 
-    def run_reference(self, call: Call) -> Answer | UnusableLogits:
-        """Run a reference call; the answer to an equal call is reused.
+    def run_reference(self, call: Call, used: set[bytes]) -> Answer | UnusableLogits:
+        """Run a reference call; the answer to an equal call is reused. `used`: see `run_once`.
 
         Raises:
             StepFailed: the runtime failed.
             CannotCheck: the file does not open.
         """
-        key = _digest(call.feeds)
-        if key in self.references:
-            self.references[key] = self.references.pop(key)  # the last one in the order of use
-            return self.references[key]
-        answer = self.run_session(call)
+        key = digest_call(call, self.overwritten)
+        if key is not None and (known := _reuse(self.references, key)) is not None:
+            used.add(key)
+            return known
+        answer = self.run_once(call, used)
         shape = answer.outputs[self.logits_name("prefill")].shape
         if len(answer.logits_shape) != 3:
             return UnusableLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
@@ -98,29 +101,48 @@ class StackDriver:
             return UnusableLogits(text, last_only=True)
         names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
         kept = {name: value for name, value in answer.outputs.items() if name in names}
-        self.references[key] = replace(answer, outputs=kept)
-        self._forget_references()
-        return self.references[key]
+        answer = replace(answer, outputs=kept)
+        return answer if key is None else _remember(self.references, key, answer)
 
-    def _forget_references(self) -> None:
-        """Drop the answers that were not used for longest, down to that size; never the last one."""
-        answers = self.references.values()
-        sizes = [sum(math.prod(value.shape) for value in answer.outputs.values()) for answer in answers]
-        excess = sum(sizes) - MOST_KEPT
-        for key, size in list(zip(self.references, sizes, strict=True))[:-1]:
-            if excess <= 0:
-                return
-            del self.references[key]
-            excess -= size
+    def run_once(self, call: Call, used: set[bytes]) -> Answer:
+        """Run a call, or reuse the answer that an equal one had in another experiment.
+
+        `used` are the digests of the calls of this experiment: what it repeats is run again, since the second answer
+        may differ. Calls with memory or options of their own always run.
+
+        Raises:
+            StepFailed: the runtime failed.
+            CannotCheck: the file does not open.
+        """
+        if call.via == "one-buffer":  # it overwrites what earlier answers hold
+            self.known.clear()
+            self.overwritten += 1
+        key = digest_call(call, self.overwritten) if call.via == "run" and self.reuses else None
+        if key is None:
+            return self.run_session(call)
+        known = _reuse(self.known, key) if key not in used else None
+        used.add(key)
+        return known or _remember(self.known, key, self._run_marked(call, key))
+
+    def _run_marked(self, call: Call, key: bytes) -> Answer:
+        """The answer with outputs that say which call made them: their values need not be read to tell them apart."""
+        answer = self.run_session(call)
+        outputs: dict[str, Any] = dict(answer.outputs)
+        for name, value in outputs.items():
+            if hasattr(value, "made"):
+                outputs[name] = replace(value, made=(self.overwritten, key + name.encode()))
+        return replace(answer, outputs=outputs)
 
     def forget(self) -> None:
         """Drop what was computed by another contract."""
         self.references.clear()
+        self.known.clear()
         self.encoded.clear()
 
     def expect_last_logits_only(self, reason: str) -> None:
         """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""
         self.contract = with_last_logits_only(self.contract)
+        self.known.clear()
         self.announce(Note(reason))
 
     @property
@@ -292,10 +314,40 @@ class StackDriver:
         )
 
 
-def _digest(feeds: Mapping[str, Value | Array]) -> bytes:
-    digest = blake2b()
-    for name, value in sorted(feeds.items()):
-        array = as_array(value)
-        digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+def digest_call(call: Call, overwritten: int = 0) -> bytes | None:
+    """A digest of the phase, the sizes, and the values of all feeds.
+
+    Of an output of an earlier call it is the digest of that call; None where the output has none, or where calls in
+    place have `overwritten` outputs since.
+    """
+    digest = blake2b(f"{call.phase} {call.past} {call.new}".encode())
+    for name, value in sorted(call.feeds.items()):
+        if hasattr(value, "made"):
+            if value.made is None or value.made[0] != overwritten:
+                return None
+            digest.update(f"{name} of ".encode() + value.made[1])
+        else:
+            array = as_array(value)
+            digest.update(f"{name}{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
     return digest.digest()
+
+
+def _reuse(answers: dict[bytes, Answer], key: bytes) -> Answer | None:
+    """An answer that is held, which becomes the last one in the order of use."""
+    if key in answers:
+        answers[key] = answers.pop(key)
+    return answers.get(key)
+
+
+def _remember(answers: dict[bytes, Answer], key: bytes, answer: Answer) -> Answer:
+    """Hold an answer; those that were not used for longest are dropped, down to `MOST_KEPT` numbers, never this one."""
+    answers[key] = answer
+    sizes = [sum(math.prod(value.shape) for value in answer.outputs.values()) for answer in answers.values()]
+    excess = sum(sizes) - MOST_KEPT
+    for old, size in list(zip(answers, sizes, strict=True))[:-1]:
+        if excess <= 0:
+            break
+        del answers[old]
+        excess -= size
+    return answer

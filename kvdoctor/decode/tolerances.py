@@ -92,16 +92,11 @@ def why_not(exactness: str, passes: object) -> str | None:
     return None
 
 
-def scale_tolerance(exactness: str, passes: float) -> Tolerance:
-    """The table's entry with another share that passes; what is not yet a failure keeps its distance."""
-    own = TOLERANCES[exactness]
-    return replace(own, passes=passes, fails=float(f"{passes * own.fails / own.passes:.6g}"))
-
-
 def find_tolerance(exactness: str, requested: Mapping[str, float]) -> Tolerance:
-    """The tolerance of an arithmetic; `requested` replaces the table's shares that pass."""
-    passes = requested.get(exactness)
-    return TOLERANCES[exactness] if passes is None else scale_tolerance(exactness, passes)
+    """The tolerance of an arithmetic; `requested` replaces the table's shares that pass, and scales the others."""
+    own, passes = TOLERANCES[exactness], requested.get(exactness)
+    scaled = None if passes is None else float(f"{passes * own.fails / own.passes:.6g}")
+    return own if passes is None or scaled is None else replace(own, passes=passes, fails=scaled)
 
 
 def list_loosened(passes: Mapping[str, float]) -> Iterator[str]:

@@ -44,61 +44,38 @@ from kvdoctor.model.view import GraphView
 
 NODES = 100_000
 """Nodes that the abstract runs of one stack compute: about a second. More where its graphs are large (`LOOP_CALLS`)."""
-
 LARGE = 16_000
 """Nodes of the graphs of a stack from which on a loop has fewer steps, so that it comes to its end."""
-
 LARGEST = 30_000
 """Nodes of the graphs of a stack, at most: an inspection of so many takes three seconds, half of them for the runs."""
-
 LOOP_CALLS, SEARCH_CALLS = 5, 6
 """Times that the nodes of a large stack are computed: the calls of a short loop, and of the search for a cause."""
-
 MOST_FED = 1 << 24
 """Elements of the inputs by their declared sizes, at most: a loop copies large buffers at each step."""
-
 STEPS, FEW_STEPS = 5, 3
 """Steps of a loop, the prefill included; the second number is that of large graphs."""
-
 FEATURES: tuple[Axis, ...] = ("kv_heads", "head_dim", "hidden", "vocabulary", "channels", "state")
 """Axes along which one number is broadcast."""
-
 STACKED: tuple[Axis, ...] = ("layers", "parts")
 """Axes of which each element has a number; where the graph makes one for all, it takes them for an axis of features."""
-
-DATA: tuple[Role, ...] = (
-    "past",
-    "embeddings",
-    "encoder_states",
-    "features",
-    "encoder_input",
-    "condition",
-    "token_states",
-)
+DATA: tuple[Role, ...] = ("past", "embeddings", "encoder_states", "features")
+DATA += ("encoder_input", "condition", "token_states")
 """Inputs with data; all others are lengths, positions, masks and settings."""
-
 ROTARY = operators_with("rotary")
-
 LONGEST = 128
 """Tokens of a context that is tried at its end, at most."""
-
 OPEN = "the file allows several readings of its inputs, which a run has to settle"
-
 MOST_KEPT = 64
 """The most calls whose outputs are stored for equal ones."""
-
 MOST_LOGITS = 48
 """Logits that are made of the number that stands for a row of them."""
-
 LOOPS = (
     *("plain-loop", "held-loop", "same-feed", "later-token", "empty-past", "dummy-past-runs"),
     *("why", "why-fed-back", "written-places"),
 )
 """The loops and what explains their differences. What follows is run only where they pass."""
-
 UNMASKED = ("not-causal", *GENERAL_CAUSES)
 """Causes that a mask has as well which does not hide later tokens."""
-
 USES = (
     *("long-past", "why-long", "chunk", "why-chunk", "batch", "batch-rows", "why-batch"),
     *("other-encoder-length", "left-padding", "encoder-padding", "rewind", "full-context"),
@@ -107,10 +84,7 @@ USES = (
 
 
 class Undecided(Exception):
-    """Something that an experiment needs is unknown.
-
-    It must pass through the experiment, which would report a `CannotCheck` as a run that was skipped.
-    """
+    """An experiment needs what is unknown. No `CannotCheck`, which would be reported as a run that was skipped."""
 
 
 @dataclass(eq=False)
@@ -141,16 +115,11 @@ class AbstractTensor:
 
 
 def spread_logits(value: Abstract) -> Array | None:
-    """Logits float[batch, new, vocabulary], made of the numbers that stand for them; those after `MOST_LOGITS` are cut.
-
-    A number that is not finite stays as it is.
-    """
+    """Logits float[batch, new, vocabulary], the first `MOST_LOGITS`, made of the numbers that stand for them."""
     if value.data is None or value.shape is None or not value.shape:
         return None
-    count = min(max(value.shape[-1], 2), MOST_LOGITS)
-    data = np.asarray(value.data[..., :count], np.float64)
-    data = np.broadcast_to(data, (*value.shape[:-1], count))
-    at = np.arange(count)
+    at = np.arange(min(max(value.shape[-1], 2), MOST_LOGITS))
+    data = np.broadcast_to(np.asarray(value.data[..., : at.size], np.float64), (*value.shape[:-1], at.size))
     with np.errstate(all="ignore"):
         waves = np.sin(data * (0.37 + 0.61 * at) + 1.3 * at)
     found: Array = np.where(np.isfinite(data), waves, data).astype(np.float32)
@@ -176,39 +145,27 @@ class AbstractDriver(StackDriver):
         return Environment("none", "none", "none")
 
     def run_session(self, call: Call, session: Any = None) -> Answer:  # noqa: ARG002
-        """Run a call.
-
-        Raises:
-            StepFailed: two sizes cannot agree.
-            Undecided: the logits are unknown.
-            TooMuchWork: the budget is used up.
-        """
+        """Run a call: `StepFailed` where sizes cannot agree, `Undecided` with unknown logits, or `TooMuchWork`."""
         graph = self.contract.graph(call.phase)
         ports = {port.name: port for port in graph.inputs}
         feeds = {name: self._to_abstract(value, ports[name]) for name, value in call.feeds.items()}
         found = self._run_once(self.sessions[graph.file], feeds)
         logits = self.logits_name(call.phase)
-        outputs: dict[str, Value] = {}
-        for port in graph.outputs:
-            value = found.get(port.name)
-            if value is None:
-                continue
-            if port.name == logits:
-                spread = spread_logits(value)
-                if spread is None:
-                    raise Undecided
-                value = Abstract(spread.shape, spread)
-            outputs[port.name] = AbstractTensor(value, port.dtype)
-        return self.make_answer(call, outputs)
+        if logits in found:
+            spread = spread_logits(found[logits])
+            if spread is None:
+                raise Undecided
+            found = {**found, logits: Abstract(spread.shape, spread)}
+        known = (port for port in graph.outputs if port.name in found)
+        return self.make_answer(call, {port.name: AbstractTensor(found[port.name], port.dtype) for port in known})
 
     def _to_abstract(self, value: Value | Array, port: Port) -> Abstract:
         if isinstance(value, AbstractTensor):
             if port.role == "past" and value.value.data is not None and len(port.axes) == value.value.data.ndim:
-                counting = [at for at, axis in enumerate(port.axes) if axis in FEATURES]
+                axes = list(enumerate(port.axes))
+                counting, stacked = ([at for at, axis in axes if axis in kind] for kind in (FEATURES, STACKED))
                 self.parts[port.name] = find_parts(value.value.data, counting) or self.parts.get(port.name, {})
-                self.uniform[port.name] = find_alike(
-                    value.value, [at for at, axis in enumerate(port.axes) if axis in STACKED]
-                )
+                self.uniform[port.name] = find_alike(value.value, stacked)
             return value.value
         if any(isinstance(size, int) and size != fed for size, fed in zip(port.shape or (), value.shape, strict=False)):
             raise Undecided  # a runtime refuses it: nothing can be said of the graph
@@ -222,11 +179,7 @@ class AbstractDriver(StackDriver):
         return collapse(array, [at < array.ndim - 1 for at in range(array.ndim)])
 
     def _run_once(self, graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> dict[str, Abstract]:
-        """The outputs of a graph; those of an equal call are reused, unless the graph has random numbers.
-
-        A third of the calls of a step-test are repeated: experiments begin with the same prefill and end with the same
-        reference run, and a call is timed by calling it again.
-        """
+        """The outputs of a graph. A third of the calls are repeated, and answered again but for random numbers."""
         key = _digest_call(graph, feeds) if not graph.random_used else b""
         if key in self.found:
             return self.found[key]
@@ -263,11 +216,7 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
 
 
 def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
-    """The experiments that could be carried out on a stack, until the budget of nodes is used up.
-
-    Raises:
-        CannotCheck: there are none.
-    """
+    """The experiments that the budget of nodes allows on a stack; raises `CannotCheck` where there are none."""
     contract = replace(context.contract, exactness="float")
     size, budget, graphs = _open_stack(context, contract)
     runs = _run_by(contract, context, size, budget, graphs)
@@ -292,11 +241,7 @@ def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
 def _run_by(
     contract: CacheContract, context: ContractContext, size: int, budget: Budget, graphs: dict[str, AbstractGraph]
 ) -> tuple[Run, ...]:
-    """The experiments by one contract.
-
-    Raises:
-        CannotCheck: not even a plain loop can be computed.
-    """
+    """The experiments by one contract; `CannotCheck` where not even a plain loop can be computed."""
     steps: list[Step] = []
 
     def keep(event: Event) -> None:
@@ -307,7 +252,10 @@ def _run_by(
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
     steps_of_a_loop = STEPS if size <= LARGE else FEW_STEPS
-    for experiment in _choose(contract.usable_length, _has_rotary(graphs), steps_of_a_loop):
+    # Positions of a rotary embedding only tell distances apart: one number in place of a vector cannot show that, and
+    # padding that moves all positions equally would look wrong.
+    rotary = any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
+    for experiment in _choose(contract.usable_length, rotary, steps_of_a_loop):
         if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
             break
         steps.clear()
@@ -337,7 +285,9 @@ def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int,
         raise CannotCheck("a graph of the stack was not read")
     if size > LARGEST:
         raise CannotCheck(f"{size:,} nodes are more than the {LARGEST:,} that are followed without a run")
-    if (fed := _count_fed(contract)) > MOST_FED:
+    ports = [port for phase in ("prefill", "decode") for port in contract.graph(phase).inputs]
+    fed = sum(math.prod(size for size in port.shape or () if isinstance(size, int)) for port in ports)
+    if fed > MOST_FED:
         raise CannotCheck(f"inputs of {fed:,} elements are more than the {MOST_FED:,} that are followed without a run")
     budget = Budget(max(NODES, LOOP_CALLS * size))
     return size, budget, _open_graphs(contract, views, budget)
@@ -359,12 +309,6 @@ def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[Abst
     return [run for run in runs if run.outcome == "failed"]
 
 
-def _count_fed(contract: CacheContract) -> int:
-    """The elements of all inputs by the sizes that are declared as numbers."""
-    ports = [port for phase in ("prefill", "decode") for port in contract.graph(phase).inputs]
-    return sum(math.prod(size for size in port.shape or () if isinstance(size, int)) for port in ports)
-
-
 def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
     """The run of the loop that decides whether other uses say anything."""
     held = [run for run in runs if run.experiment == "held-loop" and run.outcome != "skipped"]
@@ -382,11 +326,8 @@ def _open_graphs(
         raise CannotCheck(f"{called} defines functions, which are not followed without a run")
     shared = _find_shared_weights({name: view.model for name, (view, _) in read.items()})
     presents = {slot.present for slot in contract.slots} | {slot.filled_by for slot in contract.slots}
-    returned = tuple(sorted(filter(None, presents)))
-    return {
-        name: AbstractGraph(view, shared, budget, returned, read_tables(view, path))
-        for name, (view, path) in read.items()
-    }
+    given = (shared, budget, tuple(sorted(filter(None, presents))))
+    return {name: AbstractGraph(view, *given, read_tables(view, path)) for name, (view, path) in read.items()}
 
 
 def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
@@ -399,13 +340,9 @@ def _find_shared_weights(models: Mapping[str, ModelProto]) -> frozenset[str]:
         return frozenset.intersection(*(_find_tables(model) for model in models.values()))
     graph = next(iter(models.values())).graph
     names = frozenset(tensor.name for tensor in graph.initializer)
-    for node in graph.node:
-        if not has(node.op_type, "branch"):
-            continue
-        bodies = list(subgraphs(node))
-        read = [{name for inner in nodes_in(body.node) for name in inner.input} for body in bodies]
-        one_alone = set.union(*read) - set.intersection(*read) if read else set()
-        names -= one_alone
+    for node in (node for node in graph.node if has(node.op_type, "branch")):
+        read = [{name for inner in nodes_in(body.node) for name in inner.input} for body in subgraphs(node)]
+        names -= set.union(*read) - set.intersection(*read) if read else set()
     return names
 
 
@@ -416,21 +353,11 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
     return frozenset(names - others)
 
 
-def _has_rotary(graphs: Mapping[str, AbstractGraph]) -> bool:
-    """Whether positions may be those of a rotary embedding, which only tells distances apart.
-
-    One number in place of a vector cannot show that: padding that moves all positions equally would look wrong.
-    """
-    return any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
-
-
 def _choose(limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
     """The experiments of an abstract run, in its order, with so many steps of a loop."""
-    every = by_name()
-    left_out: tuple[str, ...] = ("left-padding",) if rotary else ()
-    long = limit is None or limit > LONGEST
-    left_out += ("full-context",) if long else ()
-    for name in (*LOOPS, *USES):
-        if name in every and name not in left_out:
-            short = name.endswith("-loop")
-            yield replace(every[name], scenario=replace(every[name].scenario, steps=steps)) if short else every[name]
+    every, long = by_name(), limit is None or limit > LONGEST
+    left_out = {"left-padding"} if rotary else set[str]()
+    left_out |= {"full-context"} if long else set()
+    for one in (every[name] for name in (*LOOPS, *USES) if name in every and name not in left_out):
+        shorter = replace(one, scenario=replace(one.scenario, steps=steps))
+        yield shorter if one.name.endswith("-loop") else one

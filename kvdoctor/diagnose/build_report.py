@@ -1,5 +1,6 @@
 """The report of a diagnosis: what is known of its files and stacks, and the findings."""
 
+import contextlib
 import math
 import platform
 import re
@@ -7,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.configs import declared_windows, encoder_length
@@ -25,7 +25,7 @@ from kvdoctor.model.traverse import STANDARD
 from kvdoctor.model.view import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report, decide, worst_first
-from kvdoctor.report.facts import FileFacts, GraphFacts, ModelFacts, StackFacts, Verdict
+from kvdoctor.report.facts import FileFacts, GraphFacts, ModelFacts, StackFacts
 from kvdoctor.report.known_messages import find_issues
 from kvdoctor.runtime.targets.limits import find_oldest
 
@@ -36,18 +36,19 @@ ON_TARGETS = "KV4"
 def build_report(
     command: str, folder: ModelFolder, options: Options, results: CheckResults, stacks: list[StackFacts]
 ) -> Report:
-    """The report of a command on a model: its files and stacks, the findings, and the verdict.
-
-    What runs could have confirmed, and did not, is at most a warning.
-    """
+    """The report on a model. What runs could have confirmed, and did not, is at most a warning."""
     open_stacks = {entry.stack for entry in results.not_checked if entry.essential}
     found = [f if command == "inspect" or f.stack in open_stacks else _weaken(f) for f in results.findings]
     findings = with_distinct_fingerprints(worst_first([_with_issues(finding, folder) for finding in found]))
+    verdict = decide(command, findings, results.not_checked, options.fail_on)
+    # There is no verdict where no stack that was read is a decoder with a KV cache.
+    none = all(stack.contract is not None and stack.contract.no_decoder for stack in stacks)
+    none = none if stacks else bool(folder.files) and all(file.role == "encoder" for file in folder.files)
     return Report(
         command=command,
         arguments=options.as_arguments(),
         seed=options.seed,
-        verdict=_name_no_decoder(decide(command, findings, results.not_checked, options.fail_on), stacks, folder),
+        verdict="not-applicable" if none and verdict == "incomplete" else verdict,
         environment=environment(),
         model=ModelFacts(folder.shown, tuple(file_facts(file, options.hash) for file in folder.files)),
         stacks=tuple(stacks),
@@ -55,13 +56,6 @@ def build_report(
         not_checked=results.not_checked,
         notes=tuple(_list_notes(folder)),
     )
-
-
-def _name_no_decoder(verdict: Verdict, stacks: list[StackFacts], folder: ModelFolder) -> Verdict:
-    """The verdict, or that there is none, since no stack that was read is a decoder with a KV cache."""
-    none = all(stack.contract is not None and stack.contract.no_decoder for stack in stacks)
-    none = none if stacks else bool(folder.files) and all(file.role == "encoder" for file in folder.files)
-    return "not-applicable" if none and verdict == "incomplete" else verdict
 
 
 def _weaken(finding: Finding) -> Finding:
@@ -91,16 +85,16 @@ def _list_notes(folder: ModelFolder) -> Iterator[str]:
 
 def environment() -> dict[str, str]:
     """Versions that a report depends on."""
-    return {
-        "onnx": onnx_version(),
-        "python": platform.python_version(),
-        "platform": f"{sys.platform} {platform.machine()}",
-    }
+    machine = f"{sys.platform} {platform.machine()}"
+    return {"onnx": onnx_version(), "python": platform.python_version(), "platform": machine}
 
 
 def file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
     """One file as the report shows it; `hash_it` reads every byte of it."""
-    size = file.skeleton.bytes_on_disk if file.skeleton else _size(file.path)
+    size = file.skeleton.bytes_on_disk if file.skeleton else 0
+    if file.skeleton is None:
+        with contextlib.suppress(OSError):
+            size = file.path.stat().st_size
     digest = sha256(file.path) if hash_it and file.path.is_file() else None
     if file.view is None:
         return FileFacts(file.name, file.role, size, digest)
@@ -124,12 +118,9 @@ def file_facts(file: OnnxFile, hash_it: bool) -> FileFacts:
 
 def _graph_facts(view: GraphView) -> GraphFacts:
     graphs = [scope.graph for scope in view.scopes()]
-    bodies = [graph.node for graph in graphs] + [function.node for function in view.model.functions]
-    operators = Counter(
-        str(node.op_type) if node.domain in STANDARD else f"{node.domain}.{node.op_type}"
-        for nodes in bodies
-        for node in nodes
-    )
+    nodes = [node for body in (*graphs, *view.model.functions) for node in body.node]
+    named = ((f"{node.domain}." if node.domain not in STANDARD else "") + node.op_type for node in nodes)
+    operators = Counter(map(str, named))
     tensors = [tensor for graph in graphs for tensor in graph.initializer]
     size = sum(_bits(tensor.data_type) * math.prod(tensor.dims) for tensor in tensors)
     return GraphFacts(operators.total(), dict(sorted(operators.items())), len(tensors), math.ceil(size / 8))
@@ -145,13 +136,6 @@ def _bits(data_type: int) -> int:
 
 def _port_facts(port: "Declared") -> dict[str, Any]:
     return {"name": port.name, "dtype": port.dtype, "shape": None if port.shape is None else list(port.shape)}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def stack_facts(

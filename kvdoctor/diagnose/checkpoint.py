@@ -7,30 +7,30 @@ checkpoint gave are brought together for `locate.modules`, which finds the first
 
 import json
 import re
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES
+from kvdoctor.decode.parity import Verdict, compare, judge
 from kvdoctor.decode.runs import Outcome, Run, Step
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner
 from kvdoctor.diagnose.locate.modules import Module, ModuleCall, ModuleComparison, ModuleSearch, measure
 from kvdoctor.diagnose.locate.search import LocateContext, branches_taken, file_of, guard_search
-from kvdoctor.diagnose.run_checks import CheckResults
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open
 from kvdoctor.errors import CannotCheck, UsageError
-from kvdoctor.findings import NotChecked
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptProcess, transformers_for
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.parity import Verdict
-
+from kvdoctor.runtime.scratch import ScratchFolder
 
 SCRIPT = Path(__file__).parent.parent / "repair" / "export" / "scripts" / "checkpoint_logits.py"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -53,7 +53,7 @@ class Arithmetic:
 class StepVerdicts:
     """The verdict on each step, and its reason as text."""
 
-    verdicts: dict[int, "Verdict"]
+    verdicts: dict[int, Verdict]
     text: str
 
 
@@ -82,7 +82,7 @@ class Checkpoint:
             raise UsageError("CHECKPOINT is a placeholder: give the folder of a checkpoint, or a name on the hub")
         if not self.is_folder and (Path(self.name).exists() or not HUB_NAME.fullmatch(self.name)):
             raise UsageError(f"{self.name!r} is neither the folder of a checkpoint nor the name of a model on the hub")
-        self._folder = tempfile.TemporaryDirectory(prefix="kvdoctor-")
+        self._folder = ScratchFolder()
 
     @property
     def scratch(self) -> Path:
@@ -131,7 +131,7 @@ class Checkpoint:
         if not self.is_folder:
             return {}
         try:
-            read = json.loads((Path(self.name) / "config.json").read_text(encoding="utf-8"))
+            read = json.loads(read_side_file(Path(self.name) / "config.json", MOST_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return read if isinstance(read, dict) else {}
@@ -151,18 +151,16 @@ def compare_with_checkpoint(
         notes = (f"{stack}: {run.reason}",) if run.outcome == "passed" else ()
         greedy = compare_greedy_tokens(context, logits, checkpoint)
     except CannotCheck as reason:
-        open_check = NotChecked(stack, "KV320", str(reason), essential=True)
-        return context.runs, CheckResults(not_checked=(open_check,), notes=notes)
+        return context.runs, leave_open(stack, "KV320", str(reason)) + CheckResults(notes=notes)
     compared = {each.experiment: each for each in (run, greedy) if each is not None}
     runs = tuple(compared.get(each.experiment, each) for each in context.runs)
+    if run.outcome in ("passed", "differs"):
+        return runs, CheckResults(notes=notes)
     unclear = {
         "ambiguous": "the difference is between noise and a fault",
         "failed": f"step {run.failed_step} fails, and only the steps before it were compared with the checkpoint",
     }.get(run.outcome, f"the run is {run.outcome}")
-    if run.outcome in ("passed", "differs"):
-        return runs, CheckResults(notes=notes)
-    open_check = NotChecked(stack, "KV320", f"{unclear}: {run.reason}", essential=True)
-    return runs, CheckResults(not_checked=(open_check,), notes=notes)
+    return runs, leave_open(stack, "KV320", f"{unclear}: {run.reason}")
 
 
 def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run:
@@ -173,25 +171,32 @@ def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) 
     Raises:
         CannotCheck: there is nothing to compare, or nothing to compare it with.
     """
-    import numpy as np  # not for inspections
-
     run = context.find_run(NAME)
     if run is None or run.outcome in ("skipped", "died") or not mine.is_file():
         reason = run.reason if run is not None else "no decode step was run"
         raise CannotCheck(f"not compared with {checkpoint.name}: {reason}")
-    with np.load(mine) as file:
-        stored = {name.removeprefix(f"{NAME}:"): file[name] for name in file.files if name.startswith(f"{NAME}:")}
-    if "encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys():
-        raise CannotCheck(
-            f"not compared with {checkpoint.name}: its encoder states are synthetic; add the file of the encoder"
-        )
+    stored = _load(mine, NAME)
+    if _is_synthetic(stored):
+        reason = "its encoder states are synthetic; add the file of the encoder"
+        raise CannotCheck(f"not compared with {checkpoint.name}: {reason}")
     theirs = mine.with_suffix(".checkpoint.npz")
     facts = checkpoint.logits(mine, theirs)
-    with np.load(theirs) as file:
-        found = {name: file[name] for name in file.files}
     if "step.0" not in stored:
         raise CannotCheck(f"not compared with {checkpoint.name}: the first call fails, so there are no logits")
+    found = _load(theirs)
     return _judge_steps(run, stored, found, _name_model(facts, checkpoint), find_arithmetic(context))
+
+
+def _load(file: Path, experiment: str = "") -> dict[str, Any]:
+    """The arrays of an experiment in a file."""
+    start = f"{experiment}:" if experiment else ""
+    with np.load(file) as held:
+        return {name.removeprefix(start): held[name] for name in held.files if name.startswith(start)}
+
+
+def _is_synthetic(stored: Mapping[str, Any]) -> bool:
+    """Whether a call was fed encoder states that no encoder made."""
+    return "encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys()
 
 
 def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
@@ -202,19 +207,15 @@ def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Chec
     Raises:
         CannotCheck: the checkpoint cannot be run.
     """
-    import numpy as np
-
     run = context.find_run(GREEDY)
     if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
         return run
-    with np.load(mine) as file:
-        stored = {name.removeprefix(f"{GREEDY}:"): file[name] for name in file.files if name.startswith(f"{GREEDY}:")}
-    if "step.0" not in stored or ("encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys()):
+    stored, theirs = _load(mine, GREEDY), mine.with_suffix(".greedy.npz")
+    if "step.0" not in stored or _is_synthetic(stored):
         return run
-    theirs = mine.with_suffix(".greedy.npz")
     facts = checkpoint.logits(mine, theirs, GREEDY)
-    with np.load(theirs) as file:
-        found = file["loop"] if "loop" in file.files else file["whole"]
+    held = _load(theirs)
+    found = held["loop"] if "loop" in held else held["whole"]
     prompt, steps = int(stored["prompt"]), sum(name.startswith("step.") for name in stored)
     logits = np.stack([stored[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
     expected = found[:, prompt - 1 : prompt - 1 + steps]
@@ -241,8 +242,6 @@ def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 
 def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:
     """Each step with its difference to the checkpoint, and the verdict on all of them."""
-    from kvdoctor.decode.parity import compare
-
     wholes, held, correlations = int(stored["wholes"]), [], {}
     for step in run.steps:
         mine = stored.get(f"step.{step.step}")
@@ -267,9 +266,8 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
         outcome = "ambiguous"
     text = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {judged.text}"
     text += _describe_encoder(stored, found)
-    return replace(
-        run, outcome=outcome, failed_step=run.failed_step if at is None else at, reason=text, steps=tuple(held)
-    )
+    failed = run.failed_step if at is None else at
+    return replace(run, outcome=outcome, failed_step=failed, reason=text, steps=tuple(held))
 
 
 def find_arithmetic(context: ContractContext) -> Arithmetic:
@@ -283,12 +281,9 @@ def find_arithmetic(context: ContractContext) -> Arithmetic:
 
 def _judge_by_tolerance(steps: list[Step], arithmetic: Arithmetic) -> StepVerdicts:
     """By the tolerances of the other runs."""
-    from kvdoctor.decode.parity import judge
-
-    verdicts = {
-        step.step: judge(step.difference, arithmetic.tolerance) for step in steps if step.difference is not None
-    }
-    return StepVerdicts(verdicts, f"{arithmetic.name} allows {arithmetic.tolerance.passes:g}")
+    limit = arithmetic.tolerance
+    verdicts = {step.step: judge(step.difference, limit) for step in steps if step.difference is not None}
+    return StepVerdicts(verdicts, f"{arithmetic.name} allows {limit.passes:g}")
 
 
 def _judge_by_correlation(steps: list[Step], correlations: dict[int, float]) -> StepVerdicts:
@@ -302,8 +297,6 @@ def _judge_by_correlation(steps: list[Step], correlations: dict[int, float]) -> 
 
 def _correlate(mine: Any, theirs: Any) -> float:
     """Of two arrays of logits over the vocabulary, as a mean over the positions; 0 where they are not finite."""
-    import numpy as np
-
     one, other = (array.astype(np.float64) - array.mean(-1, keepdims=True) for array in (mine, theirs))
     with np.errstate(all="ignore"):
         found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
@@ -332,8 +325,6 @@ def _list_compared(steps: list[Step], wholes: int) -> str:
 
 def _describe_encoder(stored: dict[str, Any], found: dict[str, Any]) -> str:
     """The difference of the states of the two encoders, if both are known."""
-    import numpy as np
-
     mine, theirs = stored.get("states"), found.get("states")
     if mine is None or theirs is None or mine.shape != theirs.shape:
         return ""
@@ -345,10 +336,7 @@ def _describe_encoder(stored: dict[str, Any], found: dict[str, Any]) -> str:
 def locate_in_modules(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> Run:
-    """The run that differs from a checkpoint with its parts and the location, or the reason why there is none.
-
-    `saved` names the file with the feeds that the worker left.
-    """
+    """The run that differs with its parts and its location, or why there is none; `saved` has the feeds."""
     return guard_search(run, lambda: _locate(run, context, checkpoint, saved, arithmetic))
 
 
@@ -364,7 +352,7 @@ def _locate(run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Pat
 def _compare(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> ModuleComparison:
-    failed = next((step for step in run.steps if step.step == run.failed_step), None)
+    failed = run.wrong_step
     if failed is None:
         raise CannotCheck("the logits have a different shape, so intermediate values cannot be compared")
     if failed.past_length:
@@ -374,21 +362,15 @@ def _compare(
     if context.stack.stages:
         raise CannotCheck("the decoder is a pipeline of several files, in which no node is searched for")
     runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
-    source = file_of(context, "prefill")
-    flat = runner.flatten(source, branches_taken(context, "prefill"))
-    call = _read_call(checkpoint, saved, runner)
-    return ModuleSearch(runner, source, flat, call, arithmetic.tolerance.passes).compare()
+    flat = runner.flatten(file_of(context, "prefill"), branches_taken(context, "prefill"))
+    return ModuleSearch(runner, flat, _read_call(checkpoint, saved, runner), arithmetic.tolerance.passes).compare()
 
 
 def _compare_states(saved: Path) -> float | None:
     """How far the states of the two encoders are apart; None where they are not both known."""
-    import numpy as np
-
-    with np.load(saved) as mine, np.load(saved.with_suffix(".checkpoint.npz")) as theirs:
-        if f"{NAME}:states" not in mine.files or "states" not in theirs.files:
-            return None
-        states, expected = mine[f"{NAME}:states"], theirs["states"]
-    if states.shape != expected.shape:
+    states = _load(saved, NAME).get("states")
+    expected = _load(saved.with_suffix(".checkpoint.npz")).get("states")
+    if states is None or expected is None or states.shape != expected.shape:
         return None
     apart = measure(states, expected)
     return apart if apart >= 0 else float("inf")
@@ -396,25 +378,17 @@ def _compare_states(saved: Path) -> float | None:
 
 def _read_call(checkpoint: Checkpoint, saved: Path, runner: GraphRunner) -> ModuleCall:
     """What the modules of the checkpoint do with the feeds of the longest call without a cache."""
-    import numpy as np
-
-    prefix = f"{NAME}:call."
-    with np.load(saved) as file:
-        if f"{NAME}:called" not in file.files:
-            raise CannotCheck("the feeds of the call were not saved")
-        count = int(file[f"{NAME}:called"])
-        feeds = {name.removeprefix(prefix): file[name] for name in file.files if name.startswith(prefix)}
+    stored = _load(saved, NAME)
+    if "called" not in stored:
+        raise CannotCheck("the feeds of the call were not saved")
+    feeds = {name.removeprefix("call."): held for name, held in stored.items() if name.startswith("call.")}
     theirs = saved.with_suffix(".modules.npz")
-    facts = checkpoint.modules(saved, theirs, count)
-    with np.load(theirs) as found:
-        modules = tuple(
-            _read_module(found, index, str(names), str(kind))
-            for index, (names, kind) in enumerate(zip(found["names"], found["classes"], strict=True))
-        )
+    facts = checkpoint.modules(saved, theirs, int(stored["called"]))
+    found = _load(theirs)
     theirs.unlink()
-    return ModuleCall(modules, str(facts.get("embedding", "")), str(facts.get("head", "")), runner.feeds(feeds))
-
-
-def _read_module(found: Any, index: int, names: str, kind: str) -> Module:
-    given, gave = (found[key] if (key := f"{side}.{index}") in found.files else None for side in ("in", "out"))
-    return Module(tuple("" if name == "." else name for name in names.split()), kind, given, gave)
+    modules = []
+    for index, (listed, kind) in enumerate(zip(found["names"], found["classes"], strict=True)):
+        names = tuple("" if name == "." else name for name in str(listed).split())
+        modules.append(Module(names, str(kind), found.get(f"in.{index}"), found.get(f"out.{index}")))
+    embedding, head = (str(facts.get(name, "")) for name in ("embedding", "head"))
+    return ModuleCall(tuple(modules), embedding, head, runner.feeds(feeds))

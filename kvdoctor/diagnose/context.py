@@ -17,6 +17,7 @@ from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
+    from kvdoctor.decode.experiments import Use
     from kvdoctor.decode.golden import GoldenDifference
     from kvdoctor.decode.messages import AddedExperiment, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
 
 @record(slots=False, kw_only=True)
 class FileContext:
-    """Round `file`: one file of the folder.
-
-    `weights` says that the values of its weights may be read, `unrun` that the model is not run afterwards.
-    """
+    """Round `file`: one file. `weights` says that their values may be read, `unrun` that the model is not run."""
 
     folder: ModelFolder
     file: OnnxFile
@@ -143,6 +141,20 @@ class ContractContext:
         """Whether the checked loop failed or differed: this confirms what the graph makes a check suspect."""
         run = self.checked_loop
         return run is not None and run.outcome in ("differs", "failed")
+
+    @property
+    def uses(self) -> "Mapping[str, Use]":
+        """The uses that experiments try, by their names."""
+        from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
+
+        return uses()
+
+    @property
+    def side(self) -> "PairedSide":
+        """The stack as a job of the worker names it."""
+        from kvdoctor.decode.messages import PairedSide
+
+        return PairedSide(self.stack.name, self.folder.root.absolute(), self.contract)
 
     def declared_pairs(self) -> Iterator[tuple[Slot, Declared, Declared]]:
         """Every slot with its past and its present, as declared by the graph that decodes."""

@@ -5,7 +5,6 @@ weights are copied from file to file; the user's files are only read. Length thr
 no run visited are listed after the runs.
 """
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -21,15 +20,9 @@ from kvdoctor.decode.experiments.each_length import FAR_LENGTH
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import ONLY_THOROUGH, REFERENCE_CHANGES, Node, Run
 from kvdoctor.decode.search import SearchPlan
+from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.diagnose.float32 import rerun_in_float32
-from kvdoctor.diagnose.not_checked import (
-    REPORTED_REQUESTS,
-    find_interrupted,
-    find_unmet_preconditions,
-    why_unasked,
-    why_unfit,
-)
+from kvdoctor.diagnose.float32 import demand_room, rerun_in_float32
 from kvdoctor.diagnose.settle import settle_after, settle_unknown
 from kvdoctor.errors import CannotCheck, UnreadableError, UsageError
 from kvdoctor.findings import NotChecked
@@ -41,6 +34,7 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
+from kvdoctor.report.wording import shorten_names
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.targets import Refused
 
@@ -82,16 +76,13 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
         UsageError: the runtime does not have the execution provider.
     """
     name, contract = context.stack.name, context.contract
-    if unmet := next(find_unmet_preconditions(context.stack, contract, opened=True), None):
-        reason = NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True)
-        return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
-
+    if unmet := next(not_checked.find_unmet_preconditions(context.stack, contract, opened=True), None):
+        return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {unmet}", essential=True))
     runtime.require_provider(options.provider)
     reading = settle_unknown(context, options, runtime)
     context = replace(context, contract=reading.contract)
     if reading.open_parts:
-        nothing = _list_measurements(StackResults())
-        return StackObservation(context.contract, measured=nothing, not_checked=reading.open_parts)
+        return _leave_unrun(context.contract, *reading.open_parts)
     seen = _run(context, options, runtime, files)
     crashed = any(entry.essential for entry in seen.not_checked)
     again = settle_after(context, seen.runs, crashed, options, runtime)
@@ -106,8 +97,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         try:
             opened = open_operator(context, files.calls)
         except CannotCheck as error:
-            reason = NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True)
-            return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=(reason,))
+            return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True))
         ran = opened.context
     job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
     job = job if opened is None else replace(job, search=opened.search)
@@ -117,6 +107,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
     refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
     rerun = rerun_in_float32(replace(ran, runs=runs), job, options, runtime)
+    interrupted = not_checked.find_interrupted(name, contract, results)
     results.unrounded_seconds = rerun.seconds
     results.peak_bytes = max(results.peak_bytes, rerun.peak_bytes)
     return StackObservation(
@@ -125,30 +116,26 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         refusals=refusals,
         timings=results.timings,
         measured=_list_measurements(results),
-        not_checked=(
-            *find_interrupted(name, contract, results),
-            *rerun.not_checked,
-            *list_unvisited(observed),
-        ),
+        not_checked=(*interrupted, *rerun.not_checked, *list_unvisited(observed)),
         ran=ran if opened is not None else None,
     )
 
 
+def _leave_unrun(contract: CacheContract, *reasons: NotChecked) -> StackObservation:
+    return StackObservation(contract, measured=_list_measurements(StackResults()), not_checked=reasons)
+
+
 def _list_measurements(results: StackResults) -> dict[str, Any]:
-    return {
-        "seconds": results.seconds,
-        "step_seconds": results.timings,
-        "peak_bytes": results.peak_bytes,
-        **({"unrounded_seconds": results.unrounded_seconds} if results.unrounded_seconds else {}),
-    }
+    copy = {"unrounded_seconds": results.unrounded_seconds} if results.unrounded_seconds else {}
+    return {"seconds": results.seconds, "step_seconds": results.timings, "peak_bytes": results.peak_bytes, **copy}
 
 
 def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     """All experiments that the options ask for, on one stack."""
     from kvdoctor.decode.experiments import load
 
-    wanted = (one for one in load() if why_unasked(one, options) is None)
-    chosen = [one.name for one in wanted if why_unfit(one, context.contract) is None]
+    wanted = (one for one in load() if not_checked.why_unasked(one, options) is None)
+    chosen = [one.name for one in wanted if not_checked.why_unfit(one, context.contract) is None]
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),
@@ -170,8 +157,8 @@ def _list_skipped(stack: str, options: Options, runtime: Runtime) -> Iterator[Ru
 
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
     for experiment in load():
-        reason = why_unasked(experiment, options)
-        if reason is not None and experiment.on_request in REPORTED_REQUESTS:
+        reason = not_checked.why_unasked(experiment, options)
+        if reason is not None and experiment.on_request in not_checked.REPORTED_REQUESTS:
             yield Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 
 
@@ -192,17 +179,10 @@ def resolve_node_names(run: Run, context: ContractContext) -> Run:
 def locate_faults(
     context: ContractContext, options: Options, runtime: Runtime, calls: Path, ran: ContractContext | None = None
 ) -> tuple[Run, ...]:
-    """The runs, with the fault location of those that findings rest on; `ran` is the context of what was run.
-
-    That is the checked loop; where it passes, the runs of other sizes that fail or differ.
-    """
-    from kvdoctor.decode.experiments import uses
-
+    """The runs with the location of the faults that findings rest on: of the loop, or of other uses. `ran` was run."""
     loop, bad = context.checked_loop, [run for run in context.runs if run.shows in ("failed", "differs")]
-    if loop is None:
-        return context.runs
-    wanted = [loop] if loop in bad else [run for run in bad if run.experiment in uses()]
-    if not wanted:
+    wanted = [loop] if loop in bad else [run for run in bad if run.experiment in context.uses]
+    if loop is None or not wanted:
         return context.runs
     from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 
@@ -218,10 +198,7 @@ def locate_faults(
 
 @record(slots=False)
 class OpenedOperator:
-    """A stack with its graphs as files of a private folder, and how the operator is called.
-
-    `shown` is the name of a file in reports by its name in the contract.
-    """
+    """A stack with its graphs as files, how the operator is called, and the names of the files in reports."""
 
     context: ContractContext
     search: SearchPlan
@@ -242,7 +219,7 @@ def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
         raise CannotCheck(f"BeamSearch feeds {ids.name!r} all tokens so far, since its axis is not fixed at 1")
     parts: dict[FileRole, OnnxFile] = {}
     try:
-        _demand_room(model, len(stack.files), folder)
+        demand_room([model.path.stat().st_size * len(stack.files)], model.external, folder)
         located = read_skeleton(model.path, located=True).model
         for external in model.external:
             if not (target := folder / external.location).exists():
@@ -252,26 +229,14 @@ def open_operator(context: ContractContext, folder: Path) -> OpenedOperator:
             write_model(cut_out(located, body), model.path, folder / name)
             part = read_skeleton(folder / name)
             parts[role] = replace(own, path=folder / name, name=name, skeleton=part, view=GraphView(part.model))
-    except OSError as error:
-        raise CannotCheck(
-            f"the graphs inside {stack.operator} cannot be written out: {error.strerror or error}"
-        ) from None
-    except (NotClosed, UnreadableError, UsageError) as error:
-        raise CannotCheck(f"the graphs inside {stack.operator} cannot be written out: {error}") from None
-    opened = replace(
-        context,
-        folder=replace(context.folder, root=folder, files=tuple(parts.values())),
-        stack=replace(stack, files=parts),
-        contract=_rename(context.contract, parts, model),
-    )
+    except (OSError, NotClosed, UnreadableError, UsageError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise CannotCheck(f"the graphs inside {stack.operator} cannot be written out: {why}") from None
+    inside = replace(context.folder, root=folder, files=tuple(parts.values()))
+    contract = _rename(context.contract, parts, model)
+    opened = replace(context, folder=inside, stack=replace(stack, files=parts), contract=contract)
     shown = {part.name: stack.files[role].name for role, part in parts.items()}
     return OpenedOperator(opened, search, {**shown, str(model.path.absolute()): model.name})
-
-
-def _demand_room(model: OnnxFile, parts: int, folder: Path) -> None:
-    size = model.path.stat().st_size * parts + sum(external.bytes or 0 for external in model.external)
-    if size * 1.1 > shutil.disk_usage(folder).free:
-        raise CannotCheck(f"{folder.parent} has no room for a copy of {size >> 20} MiB")
 
 
 def _rename(contract: CacheContract, parts: Mapping[FileRole, OnnxFile], model: OnnxFile) -> CacheContract:
@@ -290,20 +255,15 @@ def list_thresholds(stack: StackFiles, contract: CacheContract) -> tuple[Thresho
     phases: tuple[PhaseName, ...] = ("decode", "prefill")
     for phase in phases:
         graph = contract.graph(phase)
-        file = next((file for file in stack.files.values() if file.name == graph.file), None)
-        if file is None or file.view is None:
-            continue
-        dataflow = file.dataflow if phase == "decode" else file.first_dataflow
-        for threshold in find_thresholds(dataflow.flow, graph) if dataflow is not None else ():
-            found.setdefault(threshold.length, threshold)
+        for file in (one for one in stack.files.values() if one.name == graph.file and one.view is not None):
+            dataflow = file.dataflow if phase == "decode" else file.first_dataflow
+            for threshold in find_thresholds(dataflow.flow, graph) if dataflow is not None else ():
+                found.setdefault(threshold.length, threshold)
     return tuple(found[length] for length in sorted(found))
 
 
 def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
-    """Yield one entry for what the walk over the lengths did not judge: all of it, or thresholds after its end.
-
-    None where the loop, or a length that was visited, already differs or fails.
-    """
+    """Yield one entry for what the walk over the lengths did not judge, unless a length is wrong already."""
     run, loop = context.find_run("each-length"), context.checked_loop
     steps_agree = loop is not None and loop.shows == "passed"
     if steps_agree and run is not None and run.outcome == "skipped" and run.reason == REFERENCE_CHANGES:
@@ -311,26 +271,21 @@ def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
     if run is None or run.shows != "passed":
         return
     walked, longest = _longest_past((run,)), _longest_past(context.runs)
-    usable = min(context.contract.usable_length or sys.maxsize, _fed_at_most(context.contract))
+    # An input, such as a mask of fixed size, may declare the most tokens that it takes.
+    ports = [port for graph in context.contract.graphs.values() for port in graph.inputs]
+    most = (size for port in ports if (size := port.size("total")) is not None)
+    usable = min([context.contract.usable_length or sys.maxsize, *most])
     found = list_thresholds(context.stack, context.contract)
     longest = max([longest, *(one.cause.from_length for one in context.runs if one.cause is not None)])
     left = [one for one in found if longest + 1 < one.length < usable]  # a table of n rows ends at a past of n - 1
     if not left:
         return
-    listed = ", ".join(f"{one.length} ({one.node})" for one in left[:MOST_LISTED])
-    more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
+    listed = shorten_names([f"{one.length} ({one.node})" for one in left], MOST_LISTED)
     reason = f"every past up to {walked} tokens was run, and none beyond {longest}; thresholds of the graph beyond: "
     far = context.find_run("far-thresholds")
     tried = far is not None and (far.outcome != "skipped" or far.reason != ONLY_THOROUGH)
     longer = "" if tried else f"; --thorough visits those up to {FAR_LENGTH}"
-    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{more}{longer}")
-
-
-def _fed_at_most(contract: CacheContract) -> int:
-    """The smallest number that an input declares for the axis of all tokens, such as a mask of fixed size."""
-    ports = (port for graph in contract.graphs.values() for port in graph.inputs if port.shape is not None)
-    sizes = (size for port in ports for axis, size in zip(port.axes, port.shape or (), strict=True) if axis == "total")
-    return min((size for size in sizes if isinstance(size, int)), default=sys.maxsize)
+    yield NotChecked(context.stack.name, "KV308", f"{reason}{listed}{longer}")
 
 
 def _longest_past(runs: Sequence[Run]) -> int:

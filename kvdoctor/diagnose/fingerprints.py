@@ -21,6 +21,7 @@ the names of their stacks and files. The path of the model is not part of it: a 
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -33,10 +34,8 @@ from kvdoctor.records import record
 
 FINGERPRINT_LENGTH = 16
 """Hexadecimal digits, that is 64 bits: enough that no two of some millions coincide by chance."""
-
 PACKED = ("NBits", "Bnb4", "Quantize", "Integer", "QLinear")
 """Parts of the names of operators that compute with packed or rounded weights."""
-
 NAMED_ALONE = ("encoder", "embedding", "other")
 """Roles of files that only their names identify."""
 
@@ -56,7 +55,7 @@ def make_finding(one: Check, fault: Fault, origin: FindingOrigin) -> Finding:
     facts: dict[str, Any] = {name: getattr(fault, name) for name in shared}
     identity = compute_fingerprint(one.name, fault.subject, fault.apart, origin)
     if (run := fault.run) is not None:
-        step = next((step for step in run.steps if step.step == run.failed_step), None)
+        step = run.wrong_step
         facts |= {"experiment": run.experiment, "step": run.failed_step}
         facts |= {"past_length": step.past_length, "new_tokens": step.new_tokens} if step is not None else {}
     stack = origin.stack.name if origin.stack else None
@@ -72,15 +71,12 @@ def with_distinct_fingerprints(findings: tuple[Finding, ...]) -> tuple[Finding, 
 
 def compute_fingerprint(check: str, subject: Iterable[str], apart: Sequence[str], origin: FindingOrigin) -> str:
     """The fingerprint of one finding, by the rules above."""
-    parts = {one.name: part_of(one) for one in origin.files}
-    graph = [
-        part_of(origin.file) if origin.file else "",
-        origin.stack.kind if origin.stack else "",
-        *(_describe_weights(origin.file) if origin.file else ()),
-    ]
+    parts, view = {one.name: part_of(one) for one in origin.files}, origin.file.view if origin.file else None
+    graph = [part_of(origin.file) if origin.file else "", origin.stack.kind if origin.stack else ""]
+    if view is not None:  # how most weights are stored, and the operators that read packed or rounded ones
+        graph += [_find_commonest_type(view), *sorted(op for op in view.operators if any(one in op for one in PACKED))]
     about = sorted(parts.get(name, name) for name in subject)
-    identity = json.dumps([check, graph, about, [parts.get(name, name) for name in apart]])
-    return _digest(identity.encode("ascii"))
+    return _digest(json.dumps([check, graph, about, [parts.get(name, name) for name in apart]]))
 
 
 def number_repeated(fingerprints: Sequence[str]) -> list[str]:
@@ -89,13 +85,12 @@ def number_repeated(fingerprints: Sequence[str]) -> list[str]:
     distinct = []
     for one in fingerprints:
         counts[one] += 1
-        again = f"{one} {counts[one]}".encode("ascii")
-        distinct.append(one if counts[one] == 1 else _digest(again))
+        distinct.append(one if counts[one] == 1 else _digest(f"{one} {counts[one]}"))
     return distinct
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:FINGERPRINT_LENGTH]
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode("ascii")).hexdigest()[:FINGERPRINT_LENGTH]
 
 
 def part_of(file: OnnxFile) -> str:
@@ -107,20 +102,9 @@ def part_of(file: OnnxFile) -> str:
     return "beside" if file.role in NAMED_ALONE else "first-step"
 
 
-def _describe_weights(file: OnnxFile) -> list[str]:
-    """How most weights are stored, and the operators that read packed or rounded ones."""
-    if file.view is None:
-        return []
-    packed = sorted(op for op in file.view.operators if any(word in op for word in PACKED))
-    return [_find_commonest_type(file.view), *packed]
-
-
 def _find_commonest_type(view: GraphView) -> str:
     """The element type with the most weights."""
     sizes: Counter[str] = Counter()
     for tensor in view.model.graph.initializer:
-        count = 1
-        for size in tensor.dims:
-            count *= size
-        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += count
+        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += math.prod(tensor.dims)
     return min(sizes, key=lambda kind: (-sizes[kind], kind), default="")

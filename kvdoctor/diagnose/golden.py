@@ -5,7 +5,6 @@ the file, so that the model may have another layout, other names, another arithm
 `ModelSize` is what shows that an earlier file is of the same model.
 """
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,7 +36,9 @@ from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.options import Options
 from kvdoctor.records import record
+from kvdoctor.report.wording import format_count
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 SCHEMA = "kvdoctor/golden/1"
 HEAD = "golden"
@@ -55,8 +56,7 @@ class ModelSize:
 
     def describe(self) -> str:
         """`96 tokens, 2 layers, self-attention`."""
-        layers = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
-        return f"{self.vocabulary or 'an open number of'} tokens, {layers}, {self.kinds}"
+        return f"{self.vocabulary or 'an open number of'} tokens, {format_count(self.layers, 'layer')}, {self.kinds}"
 
 
 def measure_size(contract: CacheContract) -> ModelSize:
@@ -123,9 +123,8 @@ def read_golden(path: str) -> Golden:
             raise ValueError("the seed is negative")  # noqa: TRY301 - said with the file's name below
         return Golden(path, model, runtime, seed, stacks)
     except ValueError as error:
-        raise UsageError(
-            f"{path!r} holds no golden numbers that can be read: {error}; `kvdoctor record` writes them anew"
-        ) from None
+        anew = "`kvdoctor record` writes them anew"
+        raise UsageError(f"{path!r} holds no golden numbers that can be read: {error}; {anew}") from None
 
 
 def _read_stack(number: int, facts: Any, arrays: Mapping[str, Any]) -> GoldenStack:
@@ -162,29 +161,15 @@ def render_golden(model: str, stacks: tuple[GoldenStack, ...], seed: int, onnxru
 def digest_stack(
     stack: StackFiles, contract: CacheContract, folder: Path, options: Options, runtime: Runtime
 ) -> GoldenStack:
-    """Decode with a stack, and keep the digests.
-
-    Raises:
-        CannotCheck: the runtime fails, or no decoding fits the sizes of the model.
-        KvdoctorError: the worker cannot start ONNX Runtime.
-    """
+    """Decode with a stack, and keep the digests; raises `CannotCheck` where it cannot be decoded."""
     if unmet := next(find_unmet_preconditions(stack, contract), None):
         raise CannotCheck(unmet)
     side = PairedSide(stack.name, folder, contract)
     job = DigestJob(side, Path(), seed=options.seed, provider=options.provider)
     done, walks = _run(job, runtime)
-    size = measure_size(contract)
-    return GoldenStack(
-        name=stack.name,
-        vocabulary=size.vocabulary,
-        kinds=size.kinds,
-        layers=size.layers,
-        exactness=contract.exactness,
-        weights=describe_rounding(stack),
-        states=done.states,
-        draws=done.draws,
-        walks=walks,
-    )
+    size, weights = measure_size(contract), describe_rounding(stack)
+    sizes = (size.vocabulary, size.kinds, size.layers)
+    return GoldenStack(stack.name, *sizes, contract.exactness, weights, done.states, done.draws, walks)
 
 
 def compare_with_golden(
@@ -198,13 +183,10 @@ def compare_with_golden(
     """
     contract, stack = context.contract, context.stack
     stored = _select_stack(context, golden)
-    side = PairedSide(stack.name, context.folder.root.absolute(), contract)
-    job = DigestJob(side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)
+    job = DigestJob(context.side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)
     done, mine = _run(job, runtime, stored.walks)
-    limit = max(
-        (find_tolerance(name, options.tolerances) for name in (contract.exactness, stored.exactness)),
-        key=lambda one: one.passes,
-    )
+    limits = (find_tolerance(name, options.tolerances) for name in (contract.exactness, stored.exactness))
+    limit = max(limits, key=lambda one: one.passes)
     pairs = [(one, stored.walks[number]) for one, number in zip(mine, done.walks, strict=True)]
     difference = find_difference(pairs, (limit.passes, limit.fails))
     calls = sum(count_calls(one, other) for one, other in pairs)
@@ -233,11 +215,7 @@ def describe_rounding(stack: StackFiles) -> str:
 
 
 def _select_stack(context: ContractContext, golden: Golden) -> GoldenStack:
-    """The stack of the same name, else the first with the same sizes: another layout of the same model.
-
-    Raises:
-        CannotCheck: none has these sizes, or it cannot be decoded with the golden feeds.
-    """
+    """The stack of the same name, else the first with the same sizes, another layout; `CannotCheck` without one."""
     contract, size = context.contract, measure_size(context.contract)
     if not contract.slots:
         raise CannotCheck("there is no cache contract")
@@ -247,9 +225,8 @@ def _select_stack(context: ContractContext, golden: Golden) -> GoldenStack:
         raise CannotCheck(f"it is of another model: {others}; this one has {size.describe()}")
     stored = next((one for one in same if one.name == context.stack.name), same[0])
     if checksum_draws(golden.seed) != stored.draws:
-        raise CannotCheck(
-            "the installed numpy generates other random numbers than the one that recorded it; record it again"
-        )
+        reason = "the installed numpy generates other random numbers than the one that recorded it; record it again"
+        raise CannotCheck(reason)
     if contract.encoder_length not in (None, stored.states):
         raise CannotCheck(f"it was fed {stored.states} encoder states, and this model takes {contract.encoder_length}")
     return stored
@@ -263,7 +240,7 @@ def _run(
     job: DigestJob, runtime: Runtime, golden: tuple[GoldenWalk, ...] = ()
 ) -> tuple[Digested, tuple[GoldenWalk, ...]]:
     """Carry out a job in a private folder; with golden walks, along their tokens."""
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with scratch_folder() as scratch:
         job = replace(job, out=Path(scratch, "out.npz"))
         if golden:
             job = replace(job, golden=Path(scratch, "golden.npz"))

@@ -58,11 +58,7 @@ def grade_variants(
 def find_variants(
     stacks: Iterable[StackFiles], contracts: Mapping[str, CacheContract]
 ) -> Iterator[tuple[StackFiles, tuple[StackFiles, ...]]]:
-    """Stacks that are one model by their file names, kind and sizes: the base, and the others.
-
-    The base has the most exact arithmetic, and of several such the most bytes: weights in 4 or 8 bits are unpacked and
-    computed with in float32.
-    """
+    """Stacks that are one model by names, kind and sizes: the base, the most exact and largest, and the others."""
     groups: dict[object, list[StackFiles]] = {}
     for stack in stacks:
         contract = contracts[stack.name]
@@ -71,9 +67,8 @@ def find_variants(
             layers = len(contract.slots)
             groups.setdefault((stem, stack.kind, contract.vocabulary, contract.codebooks, layers), []).append(stack)
     for group in groups.values():
-        base, *others = sorted(
-            group, key=lambda one: (TOLERANCES[contracts[one.name].exactness].passes, -_count_bytes(one), one.name)
-        )
+        limits = {one.name: TOLERANCES[contracts[one.name].exactness].passes for one in group}
+        base, *others = sorted(group, key=lambda one: (limits[one.name], -_count_bytes(one), one.name))
         if others:
             yield base, tuple(others)
 
@@ -143,9 +138,8 @@ def grade_draft(target: PairedSide, draft: DraftModel, options: Options, runtime
     prompts = 1 if options.prompt_ids else PROMPTS
     tokens = accepted = 0
     for number in range(prompts):
-        job = GradeJob(
-            target, (side,), seed=options.seed + number, provider=options.provider, prompt=options.prompt_ids
-        )
+        seed, prompt = options.seed + number, options.prompt_ids
+        job = GradeJob(target, (side,), seed=seed, provider=options.provider, prompt=prompt)
         found = run_grades(job, runtime)[side.stack]
         if found.failed:
             return DraftFacts(target.stack, draft.shown, prompts, reason=found.failed)

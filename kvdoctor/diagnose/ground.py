@@ -21,15 +21,11 @@ def find_ground(runs: Iterable[Run], contracts: Mapping[str, CacheContract], sid
     steps = [(step, contracts[run.stack]) for run in passed for step in run.steps if step.phase != "reference"]
     if not steps:
         return None
-    pasts = [step.past_length for step, _ in steps]
-    stacks = {run.stack for run in passed}
-    return Ground(
-        pasts=(min(pasts), max(pasts)),
-        chunks=tuple(sorted({step.new_tokens for step, _ in steps if step.past_length})),
-        batch=tuple(sorted({rows for step, contract in steps for rows in _rows_of(step, contract)})),
-        tokens=min(_count_tokens(run for run in passed if run.stack == stack) for stack in stacks),
-        sides=sides,
-    )
+    pasts, stacks = [step.past_length for step, _ in steps], {run.stack for run in passed}
+    chunks = tuple(sorted({step.new_tokens for step, _ in steps if step.past_length}))
+    batch = tuple(sorted({rows for step, contract in steps for rows in _rows_of(step, contract)}))
+    tokens = min(_count_tokens(run for run in passed if run.stack == stack) for stack in stacks)
+    return Ground(pasts=(min(pasts), max(pasts)), chunks=chunks, batch=batch, tokens=tokens, sides=sides)
 
 
 def find_proof(stack: StackFiles, contract: CacheContract, findings: Iterable[Finding]) -> Proof | None:

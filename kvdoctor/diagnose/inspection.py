@@ -23,7 +23,7 @@ from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
 from kvdoctor.diagnose.ground import find_proof
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import as_argument, free_name
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.files import MODEL_SUFFIXES
@@ -40,6 +40,11 @@ AdviceCheck = Callable[[ContractContext, tuple[Finding, ...], Options, "Runtime 
 """Corrects the advice of a stack's findings where a repair of the graph would decline; may be given no runtime."""
 
 
+CACHELESS = (
+    "returns logits, but has neither past inputs nor present outputs: a model without a cache, or one whose module "
+    "keeps it in an attribute; export a decoder with the task ...-with-past, or with the cache as inputs and outputs "
+    "of forward()"
+)
 NOT_PREDICTED = ("cache-not-faster", "empty-tensor-hazard", "session-refused", "worker-died", "cached-branch-first")
 """Checks about time, memory or the runtime, which an abstract run does not have."""
 
@@ -67,13 +72,14 @@ def inspect(
         proof = find_proof(stack, contract, (*results.findings, *found.findings)) if predicts else None
         stacks.append(replace(facts, proof=proof, logits_can_be_cut=_can_cut_logits(stack, contract)))
         results += correct_advice(found, context, check_advice, options, None)
-    unknown = (
-        NotChecked(None, "KV401-KV403", f"{target.words} is newer than the measured releases; step-test can run it")
-        for target in options.targets
-        if target.limits is None
-    )
-    results += CheckResults(not_checked=tuple(unknown))
-    results = _leave_out_repeated(results)
+    for target in (target for target in options.targets if target.limits is None):
+        text = f"{target.words} is newer than the measured releases; step-test can run it"
+        results += leave_open(None, "KV401-KV403", text, essential=False)
+    # An invalid graph that a file makes suspect, and its stack confirms, is one fault.
+    invalid = [f for f in results.findings if f.name == "invalid-graph"]
+    sure = {f.file for f in invalid if f.confidence == "confirmed"}
+    repeated = [f for f in invalid if f.confidence == "suspected" and f.file in sure]
+    results = replace(results, findings=tuple(f for f in results.findings if f not in repeated))
     report = build_report("inspect", folder, options, results, stacks)
     rounds: set[Round] = {"file", "contract", *(("targets",) if options.targets else ())}
     checks = {one.code: one for each in ("file", "contract", "targets") for one in checks_of(each)}
@@ -95,15 +101,6 @@ def _can_cut_logits(stack: StackFiles, contract: CacheContract) -> bool:
     return True
 
 
-def _leave_out_repeated(results: CheckResults) -> CheckResults:
-    """The results without an invalid graph that a file makes suspect, where its stack confirms it."""
-    invalid = {f.file for f in results.findings if f.name == "invalid-graph" and f.confidence == "confirmed"}
-    kept = (
-        f for f in results.findings if f.confidence == "confirmed" or f.name != "invalid-graph" or f.file not in invalid
-    )
-    return replace(results, findings=tuple(kept))
-
-
 def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> CheckResults:
     """Check each file by itself, and whether there is a decoder among them; `unrun` says that no run follows."""
     found = CheckResults()
@@ -111,7 +108,7 @@ def check_files(folder: ModelFolder, options: Options, unrun: bool = False) -> C
         context = FileContext(folder=folder, file=file, weights=options.weights, unrun=unrun)
         found += run_checks(context, "file", options.selection)
     if not folder.stacks and not any(file.role == "unreadable" for file in folder.files):
-        found += CheckResults(not_checked=(NotChecked(None, "*", _explain_no_stack(folder), essential=True),))
+        found += leave_open(None, "*", _explain_no_stack(folder))
     return found
 
 
@@ -125,11 +122,7 @@ def _explain_no_stack(folder: ModelFolder) -> str:
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
     cacheless = [file.name for file in folder.files if returns_logits(file)]
     if cacheless:
-        return (
-            f"{cacheless[0]} returns logits, but has neither past inputs nor present outputs: a model without a cache, "
-            "or one whose module keeps it in an attribute; export a decoder with the task ...-with-past, or with the "
-            "cache as inputs and outputs of forward()"
-        )
+        return f"{cacheless[0]} {CACHELESS}"
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
     if all(file.role == "encoder" for file in folder.files):
         return "this model is an encoder and has no KV cache; give the folder or file of the decoder"
@@ -151,15 +144,8 @@ def correct_advice(
 
 def build_context(folder: ModelFolder, stack: StackFiles, contract: CacheContract, options: Options) -> ContractContext:
     """What the checks of the round `contract` read."""
-    return ContractContext(
-        folder=folder,
-        stack=stack,
-        contract=contract,
-        consumer=options.consumer,
-        required=options.require,
-        targets=options.targets,
-        tolerances=options.tolerances,
-    )
+    context = ContractContext(folder=folder, stack=stack, contract=contract, tolerances=options.tolerances)
+    return replace(context, consumer=options.consumer, required=options.require, targets=options.targets)
 
 
 def add_targets(report: Report, options: Options, results: "dict[str, tuple[TargetResult, ...]]") -> Report:
@@ -173,17 +159,12 @@ def add_targets(report: Report, options: Options, results: "dict[str, tuple[Targ
 
 
 def predict_faults(context: ContractContext, found: CheckResults, selection: Selection) -> CheckResults:
-    """What runs of a stack would show, where the graph decides it.
-
-    Nothing where the contract has an error already: one fault is one finding.
-    """
+    """What runs of a stack would show, where the graph decides it, and the contract has no error already."""
     predicted = (one for one in checks_of("runs") if one.name not in NOT_PREDICTED)
     if selection != Selection() and not any(selection.takes(one.code, one.name) for one in predicted):
         return CheckResults()
-    contract = context.contract
-    if contract.no_decoder is not None or contract.frozen_past is not None:
-        return CheckResults()
-    if any(finding.severity == "error" for finding in found.findings):
+    contract, faulty = context.contract, any(finding.severity == "error" for finding in found.findings)
+    if contract.no_decoder is not None or contract.frozen_past is not None or faulty:
         return CheckResults()
     if next(find_unmet_preconditions(context.stack, contract), None) is not None:
         return CheckResults()
@@ -195,10 +176,10 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
         runs = run_abstractly(context)
         return CheckResults(tuple(_ask_checks(context, runs, found, selection)) if runs else ())
     except CannotCheck as why:
-        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}"),))
+        return leave_open(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}", essential=False)
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
-        return CheckResults(not_checked=(NotChecked(context.stack.name, "KV2-KV3", reason, essential=True),))
+        return leave_open(context.stack.name, "KV2-KV3", reason)
 
 
 def _ask_checks(
@@ -214,18 +195,8 @@ def _ask_checks(
         # Only the size of the difference decides on a rounded cache: a scale that is taken from all entries makes each
         # of them depend on the others, by no more than it rounds.
         if finding.name not in GENERAL_CAUSES or not asked.rounded_presents:
-            yield _weaken(finding)
-
-
-def _weaken(finding: Finding) -> Finding:
-    """The finding as one that no run has confirmed. Sizes are those of any run; differences of logits are not."""
-    shown = f": {finding.experiment}, step {finding.step}: {finding.error}" if finding.error else ""
-    return replace(
-        finding,
-        severity="warning",
-        confidence="suspected",
-        predicted=True,
-        observed=f"derived from the graph, without a run{shown}",
-        evidence=(),
-        effects=("`kvdoctor step-test` confirms it, or withdraws it",),
-    )
+            # No run has confirmed it. Sizes are those of any run; differences of logits are not.
+            shown = f": {finding.experiment}, step {finding.step}: {finding.error}" if finding.error else ""
+            observed = f"derived from the graph, without a run{shown}"
+            weak = replace(finding, severity="warning", confidence="suspected", predicted=True, observed=observed)
+            yield replace(weak, evidence=(), effects=("`kvdoctor step-test` confirms it, or withdraws it",))

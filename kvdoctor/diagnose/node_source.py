@@ -22,7 +22,6 @@ from kvdoctor.model.view import GraphView
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 CLASS_HIERARCHY = "pkg.torch.onnx.class_hierarchy"
 STACK_TRACE = "pkg.torch.onnx.stack_trace"
-
 MOST_METADATA = 64 << 10
 """Characters of a value that is read: the trace of a deep model has a few thousand."""
 LONGEST_NAME = 200
@@ -66,7 +65,9 @@ def module_of(node: NodeProto) -> str | None:
     """The dotted path of the module that a node stands in, empty for the model itself; None where nothing tells."""
     metadata = _read_metadata(node)
     if NAME_SCOPES in metadata:
-        return _last_scope(metadata[NAME_SCOPES])
+        names = _read_list(metadata[NAME_SCOPES])
+        # The last entry is the operation itself; nodes outside of the model begin with the name of a hook.
+        return _fitting(names[-2]) if len(names) > 1 and not names[0] else None
     parts = str(node.name).split("/")
     return _fitting(".".join(parts[1:-1])) if len(parts) > 2 and not parts[0] else None
 
@@ -76,12 +77,6 @@ def _read_metadata(node: NodeProto) -> Mapping[str, str]:
     wanted = (NAME_SCOPES, CLASS_HIERARCHY, STACK_TRACE)
     entries = [entry for entry in getattr(node, "metadata_props", ()) if entry.key in wanted]
     return {str(entry.key): str(entry.value) for entry in entries}
-
-
-def _last_scope(text: str) -> str | None:
-    names = _read_list(text)
-    # The last entry is the operation itself; nodes outside of the model begin with the name of a hook.
-    return _fitting(names[-2]) if len(names) > 1 and not names[0] else None
 
 
 def _find_class(metadata: Mapping[str, str]) -> str | None:
@@ -107,16 +102,11 @@ def _find_line(trace: str) -> str | None:
         return None
     for frame in reversed(list(FRAME.finditer(trace))):
         parts = [part for part in re.split(r"[\\/]", frame["path"]) if part]
-        if parts and not _is_of_torch(parts):
+        # Installed, or as PyTorch names its own files, without a folder before them.
+        own = any(before in INSTALLED and part == "torch" for before, part in pairwise(parts))
+        if parts and not own and (parts[0] != "torch" or len(parts) == 1):
             return _fitting(f"{'/'.join(parts[-SHOWN_PARTS:])}:{frame['line']} {frame['function']}")
     return None
-
-
-def _is_of_torch(parts: list[str]) -> bool:
-    """Whether a path leads into PyTorch: installed, or as it names its own files without a folder before them."""
-    if parts[0] == "torch" and len(parts) > 1:
-        return True
-    return any(before in INSTALLED and part == "torch" for before, part in pairwise(parts))
 
 
 def _fitting(text: str) -> str | None:

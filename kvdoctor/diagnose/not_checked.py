@@ -43,13 +43,10 @@ REASONS = {
     "ambiguous": "the difference of the logits is between noise and a fault",
 }
 """Outcomes of the checked loop that leave open whether the model is healthy, and the reason reported for each."""
-
 DIFFERS = "the logits differ by more than noise"
 """The reason for a run that differs, and agrees in a float32 copy of the model."""
-
 OF_PARTS = "parts-do-not-fit"
 """The check of the files that make a model together."""
-
 ASKED_BY: dict[Round, str] = {
     "targets": "only with --target",
     "golden": "only with --against",
@@ -57,10 +54,8 @@ ASKED_BY: dict[Round, str] = {
     "speed": "only `kvdoctor speed` measures it",
 }
 """What asks for the rounds of checks that not every step-test has."""
-
 REPORTED_REQUESTS = ("", "reference")
 """The requests of `Experiment.on_request` that a step-test knows; the other experiments serve other commands."""
-
 COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
 
@@ -206,10 +201,7 @@ def find_interrupted(stack: str, contract: CacheContract, results: "StackResults
 
 
 def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = ()) -> Iterator[NotChecked]:
-    """Runs without a verdict. For the consumer's own loop that keeps the model from being called healthy.
-
-    What is rounding alone is left out where a finding tells of the rounding of the loop.
-    """
+    """Runs without a verdict, but for rounding that a finding names. An open loop is never healthy."""
     from kvdoctor.decode.experiments import judged_names
 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
@@ -217,12 +209,10 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     explained = loop is not None and loop.by_rounding and any(f.experiment == loop.experiment for f in told)
     names = judged_names() - {SEARCH}
     if loop and loop.outcome == "passed" and new_tokens == 1:
-        reason = (
-            f"the first step takes {new_tokens} new token only, so there is no call without a cache to compare with"
-        )
+        reason = "the first step takes 1 new token only, so there is no call without a cache to compare with"
         left = _find_uncompared(context, findings)
-        instead = f"; {left}" if left else f"; compared instead: {describe_comparisons(context.runs)}"
-        yield NotChecked(stack, "KV301", f"logits parity: {reason}{instead}", essential=left is not None)
+        instead = left or f"compared instead: {describe_comparisons(context.runs)}"
+        yield NotChecked(stack, "KV301", f"logits parity: {reason}; {instead}", essential=left is not None)
     for run in context.runs:
         if run.by_rounding and explained:
             continue
@@ -280,36 +270,28 @@ def find_ungraded(draft: DraftFacts, findings: Iterable[Finding]) -> Iterator[No
 
 def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) -> Iterator[NotChecked]:
     """Uses that must work, and that neither a run showed to work nor a finding denies."""
-    from kvdoctor.decode.experiments import uses
-
     denied = {finding.use for finding in findings}
     for required in context.required:
         if denied & {required, RESTS_ON.get(required, required)}:
             continue
-        tried = {name: use for name, use in uses().items() if use.required == required}
+        tried = {name: use for name, use in context.uses.items() if use.required == required}
         needed = {name for name, use in tried.items() if use.needed}
         runs = [run for run in context.runs if run.experiment in (needed or tried)]
         passed = {run.experiment for run in runs if run.outcome == "passed"}
         if passed and passed >= needed:
             continue
-        reasons = (_why_unproved(run) for run in runs if run.outcome != "passed")
-        reason = next(reasons, "it was not run")
+        open_run = next((run for run in runs if run.outcome != "passed"), None)
+        reason = "it was not run"
+        if open_run is not None:
+            wrong = f"{open_run.experiment} {open_run.outcome} at step {open_run.failed_step}"
+            reason = REASONS.get(open_run.outcome, wrong).format(reason=open_run.reason or reason)
         yield NotChecked(context.stack.name, "KV2-KV3", f"required use {required}: {reason}", essential=True)
-
-
-def _why_unproved(run: Run) -> str:
-    if run.outcome not in REASONS:
-        return f"{run.experiment} {run.outcome} at step {run.failed_step}"
-    return REASONS[run.outcome].format(reason=run.reason or "it was not run")
 
 
 def find_unexplained_loop(
     context: ContractContext, selection: Selection, findings: Iterable[Finding]
 ) -> Iterator[NotChecked]:
-    """A checked loop that is wrong, and that no finding explains: never health.
-
-    Where some checks were selected, one of the others may explain it; a user who ignores a check knows of its fault.
-    """
+    """A wrong loop that no finding explains is never healthy, unless a check was left out that may explain it."""
     run = context.checked_loop
     if run is None or run.outcome not in ("differs", "failed") or any(f.severity != "note" for f in findings):
         return

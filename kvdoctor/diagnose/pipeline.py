@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdoctor import addons
@@ -15,9 +14,10 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import AddedExperiment, PairedSide
+from kvdoctor.decode.messages import AddedExperiment
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
+from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import (
@@ -32,18 +32,7 @@ from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
 from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
-from kvdoctor.diagnose.not_checked import (
-    OF_PARTS,
-    find_idle_selection,
-    find_undecided_runs,
-    find_unexplained_loop,
-    find_ungraded,
-    find_unmet_preconditions,
-    find_unproved_uses,
-    find_unsearched,
-    list_absent,
-)
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.options import Options
@@ -51,6 +40,7 @@ from kvdoctor.records import record
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import DraftFacts, StackFacts
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
@@ -60,15 +50,12 @@ if TYPE_CHECKING:
 
 
 NOT_STARTED = "not started"
-EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", OF_PARTS)
+EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS)
 """Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
 
 
 class AddedPart(Protocol):
-    """The part of an add-on in one step-test.
-
-    `round` is the round of its checks, and `results` are what it says of the whole model before anything is run.
-    """
+    """The part of an add-on: the round of its checks, and what it says of the whole model before anything is run."""
 
     round: Round
     results: CheckResults
@@ -139,10 +126,7 @@ class _Session:
 
 
 def step_test(
-    path: str,
-    options: Options | None = None,
-    runtime: Runtime | None = None,
-    plan: RunPlan | None = None,
+    path: str, options: Options | None = None, runtime: Runtime | None = None, plan: RunPlan | None = None
 ) -> Report:
     """Run decode steps with and without the cache, and report their results.
 
@@ -163,8 +147,8 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    golden, draft = _read_golden(options), open_draft(options.draft) if options.draft is not None else None
-    prompted, checkpoint = _read_prompt(options, contracts), _open_checkpoint(options)
+    draft, prompted = open_draft(options.draft) if options.draft is not None else None, _read_prompt(options, contracts)
+    checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
     session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
     results = sum((part.results for part in parts), results)
@@ -178,7 +162,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
             results += diagnoses[stack.name].results
 
     runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
-    idle = find_idle_selection(options.selection, _list_rounds(session), runs)
+    idle = not_checked.find_idle_selection(options.selection, _list_rounds(session), runs)
     results += CheckResults(not_checked=tuple(idle))
     report = build_report("step-test", folder, session.options, results, [d.facts for d in diagnoses.values()])
     # A warm worker reports its version before it is needed; the report must not depend on who used it before.
@@ -198,7 +182,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     ground = find_ground(runs, read, sides)
     if ground is not None:
         report = replace(report, ground=replace(ground, proved=sum_up_proofs(report.stacks)))
-    absent = tuple(list_absent(all_checks(), report, options, set(_list_rounds(session)), results.absent))
+    absent = tuple(not_checked.list_absent(all_checks(), report, options, set(_list_rounds(session)), results.absent))
     report = replace(report, absent=absent, notes=report.notes + results.notes)
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
 
@@ -207,16 +191,12 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     """Run one stack, and then the checks of all rounds that need one."""
     stack, runtime, plan, selection = context.stack, session.runtime, session.plan, session.options.selection
     options = session.options
-    with TemporaryDirectory(prefix="kvdoctor-") as calls:
+    with scratch_folder() as calls:
         folder = session.logits or (Path(calls) if options.targets else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)
-        tested = extend_context(
-            replace(context, contract=seen.contract, runs=seen.runs),
-            TargetContext,
-            refusals=seen.refusals,
-            local_runtime=_find_local_runtime(runtime),
-        )
+        known = {"refusals": seen.refusals, "local_runtime": _find_local_runtime(runtime)}
+        tested = extend_context(replace(context, contract=seen.contract, runs=seen.runs), TargetContext, **known)
         tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
         tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
@@ -241,18 +221,10 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         found = replace(found + more, notes=more.notes + found.notes)
     graded = _grade_draft(after, session)
     if graded is not None:
-        found += CheckResults(not_checked=tuple(find_ungraded(graded, found.findings)))
-    return StackDiagnosis(
-        facts=replace(
-            stack_facts(stack, after.contract, context.folder.side_cars),
-            proof=find_proof(stack, after.contract, found.findings),
-        ),
-        results=found,
-        runs=after.runs,
-        measured=seen.measured,
-        target_results=after.target_results,
-        draft=graded,
-    )
+        found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
+    facts = stack_facts(stack, after.contract, context.folder.side_cars)
+    facts = replace(facts, proof=find_proof(stack, after.contract, found.findings))
+    return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results, graded)
 
 
 def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
@@ -261,22 +233,20 @@ def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
     if context.draft is None:
         return None
     if loop is None or loop.shows != "passed":
-        return DraftFacts(
-            context.stack.name, context.draft.shown, 0, reason="the loop of the model itself did not pass"
-        )
-    target = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
-    return grade_draft(target, context.draft, session.options, session.runtime)
+        reason = "the loop of the model itself did not pass"
+        return DraftFacts(context.stack.name, context.draft.shown, 0, reason=reason)
+    return grade_draft(context.side, context.draft, session.options, session.runtime)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:
     """Run the checks of the runs, and list what these leave open."""
     found = run_checks(context, "runs", options.selection) if context.runs else CheckResults()
-    found = CheckResults(not_checked=tuple(find_undecided_runs(context, (*declared, *found.findings)))) + found
     findings = (*declared, *found.findings)
-    unproved = find_unproved_uses(context, findings)
-    unexplained = find_unexplained_loop(context, options.selection, findings)
-    left = (*unproved, *unexplained, *find_unsearched(context), *find_short_ground(context))
-    return found + CheckResults(not_checked=left)
+    undecided = not_checked.find_undecided_runs(context, findings)
+    unproved = not_checked.find_unproved_uses(context, findings)
+    unexplained = not_checked.find_unexplained_loop(context, options.selection, findings)
+    left = (*unproved, *unexplained, *not_checked.find_unsearched(context), *find_short_ground(context))
+    return CheckResults(not_checked=tuple(undecided)) + found + CheckResults(not_checked=left)
 
 
 def _list_rounds(session: _Session) -> Iterable[Round]:
@@ -309,25 +279,22 @@ def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Optio
         return options
     from kvdoctor.decode.samples import read_samples
 
-    return replace(
-        options, prompt_ids=read_samples(options.prompt_ids, options.inputs, tuple(contracts.values())).prompt
-    )
+    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()))
+    return replace(options, prompt_ids=samples.prompt)
 
 
-def _open_checkpoint(options: Options) -> "Checkpoint | None":
-    if options.reference is None:
-        return None
-    from kvdoctor.diagnose.checkpoint import Checkpoint
+def _open_others(options: Options) -> "tuple[Checkpoint | None, Golden | None]":
+    """The checkpoint and the golden numbers to compare with."""
+    checkpoint = golden = None
+    if options.against is not None:
+        from kvdoctor.diagnose.golden import read_golden
 
-    return Checkpoint(options.reference, options.offline)
+        golden = read_golden(options.against)
+    if options.reference is not None:
+        from kvdoctor.diagnose.checkpoint import Checkpoint
 
-
-def _read_golden(options: Options) -> "Golden | None":
-    if options.against is None:
-        return None
-    from kvdoctor.diagnose.golden import read_golden
-
-    return read_golden(options.against)
+        checkpoint = Checkpoint(options.reference, options.offline)
+    return checkpoint, golden
 
 
 def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults:
@@ -339,8 +306,7 @@ def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults
     try:
         compared = compare_with_golden(context, session.golden, session.options, session.runtime)
     except CannotCheck as error:
-        reason = f"not compared with {session.golden.words}: {error}"
-        return CheckResults(not_checked=(NotChecked(context.stack.name, CODE, reason, essential=True),))
+        return leave_open(context.stack.name, CODE, f"not compared with {session.golden.words}: {error}")
     found = run_checks(extend_context(context, GoldenContext, golden=compared), "golden", session.options.selection)
     open_checks = tuple(replace(entry, essential=True) for entry in found.not_checked)
     notes = () if found.findings or open_checks else (f"{context.stack.name}: {compared.words}",)
@@ -354,20 +320,16 @@ def _compare_with_checkpoint(
     checkpoint, options, logits = session.checkpoint, session.options, files.logits
     if checkpoint is None or logits is None:
         return context, CheckResults()
-    from kvdoctor.diagnose.checkpoint import NAME, compare_with_checkpoint, find_arithmetic
+    from kvdoctor.diagnose.checkpoint import NAME, compare_with_checkpoint, find_arithmetic, locate_in_modules
+    from kvdoctor.diagnose.locate.search import LocateContext
 
     runs, results = compare_with_checkpoint(context, checkpoint, logits)
     run = next((run for run in runs if run.experiment == NAME and run.outcome == "differs"), None)
     if run is None or not session.plan.locate:
         return replace(context, runs=runs), results
-    from kvdoctor.diagnose.checkpoint import locate_in_modules
-    from kvdoctor.diagnose.locate.search import LocateContext
-
     if options.show_line is not None:
         options.show_line("locating the difference to the checkpoint in its modules")
-    search = LocateContext(
-        context.stack, context.contract, session.runtime, options.provider, files.calls, context.tolerance
-    )
+    search = LocateContext.of(context, session.runtime, options.provider, files.calls)
     located = locate_in_modules(run, search, checkpoint, logits, find_arithmetic(context))
     return replace(context, runs=tuple(located if each is run else each for each in runs)), results
 
@@ -388,7 +350,7 @@ def _run_targets(
     """The context with what the model shows under the targets; none is tried where the model could not be run."""
     if not (options.targets and context.runs):
         return context, ()
-    if unmet := next(find_unmet_preconditions(context.stack, context.contract), None):
+    if unmet := next(not_checked.find_unmet_preconditions(context.stack, context.contract), None):
         reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
     from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets

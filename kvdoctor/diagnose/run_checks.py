@@ -9,7 +9,7 @@ from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.diagnose.not_checked import find_obstacle
 from kvdoctor.errors import CannotCheck, Explained
-from kvdoctor.findings import Check, Fault, Finding, NodeSource, NotChecked, Round, Selection, checks_of
+from kvdoctor.findings import Check, Fault, Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 
@@ -33,6 +33,11 @@ class CheckResults:
             self.absent + other.absent,
             self.notes + other.notes,
         )
+
+
+def leave_open(stack: str | None, code: str, reason: str, *, essential: bool = True) -> CheckResults:
+    """No finding, but the reason why something was not checked."""
+    return CheckResults(not_checked=(NotChecked(stack, code, reason, essential),))
 
 
 ALWAYS_LISTED = ("KV202", "KV301")
@@ -63,10 +68,12 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
         answered = _Answers(one.functions[when](context))
         for found in answered:
             fault = _complete(found, context)
-            counted = replace(fault, severity="error") if fault.use in required else fault
+            fault = fault.also(severity="error") if fault.use in required else fault
             origin = _find_origin(fault, context)
-            sources, (ports, slots) = _find_sources(fault, origin), _find_ports(fault, context)
-            findings.append(replace(make_finding(one, counted, origin), sources=sources, ports=ports, slots=slots))
+            files = (origin.file, *origin.files) if fault.nodes else ()  # looked for in its own file first
+            views = {id(file.view): file.view for file in files if file is not None and file.view is not None}
+            sources, (ports, slots) = find_sources(fault.nodes, views.values()), _find_ports(fault, context)
+            findings.append(replace(make_finding(one, fault, origin), sources=sources, ports=ports, slots=slots))
     except Explained as why:
         entry = NotChecked(stack, one.code, why.reason, kind="explained")
         if one.code not in ALWAYS_LISTED:
@@ -96,19 +103,16 @@ class _Answers:
 
 
 def _complete(fault: Fault, context: Context) -> Fault:
-    """The fault with its file and its place.
-
-    Where the decoder is a pipeline of several files, the file is the one that the first subject belongs to.
-    """
+    """The fault with its place and its file: of a pipeline of files, the one that the first subject belongs to."""
     if isinstance(context, FileContext):
-        fault = replace(fault, file=fault.file or context.file.name)
-        return replace(fault, where=fault.where or f"file {shorten_names(fault.subject)}")
+        where = fault.where or f"file {shorten_names(fault.subject)}"
+        return fault.also(file=fault.file or context.file.name, where=where)
     name = fault.file or context.decode_file
     if context.stack.stages and name == context.stack.main.name:
         subject, stages = next(iter(fault.subject), ""), context.stack.stages
         own = (stage.file for stage in stages if subject in {*stage.inputs.values(), *stage.outputs.values()})
         name = next(own, stages[-1].file)
-    return replace(fault, file=name, where=fault.where or _name_place(fault, context))
+    return fault.also(file=name, where=fault.where or _name_place(fault, context))
 
 
 def _name_place(fault: Fault, context: ContractContext) -> str:
@@ -133,13 +137,6 @@ def _find_ports(fault: Fault, context: Context) -> tuple[tuple[str, ...], tuple[
     ports = tuple(name for name in fault.subject if name in known)
     slots = (slot for slot in context.contract.slots if {slot.past, slot.present, slot.filled_by}.intersection(ports))
     return ports, tuple(slot.past for slot in slots)
-
-
-def _find_sources(fault: Fault, origin: FindingOrigin) -> tuple[NodeSource, ...]:
-    """Where the nodes that a fault names come from: looked for in its own file first."""
-    files = (origin.file, *origin.files) if fault.nodes else ()
-    views = {id(file.view): file.view for file in files if file is not None and file.view is not None}
-    return find_sources(fault.nodes, views.values())
 
 
 def _find_origin(fault: Fault, context: Context) -> FindingOrigin:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvdoctor.contract import Ambiguity, CacheContract, MissingPart
-from kvdoctor.decode.messages import PairedSide, Settled, SettleJob
+from kvdoctor.decode.messages import Settled, SettleJob
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import NotChecked
@@ -60,19 +60,15 @@ def _leave_open(context: ContractContext, contract: CacheContract, unknown: list
     """The contract with what is open, and the options that give it."""
     names = " and ".join(repr(one.subject) for one in unknown[:MOST_NAMES])
     ways = " ".join(f"--feed {one.subject}=VALUE" for one in unknown[:MOST_NAMES])
-    reason = (
-        f"not run: nothing in the file says what to feed {names}, and {why}; {ways} gives a constant, --contract a role"
-    )
+    reason = f"not run: nothing in the file says what to feed {names}, and {why}"
+    reason += f"; {ways} gives a constant, --contract a role"
     return Reading(contract, (NotChecked(context.stack.name, CODE, reason, essential=True),))
 
 
 def settle_after(
     context: ContractContext, runs: tuple[Run, ...], crashed: bool, options: Options, runtime: Runtime
 ) -> CacheContract | None:
-    """The contract under other readings, where runs fail or differ and the model comes further under those.
-
-    `crashed` says that an experiment could not be carried out.
-    """
+    """The contract under other readings, where runs fail or differ, or `crashed`, and it comes further by them."""
     doubtful = [one for one in context.contract.ambiguities if not one.settled]
     rounds = context.contract.exactness.endswith("quantization")  # its noise decides between no readings
     outcomes = ("failed", "died") if rounds else ("failed", "differs", "inconclusive", "died")
@@ -88,8 +84,7 @@ def settle_after(
 
 
 def _ask(context: ContractContext, options: Options, runtime: Runtime) -> tuple[Settled | None, str]:
-    side = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
-    job = SettleJob(side, seed=options.seed, provider=options.provider)
+    job = SettleJob(context.side, seed=options.seed, provider=options.provider)
     found, failed = runtime.answer(job, Settled)
     return (found[0] if found else None), failed
 
@@ -97,20 +92,18 @@ def _ask(context: ContractContext, options: Options, runtime: Runtime) -> tuple[
 def _is_number(ambiguity: Ambiguity) -> bool:
     """Whether an input takes one number, for all sequences or for each: all that a loop may feed was tried.
 
-    What a number of floats means only its name tells: a factor is 1 where nothing is changed.
+    What a number of floats means only its name tells: a factor is 1 where nothing is changed, an offset is a count.
     """
-    port = ambiguity.readings[0].port
-    if port.dtype.startswith(("float", "bfloat", "double")) and FACTOR.search(port.name) is None:
+    port, named = ambiguity.readings[0].port, any(reading.basis == "name" for reading in ambiguity.readings)
+    floats = port.dtype.startswith(("float", "bfloat", "double"))
+    if floats and not named and FACTOR.search(port.name) is None:
         return False
-    return {*ambiguity.readings[0].port.axes} <= {"batch", "fixed"} and ambiguity.readings[0].port.role != "condition"
+    return {*port.axes} <= {"batch", "fixed"} and port.role != "condition"
 
 
 def with_contradictions(contract: CacheContract) -> CacheContract:
     """The contract with the masks whose name says that 1 marks what may be seen, where runs show that 1 hides."""
     reason = "its name says that 1 marks an entry that may be seen, and runs show that 1 hides it"
-    misnamed = (
-        MissingPart(one.subject, reason)
-        for one in contract.ambiguities
-        if one.settled and one.readings[0].port.role == "padding_mask" and one.subject.endswith(MASK_NAMES)
-    )
+    masks = [one for one in contract.ambiguities if one.settled and one.readings[0].port.role == "padding_mask"]
+    misnamed = (MissingPart(one.subject, reason) for one in masks if one.subject.endswith(MASK_NAMES))
     return replace(contract, contradictions=(*contract.contradictions, *misnamed))

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import PairedSide, SpeedDone, SpeedJob, count_threads
+from kvdoctor.decode.messages import SpeedDone, SpeedJob, count_threads
 from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
 from kvdoctor.diagnose.build_report import build_report, stack_facts
@@ -20,13 +20,12 @@ from kvdoctor.diagnose.examine import list_thresholds
 from kvdoctor.diagnose.golden import measure_size
 from kvdoctor.diagnose.inspection import build_context, check_files
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
-from kvdoctor.diagnose.run_checks import CheckResults, run_checks
+from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.diagnose.settle import settle_unknown
 from kvdoctor.errors import UsageError, as_argument
-from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import SpeedFacts, StackFacts
+from kvdoctor.report.facts import SpeedFacts
 from kvdoctor.runtime.client import Runtime
 
 SLOWER = "KV503"
@@ -54,10 +53,8 @@ def measure_speed(
         contract = settle_unknown(context, options, runtime).contract
         stacks.append(stack_facts(stack, contract, folder.side_cars))
         context = replace(context, contract=contract)
-        if (unmet := next(find_unmet_preconditions(stack, contract), None)) is not None:
-            results += _leave_open(stack.name, unmet)
-            continue
-        facts, reason = _measure(context, options, runtime)
+        unmet = next(find_unmet_preconditions(stack, contract), None)
+        facts, reason = _measure(context, options, runtime) if unmet is None else (None, unmet)
         if facts is None:
             results += _leave_open(stack.name, reason)
             continue
@@ -75,7 +72,10 @@ def measure_speed(
         judged = extend_context(context, SpeedContext, speed=facts, differences=differences)
         results += reasons + run_checks(judged, "speed", options.selection)
     if earlier is not None and Path(path).is_dir():  # of a file, the others are not asked for
-        results += _list_gone(earlier, stacks)
+        here = {measure_size(one.contract) for one in stacks if one.contract is not None}
+        others = {one.name for one in earlier.stacks if one.contract and measure_size(one.contract) not in here}
+        for name in sorted({one.stack for one in earlier.speed} - others - {one.name for one in stacks}):
+            results += _leave_open(name, "it was measured in the earlier report, and is not there any more")
     report = build_report("speed", folder, options, results, stacks)
     environment = {"onnxruntime": runtime.versions.get("onnxruntime", ""), **report.environment}
     arguments = report.arguments if against is None else {**report.arguments, "against": against}
@@ -84,9 +84,8 @@ def measure_speed(
 
 def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tuple[SpeedFacts | None, str]:
     """The figures of a stack, or why there are none."""
-    side = PairedSide(context.stack.name, context.folder.root.absolute(), context.contract)
     thresholds = list_thresholds(context.stack, context.contract)
-    job = SpeedJob(side, tuple(one.length for one in thresholds), seed=options.seed, provider=options.provider)
+    job = SpeedJob(context.side, tuple(one.length for one in thresholds), seed=options.seed, provider=options.provider)
     if options.progress is not None:
         options.progress(f"speed of {context.stack.name}", 1, 1)
     answers, failed = runtime.answer(job, SpeedDone)
@@ -96,17 +95,8 @@ def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tu
     left_out = (*_list_left_out(context, done, thresholds), *done.left_out)
     if not done.points:
         return None, "; ".join(left_out) or "no length of the past was measured"
-    facts = SpeedFacts(
-        stack=context.stack.name,
-        processor=describe_processor(),
-        threads=count_threads(),
-        provider=options.provider,
-        points=done.points,
-        steps=done.steps,
-        grown_bytes=done.grown_bytes,
-        left_out=left_out,
-    )
-    return facts, ""
+    machine, measured = (describe_processor(), count_threads(), options.provider), (done.points, done.steps)
+    return SpeedFacts(context.stack.name, *machine, *measured, done.grown_bytes, left_out), ""
 
 
 def _list_left_out(context: ContractContext, done: SpeedDone, thresholds: tuple[Threshold, ...]) -> Iterator[str]:
@@ -118,8 +108,7 @@ def _list_left_out(context: ContractContext, done: SpeedDone, thresholds: tuple[
     if not done.failing:
         return
     if done.longest is None:
-        step_test = f"kvdoctor step-test {as_argument(context.folder.shown)}"
-        error = quote_error(done.error)
+        step_test, error = f"kvdoctor step-test {as_argument(context.folder.shown)}", quote_error(done.error)
         yield f'{_name_pasts(done.failing)}: the runtime fails ("{error}"); {step_test} looks for the cause'
     else:
         node = next(one.node for one in thresholds if one.length == done.longest)
@@ -139,33 +128,15 @@ def _find_before(earlier: Report, name: str, contract: CacheContract) -> SpeedFa
     other = f"the earlier report is of another model, {earlier.model.path}: "
     before = next((one for one in earlier.speed if one.stack == name), None)
     if before is not None and sizes.get(name, size) == size:
-        old, new = _list_kv_heads(contracts.get(name, contract)), _list_kv_heads(contract)
-        return f"{other}{_name_heads(old)}; this one has {_name_heads(new)}" if old and new and old != new else before
+        counts = ([slot.size("kv_heads") for slot in one.slots] for one in (contracts.get(name, contract), contract))
+        old, new = (sorted({heads for heads in heads_of if heads is not None}) for heads_of in counts)
+        shown = (f"caches of {' and '.join(map(str, heads))} key-value heads" for heads in (old, new))
+        return f"{other}{'; this one has '.join(shown)}" if old and new and old != new else before
     measured = ", ".join(one.stack for one in earlier.speed)
     if size in sizes.values():
         return f"the earlier report, of {earlier.model.path}, has no figures of {name}, but of {measured}"
     there = "; ".join(dict.fromkeys(one.describe() for one in sizes.values()))
     return f"{other}{there}; this one has {size.describe()}"
-
-
-def _list_kv_heads(contract: CacheContract) -> tuple[int, ...]:
-    """Return the declared numbers of key-value heads, each once; empty where no axis of the caches counts them."""
-    return tuple(sorted({heads for slot in contract.slots if (heads := slot.size("kv_heads")) is not None}))
-
-
-def _name_heads(counts: tuple[int, ...]) -> str:
-    """`caches of 4 key-value heads`."""
-    return f"caches of {' and '.join(map(str, counts))} key-value heads"
-
-
-def _list_gone(earlier: Report, stacks: Sequence[StackFacts]) -> CheckResults:
-    """What of this model was measured earlier, and is not there any more; nothing of another model."""
-    here = {measure_size(one.contract) for one in stacks if one.contract is not None}
-    others = {one.name for one in earlier.stacks if one.contract and measure_size(one.contract) not in here}
-    found = CheckResults()
-    for name in sorted({one.stack for one in earlier.speed} - others - {one.name for one in stacks}):
-        found += _leave_open(name, "it was measured in the earlier report, and is not there any more")
-    return found
 
 
 def _confirm(
@@ -199,12 +170,11 @@ def _compare(now: SpeedFacts, old: SpeedFacts) -> tuple[tuple[SpeedDifference, .
         return differences, reasons
     reason = f"the rounds vary too much to decide: {', '.join(noisy)}"
     everything = len(noisy) == len(compared) * TIMES
-    open_check = NotChecked(now.stack, SLOWER, reason, essential=everything)
-    return differences, reasons + CheckResults(not_checked=(open_check,))
+    return differences, reasons + leave_open(now.stack, SLOWER, reason, essential=everything)
 
 
 def _leave_open(stack: str, reason: str) -> CheckResults:
-    return CheckResults(not_checked=(NotChecked(stack, SLOWER, f"speed: {reason}", essential=True),))
+    return leave_open(stack, SLOWER, f"speed: {reason}")
 
 
 def describe_processor() -> str:

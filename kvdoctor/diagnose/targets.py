@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvdoctor.contract import CacheContract
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.experiments import load
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import WRONG, Run
@@ -23,13 +24,8 @@ from kvdoctor.report.facts import TargetFacts
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
 from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
+from kvdoctor.runtime.scratch import scratch_folder
 from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Logits = np.ndarray[Any, np.dtype[Any]]
-    """float[values], those of all steps of a run in order."""
 
 BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
 UNCLEAR = "the difference to the logits of the installed runtime is between noise and a fault"
@@ -67,7 +63,7 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
         return TargetResult(target, not_run=str(reason))
     except (KvdoctorError, WorkerDied):
         return TargetResult(target, not_run=BROKEN.format(target.onnxruntime, hide_home(str(python.parent.parent))))
-    with TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with scratch_folder() as scratch:
         logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
         calls.mkdir()
         job = build_job(replace(context, contract=local.contract), options)
@@ -76,23 +72,20 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
         experiments = tuple(name for name in judged if name in job.experiments)
         job = replace(job, experiments=experiments, keep_logits=logits, keep_calls=calls, timed=False)
         results = runtime.examine(job, options.progress)
-        search = LocateContext(context.stack, context.contract, runtime, options.provider, calls, context.tolerance)
-        runs = tuple(_locate_fault(resolve_node_names(run, context), context, search) for run in results.runs)
+        search = LocateContext.of(context, runtime, options.provider, calls)
+        right = {run.experiment for run in context.runs if run.outcome not in WRONG}
+        named = (resolve_node_names(run, context) for run in results.runs)
+        # What goes wrong under the target alone is located.
+        wrong = ("failed", "differs")
+        runs = tuple(
+            locate_fault(run, search) if run.outcome in wrong and run.experiment in right else run for run in named
+        )
         refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
         gaps = _compare_logits(context, runs, local.logits, logits)
     crash = next((text.strip().splitlines()[-1] for text in results.crashes), None)
-    not_run = next(iter(results.reasons_not_run), None)
-    if crash is not None:
-        not_run = f"an experiment crashed under this target ({crash}); please report it"
+    crashed = f"an experiment crashed under this target ({crash}); please report it"
+    not_run = next(iter(results.reasons_not_run), None) if crash is None else crashed
     return TargetResult(target, runs, refusals, gaps, not_run=not_run)
-
-
-def _locate_fault(run: Run, context: TargetContext, search: LocateContext) -> Run:
-    """The run with its fault location, if it goes wrong under the target alone."""
-    own = context.find_run(run.experiment)
-    if run.outcome not in ("failed", "differs") or own is None or own.outcome in WRONG:
-        return run
-    return locate_fault(run, search)
 
 
 def _compare_logits(
@@ -101,42 +94,32 @@ def _compare_logits(
     """Logits that differ between the local runtime and the target, of experiments that pass in both."""
     if local is None or not (local.is_file() and target.is_file()):
         return {}
-    import numpy as np
-
     with np.load(local) as ours, np.load(target) as others:
-        found = {}
-        for run in runs:
-            if run.experiment in ours and run.experiment in others and run.outcome not in WRONG:
-                gap = _find_gap(context, run, ours[run.experiment], others[run.experiment])
-                if gap is not None:
-                    found[run.experiment] = gap
-    return found
+        both = [run for run in runs if run.experiment in ours and run.experiment in others and run.outcome not in WRONG]
+        gaps = {one.experiment: _find_gap(context, one, ours[one.experiment], others[one.experiment]) for one in both}
+    return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
-def _find_gap(context: TargetContext, run: Run, ours: "Logits", others: "Logits") -> LogitsGap | None:
-    """The first step whose logits differ from those of the local runtime; None where none do."""
+def _find_gap(context: TargetContext, run: Run, ours: Array, others: Array) -> LogitsGap | None:
+    """The first step whose logits differ from the local ones; both are float[values], those of all steps in order."""
     if ours.size != others.size:
         return LogitsGap(0, None, "fail")
     start, unclear = 0, None  # LogitsGap | None
-    for step, shape in _list_logits_shapes(context.contract, run):
+    for step in run.steps:
+        port = context.contract.graph("decode" if step.phase == "decode" else "prefill").port("logits")
+        if port is None or port.name not in step.returned:
+            continue
+        shape = step.returned[port.name].shape
         stop = start + math.prod(shape)
         if len(shape) == 3 and stop > start:
             difference = compare(others[start:stop].reshape(shape), ours[start:stop].reshape(shape), context.tolerance)
             verdict = judge(difference, context.tolerance)
             if verdict == "fail":
-                return LogitsGap(step, difference, verdict)
+                return LogitsGap(step.step, difference, verdict)
             if verdict == "ambiguous" and unclear is None:
-                unclear = LogitsGap(step, difference, verdict)
+                unclear = LogitsGap(step.step, difference, verdict)
         start = stop
     return unclear
-
-
-def _list_logits_shapes(contract: CacheContract, run: Run) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The shapes of the logits that a run stored, by step."""
-    for step in run.steps:
-        port = contract.graph("decode" if step.phase == "decode" else "prefill").port("logits")
-        if port is not None and port.name in step.returned:
-            yield step.step, step.returned[port.name].shape
 
 
 def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:

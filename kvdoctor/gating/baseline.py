@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.choices import Day, WrongValue
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import find_check
 from kvdoctor.records import from_plain, record, to_plain
@@ -94,16 +95,14 @@ def read_baseline(file: str) -> Baseline:
     try:
         body = _parse(Path(file))
     except OSError as error:
-        raise UsageError(
-            f"the baseline {file} cannot be read: {error.strerror or error}; `kvdoctor baseline` writes one"
-        ) from None
+        why = f"{error.strerror or error}; `kvdoctor baseline` writes one"
+        raise UsageError(f"the baseline {file} cannot be read: {why}") from None
     except RecursionError:
         raise UsageError(f"the baseline {file} cannot be read: it is nested too deeply") from None
     except ValueError as error:
         reason = f"it is not JSON, {error}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UsageError(
-            f"the baseline {file} cannot be read: {reason}; correct it, or restore it from version control"
-        ) from None
+        why = f"{reason}; correct it, or restore it from version control"
+        raise UsageError(f"the baseline {file} cannot be read: {why}") from None
     schema = body.get("schema") if isinstance(body, dict) else None
     if schema != SCHEMA:
         newer = isinstance(schema, str) and schema.startswith(SCHEMA.rpartition("/")[0])
@@ -115,10 +114,8 @@ def read_baseline(file: str) -> Baseline:
     try:
         entries = from_plain(tuple[BaselineEntry, ...], body.get("entries"))
     except ValueError as error:
-        reason = str(error).removeprefix("tuple")
-        raise UsageError(
-            f"the baseline {file} has an invalid entry for {SCHEMA}: entries{reason}; correct it"
-        ) from None
+        place = f"entries{str(error).removeprefix('tuple')}"
+        raise UsageError(f"the baseline {file} has an invalid entry for {SCHEMA}: {place}; correct it") from None
     _refuse_invalid(file, entries)
     return Baseline(file, entries)
 
@@ -129,9 +126,7 @@ def today() -> dt.date:
 
 
 def _parse(file: Path) -> Any:
-    if file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-    text = file.read_text(encoding="utf-8-sig")
+    text = read_side_file(file, MAX_BYTES).decode("utf-8-sig")
     return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
 
 
@@ -164,10 +159,8 @@ def _refuse_invalid(file: str, entries: tuple[BaselineEntry, ...]) -> None:
         except WrongValue:
             raise UsageError(f"{name}: until takes a date, as in 2026-12-31, or null; got {entry.until!r}") from None
         if check.incomplete:
-            raise UsageError(
-                f"{name}: {check.name} says that the model could not be diagnosed, which cannot be a known finding; "
-                "remove the entry"
-            )
+            why = "says that the model could not be diagnosed, which cannot be a known finding; remove the entry"
+            raise UsageError(f"{name}: {check.name} {why}")
         if (entry.model, entry.fingerprint) in seen:
             raise UsageError(f"{name} occurs twice; remove one of the two")
         seen.add((entry.model, entry.fingerprint))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvdoctor.choices import RESTS_ON
+from kvdoctor.choices import RESTS_ON, FailOn
 from kvdoctor.findings import KnownFinding, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
 from kvdoctor.records import record, to_plain
@@ -47,19 +47,16 @@ class BaselineStatus:
 
     def lines(self) -> Iterator[str]:
         """One line for each entry that needs attention."""
-        for entry in self.expired:
-            yield f"{entry.label} was known until {entry.until}; it counts again: repair it, or set another date"
-        for entry in self.stale:
-            yield f"{entry.label} is not found any more; `kvdoctor baseline --prune` removes it"
+        again = "it counts again: repair it, or set another date"
+        prune = "`kvdoctor baseline --prune`"
+        yield from (f"{entry.label} was known until {entry.until}; {again}" for entry in self.expired)
+        yield from (f"{entry.label} is not found any more; {prune} removes it" for entry in self.stale)
         for entry, path in self.moved:
-            yield f"{entry.label} matches {path}, the same model; `kvdoctor baseline --prune` updates the path"
+            yield f"{entry.label} matches {path}, the same model; {prune} updates the path"
 
 
 def _to_dict(entry: BaselineEntry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in REPORTED_KEYS}
-
-
-REPORTED_KEYS = ("model", "code", "where", "reason", "until", "fingerprint")
+    return {name: getattr(entry, name) for name in ("model", "code", "where", "reason", "until", "fingerprint")}
 
 
 @record
@@ -149,10 +146,10 @@ def _mark_known(report: Report, known: dict[str, BaselineEntry], day: dt.date) -
         else finding
         for finding in report.findings
     )
-    if report.verdict != "unhealthy":
-        return replace(report, findings=findings)
-    command = report.command if report.runs else "inspect"
-    verdict = decide(command, findings, report.not_checked, report.fail_on)
+    verdict = report.verdict
+    if verdict == "unhealthy":
+        command = report.command if report.runs else "inspect"
+        verdict = decide(command, findings, report.not_checked, report.fail_on)
     return replace(report, findings=findings, verdict=verdict)
 
 
@@ -222,15 +219,18 @@ def update_baseline(baseline: Baseline, found: MatchedReports, request: Baseline
         if request.reason is None:
             left.append(f"counts: {new.model}: {headline}")
             continue
-        replaced = [
-            e for e in found.used if e.fingerprint == new.fingerprint and (e in moved or belongs_to(e, new.model))
-        ]
+        same = [entry for entry in found.used if entry.fingerprint == new.fingerprint]
+        replaced = [entry for entry in same if entry in moved or belongs_to(entry, new.model)]
         for entry in replaced:
             moved.pop(entry, None)
             entries.pop((entry.model, entry.fingerprint), None)
         entries[new.model, new.fingerprint] = replace(new, reason=request.reason, until=request.until)
         changes.append(f"{'renewed' if replaced else 'added'}: {new.model}: {headline}")
-    for entry in (*found.status.stale, *_of_missing_models(baseline, found)):
+    # Entries whose model does not exist any more; a model with another entry that moved has moved as well.
+    elsewhere = {entry.model for entry in moved}
+    current = {*found.used, *found.status.stale, *(entry for entry in baseline.entries if entry.model in elsewhere)}
+    gone = [e for e in baseline.entries if e not in current and not os.path.lexists(baseline.folder / e.model)]
+    for entry in (*found.status.stale, *gone):
         line = f"{entry.label}: {'not found any more' if entry in found.status.stale else 'the model is gone'}"
         if request.prune:
             del entries[entry.model, entry.fingerprint]
@@ -251,22 +251,11 @@ def update_baseline(baseline: Baseline, found: MatchedReports, request: Baseline
 
 def _findings_that_count(baseline: Baseline, found: MatchedReports) -> list[tuple[BaselineEntry, str]]:
     """The findings that count, as entries without a reason, each with its headline."""
-    found_entries = []
+    entries = []
     for report in found.reports:
-        lowest = report.fail_on
-        for finding in report.findings:
-            if counts(finding, "error" if lowest == "never" else lowest) and not means_incomplete(finding.code):
-                model, shape = model_path(report, baseline.folder), interface_digest(report)
-                coverage = coverage_of(report, finding.code)
-                entry = BaselineEntry(
-                    model, finding.code, finding.where, "", None, finding.fingerprint, shape, coverage
-                )
-                found_entries.append((entry, format_headline(finding)))
-    return found_entries
-
-
-def _of_missing_models(baseline: Baseline, found: MatchedReports) -> list[BaselineEntry]:
-    """Entries whose model does not exist any more. A model with another entry that moved has moved as well."""
-    moved = {entry.model for entry, _ in found.status.moved}
-    current = {*found.used, *found.status.stale, *(entry for entry in baseline.entries if entry.model in moved)}
-    return [e for e in baseline.entries if e not in current and not os.path.lexists(baseline.folder / e.model)]
+        lowest: FailOn = "error" if report.fail_on == "never" else report.fail_on
+        for one in (one for one in report.findings if counts(one, lowest) and not means_incomplete(one.code)):
+            model, shape = model_path(report, baseline.folder), interface_digest(report)
+            known = (model, one.code, one.where, "", None, one.fingerprint, shape, coverage_of(report, one.code))
+            entries.append((BaselineEntry(*known), format_headline(one)))
+    return entries

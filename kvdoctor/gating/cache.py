@@ -102,7 +102,11 @@ class Cache:
         if entry["external"] != digest_files(job, list(entry["external"]), self._digests):
             raise ValueError("the weights have changed")
         report = _REPORT.decode(body)
-        if not (can_be_cached(report) and _is_report_on(report, job)):
+        # On this job with these options, and with a verdict that agrees with its findings.
+        verdict = decide("gate", report.findings, report.not_checked, job.options.fail_on)
+        wanted = ("gate", job.path, job.options.as_arguments(), job.options.seed, verdict)
+        found = (report.command, report.model.path, report.arguments, report.seed, report.verdict)
+        if found != wanted or not can_be_cached(report):
             raise ValueError("not a complete report on this job")
         return report
 
@@ -113,22 +117,23 @@ class Cache:
         digest = hashlib.sha256(body).hexdigest()
         head = msgspec.json.encode({"schema": SCHEMA, "key": key, "sha256": digest, "external": external})
         file = self._file(key)
-        self._make_folder(file.parent)
+        if not (self._folder / "CACHEDIR.TAG").exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._folder / "CACHEDIR.TAG", TAG)
+            write_whole(self._folder / ".gitignore", "*\n")
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, (head + b"\n" + body).decode())
         self._wrote = True
 
     def _file(self, key: str) -> Path:
         return self._folder / "reports" / key[:2] / f"{key}.json"
 
-    def _make_folder(self, folder: Path) -> None:
-        if not (self._folder / "CACHEDIR.TAG").exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._folder / "CACHEDIR.TAG", TAG)
-            write_whole(self._folder / ".gitignore", "*\n")
-        folder.mkdir(parents=True, exist_ok=True)
-
     def _prune(self) -> None:
-        self._sweep()
+        for pattern in (PARTIAL, f"reports/*/{PARTIAL}"):  # of gates that were killed
+            for file in self._folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    if time.time() - file.stat().st_mtime > PARTIAL_SECONDS:
+                        file.unlink()
         entries = []
         for file in (self._folder / "reports").glob("*/*.json"):
             with contextlib.suppress(OSError):
@@ -142,26 +147,10 @@ class Cache:
                 file.unlink()
                 total -= size
 
-    def _sweep(self) -> None:
-        """Delete partial files of gates that were killed."""
-        for pattern in (PARTIAL, f"reports/*/{PARTIAL}"):
-            for file in self._folder.glob(pattern):
-                with contextlib.suppress(OSError):
-                    if time.time() - file.stat().st_mtime > PARTIAL_SECONDS:
-                        file.unlink()
-
 
 def can_be_cached(report: Report) -> bool:
     """Whether the diagnosis is complete, and neither a limit nor a missing target of this machine affected it."""
     died = any(run.outcome == "died" for run in report.runs)
     not_run = any(target.not_run for target in report.targets)
-    return report.verdict in ("healthy", "unhealthy") and not (
-        died or not_run or is_open(report.findings, report.not_checked)
-    )
-
-
-def _is_report_on(report: Report, job: GateJob) -> bool:
-    """Whether a report is on this job with these options, and its verdict agrees with its findings."""
-    verdict = decide("gate", report.findings, report.not_checked, job.options.fail_on)
-    found = (report.command, report.model.path, report.arguments, report.seed, report.verdict)
-    return found == ("gate", job.path, job.options.as_arguments(), job.options.seed, verdict)
+    left = died or not_run or is_open(report.findings, report.not_checked)
+    return report.verdict in ("healthy", "unhealthy") and not left

@@ -87,11 +87,8 @@ class FileDigests:
         if not self._new:
             return
         merged = {name: entry for name, entry in _read(self._file).items() if name not in self._new} | self._new
-        recent = dict(list(merged.items())[-MAX_STORED:])
-        try:
-            write_whole(self._file, json.dumps(recent))
-        except KvdoctorError:
-            return
+        with contextlib.suppress(KvdoctorError):
+            write_whole(self._file, json.dumps(dict(list(merged.items())[-MAX_STORED:])))
 
     def _digest(self, name: str) -> str | None:
         try:
@@ -133,11 +130,10 @@ def _read(file: Path) -> dict[str, tuple[FileState, str]]:
 
 
 def _is_entry(entry: object) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2:
-        return False
-    numbers, digest = entry
-    fits = isinstance(numbers, list) and len(numbers) == 5 and all(type(number) is int for number in numbers)
-    return fits and isinstance(digest, str) and len(digest) == 64
+    match entry:
+        case [[*numbers], str(digest)]:
+            return len(numbers) == 5 and all(type(number) is int for number in numbers) and len(digest) == 64
+    return False
 
 
 GIB = 1 << 30
@@ -163,12 +159,13 @@ def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
         option_files = {name: digests.digest(Path(path)) for name, path in given if path}
     except OSError:
         return None
+    names = [one.name for one in fields(job.options)]
     whole = {
         "path": job.path,
         "model": model,
         "beside": beside,
         "given": option_files,
-        "options": options_as_values(job.options),
+        "options": {one: to_plain(getattr(job.options, one)) for one in names if one != "progress"},
         "software": describe_software(),
         "machine": None if remote else describe_machine(job.options),
     }
@@ -176,22 +173,14 @@ def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
 
 
 def digest_external_files(job: GateJob, report: Report, digests: FileDigests) -> FileStates:
-    """The digests of the external weight files that a report's model names.
-
-    Raises:
-        OSError: one of them cannot be read.
-    """
-    names = {_beside(file.path, name) for file in report.model.files for name in file.external}
+    """The digests of the external weight files that a report's model names. Raises OSError: one cannot be read."""
+    named = ((os.path.dirname(file.path), name) for file in report.model.files for name in file.external)  # noqa: PTH120
+    names = {os.path.normpath(os.path.join(*both)).replace(os.sep, "/") for both in named}  # noqa: PTH118
     return digest_files(job, sorted(names), digests)
 
 
 def digest_files(job: GateJob, names: list[str], digests: FileDigests) -> FileStates:
-    """The digests of files by their path relative to the model's folder, or to the folder that a model file links to.
-
-    Raises:
-        OSError: one of them cannot be read.
-        ValueError: a name is not a valid path.
-    """
+    """The digests of files by their names (`locate_files`). Raises OSError or ValueError: one cannot be read."""
     return {name: digests.digest(path) for name, path in locate_files(job, names).items()}
 
 
@@ -200,16 +189,11 @@ def locate_files(job: GateJob, names: list[str]) -> dict[str, Path]:
     if not names:
         return {}
     homes = _homes(*looked_at(job.location))
-    root = homes[0]
-    return {name: next((home / name for home in homes if (home / name).exists()), root / name) for name in names}
+    return {name: next((home / name for home in homes if (home / name).exists()), homes[0] / name) for name in names}
 
 
 def list_nearby_files(job: GateJob) -> Iterator[Path]:
-    """Every file in the folders that contain the files of a model: its weights may be among them.
-
-    Raises:
-        OSError: a folder cannot be listed.
-    """
+    """Every file in the folders of a model's files: its weights may be among them. Raises OSError: no access."""
     root, files = looked_at(job.location)
     yield from files
     for home in _homes(root, files):
@@ -220,26 +204,14 @@ def _homes(root: Path, files: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((root, *(Path(os.path.realpath(file)).parent for file in files))))
 
 
-def options_as_values(options: Options) -> dict[str, Any]:
-    """The options as plain values, without the progress callback."""
-    plain = {one.name: getattr(options, one.name) for one in fields(options) if one.name != "progress"}
-    return {name: to_plain(value) for name, value in plain.items()}
-
-
 @cache
 def describe_software() -> dict[str, Any]:
     """The versions of all software that affects a report; of kvdoctor, also a digest of its source."""
     from importlib import metadata
 
-    return {
-        "kvdoctor": __version__,
-        "source": digest_source(),
-        "report": SCHEMA,
-        "python": platform.python_version(),
-        "numpy": metadata.version("numpy"),
-        "onnx": metadata.version("onnx"),
-        "onnxruntime": _runtime(),
-    }
+    versions = {name: metadata.version(name) for name in ("numpy", "onnx")}
+    own = {"kvdoctor": __version__, "source": digest_source(), "report": SCHEMA}
+    return {**own, "python": platform.python_version(), **versions, "onnxruntime": _runtime()}
 
 
 def describe_machine(options: Options) -> dict[str, Any]:
@@ -300,8 +272,3 @@ def _processor() -> str:
         return platform.processor()
     fields = ("model name", "flags", "Features", "CPU part", "microcode")
     return "\n".join(line for line in first.splitlines() if line.startswith(fields))
-
-
-def _beside(model: str, location: str) -> str:
-    """The path, relative to the folder, of a location that a model file names."""
-    return os.path.normpath(os.path.join(os.path.dirname(model), location)).replace(os.sep, "/")  # noqa: PTH118, PTH120

@@ -73,7 +73,7 @@ class Cluster(Executor):
         self._gate = uuid4().hex
         self._thread = threading.Thread(target=self._distribute, daemon=True)
         try:
-            self._refuse_other_software(self._worker_software())
+            self._refuse_other_software()
         except BaseException:
             self._client.close(timeout=1)
             raise
@@ -118,7 +118,11 @@ class Cluster(Executor):
         except Exception as error:  # any error must reach those who wait for answers
             reason = f"the cluster at {self._address} cannot be used any more ({_describe(error)})"
         finally:
-            self._give_up(reason)
+            with self._changed:
+                self._failure = reason
+                calls, self._waiting, self._running = [*self._waiting, *self._running], [], []
+            for call in calls:
+                _fail(call, NoWorkerLeft(reason))
 
     def _work_until_closed(self) -> None:
         """Submit and collect calls until this is closed, or the cluster was silent for too long."""
@@ -178,32 +182,22 @@ class Cluster(Executor):
     def _submit_to_worker(self, call: _Call) -> None:
         # Tried first: an object that the client cannot pickle may break its connection.
         pickle.dumps((call.function, call.args, call.kwargs))
-        payload = (self._gate, required_software(), call.function, call.args, call.kwargs)
-        call.task = self._client.submit(
-            call_in_process, *payload, workers=[call.worker], allow_other_workers=False, pure=False, retries=0
-        )
-        call.task.add_done_callback(lambda _: self._wake())
+        required = {name: describe_software()[name] for name in MUST_AGREE}
+        payload = (self._gate, required, call.function, call.args, call.kwargs)
+        how = {"workers": [call.worker], "allow_other_workers": False, "pure": False, "retries": 0}
+        call.task = self._client.submit(call_in_process, *payload, **how)
+        call.task.add_done_callback(self._wake)
 
-    def _wake(self) -> None:
+    def _wake(self, _task: Any) -> None:
         with self._changed:
             self._changed.notify()
 
-    def _give_up(self, reason: str) -> None:
-        with self._changed:
-            self._failure = reason
-            calls, self._waiting, self._running = [*self._waiting, *self._running], [], []
-        for call in calls:
-            _fail(call, NoWorkerLeft(reason))
-
-    def _worker_software(self) -> dict[str, dict[str, Any]]:
+    def _refuse_other_software(self) -> None:
         try:
             found: dict[str, dict[str, Any]] = self._client.run(describe_software)
         except Exception as error:  # importing a package may raise anything
             reason = _describe(error)
             raise KvdoctorError(f"a worker of the cluster cannot run kvdoctor ({reason}); install it there") from None
-        return found
-
-    def _refuse_other_software(self, found: dict[str, dict[str, Any]]) -> None:
         if not found:
             raise KvdoctorError(f"the cluster at {self._address} has no workers; start some, as with `dask worker`")
         for worker, versions in found.items():
@@ -227,19 +221,16 @@ def _connect(address: str) -> Any:
         raise KvdoctorError(f"no Dask scheduler answers at {address!r} ({reason}); check that it runs") from None
 
 
+def _silence_logs() -> None:
+    """Keep the client, which logs through its own handlers and asyncio, from printing lost connections to stderr."""
+    for handler in (*logging.getLogger("distributed").handlers, logging.getLogger("asyncio")):
+        handler.addFilter(_is_unrelated)  # adding it again has no effect
+
+
 def _is_unrelated(record: logging.LogRecord) -> bool:
     """Whether a log record is about anything but the connection to a cluster."""
     raised = record.exc_info[0] if record.exc_info else None
     return not (record.name.startswith("distributed") or (raised and raised.__module__.startswith("distributed")))
-
-
-def _silence_logs() -> None:
-    """Keep the client from printing lost connections to stderr: reports and error messages have them already.
-
-    The client logs through its own handlers, and asyncio logs the exceptions of its tasks.
-    """
-    for handler in (*logging.getLogger("distributed").handlers, logging.getLogger("asyncio")):
-        handler.addFilter(_is_unrelated)  # adding it again has no effect
 
 
 def _answer(call: _Call) -> None:
@@ -270,15 +261,10 @@ def _disagreement(versions: dict[str, Any]) -> str | None:
     for name in MUST_AGREE:
         if versions.get(name) != local[name]:
             what = {"source": "the source of kvdoctor"}.get(name, name)
-            versions_text = f" ({versions.get(name)} there, {local[name]} here)" if isinstance(local[name], str) else ""
-            versions_text = "" if name == "source" else versions_text
-            return f"has another version of {what}{versions_text}; install the same on all of them, and here"
+            named = isinstance(local[name], str) and name != "source"
+            which = f" ({versions.get(name)} there, {local[name]} here)" if named else ""
+            return f"has another version of {what}{which}; install the same on all of them, and here"
     return None
-
-
-def required_software() -> dict[str, Any]:
-    """The versions that a worker must have as well."""
-    return {name: describe_software()[name] for name in MUST_AGREE}
 
 
 @dataclass

@@ -5,7 +5,6 @@ A model that could not be diagnosed has a report as well: it is never healthy, a
 
 import atexit
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 from kvdoctor.diagnose.build_report import environment
@@ -16,12 +15,10 @@ from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied
 from kvdoctor.findings import Advice, Fault, NotChecked, find_check
 from kvdoctor.gating.jobs import GateJob
-from kvdoctor.options import Options
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
 from kvdoctor.runtime.client import Runtime
-from kvdoctor.runtime.process import Limits
 
 MAX_IDLE_BYTES = 1 << 30
 """A worker that grew beyond this size is not reused: the next model would lack the memory that it does not return."""
@@ -41,7 +38,11 @@ def diagnose_job(job: GateJob) -> Report:
         UsageError: the options cannot be carried out, for this model or any other.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    runtime = _reuse_runtime(job.options.limits)
+    runtime: Runtime | None = getattr(_THREAD, "runtime", None)
+    if runtime is None or runtime.limits != job.options.limits:
+        release_runtime()
+        _THREAD.runtime = runtime = Runtime(job.options.limits)
+    runtime.forget_peak()
     try:
         report = step_test(job.path, job.options, runtime, RunPlan(job.at, check_advice=check_advice))
     except UsageError:
@@ -63,23 +64,14 @@ def diagnose_job(job: GateJob) -> Report:
 
 
 def inspect_job(job: GateJob) -> Report:
-    """Inspect a model without running it. The report never says healthy.
-
-    Raises:
-        UsageError: the path does not exist.
-    """
+    """Inspect a model without running it. The report never says healthy. Raises UsageError: the path does not exist."""
     report = inspect(job.path, job.options, check_advice)
-    not_checked = (*report.not_checked, *_leave_out_golden(job.options))
-    return replace(report, command="gate", arguments={**report.arguments, "static": True}, not_checked=not_checked)
-
-
-def _leave_out_golden(options: Options) -> Iterator[NotChecked]:
-    """Say that golden numbers are not compared: a policy that is shared with gates that run models may name them."""
-    check = find_check(GOLDEN_DIFFERS)
+    options, check, left = job.options, find_check(GOLDEN_DIFFERS), report.not_checked
     if options.against is not None and check is not None and options.selection.takes(check.code, check.name):
-        yield NotChecked(
-            None, check.code, f"not compared with {options.against}, which the policy names: --static runs nothing"
-        )
+        # A policy that is shared with gates that run models may name golden numbers.
+        why = f"not compared with {options.against}, which the policy names: --static runs nothing"
+        left = (*left, NotChecked(None, check.code, why))
+    return replace(report, command="gate", arguments={**report.arguments, "static": True}, not_checked=left)
 
 
 def release_runtime() -> None:
@@ -110,16 +102,6 @@ def report_lost_process(job: GateJob, how: str, times: int) -> Report:
     if check is None or not selection.takes(check.code, check.name):
         return report_not_diagnosed(job, fault.observed)
     return _report(job, CheckResults(findings=(make_finding(check, fault, FindingOrigin()),)))
-
-
-def _reuse_runtime(limits: Limits) -> Runtime:
-    """The runtime of this thread, with these limits; its peak memory is reset."""
-    runtime: Runtime | None = getattr(_THREAD, "runtime", None)
-    if runtime is None or runtime.limits != limits:
-        release_runtime()
-        _THREAD.runtime = runtime = Runtime(limits)
-    runtime.forget_peak()
-    return runtime
 
 
 def _report(job: GateJob, results: CheckResults) -> Report:

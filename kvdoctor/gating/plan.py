@@ -33,7 +33,10 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     """
     models = paths or (policy.models() if policy is not None else ())
     if not models:
-        raise UsageError(f"give the PATH of a model; {_explain_no_model(policy)}")
+        why = "there is no model to check"
+        if policy is not None:
+            why = f"{policy.place} names no models" if policy.file else "no policy was found (kvdoctor.toml)"
+        raise UsageError(f"give the PATH of a model; {why}")
     choices = read_options(GateChoices, policy.complete(None, given) if policy is not None else given)
     if choices.static:
         refuse_for_runs(command, given)
@@ -52,27 +55,15 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
 
 
 def read_baseline_request(choices: BaselineChoices) -> BaselineRequest:
-    """Read the changes to make to a baseline.
-
-    Raises:
-        UsageError: nothing is to be done, or `until` is not of use.
-    """
+    """Read the changes to make to a baseline. Raises UsageError: nothing is to be done, or `until` is not of use."""
     if not (choices.reason or choices.prune or choices.check):
-        raise UsageError(
-            "give --reason TEXT to add the findings that count, --prune to remove those that are not found any more, "
-            "or --check to write nothing"
-        )
+        ways = "--prune to remove those that are not found any more, or --check to write nothing"
+        raise UsageError(f"give --reason TEXT to add the findings that count, {ways}")
     if choices.until is not None and choices.reason is None:
         raise UsageError("--until goes with --reason TEXT; the dates of known findings are changed in the file")
     if choices.until is not None and choices.until < today().isoformat():
         raise UsageError(f"--until {choices.until} is in the past; give a later date")
     return BaselineRequest(choices.reason, choices.until, choices.prune)
-
-
-def _explain_no_model(policy: Policy | None) -> str:
-    if policy is None:
-        return "there is no model to check"
-    return f"{policy.place} names no models" if policy.file else "no policy was found (kvdoctor.toml)"
 
 
 def _refuse_folder(folder: Path) -> None:

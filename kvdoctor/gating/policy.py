@@ -13,7 +13,6 @@ to folders, so that it meets no loop of links.
 import functools
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -22,6 +21,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NoReturn
 
 from kvdoctor.choices import WrongValue
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.options import Options, options_of, policy_options, read_options
 from kvdoctor.records import record
@@ -58,11 +58,8 @@ def models_at(folder: Path, pattern: str) -> list[str]:
     found = sorted({path.as_posix() for path in _expanded(folder, PurePosixPath(), wanted, set())})
     if wanted and wanted[-1] == DEEP:
         return [path for path in found if any(name.endswith(".onnx") for name in _names(folder / path))]
-    return [
-        path
-        for path in found
-        if not _has_magic(wanted[-1:]) or (folder / path).is_dir() or Path(path).suffix == ".onnx"
-    ]
+    named = not _has_magic(wanted[-1:])
+    return [path for path in found if named or (folder / path).is_dir() or Path(path).suffix == ".onnx"]
 
 
 def _once(wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -254,13 +251,13 @@ def find_policy(start: Path | None = None) -> Policy:
         UsageError: the file cannot be read, or has a key or a value that no policy has.
     """
     here = (start or Path()).absolute()
-    for folder in _upwards(here):
-        for name in (OWN, SHARED):
-            file = folder / name
-            if os.path.lexists(file):
-                policy = read_policy(_as_seen_from(file, here), file)
-                if policy is not None:
-                    return policy
+    folders = (here, *here.parents)
+    root = next((n for n, folder in enumerate(folders) if any((folder / name).exists() for name in REPOSITORIES)), 0)
+    for file in (folder / name for folder in folders[: root + 1] for name in (OWN, SHARED)):
+        if os.path.lexists(file):
+            policy = read_policy(_relative(str(file), here) or file.as_posix(), file)
+            if policy is not None:
+                return policy
     return Policy()
 
 
@@ -295,28 +292,9 @@ def read_policy(shown: str, file: Path | None = None) -> Policy | None:
     return _Reader(shown, text, table).policy(file, document)
 
 
-def _upwards(here: Path) -> Iterator[Path]:
-    """Return the folder and those above it, up to the root of its repository; without a repository the folder alone."""
-    folders = (here, *here.parents)
-    root = next((n for n, folder in enumerate(folders) if any((folder / name).exists() for name in REPOSITORIES)), 0)
-    return iter(folders[: root + 1])
-
-
-def _as_seen_from(file: Path, here: Path) -> str:
-    try:
-        return Path(os.path.relpath(file, here)).as_posix()
-    except ValueError:  # another drive of Windows
-        return file.as_posix()
-
-
 def _text(shown: str, file: Path) -> str:
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{shown} is not a regular file; give another with --config, or --no-config")
-        if status.st_size > MOST_BYTES:
-            raise UsageError(f"{shown} is larger than {MOST_BYTES >> 20} MiB, the limit for a policy")
-        return file.read_text(encoding="utf-8-sig")
+        return read_side_file(file, MOST_BYTES).decode("utf-8-sig")
     except (OSError, RuntimeError) as error:  # a loop of links is one or the other
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{shown} cannot be read: {reason}; give another with --config, or --no-config") from None

@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvdoctor.decode.messages import read_until_gone, take_pipes
 from kvdoctor.gating.jobs import ProcessLost
 from kvdoctor.runtime.process import LOAD, describe_exit
+from kvdoctor.runtime.scratch import ScratchFolder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,13 +36,9 @@ class PoolProcess:
         environment = os.environ | {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
         if shares_cores:
             environment[CORES_SHARED] = "1"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(Path(__file__).parent.parent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        command = [sys.executable, "-c", BOOT, str(Path(__file__).parent.parent)]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment)
 
     def call(self, pickled: bytes) -> tuple[Any, Exception | None]:
         """Run a pickled call (function, arguments, keyword arguments); gives its result and its exception.
@@ -59,7 +55,11 @@ class PoolProcess:
             self._process.stdin.flush()
             outcome, error = pickle.load(self._process.stdout)  # noqa: S301 - from our own process
         except (OSError, ValueError, EOFError, pickle.UnpicklingError):
-            raise ProcessLost(self._exit_reason()) from None
+            how = "it no longer answered"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                how = f"it {describe_exit(self._process.wait(5))}"
+            self._process.kill()
+            raise ProcessLost(how) from None
         return outcome, error
 
     def stop(self) -> None:
@@ -70,14 +70,6 @@ class PoolProcess:
             with contextlib.suppress(OSError, ValueError):
                 pipe.close()  # type: ignore[union-attr]
 
-    def _exit_reason(self) -> str:
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return "it no longer answered"
-        return f"it {describe_exit(code)}"
-
 
 class ProcessPool(Executor):
     """Up to `count` processes, each started when it is first needed and replaced when it is lost."""
@@ -85,7 +77,7 @@ class ProcessPool(Executor):
     def __init__(self, count: int) -> None:
         self._share_cores = count > 1
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="process")
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvdoctor-gate-", ignore_cleanup_errors=True)
+        self._scratch = ScratchFolder()
         self._idle: list[PoolProcess] = []
         self._all: set[PoolProcess] = set()
         self._lock = threading.Lock()

@@ -45,13 +45,9 @@ def gate(
     static: bool = False,
     baseline: Baseline | None = None,
 ) -> GateResult:
-    """Diagnose models and judge them together.
+    """Diagnose models and judge them together; `static` inspects them only. Findings of the `baseline` do not count.
 
-    Args:
-        jobs: the models, each with its options.
-        settings: how to run them; by default as many side by side as the machine allows, without a cache.
-        static: inspect the models only; none is run.
-        baseline: known findings; they do not count until they expire.
+    Without `settings`, as many run side by side as the machine allows, without a cache.
 
     Raises:
         UsageError: a path does not exist.
@@ -113,13 +109,6 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _make_absolute(job: GateJob) -> GateJob:
-    """The job with paths that hold in any working folder."""
-    against = job.options.against
-    kept = None if against is None else str(Path(against).absolute())
-    return replace(job, at=job.location.absolute(), options=replace(job.options, against=kept))
-
-
 def _run(jobs: dict[int, GateJob], settings: GateSettings) -> Generator[tuple[int, Report], None, None]:
     """The reports as they arrive, with the numbers of their jobs."""
     if not jobs:
@@ -130,9 +119,12 @@ def _run(jobs: dict[int, GateJob], settings: GateSettings) -> Generator[tuple[in
     if settings.cluster is not None:
         from kvdoctor.gating.cluster import Cluster
 
-        jobs = {index: _make_absolute(job) for index, job in jobs.items()}
+        placed = {}  # with paths that hold in any working folder
+        for index, job in jobs.items():
+            against = None if job.options.against is None else str(Path(job.options.against).absolute())
+            placed[index] = replace(job, at=job.location.absolute(), options=replace(job.options, against=against))
         with Cluster(settings.cluster) as cluster:
-            yield from _stream(cluster, jobs, _Budget(None))
+            yield from _stream(cluster, placed, _Budget(None))
     elif len(jobs) == 1:
         ((index, job),) = jobs.items()
         try:
@@ -193,7 +185,8 @@ def free_memory() -> int:
         for limit_file, usage_file, idle in USES:
             limit, used = _read_number(group / limit_file), _read_number(group / usage_file)
             if limit is not None and used is not None:
-                left.append(max(limit - max(used - _read_entry(group / "memory.stat", idle), 0), 0))
+                free = _read_number(group / "memory.stat", f"{idle} ") or 0
+                left.append(max(limit - max(used - free, 0), 0))
     return int(min(left) * SHARE)
 
 
@@ -244,18 +237,11 @@ def _quota(group: Path) -> float | None:
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
-def _read_entry(file: Path, name: str) -> int:
-    """The number under a name in a file of `name number` lines; 0 if there is none."""
+def _read_number(file: Path, prefix: str = "") -> int | None:
+    """The number after a prefix of the first line that has it; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{name} "):
-                return int(line[len(name) :])
-    return 0
-
-
-def _read_number(file: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(file.read_text(encoding="ascii"))
+        lines = file.read_text(encoding="ascii").splitlines()
+        return next((int(line.removeprefix(prefix)) for line in lines if line.startswith(prefix)), None)
     return None
 
 

@@ -12,10 +12,11 @@ from kvdoctor.gating.baseline import BaselineEntry
 from kvdoctor.gating.baseline_match import BaselineStatus
 from kvdoctor.gating.jobs import LeftOut
 from kvdoctor.records import record, to_plain
-from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, Report, exit_code_of_all
+from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, SCHEMA, Report, exit_code, exit_code_of_all
 from kvdoctor.report.facts import UNDIAGNOSED, Verdict
-from kvdoctor.report.schema import DIALECT, define_types, report_schema
-from kvdoctor.report.wording.summary import format_gate_verdict
+from kvdoctor.report.schema import DIALECT, define_types, document_schema
+from kvdoctor.report.wording import join_some
+from kvdoctor.report.wording.summary import format_gate_verdict, name_worst
 
 MOST_LEFT_OUT = 12
 
@@ -40,14 +41,13 @@ class GateResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
-        reports = [report.to_dict() for report in self.reports]
         return {
             "schema": GATE_SCHEMA,
             "verdict": self.verdict,
             "policy": self.policy,
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "left_out": to_plain(self.left_out),
-            "reports": reports,
+            "reports": [report.to_dict() for report in self.reports],
         }
 
     def summary_lines(self) -> tuple[str, ...]:
@@ -58,8 +58,7 @@ class GateResult:
             lines.append(format_gate_verdict(self.verdict, self.reports))
         for reason, text in (("excluded", "excluded"), ("no model", "no model in")):
             if paths := [one.path for one in self.left_out if one.reason == reason]:
-                more = f" and {len(paths) - MOST_LEFT_OUT} more" if len(paths) > MOST_LEFT_OUT else ""
-                lines.append(f"{text}: {', '.join(paths[:MOST_LEFT_OUT])}{more}")
+                lines.append(f"{text}: {join_some(paths, MOST_LEFT_OUT)}")
         if self.policy is not None:
             lines.append(f"policy: {self.policy}")
         if self.baseline is not None:
@@ -76,15 +75,9 @@ class GateResult:
         Raises:
             Unhealthy: a model has findings that count, or could not be checked; the message lists all of them.
         """
-        if self.exit_code == EXIT_HEALTHY:
-            return
-        messages = []
-        for report in self.reports:
-            try:
-                report.raise_for_findings()
-            except Unhealthy as reason:
-                messages.append(str(reason))
-        raise Unhealthy("\n".join(messages))
+        if self.exit_code != EXIT_HEALTHY:
+            failed = [report for report in self.reports if exit_code(report, report.fail_on) != EXIT_HEALTHY]
+            raise Unhealthy("\n".join(f"{name_worst(report)}\n{report}" for report in failed))
 
 
 def judge(reports: Sequence[Report]) -> GateResult:
@@ -96,7 +89,7 @@ def judge(reports: Sequence[Report]) -> GateResult:
 
 def gate_schema() -> dict[str, Any]:
     """The schema of `gate --format json`."""
-    report = report_schema()
+    report = document_schema(Report, SCHEMA)
     definitions = report.pop("$defs")
     del report["$schema"]
     return {

@@ -8,22 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvdoctor.model import traverse
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import (
-    all_nodes,
-    graphs_in,
-    names_in,
-    needed_for,
-    node_lists,
-    nodes_in,
-    own_names,
-    producer,
-    producers,
-    stable_order,
-    subgraphs,
-    values_read,
-)
 from kvdoctor.model.view import GraphView
 
 
@@ -56,7 +43,7 @@ def fresh_name(wanted: str, known: set[str]) -> str:
 
 def new_name(model: ModelProto, wanted: str) -> str:
     """A name like the one wanted that no value or node of the model has."""
-    return fresh_name(wanted, names_in(model))
+    return fresh_name(wanted, traverse.names_in(model))
 
 
 def make_node(op: str, inputs: Iterable[str], output: str, **attributes: "int | Sequence[int]") -> NodeProto:
@@ -84,7 +71,7 @@ class GraphWriter:
     made: dict[object, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.known, self.nodes = names_in(self.model), self.model.graph.node
+        self.known, self.nodes = traverse.names_in(self.model), self.model.graph.node
 
     def fresh(self, hint: str) -> str:
         """A name that nothing has yet."""
@@ -120,8 +107,8 @@ def rename_reads(graph: GraphProto, names: Mapping[str, str], where: Callable[[N
     for node in graph.node:
         if (where is None or where(node)) and not names.keys().isdisjoint(node.input):
             node.input[:] = [names.get(name, name) for name in node.input]
-        for body in subgraphs(node):
-            own = own_names(body)
+        for body in traverse.subgraphs(node):
+            own = traverse.own_names(body)
             inner = {old: new for old, new in names.items() if old not in own}
             rename_reads(body, inner, where)
             for value in body.output:
@@ -157,9 +144,9 @@ def rename_all(graph: GraphProto, names: Mapping[str, str]) -> None:
 
 def rename_banned(graph: GraphProto, banned: set[str], known: set[str]) -> None:
     """Rename the values of a graph and its subgraphs that have a banned name; the new names become known."""
-    rename_all(graph, {name: fresh_name(name, known) for name in sorted(own_names(graph) & banned)})
+    rename_all(graph, {name: fresh_name(name, known) for name in sorted(traverse.own_names(graph) & banned)})
     for node in graph.node:
-        for body in subgraphs(node):
+        for body in traverse.subgraphs(node):
             rename_banned(body, banned, known)
 
 
@@ -174,7 +161,7 @@ def return_values(model: ModelProto, graph: GraphProto, values: Mapping[str, str
     Raises:
         ValueError: an output is not made by a node of this graph.
     """
-    made, known = producers(graph), names_in(model)
+    made, known = traverse.producers(graph), traverse.names_in(model)
     if missing := values.keys() - made.keys():
         raise ValueError(f"{min(missing)!r} is not made by a node of this graph")
     old = {output: fresh_name(f"{output}.unrepaired", known) for output in values}
@@ -191,15 +178,12 @@ def drop_unused(graph: GraphProto, name: str) -> None:
     waiting = [name]
     while waiting:
         value = waiting.pop()
-        node = producer(graph, value)
-        if node is None or any(_is_used(graph, made) for made in node.output if made):
+        node = traverse.producer(graph, value)
+        used = {value.name for value in graph.output}.union(*map(traverse.values_read, graph.node))
+        if node is None or not used.isdisjoint(filter(None, node.output)):
             continue
         waiting += [read for read in node.input if read]
         graph.node.remove(node)
-
-
-def _is_used(graph: GraphProto, name: str) -> bool:
-    return any(value.name == name for value in graph.output) or any(name in values_read(n) for n in graph.node)
 
 
 def prune(model: ModelProto) -> list[str]:
@@ -219,12 +203,16 @@ def prune(model: ModelProto) -> list[str]:
 
 def _prune_graph(graph: GraphProto, wanted: list[str]) -> set[str]:
     """Keep what some values of a graph depend on; returns the names of those values."""
-    needed = needed_for(graph, wanted)
+    needed = traverse.needed_for(graph, wanted)
     keep_only(graph.node, lambda node: not needed.isdisjoint(node.output))
     for node in graph.node:
         if has(node.op_type, "branch") and not needed.issuperset(node.output):
-            _prune_if(node, needed)
-    if needed_for(graph, wanted) != needed:  # branches may have lost what they captured
+            kept = [index for index, name in enumerate(node.output) if name in needed]
+            node.output[:] = [node.output[index] for index in kept]
+            for body in traverse.subgraphs(node):
+                replace_all(body.output, [body.output[index] for index in kept if index < len(body.output)])
+                _prune_graph(body, [value.name for value in body.output])
+    if traverse.needed_for(graph, wanted) != needed:  # branches may have lost what they captured
         return _prune_graph(graph, wanted)
     keep_only(graph.initializer, lambda tensor: tensor.name in needed)
     keep_only(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
@@ -232,25 +220,16 @@ def _prune_graph(graph: GraphProto, wanted: list[str]) -> set[str]:
     return needed
 
 
-def _prune_if(node: NodeProto, needed: set[str]) -> None:
-    """Drop the outputs of an `If` that are not needed, in both branches."""
-    kept = [index for index, name in enumerate(node.output) if name in needed]
-    node.output[:] = [node.output[index] for index in kept]
-    for body in subgraphs(node):
-        replace_all(body.output, [body.output[index] for index in kept if index < len(body.output)])
-        _prune_graph(body, [value.name for value in body.output])
-
-
 def _drop_uncalled_functions(model: ModelProto) -> None:
     """Drop the functions that no node calls, at any depth and through other functions."""
     functions = {function_key(function): function for function in model.functions}
-    used, waiting = set[tuple[str, str, str]](), [nodes_in(model.graph.node)]
+    used, waiting = set[tuple[str, str, str]](), [traverse.nodes_in(model.graph.node)]
     while waiting:
         for node in waiting.pop():
             key = (node.domain, node.op_type, getattr(node, "overload", ""))
             if key in functions and key not in used:
                 used.add(key)
-                waiting.append(nodes_in(functions[key].node))
+                waiting.append(traverse.nodes_in(functions[key].node))
     keep_only(model.functions, lambda function: function_key(function) in used)
 
 
@@ -261,22 +240,24 @@ def function_key(function: FunctionProto) -> tuple[str, str, str]:
 
 def drop_unread_constants(model: ModelProto, names: set[str]) -> None:
     """Drop the constants of these names that nothing reads: a runtime would warn of each."""
-    graphs = list(graphs_in(model.graph))
-    read = {name for node in all_nodes(model) for name in node.input}
+    graphs = list(traverse.graphs_in(model.graph))
+    read = {name for node in traverse.all_nodes(model) for name in node.input}
     read |= {value.name for graph in graphs for value in (*graph.output, *graph.input)}
     unread = names - read - {name for function in model.functions for name in function.output}
     if not unread:
         return
     for graph in graphs:
         keep_only(graph.initializer, lambda tensor: tensor.name not in unread)
-    for nodes in list(node_lists(model)):
+    for nodes in list(traverse.node_lists(model)):
         keep_only(nodes, lambda node: not has(node.op_type, "constant") or not unread.issuperset(node.output))
 
 
 def node_order(nodes: Iterable[NodeProto]) -> list[int] | None:
     """The indices of nodes, each after those that it needs and otherwise as they are; None for a cycle."""
     listed = list(nodes)
-    order, cyclic = stable_order([values_read(node) for node in listed], [node.output for node in listed])
+    order, cyclic = traverse.stable_order(
+        [traverse.values_read(node) for node in listed], [node.output for node in listed]
+    )
     return None if cyclic else order
 
 
@@ -301,7 +282,7 @@ def describe_graph(view: GraphView, graph: GraphProto) -> str:
 
 def describe_maker(graph: GraphProto, name: str) -> str:
     """The node that makes a value as reports call it: operator, inputs and name."""
-    node = producer(graph, name)
+    node = traverse.producer(graph, name)
     if node is None:
         return name
     return f"{node.op_type}({', '.join(node.input)})" + (f' "{node.name}"' if node.name else "")

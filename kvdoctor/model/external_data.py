@@ -11,6 +11,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path, PureWindowsPath
 from typing import Final, Literal
 
@@ -114,14 +115,10 @@ def read_reference(tensor: TensorProto) -> ExternalReference | None:
 
 def external_tensors(model: ModelProto) -> Iterator[TensorProto]:
     """Yield the tensors of a model, at any depth, whose data lie in another file."""
-    graphs = [model.graph]
-    for training in model.training_info:
-        graphs += [training.initialization, training.algorithm]
-    for graph in graphs:
-        yield from filter(is_external, _graph_tensors(graph))
-    for function in model.functions:
-        yield from filter(is_external, _attribute_tensors(function.attribute_proto))
-        yield from filter(is_external, _node_tensors(function.node))
+    graphs = [model.graph, *(graph for one in model.training_info for graph in (one.initialization, one.algorithm))]
+    held = (attribute for function in model.functions for attribute in function.attribute_proto)
+    nodes = (node for function in model.functions for node in function.node)
+    yield from filter(is_external, _tensors(graphs, held, nodes))
 
 
 def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ...], tuple[ExternalProblem, ...]]:
@@ -149,32 +146,24 @@ def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ..
     return tuple(files), tuple(problems)
 
 
-def _graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
-    for node in nodes:
-        yield from _attribute_tensors(node.attribute)
-
-
-def _attribute_tensors(attributes: Iterable[AttributeProto]) -> Iterator[TensorProto]:
+def _tensors(
+    graphs: Iterable[GraphProto], attributes: Iterable[AttributeProto] = (), nodes: Iterable[NodeProto] = ()
+) -> Iterator[TensorProto]:
+    """The tensors of graphs, attributes and nodes, at any depth."""
+    for graph in graphs:
+        yield from graph.initializer
+        yield from (tensor for sparse in graph.sparse_initializer for tensor in (sparse.values, sparse.indices))
+        yield from _tensors((), (), graph.node)
     # By presence, not by `type`: a model may leave the type out or give a wrong one.
-    for attribute in attributes:
+    for attribute in chain(attributes, (attribute for node in nodes for attribute in node.attribute)):
         for field, value in attribute.ListFields():
-            if field.name == "t":
-                yield value
-            elif field.name == "tensors":
-                yield from value
+            listed = value if field.name in ("tensors", "graphs", "sparse_tensors") else (value,)
+            if field.name in ("t", "tensors"):
+                yield from listed
             elif field.name in ("g", "graphs"):
-                for graph in [value] if field.name == "g" else value:
-                    yield from _graph_tensors(graph)
+                yield from _tensors(listed)
             elif field.name in ("sparse_tensor", "sparse_tensors"):
-                for sparse in [value] if field.name == "sparse_tensor" else value:
-                    yield from (sparse.values, sparse.indices)
+                yield from (tensor for sparse in listed for tensor in (sparse.values, sparse.indices))
 
 
 def _text(value: str | bytes) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvdoctor.errors import UsageError, how_to_get
 
+GIVE = "give an .onnx file or the folder of an export"
 MODEL_SUFFIXES = {".onnx", ".ort"}
 SIDE_CARS = (
     "config.json",
@@ -31,19 +32,17 @@ def refuse_nothing(shown: str, path: Path) -> None:
     if shown == "-":
         raise UsageError("a model cannot be read from standard input, its external data needs a path; give the path")
     if not shown:
-        raise UsageError("the path of a model is empty; give an .onnx file or the folder of an export")
+        raise UsageError(f"the path of a model is empty; {GIVE}")
     try:
         found = path.exists()
         if not found and path.is_symlink():
-            raise UsageError(
-                f"{shown!r} is a link that leads to no file; give an .onnx file or the folder of an export"
-            )
+            raise UsageError(f"{shown!r} is a link that leads to no file; {GIVE}")
     except RuntimeError:  # Python 3.12 and earlier, of a loop of links
         found = False
     except OSError as error:  # a name that is too long
         raise UsageError(f"{shown[:80]!r} cannot be a path: {error.strerror or error}") from None
     if not found:
-        raise UsageError(f"{shown!r} does not exist; give an .onnx file or the folder of an export{how_to_get(shown)}")
+        raise UsageError(f"{shown!r} does not exist; {GIVE}{how_to_get(shown)}")
 
 
 def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
@@ -59,8 +58,9 @@ def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
 def candidates(path: Path) -> tuple[Path, list[Path]]:
     """The folder of a model, and the files that can belong to it."""
     if not path.is_dir():
-        siblings = (p for p in path.parent.iterdir() if p.suffix in MODEL_SUFFIXES and _could_belong(path, p))
-        return path.parent, sorted({path, *siblings})
+        # Of the files next to a chosen one, only those with Optimum's names can belong to its stack.
+        siblings = (p for p in path.parent.iterdir() if p.suffix in MODEL_SUFFIXES and STEM.fullmatch(p.stem))
+        return path.parent, sorted({path, *(siblings if STEM.fullmatch(path.stem) else ())})
     names = sorted(p for p in path.iterdir() if p.suffix in MODEL_SUFFIXES)
     if not names and (path / "onnx").is_dir():
         names = sorted(p for p in (path / "onnx").iterdir() if p.suffix in MODEL_SUFFIXES)
@@ -70,11 +70,6 @@ def candidates(path: Path) -> tuple[Path, list[Path]]:
 def side_car_folder(root: Path) -> Path:
     """Where the side-cars of the models in a folder lie."""
     return root.parent if root.name == "onnx" and not (root / "config.json").exists() else root
-
-
-def _could_belong(chosen: Path, other: Path) -> bool:
-    """Of the files in the folder of a chosen one, only those with Optimum's names can belong to its stack."""
-    return bool(STEM.fullmatch(chosen.stem) and STEM.fullmatch(other.stem))
 
 
 def sha256(path: Path) -> str:

@@ -89,6 +89,16 @@ class FlatNode:
         attribute = self.attribute(name)
         return int(attribute.i) if attribute is not None else default
 
+    def real(self, name: str, default: float) -> float:
+        """An attribute that is a float."""
+        attribute = self.attribute(name)
+        return float(attribute.f) if attribute is not None else default
+
+    def text(self, name: str, default: str) -> str:
+        """An attribute that is a text."""
+        attribute = self.attribute(name)
+        return bytes(attribute.s).decode("utf-8", "replace") if attribute is not None else default
+
     def numbers(self, name: str) -> tuple[int, ...] | None:
         """A list of integers, or None where the attribute is not there."""
         attribute = self.attribute(name)

@@ -9,7 +9,7 @@ front of everything and is not described here.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -198,6 +198,16 @@ class Flow(FlatGraph[FlatNode]):
                 fixed.update(name for name in node.outputs if name not in changing)
         return fixed
 
+    def before(self, value: str) -> Iterator[FlatNode]:
+        """The nodes that a value is computed by, the nearest first."""
+        waiting, seen = [value], {value}
+        for name in waiting:
+            if (node := self.producers.get(name)) is not None:
+                yield node
+                new = [one for one in dict.fromkeys(node.inputs) if one and one not in seen]
+                seen.update(new)
+                waiting += new
+
     def constant(self, name: str) -> TensorProto | None:
         """The tensor of a value that is a constant, also through Identity and Cast."""
         for _ in range(16):
@@ -332,28 +342,22 @@ class _FlowWriter(Flattener[FlatNode]):
         if form.condition is not None and form.condition < len(inputs) and inputs[form.condition]:
             self.write_identity((inputs[form.condition],), within[form.condition], site)
         for part in form.scan_inputs:
-            self.add(FlatNode(_take_one(part), (inputs[part.input], number), (within[part.body_input],)))
+            # Each iteration gets the entry of its number.
+            take = NodeProto(op_type="Gather", attribute=[_number("axis", part.axis), _number(REVERSED, part.reversed)])
+            self.add(FlatNode(take, (inputs[part.input], number), (within[part.body_input],)))
         ends = self._write_branch(body, site)
         self.carried |= {within[at]: ends[later] for _, at, later in form.carried}
         results = [ends[later] for _, _, later in form.carried]
         for output in form.scan_outputs:
             results.append(f"{self.next_prefix()}stacked")
-            self.add(FlatNode(_stack(output), (ends[output.body_output],), (results[-1],)))
+            # The results of all iterations along a new axis.
+            axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[output.axis])
+            stack = NodeProto(op_type="Unsqueeze", attribute=[axes, _number(REVERSED, output.reversed)])
+            self.add(FlatNode(stack, (ends[output.body_output],), (results[-1],)))
         return results
 
 
 _IDENTITY = NodeProto(op_type="Identity")
-
-
-def _take_one(part: ScanInput) -> NodeProto:
-    """What a Scan does with an input: each iteration gets the entry of its number."""
-    return NodeProto(op_type="Gather", attribute=[_number("axis", part.axis), _number(REVERSED, part.reversed)])
-
-
-def _stack(output: ScanOutput) -> NodeProto:
-    """What a Loop or Scan does with an output of its body: the results of all iterations along a new axis."""
-    axes = AttributeProto(name="axes", type=AttributeProto.INTS, ints=[output.axis])
-    return NodeProto(op_type="Unsqueeze", attribute=[axes, _number(REVERSED, output.reversed)])
 
 
 def _number(name: str, value: int) -> AttributeProto:

@@ -39,16 +39,6 @@ def broadcast(*sides: Sizes) -> Sizes:
     return tuple(column[0] if len(column) == 1 else Computed("broadcast", column) for column in columns)
 
 
-def _elementwise(n: NodeSizes) -> list[Sizes]:
-    """Computes its elements from those of all inputs, which are broadcast."""
-    return [broadcast(*(n.axes(index) for index in range(len(n.inputs)) if n.has(index)))]
-
-
-def _like_first(n: NodeSizes) -> list[Sizes]:
-    """The first output has the shape of the first input."""
-    return [n.axes(0)]
-
-
 def _matmul(n: NodeSizes) -> list[Sizes]:
     left, right = n.axes(0), n.axes(1)
     if not left or not right:
@@ -125,11 +115,6 @@ def _flatten(n: NodeSizes) -> list[Sizes]:
     axes, at = n.axes(0), n.number("axis", 1)
     at += len(axes) if at < 0 else 0
     return [(Computed("product", axes[:at]), Computed("product", axes[at:]))]
-
-
-def _tile(n: NodeSizes) -> list[Sizes]:
-    axes, times = n.axes(0), n.target(1)
-    return [tuple(Computed("product", pair) for pair in zip(axes, times, strict=False))]
 
 
 def _concat(n: NodeSizes) -> list[Sizes]:
@@ -242,7 +227,11 @@ def _pad(n: NodeSizes) -> list[Sizes]:
     return [tuple(sizes)]
 
 
-KINDS: dict[AxisRule, Rule] = {"first": _like_first, "broadcast": _elementwise, "reduce": _reducing}
+KINDS: dict[AxisRule, Rule] = {
+    "first": lambda n: [n.axes(0)],
+    "broadcast": lambda n: [broadcast(*(n.axes(index) for index in range(len(n.inputs)) if n.has(index)))],
+    "reduce": _reducing,
+}
 
 OWN: dict[str, Rule] = {
     "MatMul": _matmul,
@@ -254,7 +243,7 @@ OWN: dict[str, Rule] = {
     "Reshape": _reshape,
     "Flatten": _flatten,
     "Expand": lambda n: [broadcast(n.axes(0), n.target(1))],
-    "Tile": _tile,
+    "Tile": lambda n: [tuple(Computed("product", pair) for pair in zip(n.axes(0), n.target(1), strict=False))],
     "Concat": _concat,
     "Gather": _gather,
     "GatherElements": lambda n: [tuple(Computed("part", (axis, AxisOf(1, axis.at))) for axis in n.axes(0))],
@@ -283,11 +272,6 @@ def numbers_of(node: NodeSizes) -> Sizes | None:
     """The numbers of the output of a node; None where no rule knows them."""
     same = has(node.op, "copy", "cast", "view")
     return ask((lambda n: n.elements(0)) if same else NUMBERS.get(node.op), node)
-
-
-def _shape_numbers(n: NodeSizes) -> Sizes:
-    axes = n.axes(0)
-    return axes[n.number("start", 0) : n.number("end", len(axes))]
 
 
 def _concat_numbers(n: NodeSizes) -> Sizes:
@@ -337,12 +321,6 @@ def _one_by_one(how: How, rows: Sequence[Sizes]) -> Sizes:
     return tuple(Computed(how, tuple(row[at % len(row)] for row in rows)) for at in range(count))
 
 
-def _chosen_numbers(n: NodeSizes) -> Sizes:
-    """A Where; its condition may be unknown."""
-    flags: Sizes = n.elements(0) if n.numbers(0) is not None else (None,)
-    return _one_by_one("choice", (flags, n.elements(1), n.elements(2)))
-
-
 def _filled_numbers(n: NodeSizes) -> Sizes:
     counts, value = n.known(0), n.attribute("value")
     number = (0,) if value is None else integers(value.t)
@@ -360,13 +338,15 @@ def _repeated_numbers(n: NodeSizes) -> Sizes:
 
 
 NUMBERS: dict[str, NumberRule] = {
-    "Shape": _shape_numbers,
+    "Shape": lambda n: n.axes(0)[n.number("start", 0) : n.number("end", len(n.axes(0)))],
     "Size": lambda n: (Computed("product", n.axes(0)),),
     "Expand": _repeated_numbers,
     "Concat": _concat_numbers,
     "Gather": lambda n: _picked(n, {n.axis(0, len(n.axes(0))): n.known(1) or ()}),
     "Slice": _slice_numbers,
-    "Where": _chosen_numbers,
+    "Where": lambda n: _one_by_one(
+        "choice", (n.elements(0) if n.numbers(0) is not None else (None,), n.elements(1), n.elements(2))
+    ),
     "Add": _combined("sum"),
     "Sub": _combined("difference"),
     "Mul": _combined("product"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 
 MARK = "kvdoctor-report.json"
@@ -21,6 +22,7 @@ REPRO_MARK = "reproducer.json"
 
 LOOP_MARK = "kvdoctor-loop.json"
 """The same for a decode loop."""
+MOST_BYTES = 256 << 20
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -152,7 +154,7 @@ def _is_ours(out: Path) -> bool:
         if (out / LOOP_MARK).is_file():
             written = json.loads((out / LOOP_MARK).read_text(encoding="utf-8"))
             return bool(written["schema"].startswith("kvdoctor/loop/") and written["sha256"])
-        report = json.loads((out / MARK).read_text(encoding="utf-8"))
+        report = json.loads(read_side_file(out / MARK, MOST_BYTES))
         return bool(report["command"] in ("re-export", "convert") and report["repair"]["out"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -185,7 +187,7 @@ def _foreign(out: Path) -> str | None:
     if (out / LOOP_MARK).is_file():
         return _foreign_in_loop(out)
     try:
-        contents = set(json.loads((out / MARK).read_text(encoding="utf-8"))["repair"]["contents"])
+        contents = set(json.loads(read_side_file(out / MARK, MOST_BYTES))["repair"]["contents"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     there = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir() or path.is_symlink())
@@ -206,17 +208,12 @@ def _sweep(out: Path) -> None:
     """Tidy up what a killed run left next to OUT: remove unfinished folders, put back a folder that it had moved."""
     for kind in ("old", "partial"):
         for left in out.parent.glob(f".{glob.escape(out.name)}.kvdoctor-*.{kind}"):
+            import psutil  # hardly any run finds one
+
             owner = left.name.split("-")[-1].partition(".")[0]
-            if not owner.isdigit() or process_lives(int(owner)):
+            if not owner.isdigit() or psutil.pid_exists(int(owner)):
                 continue
             if kind == "old" and not os.path.lexists(out) and _is_ours(left):
                 left.rename(out)
             else:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def process_lives(pid: int) -> bool:
-    """Whether there is a process of that number."""
-    import psutil
-
-    return bool(psutil.pid_exists(pid))

@@ -133,7 +133,7 @@ MODEL_FIELDS: Final = dict.fromkeys((1, 5), VARINT) | dict.fromkeys((2, 3, 4, 6,
 
 _NESTED_TAGS = {name: {number << 3 | LEN: kind for number, kind in fields.items()} for name, fields in NESTED.items()}
 # Of these fields the bytes in the file are those of external data: float_data, raw_data, double_data.
-_PLAIN_TAGS: Final = frozenset(number << 3 | LEN for number in (4, 9, 10))
+PLAIN_TAGS: Final = frozenset(number << 3 | LEN for number in (4, 9, 10))
 _PAYLOAD_TAGS: Final = frozenset(number << 3 | wire for number, one in PAYLOAD.items() for wire in (one, LEN))
 _DATA_TYPE_TAG: Final = 2 << 3 | VARINT
 _DOC_STRING_TAG: Final = 12 << 3 | LEN
@@ -299,7 +299,7 @@ class _Walk:
                 # Values that are not packed are one field each; neighbors become one span.
                 first = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((first, stop))
-        movable = self.wanted.location is None or (len(fields) == 1 and fields[0][0] in _PLAIN_TAGS)
+        movable = self.wanted.location is None or (len(fields) == 1 and fields[0][0] in PLAIN_TAGS)
         if sum(stop - first for first, stop in spans) <= limit or not movable:
             self._keep(start, end)
             return

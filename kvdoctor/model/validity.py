@@ -12,16 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from kvdoctor.model import traverse
 from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto
-from kvdoctor.model.traverse import (
-    STANDARD,
-    are_equal_constants,
-    bodies_of,
-    describe_node,
-    own_names,
-    stable_order,
-    values_read,
-)
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
@@ -104,7 +96,7 @@ def find_violations(view: GraphView) -> tuple[str, ...]:
 
 def _standard_opset(imports: Iterable[Any]) -> int | None:
     """The version of the standard operators; None where none is imported, for which ONNX Runtime takes its newest."""
-    return next((int(entry.version) for entry in imports if entry.domain in STANDARD), None)
+    return next((int(entry.version) for entry in imports if entry.domain in traverse.STANDARD), None)
 
 
 class _Rules:
@@ -115,7 +107,7 @@ class _Rules:
 
     def judge_graph(self, graph: GraphProto, path: str, outer: Names) -> Iterator[str]:
         """The violations of a graph and of the subgraphs in it; `outer` are the values of the graphs around it."""
-        visible = outer | own_names(graph)
+        visible = outer | traverse.own_names(graph)
         given = [value.name for value in graph.input]
         yield from _made_twice(graph.node, given, path)
         yield from self._judge_nodes(graph.node, path, visible)
@@ -135,22 +127,24 @@ class _Rules:
 
     def _judge_nodes(self, nodes: Iterable[NodeProto], path: str, visible: Names) -> Iterator[str]:
         listed = list(nodes)
-        _, cyclic = stable_order([values_read(node) for node in listed], [node.output for node in listed])
+        _, cyclic = traverse.stable_order(
+            [traverse.values_read(node) for node in listed], [node.output for node in listed]
+        )
         if cyclic:
-            yield f"{path}: {describe_node(listed[cyclic[0]])} needs a value that depends on its own output"
+            yield f"{path}: {traverse.describe_node(listed[cyclic[0]])} needs a value that depends on its own output"
         for node in listed:
-            place = f"{path}: {describe_node(node)}"
+            place = f"{path}: {traverse.describe_node(node)}"
             for name in dict.fromkeys(node.input):
                 if name and name not in visible:
                     yield f"{place} reads {name!r}, which nothing computes"
             yield from (f"{place} {problem}" for problem in self._judge_operator(node))
             for attribute in node.attribute:
-                for body in bodies_of(attribute):
-                    inner = f"{describe_node(node)}, {attribute.name}"
+                for body in traverse.bodies_of(attribute):
+                    inner = f"{traverse.describe_node(node)}, {attribute.name}"
                     yield from self.judge_graph(body, inner, visible)
 
     def _judge_operator(self, node: NodeProto) -> Iterator[str]:
-        if node.domain not in STANDARD or (node.domain, node.op_type) in self.local:
+        if node.domain not in traverse.STANDARD or (node.domain, node.op_type) in self.local:
             return
         if self.opset is None or self.opset > newest_opset():
             return
@@ -203,8 +197,8 @@ def _made_twice(nodes: Iterable[NodeProto], given: Iterable[str], path: str) -> 
     made: dict[str, NodeProto] = {}
     for node in nodes:
         for name in filter(None, node.output):
-            if name in inputs or (name in made and not are_equal_constants(made[name], node)):
-                other = "is an input" if name in inputs else f"{describe_node(made[name])} computes"
+            if name in inputs or (name in made and not traverse.are_equal_constants(made[name], node)):
+                other = "is an input" if name in inputs else f"{traverse.describe_node(made[name])} computes"
                 too = "" if name in inputs else " too"
-                yield f"{path}: {describe_node(node)} computes {name!r}, which {other}{too}"
+                yield f"{path}: {traverse.describe_node(node)} computes {name!r}, which {other}{too}"
             made[name] = node

@@ -8,14 +8,7 @@ from math import prod
 
 from kvdoctor.contract import Dim
 from kvdoctor.model.operators import has, operators_with
-from kvdoctor.model.proto import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    TensorShapeProto,
-    ValueInfoProto,
-)
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
 from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, input_of, nodes_in, normalize_domain
 from kvdoctor.records import record
 
@@ -211,8 +204,11 @@ class GraphView:
     def emptied(self, output: str) -> tuple[int, ...] | None:
         """The shape of the constant without elements that an output returns when the cache is used, or None."""
         scope, name = self.behind(output)
-        tensor = scope.constant(name)
-        shape = tuple(tensor.dims) if tensor is not None else _filled_shape(scope, name)
+        tensor, node = scope.constant(name), scope.producers.get(scope.through(name))
+        shape = tuple(tensor.dims) if tensor is not None else None
+        if tensor is None and node is not None and has(node.op_type, "fill") and node.input:
+            sizes = scope.constant(node.input[0])
+            shape = integers(sizes) if sizes is not None and sizes.data_type == TensorProto.INT64 else None
         return shape if shape is not None and 0 in shape else None
 
     def _condition(self, name: str) -> tuple[str, bool]:
@@ -237,15 +233,6 @@ def integers(tensor: TensorProto) -> tuple[int, ...] | None:
         count = len(tensor.raw_data) // width
         return struct.unpack(f"<{count}{'q' if wide else 'i'}", tensor.raw_data[: count * width])
     return tuple(tensor.int64_data if wide else tensor.int32_data)
-
-
-def _filled_shape(scope: Scope, name: str) -> tuple[int, ...] | None:
-    """The shape that a ConstantOfShape makes from a constant."""
-    node = scope.producers.get(scope.through(name))
-    if node is None or not has(node.op_type, "fill") or not node.input:
-        return None
-    sizes = scope.constant(node.input[0])
-    return integers(sizes) if sizes is not None and sizes.data_type == TensorProto.INT64 else None
 
 
 def declared(value: ValueInfoProto) -> Declared:

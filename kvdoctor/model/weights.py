@@ -14,7 +14,7 @@ from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import examine, read_reference
 from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.skeleton import SMALL_PAYLOAD, FileWindow, WireError, payload_left_out, read_skeleton
+from kvdoctor.model.skeleton import PLAIN_TAGS, SMALL_PAYLOAD, FileWindow, WireError, payload_left_out, read_skeleton
 from kvdoctor.model.traverse import constant_tensor
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
@@ -37,8 +37,7 @@ PASSING = operators_with("copy", "permute", "cast", "view")
 MOST_PASSED = 4
 
 GRAPH, INITIALIZER, NAME = 7 << 3 | 2, 5 << 3 | 2, 8 << 3 | 2
-PAYLOADS = (4 << 3 | 2, 9 << 3 | 2, 10 << 3 | 2)
-"""Tags of a model's graph, its initializers, and of the name and the values of a tensor that are stored as bytes."""
+"""Tags of a model's graph, its initializers, and of the name of a tensor."""
 
 
 @record(slots=False)
@@ -142,7 +141,7 @@ def list_weights(path: Path) -> list[Weight]:
                 readers.setdefault(str(name), []).append(_Reader(node, order, index))
     located = (_locate(name, tensor, places) for name, tensor in list_tensors(view))
     weights = [weight for weight in located if weight is not None and weight.size > _least(weight)]
-    return [_with_reader(weight, readers) for weight in weights]
+    return [_with_reader(weight, list(_follow(weight.name, readers, MOST_PASSED))) for weight in weights]
 
 
 def find_weights(path: Path, names: Collection[str]) -> dict[str, Weight]:
@@ -171,7 +170,7 @@ def find_payloads(path: Path) -> dict[str, tuple[int, int]]:
                 large = tag == INITIALIZER and end - start > SMALL_PAYLOAD
                 parts = {one[0]: one[2:] for one in window.fields(start, end)} if large else {}
                 name = window.read(*parts[NAME]).decode("utf-8", "replace") if NAME in parts else ""
-                payload = next((parts[one] for one in PAYLOADS if one in parts), None)
+                payload = next((parts[one] for one in parts if one in PLAIN_TAGS), None)
                 if payload is not None:
                     found[name] = payload[0], payload[1] - payload[0]
     except (OSError, WireError, UnreadableError):
@@ -209,16 +208,14 @@ class _Reader:
     input: int
 
 
-def _with_reader(weight: Weight, readers: dict[str, list[_Reader]]) -> Weight:
+def _with_reader(weight: Weight, readers: "list[_Reader]") -> Weight:
     """The weight with a node that computes with it, after those that only pass it on; a tied one has several."""
-    found = list(_follow(weight.name, readers, MOST_PASSED))
-    named = [_read_by(weight, one) for one in found]
+    named = [
+        replace(weight, reader=str(one.node.name or one.node.op_type), op=op, order=one.order, input=one.input)
+        for one in readers
+        if (op := str(one.node.op_type))
+    ]
     return next((one for one in named if one.is_multiplied), next(iter(named), weight))
-
-
-def _read_by(weight: Weight, one: _Reader) -> Weight:
-    op = str(one.node.op_type)
-    return replace(weight, reader=str(one.node.name or op), op=op, order=one.order, input=one.input)
 
 
 def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterator[_Reader]":

@@ -13,13 +13,11 @@ from typing import BinaryIO
 from kvdoctor.errors import UsageError
 from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import ModelProto, TensorProto
-from kvdoctor.model.skeleton import LEN, MAX_FILE, NESTED, FileWindow, encode_varint
+from kvdoctor.model.skeleton import LEN, MAX_FILE, NESTED, PLAIN_TAGS, FileWindow, encode_varint
 from kvdoctor.records import record
 
 PORTION = 1 << 20
 RAW_DATA = 9
-PLAIN = {4 << 3 | LEN, RAW_DATA << 3 | LEN, 10 << 3 | LEN}
-"""Tags of float_data, raw_data and double_data, whose bytes are the values."""
 
 
 @record
@@ -75,7 +73,7 @@ class _Writing:
         """The field that the payload had in the source: values may lie in float_data or in raw_data."""
         at = span.start - len(encode_varint(span.length)) - 1
         tag = self.weights.read(at, at + 1)[0] if at >= 0 else 0
-        return tag if tag in PLAIN else RAW_DATA << 3 | LEN
+        return tag if tag in PLAIN_TAGS else RAW_DATA << 3 | LEN
 
 
 def write_model(model: ModelProto, source: Path, target: Path) -> None:

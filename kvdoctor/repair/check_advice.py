@@ -5,6 +5,7 @@ memory: if none of them would change the graph, the advice becomes another expor
 the fault, it becomes a repair. A repair that cannot be tried here (an inspection has no runtime) stays advised.
 """
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 REPEATABLE = ("optimum", "onnxruntime-genai")
 """Producers of exports from a checkpoint. A file of transformers names PyTorch, and has a config.json with it."""
 
+MOST_SECONDS = 60.0
+"""Processor time for the trials of one stack; what is left then stays advised as it is."""
+
 Answer = Literal["changes", "declines", "not tried"]
 
 
@@ -31,29 +35,27 @@ def check_advice(
     """The findings of a stack, with advice that names a repair only if it would not decline."""
     copy = WorkingCopy(context.folder)
     trial = RepairContext(context.stack, context.contract, findings, context.runs, copy, runtime, options)
-    advised = tuple(_check_finding(finding, trial) for finding in trial.findings)
-    if not any(map(_cannot_be_repaired, advised)):
+    end = time.process_time() + MOST_SECONDS
+    advised = tuple(_check_finding(one, trial) if time.process_time() < end else one for one in trial.findings)
+    errors = [finding for finding in advised if finding.severity == "error"]
+    loops = (f for f in errors if f.code.startswith(("KV2", "KV3")) and f.use is None)
+    if not any(finding.repair.kind == "re-export" for finding in loops):
         return advised
-    return tuple(
-        _advise_export(f, context.folder) if f.repair.kind == "graph" and f.severity == "error" else f for f in advised
-    )
-
-
-def _cannot_be_repaired(finding: Finding) -> bool:
-    """Whether a loop stays wrong after all repairs of the graph: then no copy can be proved."""
-    loop = finding.code.startswith(("KV2", "KV3")) and finding.use is None
-    return loop and finding.severity == "error" and finding.repair.kind == "re-export"
+    # A loop stays wrong after all repairs of the graph: then no copy can be proved.
+    return tuple(_advise_export(f, context.folder) if f in errors and f.repair.kind == "graph" else f for f in advised)
 
 
 def _check_finding(finding: Finding, trial: RepairContext) -> Finding:
     if finding.severity == "note":
         return finding
-    leading = load_for_check(finding.name)
+    leading, folder = load_for_check(finding.name), trial.copy.folder
     if finding.repair.kind == "graph" and leading:
         declined = all(_try_repair(repair, trial) == "declines" for repair in leading)
-        return _advise_export(finding, trial.copy.folder) if declined else finding
-    file = any(repair.stage == "file" and _try_repair(repair, trial) == "changes" for repair in leading)
-    return _advise_repair(finding, trial) if file else finding
+        return _advise_export(finding, folder) if declined else finding
+    if not any(repair.stage == "file" and _try_repair(repair, trial) == "changes" for repair in leading):
+        return finding
+    command = f"kvdoctor re-export {as_argument(folder.shown)} -o {folder.out}"
+    return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
 
 
 def _try_repair(repair: Repair, trial: RepairContext) -> Answer:
@@ -69,12 +71,6 @@ def _try_repair(repair: Repair, trial: RepairContext) -> Answer:
         return "not tried"
     finally:
         trial.copy.restore(saved)
-
-
-def _advise_repair(finding: Finding, trial: RepairContext) -> Finding:
-    folder = trial.copy.folder
-    command = f"kvdoctor re-export {as_argument(folder.shown)} -o {folder.out}"
-    return replace(finding, repair=Advice("graph", f"or {finding.repair.text}", command))
 
 
 def _advise_export(finding: Finding, folder: ModelFolder) -> Finding:

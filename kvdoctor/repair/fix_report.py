@@ -1,6 +1,7 @@
 """The fix report: the changes, the proof, the cost, and the findings that remain."""
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,12 +15,11 @@ from kvdoctor.model.files import sha256
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import bodies_of
-from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope, declared
-from kvdoctor.records import record
+from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.repair.check_advice import advise_export
 from kvdoctor.repair.repairs.registry import find_repair, load
 from kvdoctor.repair.session import Conversion, Outcome, RepairedFiles, RepairSession
-from kvdoctor.repair.workspace import CannotConvert, source_of
+from kvdoctor.repair.workspace import CannotConvert, describe_type, source_of
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, NotRepaired, RepairRecord, RepairSide
 
@@ -27,19 +27,18 @@ from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, 
 def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Report:
     """The report of a repair; `out` is None if nothing is written, and then the verdict is that on the original."""
     before = outcome.before.report
-    after = replace(
-        outcome.after.report, findings=_update_advice(outcome.after.report, before.model.path, session.folder, out)
-    )
-    advice = dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)
+    findings = _update_advice(outcome.after.report, before.model.path, session.folder, out)
+    after = replace(outcome.after.report, findings=findings)
+    undo = (f"The original at {before.model.path} was only read.", f"To undo, delete the folder {out}")
     record = replace(
         _make_record(outcome),
         out=out,
-        after=RepairSide(after.verdict, after.findings),
-        advice=tuple(advice),
+        after=_side(after),
+        advice=tuple(dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)),
         not_repaired=_explain_remaining(after, outcome.not_repaired),
         diff=tuple(_list_diffs(session, outcome)),
         files=tuple(_list_files(session, outcome)),
-        undo=_describe_undo(before.model.path, out),
+        undo=undo if out is not None else (),
     )
     measured = {"before": before.measured, "after": after.measured, "cost": _measure_cost(session, outcome)}
     notes = list(after.notes)
@@ -85,11 +84,13 @@ def report_nothing_done(before: Report, tried: RepairedFiles, fix: tuple[str, ..
         text = f"none of the repairs asked for applies to the findings ({calls}): no copy was written"
     elif before.verdict == "unhealthy" or left:
         text = "no repair of the graph is known for the findings: no copy was written"
-    record = RepairRecord(
-        before.model.path, None, (), RepairSide(before.verdict, before.findings), None, (), not_repaired=left
-    )
     findings = before.findings if fix else _update_advice(before, before.model.path, tried.copy.folder)
-    return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, text))
+    return replace(_report_unwritten(before, text, left), findings=findings)
+
+
+def _report_unwritten(before: Report, note: str, left: tuple[NotRepaired, ...] = ()) -> Report:
+    record = RepairRecord(before.model.path, None, (), _side(before), None, (), not_repaired=left)
+    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
 
 
 def report_refused(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
@@ -98,10 +99,7 @@ def report_refused(before: Report, tried: RepairedFiles, refusal: CannotConvert)
         report = report_nothing_done(before, tried, ())
         return replace(report, notes=(*report.notes, str(refusal)))
     repairs = ", ".join(dict.fromkeys(one.repair.name for one in tried.applied))
-    note = f"no copy was written: {repairs} repairs the model, but then {refusal}"
-    side = RepairSide(before.verdict, before.findings)
-    record = RepairRecord(before.model.path, None, (), side, None, ())
-    return replace(before, command="re-export", repair=record, notes=(*before.notes, note))
+    return _report_unwritten(before, f"no copy was written: {repairs} repairs the model, but then {refusal}")
 
 
 def report_unproved(
@@ -129,53 +127,44 @@ def report_unproved(
 
 
 def _make_record(outcome: Outcome) -> RepairRecord:
-    before = outcome.before.report
+    before, applied = outcome.before.report, [(one, one.repair) for one in outcome.applied]
     return RepairRecord(
         source=before.model.path,
         out=None,
         changes=tuple(change for one in outcome.applied for change in one.changes),
-        before=RepairSide(before.verdict, before.findings),
+        before=_side(before),
         after=None,
         proof=outcome.proof,
-        repairs=tuple(
-            AppliedRepair(one.stack, one.repair.name, one.because, one.repair.keeps, one.repair.summary)
-            for one in outcome.applied
-        ),
+        repairs=tuple(AppliedRepair(one.stack, by.name, one.because, by.keeps, by.summary) for one, by in applied),
         proved=outcome.holds,
-        loop=_list_loop_rules(outcome),
+        loop=tuple(dict.fromkeys(rule for _, by in applied if isinstance(by, Conversion) for rule in by.loop)),
         cache_costs=outcome.costs,
         bases=outcome.bases,
     )
 
 
-def _list_loop_rules(outcome: Outcome) -> tuple[str, ...]:
-    """What a loop must do after the conversions of the copy."""
-    made = (one.repair for one in outcome.applied)
-    return tuple(dict.fromkeys(line for one in made if isinstance(one, Conversion) for line in one.loop))
-
-
-def _explain_others(report: Report, known: set[str], tried: Mapping[str, str]) -> Iterator[NotRepaired]:
-    """Why warnings and errors beyond those `known` remain, with the advice of their checks."""
-    for finding in report.findings:
-        if finding.severity != "note" and finding.name not in known:
-            known.add(finding.name)
-            if finding.name in tried:
-                reason = "the repair was tried, but the copy was not proved and is not kept"
-                yield NotRepaired(finding.stack, finding.name, tried[finding.name], reason)
-                continue
-            idle = [repair.name for repair in load() if finding.name in repair.checks]
-            reason = "the graph holds nothing that this repair changes" if idle else "no repair of the graph is known"
-            instead = f"{finding.repair.text}" + (f": {finding.repair.command}" if finding.repair.command else "")
-            yield NotRepaired(finding.stack, finding.name, ", ".join(idle), reason, instead)
+def _side(report: Report) -> RepairSide:
+    return RepairSide(report.verdict, report.findings)
 
 
 def _explain_remaining(
     report: Report, declined: Iterable[NotRepaired], tried: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[NotRepaired, ...]:
-    """Why each remaining finding was not repaired: the reasons of repairs that declined, and of those without one."""
-    found = {finding.name for finding in report.findings}
-    reasons = tuple(dict.fromkeys(entry for entry in declined if entry.finding in found))
-    return (*reasons, *_explain_others(report, {entry.finding for entry in reasons}, tried))
+    """Why each remaining finding was not repaired: why its repairs declined, else the advice of its check."""
+    names = {finding.name for finding in report.findings}
+    found = list(dict.fromkeys(entry for entry in declined if entry.finding in names))
+    for one in (finding for finding in report.findings if finding.severity != "note"):
+        if any(entry.finding == one.name for entry in found):
+            continue
+        if one.name in tried:
+            reason = "the repair was tried, but the copy was not proved and is not kept"
+            found.append(NotRepaired(one.stack, one.name, tried[one.name], reason))
+            continue
+        idle = [repair.name for repair in load() if one.name in repair.checks]
+        reason = "the graph holds nothing that this repair changes" if idle else "no repair of the graph is known"
+        instead = one.repair.text + (f": {one.repair.command}" if one.repair.command else "")
+        found.append(NotRepaired(one.stack, one.name, ", ".join(idle), reason, instead))
+    return tuple(found)
 
 
 def _list_diffs(session: RepairSession, outcome: Outcome) -> Iterator[FileDiff]:
@@ -183,7 +172,7 @@ def _list_diffs(session: RepairSession, outcome: Outcome) -> Iterator[FileDiff]:
     for name in sorted(outcome.changed_files):
         source = next((file.path for file in session.folder.files if file.name == name), None)
         if source is not None and (session.at / name).is_file():
-            yield compare_models(name, read_skeleton(source).model, read_skeleton(session.at / name).model)
+            yield _compare_models(name, read_skeleton(source).model, read_skeleton(session.at / name).model)
 
 
 def _list_files(session: RepairSession, outcome: Outcome) -> Iterator[ChangedFile]:
@@ -194,23 +183,14 @@ def _list_files(session: RepairSession, outcome: Outcome) -> Iterator[ChangedFil
             yield ChangedFile(name, sha256(source), sha256(made))
 
 
-def _describe_undo(source: str, out: str | None) -> tuple[str, ...]:
-    if out is None:
-        return ()
-    return (
-        f"The original at {source} was only read.",
-        f"To undo, delete the folder {out}",
-    )
-
-
 def _measure_cost(session: RepairSession, outcome: Outcome) -> dict[str, Any]:
     """Bytes on disk of the models and their data, and seconds per step if one was timed, before and after."""
     after = open_folder(session.shown, session.at)
-    before, now = outcome.before.report.measured, outcome.after.report.measured
-    seconds = {
-        stack: _pair_seconds(before.get(stack, {}), now.get(stack, {}))
-        for stack in dict.fromkeys(one.stack for one in outcome.applied)
-    }
+    seconds: dict[str, dict[str, list[float | None]]] = {}
+    for stack in dict.fromkeys(one.stack for one in outcome.applied):
+        sides = (outcome.before.report.measured, outcome.after.report.measured)
+        old, new = (measured.get(stack, {}).get("step_seconds", {}) for measured in sides)
+        seconds[stack] = {label: [old.get(label), new.get(label)] for label in dict.fromkeys([*old, *new])}
     return {"bytes_before": _count_bytes(session.folder), "bytes_after": _count_bytes(after), "step_seconds": seconds}
 
 
@@ -220,30 +200,16 @@ def _count_bytes(folder: ModelFolder) -> int:
     return sum((sizes | {data.path: data.bytes or 0 for file in folder.files for data in file.external}).values())
 
 
-def _pair_seconds(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[float | None]]:
-    """Seconds of each timed call of a stack, before and after."""
-    old, new = before.get("step_seconds", {}), after.get("step_seconds", {})
-    return {label: [old.get(label), new.get(label)] for label in dict.fromkeys([*old, *new])}
-
-
 MOST_LINES = 400
 MOST_VALUES = 8
 LARGEST_MATCHED = 4000
 """Nodes of a graph up to which lines are matched one by one; longer graphs are compared as sets."""
 
 
-@record
-class _Part:
-    """A part of a model that is compared by itself: its title, and one line for each entry."""
-
-    title: str
-    lines: tuple[str, ...]
-
-
-def compare_models(file: str, old: ModelProto, new: ModelProto) -> FileDiff:
+def _compare_models(file: str, old: ModelProto, new: ModelProto) -> FileDiff:
     """The lines that only one of two models has, under the title of their part."""
     lines: list[str] = []
-    was, now = ({part.title: part.lines for part in _list_parts(model)} for model in (old, new))
+    was, now = (dict(_list_parts(model)) for model in (old, new))
     for title in dict.fromkeys([*was, *now]):
         found = list(_list_changes(was.get(title, ()), now.get(title, ())))
         lines += [f"  {title}", *found] if found else []
@@ -263,22 +229,19 @@ def _list_changes(old: tuple[str, ...], new: tuple[str, ...]) -> Iterator[str]:
             yield f"{line[0]} {line[1:]}"
 
 
-def _list_parts(model: ModelProto) -> Iterator[_Part]:
-    opsets = tuple(f"opset {entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import)
-    yield _Part("model", (f"IR version {model.ir_version}", *opsets))
+def _list_parts(model: ModelProto) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The parts of a model that are compared by themselves: title, and one line for each entry."""
+    opsets = (f"opset {entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import)
+    yield "model", (f"IR version {model.ir_version}", *opsets)
     for scope in GraphView(model).scopes():
-        yield from _list_graph_parts(scope)
+        graph, path = scope.graph, scope.path
+        ports = {"inputs": graph.input, "outputs": graph.output, "declared inside": graph.value_info}
+        for title, values in ports.items():
+            yield f"{path}, {title}", tuple(f"{value.name} {describe_type(value)}" for value in values)
+        yield f"{path}, initializers", tuple(sorted(map(_describe_tensor, graph.initializer)))
+        yield f"{path}, nodes", tuple(map(_describe_node, graph.node))
     for function in model.functions:
-        yield _Part(f"function {function.name}", tuple(_describe_node(node) for node in function.node))
-
-
-def _list_graph_parts(scope: Scope) -> Iterator[_Part]:
-    graph, path = scope.graph, scope.path
-    for title, values in (("inputs", graph.input), ("outputs", graph.output), ("declared inside", graph.value_info)):
-        found = (declared(value) for value in values)
-        yield _Part(f"{path}, {title}", tuple(f"{d.name} {describe(d.dtype, d.shape)}" for d in found))
-    yield _Part(f"{path}, initializers", tuple(sorted(_describe_tensor(tensor) for tensor in graph.initializer)))
-    yield _Part(f"{path}, nodes", tuple(_describe_node(node) for node in graph.node))
+        yield f"function {function.name}", tuple(map(_describe_node, function.node))
 
 
 def _describe_node(node: NodeProto) -> str:
@@ -303,11 +266,8 @@ def _describe_attribute(attribute: AttributeProto) -> str:
 
 def _describe_tensor(tensor: TensorProto) -> str:
     dtype = ELEMENT_TYPES.get(tensor.data_type, "?")
-    size = 1
-    for dim in tensor.dims:
-        size *= dim
-    values = ""
-    if size <= MOST_VALUES and tensor.data_location != TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING:
+    values, inside = "", tensor.data_location != TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING
+    if inside and math.prod(tensor.dims) <= MOST_VALUES:
         from onnx import numpy_helper
 
         try:

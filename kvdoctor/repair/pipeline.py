@@ -19,11 +19,9 @@ from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import UsageError
-from kvdoctor.findings import Finding
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import copy_whole, refuse_unfit, whole_folder
 from kvdoctor.options import Options
-from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_unproved
 from kvdoctor.repair.proof import find_unhelpful, prove
@@ -37,12 +35,14 @@ from kvdoctor.repair.session import (
     RepairRequest,
     RepairSession,
     apply_repairs,
+    read_saved,
 )
 from kvdoctor.repair.workspace import copy_export, put_back, write_changed, write_reports
 from kvdoctor.report.document import Report, decide, worst_first
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import NotRepaired, Proof
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 MOST_ROUNDS = 3
 
@@ -60,10 +60,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
     refuse_unknown_repairs(how.fix)
     if request.out is not None and Path(path).exists():
         refuse_unfit(Path(request.out), Path(path), request.force)
-    with (
-        Runtime(options.limits) as runtime,
-        tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
-    ):
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder, choice = open_folder(path), RepairChoice(how.fix)
         first = apply_repairs(folder, before.report, choice, runtime, options)
@@ -89,18 +86,9 @@ def diagnose_original(path: str, options: Options, runtime: Runtime, logits: Pat
     return DiagnosisSide(step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice)), logits)
 
 
-@record(slots=False)
-class _Attempt:
-    """The outcome of all rounds, and the names of all files that differ from the original or did so before."""
-
-    outcome: Outcome
-    changed: frozenset[str]
-
-
 def repair_and_prove(session: RepairSession, first: RepairedFiles, choice: RepairChoice) -> Outcome:
     """Write the first repairs, go on in rounds, and prove; if that fails, once more without unhelpful repairs."""
-    attempt = _attempt(session, first, choice, frozenset())
-    outcome = attempt.outcome
+    outcome, changed = _attempt(session, first, choice, frozenset())
     idle = tuple(find_unhelpful(outcome.applied, session.before.report, outcome.after.report))
     useless = tuple((one.stack, one.repair.name) for one in idle)
     if outcome.holds or not idle or not {(a.stack, a.repair.name) for a in outcome.applied} - set(useless):
@@ -108,13 +96,14 @@ def repair_and_prove(session: RepairSession, first: RepairedFiles, choice: Repai
     put_back(session.folder, outcome.changed_files, session.at)
     choice = RepairChoice(choice.names, (*choice.left_out, *useless))
     fewer = apply_repairs(session.folder, session.before.report, choice, session.runtime, session.options)
-    outcome = _attempt(session, fewer, choice, attempt.changed).outcome
+    outcome, _ = _attempt(session, fewer, choice, changed)
     return replace(outcome, not_repaired=(*outcome.not_repaired, *map(_report_unhelpful, idle)))
 
 
 def _attempt(
     session: RepairSession, repaired: RepairedFiles, choice: RepairChoice, changed: frozenset[str]
-) -> _Attempt:
+) -> tuple[Outcome, frozenset[str]]:
+    """The outcome of all rounds, and the names of all files that differ from the original or did so before."""
     applied, not_repaired = list(repaired.applied), list(repaired.not_repaired)
     changed |= _write(session, repaired)
     after = rediagnose(session, changed)
@@ -128,10 +117,14 @@ def _attempt(
         not_repaired += repaired.not_repaired
         changed |= _write(session, repaired)
         after = rediagnose(session, changed)
-    other = [stack for stack in {one.stack for one in applied} if opened_at_other_level(stack, session.before, after)]
-    instead = {stack: prove_unoptimized(session, stack, after) for stack in other}
+    instead = {}
+    for stack in {one.stack for one in applied}:
+        sides = (session.before.report, after.report)
+        was, now = ({run.level for run in side.runs if run.stack == stack and run.steps} for side in sides)
+        if was and was != now:  # the runtime loads the original at a lower level of graph optimization
+            instead[stack] = prove_unoptimized(session, stack, after)
     proof = tuple(prove(applied, session.before, after, instead))
-    return _Attempt(Outcome(session.before, after, tuple(applied), tuple(not_repaired), proof), changed)
+    return Outcome(session.before, after, tuple(applied), tuple(not_repaired), proof), changed
 
 
 def _write(session: RepairSession, repaired: RepairedFiles) -> frozenset[str]:
@@ -186,12 +179,8 @@ def _find_touched(folder: ModelFolder, before: Report, changed: Collection[str])
     """The stacks to run again: those with a changed file, new ones, and all if a config changed."""
     known = {stack.name: set(stack.files) for stack in before.stacks}
     every = not {Path(name).name for name in changed}.isdisjoint(SIDE_CARS)
-    names = set()
-    for stack in folder.stacks:
-        files = {file.name for file in stack.files.values()}
-        if every or known.get(stack.name) != files or not files.isdisjoint(changed):
-            names.add(stack.name)
-    return frozenset(names)
+    now = {stack.name: {file.name for file in stack.files.values()} for stack in folder.stacks}
+    return frozenset(n for n, files in now.items() if every or known.get(n) != files or not files.isdisjoint(changed))
 
 
 def _merge_reports(before: Report, after: Report, touched: frozenset[str], options: Options) -> Report:
@@ -201,10 +190,10 @@ def _merge_reports(before: Report, after: Report, touched: frozenset[str], optio
     names = {stack.name for stack in kept}
     order = {stack.name: index for index, stack in enumerate(before.stacks)}
     stacks = sorted((*kept, *after.stacks), key=lambda stack: order.get(stack.name, len(order)))
-    found = [_add_known_location(finding, before) for finding in after.findings]
-    findings = with_distinct_fingerprints(
-        worst_first([*found, *(one for one in before.findings if one.stack in names)])
-    )
+    located = {finding.fingerprint: finding.evidence for finding in before.findings}
+    found = [f if f.evidence else replace(f, evidence=located.get(f.fingerprint, ())) for f in after.findings]
+    found += [one for one in before.findings if one.stack in names]
+    findings = with_distinct_fingerprints(worst_first(found))
     not_checked = (*after.not_checked, *(entry for entry in before.not_checked if entry.stack in names))
     absent = (*after.absent, *(entry for entry in before.absent if entry.stack in names))
     runs = [*(run for run in before.runs if run.stack in names), *after.runs]
@@ -224,28 +213,11 @@ def _merge_reports(before: Report, after: Report, touched: frozenset[str], optio
 def _merge_target(after: TargetFacts, before: Collection[TargetFacts], kept: Collection[str]) -> TargetFacts:
     """The results under a target: new ones of the stacks that were run again, earlier ones of the others."""
     old = next((target for target in before if target.asked == after.asked), after)
-
-    def merge(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-        return {**{name: fact for name, fact in then.items() if name in kept}, **now}
-
-    return replace(
-        after,
-        refused=merge(old.refused, after.refused),
-        other_logits=merge(old.other_logits, after.other_logits),
-        not_run=merge(old.not_run, after.not_run),
-    )
-
-
-def _add_known_location(finding: Finding, before: Report) -> Finding:
-    """A finding that was there before, with the evidence of its location from then."""
-    known = next((other for other in before.findings if other.fingerprint == finding.fingerprint), None)
-    return replace(finding, evidence=known.evidence) if known is not None and not finding.evidence else finding
-
-
-def opened_at_other_level(stack: str, before: DiagnosisSide, after: DiagnosisSide) -> bool:
-    """Whether the runtime loads the original at a lower level of graph optimization than the copy."""
-    levels = [{run.level for run in side.report.runs if run.stack == stack and run.steps} for side in (before, after)]
-    return bool(levels[0]) and levels[0] != levels[1]
+    merged: dict[str, Any] = {}
+    for name in ("refused", "other_logits", "not_run"):
+        then = {stack: fact for stack, fact in getattr(old, name).items() if stack in kept}
+        merged[name] = {**then, **getattr(after, name)}
+    return replace(after, **merged)
 
 
 def prove_unoptimized(session: RepairSession, stack: str, after: DiagnosisSide) -> Proof:
@@ -256,10 +228,7 @@ def prove_unoptimized(session: RepairSession, stack: str, after: DiagnosisSide) 
     """
     claim = "without graph optimization, logits equal to the original's, bit for bit"
     found = []
-    for name, folder, side in (
-        ("original", session.folder.root, session.before),
-        ("copy", session.at, after),
-    ):
+    for name, folder, side in (("original", session.folder.root, session.before), ("copy", session.at, after)):
         contract = side.contract(stack)
         if contract is None:
             return Proof(stack, claim, False, f"the cache contract of the {name} could not be read")
@@ -275,7 +244,4 @@ def _run_unoptimized(session: RepairSession, name: str, folder: Path, contract: 
     file.unlink(missing_ok=True)
     run = ExperimentJob(name, folder.absolute(), contract, (UNOPTIMIZED,), keep_logits=file, timed=False)
     session.runtime.examine(replace(run, seed=options.seed, provider=options.provider))
-    if not file.is_file():
-        return None
-    with np.load(file) as store:
-        return store[UNOPTIMIZED] if UNOPTIMIZED in store.files else None
+    return read_saved(file, UNOPTIMIZED)

@@ -11,7 +11,6 @@ from kvdoctor.findings import Finding
 from kvdoctor.repair.repairs.registry import Keeps
 from kvdoctor.repair.session import Applied, DiagnosisSide, concerns
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.repair_record import Proof
 from kvdoctor.report.wording import format_count
 
@@ -50,28 +49,24 @@ def _find_remaining(stack: str, before: Report, after: Report) -> set[str]:
     A note next to a graver finding of the same check does not count: it calls for no repair (one new token in a graph
     for decode steps).
     """
-    files = next((known.files for known in before.stacks if known.name == stack), ())
-    grave = {f.name for f in before.findings if concerns(f, stack, files) and f.severity != "note"}
-    return {
-        f.name for f in after.findings if concerns(f, stack, files) and (f.severity != "note" or f.name not in grave)
-    }
+    grave = {finding.name for finding in _find_of_stack(before, stack, before) if finding.severity != "note"}
+    return {f.name for f in _find_of_stack(after, stack, before) if f.severity != "note" or f.name not in grave}
+
+
+def _find_of_stack(report: Report, stack: str, named: Report) -> list[Finding]:
+    """The findings on a stack and its files, which another report may have named."""
+    files = next((known.files for known in named.stacks if known.name == stack), ())
+    return [finding for finding in report.findings if concerns(finding, stack, files)]
 
 
 def _prove_findings(stack: str, applied: list[Applied], before: DiagnosisSide, after: Report) -> Iterator[Proof]:
-    known, mine = _names_of_stack(before.report, stack), _names_of_stack(after, stack)
-    repaired = {name for one in applied for name in one.because}
-    for name in sorted(repaired):
+    known, mine = ({f.name for f in _find_of_stack(one, stack, one)} for one in (before.report, after))
+    for name in sorted({name for one in applied for name in one.because}):
         yield Proof(stack, f"{name} is gone", name not in _find_remaining(stack, before.report, after))
-    fresh = [
-        finding.name
-        for finding in after.findings
-        if finding.name in mine - known
-        and finding.severity != "note"
-        and finding.stack in (stack, None)
-        and not _shows_under_target_only(finding)
-        and _could_show_before(finding, stack, before)
-    ]
-    yield _prove_none_new(stack, fresh)
+    new = (f for f in after.findings if f.name in mine - known and f.severity != "note" and f.stack in (stack, None))
+    # A use under a target could not show while the target refused the file.
+    fresh = (f for f in new if f.severity != "warning" or f.name not in ("target-fails", "target-differs"))
+    yield _prove_none_new(stack, [f.name for f in fresh if _could_show_before(f, stack, before)])
 
 
 def prove_no_new_finding(stack: str, before: Report, after: Report, revealed: Iterable[str] = ()) -> Proof:
@@ -99,11 +94,6 @@ def _could_show_before(finding: Finding, stack: str, before: DiagnosisSide) -> b
     return run is not None and run.shows == "passed"
 
 
-def _names_of_stack(report: Report, stack: str) -> set[str]:
-    files = next((known.files for known in report.stacks if known.name == stack), ())
-    return {finding.name for finding in report.findings if concerns(finding, stack, files)}
-
-
 def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None = None) -> Iterator[Proof]:
     """The claims that the loops of a stack pass.
 
@@ -114,7 +104,13 @@ def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None =
         run = after.run(stack, experiment)
         if run is not None and run.outcome != "skipped":
             ran = True
-            if run.shows in UNDECIDED and before is not None and _repeats_held_loop(stack, experiment, before, after):
+            held = before.run(stack, HELD_LOOP) if before is not None and run.shows in UNDECIDED else None
+            if (
+                before is not None
+                and held is not None
+                and held.shows in UNDECIDED
+                and equal(before.read_logits(stack, HELD_LOOP), after.read_logits(stack, experiment))
+            ):
                 claim = f"{experiment} logits equal to those of the original's held loop, bit for bit"
                 yield Proof(stack, claim, True, f"whether these are right is undecided: {run.outcome}")
                 continue
@@ -130,13 +126,6 @@ def prove_loops(stack: str, after: DiagnosisSide, before: DiagnosisSide | None =
         yield Proof(stack, "plain-loop passes", False, "no loop could be run on the repaired model")
 
 
-def _repeats_held_loop(stack: str, experiment: str, before: DiagnosisSide, after: DiagnosisSide) -> bool:
-    """Whether a loop computes what the held loop of the original did, whose own result is undecided."""
-    original = before.run(stack, HELD_LOOP)
-    undecided = original is not None and original.shows in UNDECIDED
-    return undecided and equal(before.read_logits(stack, HELD_LOOP), after.read_logits(stack, experiment))
-
-
 def _prove_numbers(stack: str, applied: list[Applied], before: DiagnosisSide, after: DiagnosisSide) -> Iterator[Proof]:
     """The comparison with the numbers of the original, as strict as the least strict of the repairs."""
     keeps = min((one.repair.keeps for one in applied), key=STRICTEST.index)
@@ -145,20 +134,15 @@ def _prove_numbers(stack: str, applied: list[Applied], before: DiagnosisSide, af
         runs = [run for name in LOOPS if (run := after.run(stack, name))]
         held = any(step.difference for run in runs for step in run.steps)
         held = held or any(equal(before.read_logits(stack, name), after.read_logits(stack, name)) for name in LOOPS)
-        why = (
-            ""
-            if held
-            else "no call takes several tokens without a cache: lengths other than the traced ones are unproved"
-        )
-        yield Proof(stack, "the loop is compared with a reference run or with the original's own loop", held, why)
+        why = "no call takes several tokens without a cache: lengths other than the traced ones are unproved"
+        claim = "the loop is compared with a reference run or with the original's own loop"
+        yield Proof(stack, claim, held, "" if held else why)
         return
     if keeps == "bits":
         untouched = [name for name in LOOPS if _ended(before.run(stack, name), name)]
         for experiment in untouched:
-            claim = f"{experiment} logits equal to the original's, bit for bit"
-            yield Proof(
-                stack, claim, equal(before.read_logits(stack, experiment), after.read_logits(stack, experiment))
-            )
+            same = equal(before.read_logits(stack, experiment), after.read_logits(stack, experiment))
+            yield Proof(stack, f"{experiment} logits equal to the original's, bit for bit", same)
         if untouched:
             return
     for experiment in LOOPS if keeps != "own" else ():
@@ -203,27 +187,12 @@ def _prove_targets(stack: str, after: Report) -> Iterator[Proof]:
     """The claims that the loops that ran locally pass under every target that could be run."""
     for target in after.targets:
         for experiment in LOOPS if stack not in target.not_run else ():
-            local, *others = _find_runs(after, stack, experiment) or (None,)
-            run = next((run for run in others if run.target == target.runtime), None)
-            if local is not None and local.target == target.runtime:
-                run = local
-            if run is not None and local is not None and local.outcome != "skipped":
-                yield _prove_target_run(stack, experiment, run, target)
-
-
-def _shows_under_target_only(finding: Finding) -> bool:
-    """Whether a finding is about a use under a target: it could not show while the target refused the file."""
-    return finding.severity == "warning" and finding.name in ("target-fails", "target-differs")
-
-
-def _prove_target_run(stack: str, experiment: str, run: Run, target: TargetFacts) -> Proof:
-    differs = experiment in target.other_logits.get(stack, ())
-    detail = (
-        "the logits differ from the local ones" if differs else run.error or run.reason or f"{len(run.steps)} steps"
-    )
-    return Proof(stack, f"{experiment} passes under {target.asked}", run.shows == "passed" and not differs, detail)
-
-
-def _find_runs(report: Report, stack: str, experiment: str) -> list[Run]:
-    """The runs of an experiment, that of the local runtime first."""
-    return [run for run in report.runs if run.stack == stack and run.experiment == experiment]
+            # The run of the local runtime comes first.
+            runs = [run for run in after.runs if run.stack == stack and run.experiment == experiment]
+            run = next((run for run in runs if run.target == target.runtime), None)
+            if run is not None and runs[0].outcome != "skipped":
+                differs = experiment in target.other_logits.get(stack, ())
+                detail = run.error or run.reason or f"{len(run.steps)} steps"
+                detail = "the logits differ from the local ones" if differs else detail
+                holds = run.shows == "passed" and not differs
+                yield Proof(stack, f"{experiment} passes under {target.asked}", holds, detail)

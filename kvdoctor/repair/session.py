@@ -1,7 +1,7 @@
 """What a call of `re-export` asks for and passes on, and the repairs that a diagnosis calls for, applied to a copy."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,9 +76,12 @@ def apply_repairs(
 ) -> RepairedFiles:
     """Apply to each stack the repairs that its findings call for, in order; the folder itself stays as it is."""
     copy, applied, not_repaired = WorkingCopy(folder), list[Applied](), list[NotRepaired]()
-    calls = _select_findings(report.findings, choice)
+    repairable = {name for repair in load() for name in repair.checks}
+    worse = any(finding.severity != "note" and finding.name in repairable for finding in report.findings)
+    # A note calls for a repair only if repairs were named, or if no graver finding can be repaired.
+    notes = bool(choice.names) or (choice.notes and not worse)
     for context in _list_contexts(folder, report, copy, runtime, options):
-        names = {finding.name for finding in context.findings if calls(finding)}
+        names = {finding.name for finding in context.findings if notes or finding.severity != "note"}
         for repair in load():
             because = tuple(name for name in repair.checks if name in names)
             if not because or not choice.allows(context.stack.name, repair):
@@ -89,16 +92,6 @@ def apply_repairs(
             if reason is not None:
                 not_repaired += [replace(reason, finding=name) for name in because]
     return RepairedFiles(copy, tuple(applied), tuple(not_repaired))
-
-
-def _select_findings(findings: Collection[Finding], choice: RepairChoice) -> Callable[[Finding], bool]:
-    """The findings that call for repairs.
-
-    A note calls for one only if repairs were named, or if no graver finding can be repaired.
-    """
-    repairable = {name for repair in load() for name in repair.checks}
-    worse = any(finding.severity != "note" and finding.name in repairable for finding in findings)
-    return lambda finding: bool(choice.names) or (choice.notes and not worse) or finding.severity != "note"
 
 
 def _list_contexts(
@@ -120,20 +113,18 @@ def concerns(finding: Finding, stack: str, files: Collection[str]) -> bool:
 
 def _apply(repair: Repair, context: RepairContext) -> tuple[tuple[Change, ...], NotRepaired | None]:
     """Apply one repair; if it declines or crashes, the copy is restored."""
-    saved = context.copy.snapshot()
+    saved, changes, why = context.copy.snapshot(), tuple[Change, ...](), None
     try:
         changes = repair.apply(context)
     except CannotRepair as reason:
-        context.copy.restore(saved)
-        return (), NotRepaired(context.stack.name, "", repair.name, str(reason), reason.instead)
+        why = NotRepaired(context.stack.name, "", repair.name, str(reason), reason.instead)
     except Exception as error:  # one broken repair must not stop the others
-        context.copy.restore(saved)
         text = f"the repair crashed ({type(error).__name__}: {error}); please report it"
-        return (), NotRepaired(context.stack.name, "", repair.name, text)
+        why = NotRepaired(context.stack.name, "", repair.name, text)
     if not changes:
         context.copy.restore(saved)
     context.copy.changed |= {change.file for change in changes}
-    return changes, None
+    return changes, why
 
 
 @record
@@ -148,6 +139,16 @@ class RepairRequest:
     out: str | None
     force: bool = False
     how: ReExportChoices = field(default_factory=ReExportChoices)
+
+
+def read_saved(file: Path, experiment: str) -> "np.ndarray[Any, Any] | None":
+    """The logits of an experiment in a file that the worker left; None if there are none."""
+    import numpy as np
+
+    if not file.is_file():
+        return None
+    with np.load(file) as store:
+        return store[experiment] if experiment in store and store[experiment].size else None
 
 
 @record(slots=False)
@@ -169,13 +170,7 @@ class DiagnosisSide:
 
     def read_logits(self, stack: str, experiment: str) -> "np.ndarray[Any, Any] | None":
         """The logits of all steps of an experiment, concatenated; None if none were saved."""
-        import numpy as np
-
-        file = self.logits / f"{stack}.npz"
-        if not file.is_file():
-            return None
-        with np.load(file) as store:
-            return store[experiment] if experiment in store and store[experiment].size else None
+        return read_saved(self.logits / f"{stack}.npz", experiment)
 
     def first_step(self, stack: str, experiment: str) -> "np.ndarray[Any, Any] | None":
         """The logits of the first step of an experiment, float[batch, new, vocabulary]."""
@@ -188,7 +183,7 @@ class DiagnosisSide:
 
     def contract(self, stack: str) -> CacheContract | None:
         """The contract of a stack as this diagnosis read it."""
-        return next((known.contract for known in self.report.stacks if known.name == stack), None)
+        return self.contracts.get(stack)
 
     @property
     def contracts(self) -> dict[str, CacheContract | None]:

@@ -4,6 +4,7 @@ Models are read without their weights: a tensor whose values were left out point
 gets them back when the model is written (`model/write.py`). In OUT, files that did not change are copied.
 """
 
+import copy
 import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,28 +12,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdoctor._version import __version__
-from kvdoctor.analysis.model_folder import ModelFolder
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES, ModelFolder
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
-from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.contract import CacheContract, PhaseName, describe
 from kvdoctor.decode.runs import Run
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
+from kvdoctor.model.edit import keep_only
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import MARK, copy_whole, regular_files, write_whole
-from kvdoctor.model.proto import ModelProto, TensorProto
+from kvdoctor.model.proto import GraphProto, ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import explain_old_opset
-from kvdoctor.model.view import GraphView
+from kvdoctor.model.view import GraphView, declared
 from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
+from kvdoctor.report.repair_record import Change
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kvdoctor.runtime.client import Runtime
 
+__all__ = ("CannotRepair", "Change", "RepairContext")  # what every repair needs
 
 REPORTS = (MARK, "kvdoctor-report.md", "kvdoctor-report.html")
 PROVENANCE = "kvdoctor."
@@ -63,9 +68,8 @@ class NoRuntime(CannotRepair):
 
 def side_car_path(folder: ModelFolder, name: str) -> Path | None:
     """The path of the config of that name: next to the models, or next to the `onnx/` folder that holds them."""
-    root = folder.root
-    places = [root / name, *([root.parent / name] if root.name == "onnx" else [])]
-    return next((place for place in places if place.is_file()), None)
+    roots = (folder.root, folder.root.parent) if folder.root.name == "onnx" else (folder.root,)
+    return next((root / name for root in roots if (root / name).is_file()), None)
 
 
 def source_of(folder: ModelFolder, name: str) -> Path:
@@ -105,7 +109,7 @@ class WorkingCopy:
         if name not in self.side_cars:
             path = side_car_path(self.folder, name)
             try:
-                found = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+                found = None if path is None else json.loads(read_side_file(path, MOST_CONFIG_BYTES))
                 # Values that JSON does not allow (NaN, numbers too large) could not be written again.
                 json.dumps(found, allow_nan=False)
                 self.side_cars[name] = found
@@ -115,11 +119,7 @@ class WorkingCopy:
 
     def snapshot(self) -> "WorkingCopy":
         """A copy of the present state, to which a repair can be undone."""
-        models = {}
-        for name, model in self.models.items():
-            models[name] = ModelProto()
-            models[name].CopyFrom(model)
-        return WorkingCopy(self.folder, set(self.changed), models, json.loads(json.dumps(self.side_cars)))
+        return WorkingCopy(self.folder, set(self.changed), *copy.deepcopy((self.models, self.side_cars)))
 
     def restore(self, saved: "WorkingCopy") -> None:
         """Go back to a snapshot."""
@@ -151,22 +151,14 @@ class RepairContext:
 
     @property
     def drivable(self) -> CacheContract:
-        """The contract, for repairs that need one.
-
-        Raises:
-            CannotRepair: there is none.
-        """
+        """The contract, for repairs that need one. Raises CannotRepair: there is none."""
         if self.contract is None or not self.contract.slots:
             raise CannotRepair("the cache contract could not be read from the graph")
         return self.contract
 
     @property
     def running(self) -> "Runtime":
-        """The runtime, for repairs that run the graph.
-
-        Raises:
-            NoRuntime: nothing may be run.
-        """
+        """The runtime, for repairs that run the graph. Raises NoRuntime: nothing may be run."""
         if self.runtime is None:
             raise NoRuntime("the repair has to run the graph, and no runtime is available")
         return self.runtime
@@ -188,6 +180,10 @@ class RepairContext:
     def view(self, name: str) -> GraphView:
         """A read-only view of a model as it is now, valid until the next change."""
         return GraphView(self.copy.model(name))
+
+    def files_of(self, *checks: str) -> tuple[str, ...]:
+        """The files of the stack that findings of those checks name."""
+        return tuple(dict.fromkeys(one.file for one in self.found(*checks) if one.file in self.files))
 
     def graphs(self) -> Iterator[tuple[PhaseName, str]]:
         """The phases that decode and the file of each, the first step before the later ones."""
@@ -211,22 +207,29 @@ class RepairContext:
             raise CannotRepair(f"the values of {tensor.name!r} cannot be read ({type(error).__name__})") from None
 
     def require_opset(self, file: str, least: int, operator: str) -> None:
-        """End a repair of a file that is older than the operator that the repair inserts.
-
-        Raises:
-            CannotRepair: its opset is below `least`.
-        """
+        """End a repair that inserts an operator which the opset of a file does not have."""
         if (old := explain_old_opset(self.model(file), file, least, operator)) is not None:
             self.cannot(old)
 
     @staticmethod
     def cannot(reason: str, instead: str = "") -> NoReturn:
-        """End a repair whose requirements are not met, before it changes anything.
-
-        Raises:
-            CannotRepair: always.
-        """
+        """End a repair whose requirements are not met, before it changes anything. Raises CannotRepair: always."""
         raise CannotRepair(reason, instead)
+
+
+def find_declared(values: Iterable[ValueInfoProto], name: str | None) -> ValueInfoProto | None:
+    """The declaration of a value among those of a graph."""
+    return next((value for value in values if value.name == name), None)
+
+
+def describe_type(value: ValueInfoProto) -> str:
+    """The declared type of a value, as in `float[batch, 4, past, 8]`."""
+    return describe(declared(value).dtype, declared(value).shape)
+
+
+def forget_declaration(graph: GraphProto, name: str) -> None:
+    """Drop what a graph declares of a value inside it."""
+    keep_only(graph.value_info, lambda value: value.name != name)
 
 
 def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = ()) -> None:
@@ -240,22 +243,20 @@ def copy_export(folder: ModelFolder, target: Path, left_out: Collection[Path] = 
             copy_whole(above, target / name)
 
 
-def write_changed(copy: WorkingCopy, target: Path, repairs: dict[str, tuple[str, ...]]) -> None:
+def write_changed(made: WorkingCopy, target: Path, repairs: dict[str, tuple[str, ...]]) -> None:
     """Write the changed files over their copies; `repairs` are the names of the repairs that changed each file.
 
     Raises:
         UsageError: a changed graph is too large for a file.
         OSError: a file cannot be written.
     """
-    for name in sorted(copy.changed):
-        if name in copy.models:
-            source = copy.file(name).path
-            model = ModelProto()
-            model.CopyFrom(copy.models[name])
+    for name in sorted(made.changed):
+        if name in made.models:
+            source, model = made.file(name).path, copy.deepcopy(made.models[name])
             note_provenance(model, source.name, repairs.get(name, ()))
             write_model(model, source, target / name)
         else:
-            text = json.dumps(copy.side_cars[name], indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(made.side_cars[name], indent=2, ensure_ascii=False, allow_nan=False)
             (target / name).write_text(text + "\n", encoding="utf-8", newline="\n")
 
 
@@ -285,9 +286,7 @@ def note_provenance(model: ModelProto, source: str, repairs: Iterable[str]) -> N
     earlier = {entry.key: entry.value for entry in model.metadata_props}
     done = [*filter(None, earlier.get(f"{PROVENANCE}repairs", "").split(", ")), *repairs]
     facts = {"version": __version__, "source": source, "repairs": ", ".join(dict.fromkeys(done))}
-    kept = [entry for entry in model.metadata_props if not entry.key.startswith(PROVENANCE)]
-    del model.metadata_props[:]
-    model.metadata_props.extend(kept)
+    keep_only(model.metadata_props, lambda entry: not entry.key.startswith(PROVENANCE))
     for key, value in facts.items():
         model.metadata_props.add(key=PROVENANCE + key, value=value)
 

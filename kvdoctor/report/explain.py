@@ -25,12 +25,13 @@ def explain(text: str | None, list_repairs: ListRepairs) -> Explanation:
         return Explanation(_describe(all_checks(), list_repairs))
     wanted = text.strip()
     if not wanted:
-        raise UsageError(
-            "the text is empty: give a code, a name or a message; `kvdoctor explain` alone lists all checks"
-        )
+        what = "give a code, a name or a message; `kvdoctor explain` alone lists all checks"
+        raise UsageError(f"the text is empty: {what}")
     if exact := find_check(wanted):
         return Explanation(_describe((exact,), list_repairs))
-    checks, names = find_checks(wanted.lower()), _find_names(wanted.lower())
+    part = wanted.lower()
+    checks = [one for one in all_checks() if one.code.lower().startswith(part) or part in one.name]
+    names = _find_names(part)
     if checks or names:
         return Explanation(_describe(checks, list_repairs), names=names)
     found, issues = find_texts(wanted), issues_of_message(wanted)
@@ -41,18 +42,9 @@ def explain(text: str | None, list_repairs: ListRepairs) -> Explanation:
     return Explanation(messages=tuple(messages), issues=issues, closest=tuple(one.seen for one in found.closest))
 
 
-def find_checks(part: str) -> tuple[Check, ...]:
-    """The checks whose code begins with a text in lower case, or whose name contains it."""
-    return tuple(one for one in all_checks() if one.code.lower().startswith(part) or part in one.name)
-
-
 def _describe(checks: Iterable[Check], list_repairs: ListRepairs) -> tuple[ExplainedCheck, ...]:
-    return tuple(
-        ExplainedCheck(
-            one.code, one.name, one.summary, one.documentation, list_repairs(one.name), issues_of_check(one.name)
-        )
-        for one in checks
-    )
+    texts = ((one.code, one.name, one.summary, one.documentation) for one in checks)
+    return tuple(ExplainedCheck(*text, list_repairs(text[1]), issues_of_check(text[1])) for text in texts)
 
 
 def _find_names(wanted: str) -> tuple[ExplainedName, ...]:

@@ -8,6 +8,7 @@ Paths in annotations and SARIF are read from the root of the repository, whereve
 `GITHUB_WORKSPACE` (GitHub Docs, Variables reference).
 """
 
+import contextlib
 import os
 import posixpath
 import re
@@ -19,7 +20,7 @@ from kvdoctor.findings import Finding
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import printable, shortened
 from kvdoctor.report.markdown import render_summary
-from kvdoctor.report.wording.finding import format_headline, list_details
+from kvdoctor.report.wording.finding import write_lines
 
 KINDS = {"error": "error", "warning": "warning", "note": "notice"}
 MOST_OF_A_KIND = 10
@@ -50,28 +51,18 @@ def render_all(reports: list[Report]) -> str:
                 title, text = f"kvdoctor {entry.code}", f"not checked: {entry.reason}"
                 lines[kind].append(_line(kind, path_of(report), title, text))
     # Known findings are listed last: they must not displace new ones from the ten.
-    lines[KINDS["note"]] += [
-        _annotate(report, finding, KINDS["note"])
-        for report in reports
-        for finding in report.findings
-        if finding.known is not None
-    ]
-    return "".join(f"{line}\n" for kind, of_kind in lines.items() for line in _limit(kind, of_kind))
-
-
-def _limit(kind: str, lines: list[str]) -> list[str]:
-    if len(lines) <= MOST_OF_A_KIND:
-        return lines
-    more = len(lines) - MOST_OF_A_KIND + 1
-    words = f"{more} more of these; the log of the step lists all of them"
-    return [*lines[: MOST_OF_A_KIND - 1], f"::{kind} title=kvdoctor::{words}"]
+    known = [(report, finding) for report in reports for finding in report.findings if finding.known is not None]
+    lines[KINDS["note"]] += [_annotate(report, finding, KINDS["note"]) for report, finding in known]
+    for kind, of_kind in lines.items():
+        if (more := len(of_kind) - MOST_OF_A_KIND + 1) > 1:
+            words = f"{more} more of these; the log of the step lists all of them"
+            of_kind[MOST_OF_A_KIND - 1 :] = [f"::{kind} title=kvdoctor::{words}"]
+    return "".join(f"{line}\n" for of_kind in lines.values() for line in of_kind)
 
 
 def _annotate(report: Report, finding: Finding, kind: str) -> str:
     title = f"kvdoctor {finding.code} {finding.name}"
-    words = [format_headline(finding)]
-    words += [f"{label}: {text}" if label else text for label, text in list_details(finding)]
-    return _line(kind, path_of(report, finding), title, *words)
+    return _line(kind, path_of(report, finding), title, *write_lines(finding))
 
 
 def _line(kind: str, path: str, title: str, *words: str) -> str:
@@ -109,26 +100,21 @@ def path_of(report: Report, finding: Finding | None = None) -> str:
 
     On a runner of GitHub it starts at the root of the repository if the file lies in it.
     """
-    path = _as_written(report, finding)
-    root = os.environ.get(WORKSPACE)
-    if not root:
-        return path
-    try:
-        here = os.getcwd()  # noqa: PTH109 - a text like the others, not a path of this system
-    except OSError:
-        return path
-    # The working folder is given with links resolved, the root as it was configured.
-    return in_repository(path, here, root, os.path.realpath(root))
+    path = shortened(report.model.path.replace("\\", "/"), LONGEST_PATH)
+    if finding is not None and finding.file is not None:
+        is_file = any(posixpath.basename(path) == file.path for file in report.model.files)
+        folder = posixpath.dirname(path) if is_file else path
+        path = posixpath.normpath(posixpath.join(folder, shortened(finding.file, LONGEST_PATH)))
+    if root := os.environ.get(WORKSPACE):
+        with contextlib.suppress(OSError):
+            here = os.getcwd()  # noqa: PTH109 - a text like the others, not a path of this system
+            # The working folder is given with links resolved, the root as it was configured.
+            return in_repository(path, here, root, os.path.realpath(root))
+    return path
 
 
 def in_repository(path: str, here: str, *roots: str) -> str:
-    """The path relative to the first of the roots that it lies in; unchanged if it lies in none.
-
-    Args:
-        path: A file, relative to `here` or absolute.
-        here: The folder that relative paths start in, absolute.
-        roots: Names of the repository's folder, absolute.
-    """
+    """The path, absolute or relative to `here`, relative to the first of the roots that it lies in; else unchanged."""
     whole = _plain(posixpath.join(_plain(here), path.replace("\\", "/")) if not _absolute(path) else path)
     for root in map(_plain, roots):
         if _absolute(root) and (whole == root or whole.startswith(f"{root.rstrip('/')}/")):
@@ -142,15 +128,6 @@ def _plain(path: str) -> str:
 
 def _absolute(path: str) -> bool:
     return re.match(r"([A-Za-z]:)?[/\\]", path) is not None
-
-
-def _as_written(report: Report, finding: Finding | None) -> str:
-    model = shortened(report.model.path.replace("\\", "/"), LONGEST_PATH)
-    if finding is None or finding.file is None:
-        return model
-    is_file = any(posixpath.basename(model) == file.path for file in report.model.files)
-    folder = posixpath.dirname(model) if is_file else model
-    return posixpath.normpath(posixpath.join(folder, shortened(finding.file, LONGEST_PATH)))
 
 
 def uri(path: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.records import from_plain
 from kvdoctor.report.document import CONTRACT_SCHEMA, GATE_SCHEMA, SCHEMA, Report
@@ -91,9 +92,7 @@ def read_report(path: str, advice: str = ADVICE) -> Report:
         UsageError: it cannot be read, is not a report, or has another version of the schema.
     """
     try:
-        if Path(path).stat().st_size > MOST_BYTES:
-            raise UsageError(f"{path!r} is larger than {MOST_BYTES >> 20} MiB, the limit for a report")
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_side_file(Path(path), MOST_BYTES).decode("utf-8")
     except OSError as error:
         raise UsageError(f"{path!r} cannot be read: {error.strerror or error}; {advice}") from None
     except ValueError:

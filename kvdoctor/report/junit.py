@@ -48,9 +48,8 @@ def _suites(report: Report) -> Iterator[ET.Element]:
         cases = [*_experiments(report, stack), *_checks(report, stack), *_others(report, stack)]
         if cases:
             name = report.model.path if stack is None else f"{report.model.path} ({stack})"
-            counts = {key: sum(case.find(tag) is not None for case in cases) for key, tag in COUNTS.items()}
-            numbers = {"tests": str(len(cases)), **{key: str(count) for key, count in counts.items()}}
-            suite = ET.Element("testsuite", {"name": _text(name), **numbers})
+            numbers = {key: str(sum(case.find(tag) is not None for case in cases)) for key, tag in COUNTS.items()}
+            suite = ET.Element("testsuite", {"name": _text(name), "tests": str(len(cases)), **numbers})
             suite.extend(cases)
             yield suite
 
@@ -84,14 +83,13 @@ def _checks(report: Report, stack: str | None) -> Iterator[ET.Element]:
                 continue
             left = _why_not_run(report, stack, check)
         case = _case(report, stack, f"{check.code} {check.name}")
-        counted = [finding for finding in found if _counts(report, finding)]
+        counted = [finding for finding in found if counts(finding, report.fail_on)]
         for finding in counted:
             kind = "failure" if not check.incomplete else "skipped" if report.allowed(check.code) else "error"
             _add(case, kind, format_headline(finding), _evidence(finding), finding.severity)
         if not counted and left:
             _add_open(report, case, left)
-        below = [finding for finding in found if finding not in counted]
-        if below:
+        if below := [finding for finding in found if finding not in counted]:
             text = "\n".join(f"{_text(format_headline(f))}\n{_evidence(f)}" for f in below)
             ET.SubElement(case, "system-out").text = text
         yield case
@@ -122,10 +120,6 @@ def _others(report: Report, stack: str | None) -> Iterator[ET.Element]:
 def _add_open(report: Report, case: ET.Element, left: list[NotChecked]) -> None:
     is_error = any(entry.essential and report.allowed(entry.code) is None for entry in left)
     _add(case, "error" if is_error else "skipped", "; ".join(entry.reason for entry in left))
-
-
-def _counts(report: Report, finding: Finding) -> bool:
-    return counts(finding, report.fail_on)
 
 
 def _evidence(finding: Finding) -> str:

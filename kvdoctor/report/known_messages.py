@@ -7,7 +7,6 @@ ignored. The frequent entries are the page docs/faq.md (`python docs/make_faq.py
 named, one of its quotes occurs in what was observed, and the file has all of its operators.
 """
 
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from kvdoctor.findings import Finding, Issue
-from kvdoctor.records import record
+from kvdoctor.records import from_plain, record
 
 LINK = re.compile(r"\[([^\]]+)\]\((\w[\w-]*\.md)\)")
 NODES = re.compile(r"\S*[/\\]\S*[/\\:]\S*|(?<=name:)\S+|\{[^}]*\}|(?<=input:)past\S+")
@@ -83,34 +82,22 @@ def _read_table() -> dict[str, Any]:
 @cache
 def list_texts() -> tuple[KnownText, ...]:
     """All entries of the table."""
-    return tuple(
-        KnownText(
-            one["name"],
-            one["part"],
-            tuple(Cause(cause["question"], cause["then"]) for cause in one["causes"]),
-            tuple(one.get("texts", ())),
-            tuple(one.get("symptoms", ())),
-        )
-        for one in _read_table()["entries"]
-    )
+    return from_plain(tuple[KnownText, ...], _read_table()["entries"], newer=True)
 
 
 @cache
-def _rewrites() -> tuple[tuple[re.Pattern[str], str], ...]:
-    return tuple((re.compile(pattern), term) for pattern, term in _read_table()["rewrites"])
-
-
-@cache
-def _ignored() -> frozenset[str]:
-    return frozenset(_read_table()["ignored"].split())
+def _normal_forms() -> tuple[tuple[tuple[re.Pattern[str], str], ...], frozenset[str]]:
+    """What is rewritten to one term, and the terms that are ignored."""
+    rewrites = tuple((re.compile(pattern), term) for pattern, term in _read_table()["rewrites"])
+    return rewrites, frozenset(_read_table()["ignored"].split())
 
 
 def list_terms(text: str) -> frozenset[str]:
     """The terms of a text by which it is found: without numbers, names of nodes and endings, synonyms as one."""
-    text = NODES.sub(" ", text.lower())
-    for pattern, term in _rewrites():
+    text, (rewrites, ignored) = NODES.sub(" ", text.lower()), _normal_forms()
+    for pattern, term in rewrites:
         text = " ".join(pattern.sub(term, text).split())
-    names = (name for name in re.findall(r"[^\W\d_]+", text) if name not in _ignored() and len(name) > 1)
+    names = (name for name in re.findall(r"[^\W\d_]+", text) if name not in ignored and len(name) > 1)
     return frozenset(map(_stem, names))
 
 
@@ -129,9 +116,10 @@ def _phrases() -> tuple[tuple[KnownText, frozenset[str]], ...]:
 @cache
 def _weights() -> dict[str, float]:
     """The weight of each term: 1 if one entry has it, less if many do."""
-    entries = Counter(
-        term for one in list_texts() for term in {*itertools.chain(*map(list_terms, (*one.texts, *one.symptoms)))}
-    )
+    terms: dict[KnownText, set[str]] = {}
+    for one, phrase in _phrases():
+        terms.setdefault(one, set()).update(phrase)
+    entries = Counter(term for known in terms.values() for term in known)
     most = math.log(1 + len(list_texts()))
     return {term: math.log(1 + len(list_texts()) / count) / most for term, count in entries.items()}
 
@@ -156,9 +144,8 @@ def find_texts(text: str) -> Found:
     """The entries whose texts or symptoms share enough rare terms with a text; else those that share most."""
     wanted, plain = list_terms(text), _normalize(text)
     whole = _weigh(wanted)
-    scores = {
-        entry: size for entry in list_texts() if (size := max(map(partial(_contains, plain), entry.texts), default=0))
-    }
+    sizes = {entry: max(map(partial(_contains, plain), entry.texts), default=0) for entry in list_texts()}
+    scores = {entry: size for entry, size in sizes.items() if size}
     near: dict[KnownText, float] = {}
     for entry, phrase in _phrases():
         common = _weigh(wanted & phrase)
@@ -201,13 +188,9 @@ class KnownIssue:
 def list_issues() -> tuple[KnownIssue, ...]:
     """All entries."""
     entries = json.loads(files("kvdoctor.report").joinpath("known_issues.json").read_text(encoding="utf-8"))
-    names = ("checks", "quotes", "operators", "producers")
-    return tuple(
-        KnownIssue(
-            Issue(entry["url"], entry["title"], entry["fixed_in"]), *(tuple(entry.get(name, ())) for name in names)
-        )
-        for entry in entries
-    )
+    issues = [{name: entry.pop(name) for name in ("url", "title", "fixed_in")} for entry in entries]
+    whole = [{"issue": issue, **entry} for issue, entry in zip(issues, entries, strict=True)]
+    return from_plain(tuple[KnownIssue, ...], whole, newer=True)
 
 
 def find_issues(finding: Finding, operators: Collection[str], producer: str) -> tuple[Issue, ...]:
@@ -234,10 +217,9 @@ def _has_words(text: str, quote: str) -> bool:
 
 
 def _fits(wanted: str, known: Iterable[str]) -> bool:
-    texts = [_normalize(text) for text in known]
-    inside = any(len(text) >= LEAST_QUOTE and text in wanted for text in texts)
-    part = len(wanted) >= LEAST_PART and any(_has_words(text, wanted) for text in texts)
-    return inside or part
+    texts, is_part = [_normalize(text) for text in known], len(wanted) >= LEAST_PART
+    inside = (len(text) >= LEAST_QUOTE and text in wanted for text in texts)
+    return any(inside) or (is_part and any(_has_words(text, wanted) for text in texts))
 
 
 def _normalize(text: str) -> str:

@@ -11,7 +11,7 @@ from kvdoctor.report.escaping import code, markdown, printable, shortened
 from kvdoctor.report.facts import UNDIAGNOSED
 from kvdoctor.report.sections.repair import format_copy
 from kvdoctor.report.sections.whole import list_sections
-from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording import format_count, join_some
 from kvdoctor.report.wording.finding import group_open_checks, known_reason, link_check
 from kvdoctor.report.wording.health import explain_undecided, format_tally
 from kvdoctor.report.wording.summary import format_reproducer, tabulate_models
@@ -69,8 +69,7 @@ def render_within(limit: int, report: Report) -> str:
             dropped.append(title[:100])
     note = "Steps of runs that passed, slots, inputs and outputs are in `--format html` and in text with `-vv`."
     if dropped:
-        more = f" and {len(dropped) - MOST_NAMED} more" if len(dropped) > MOST_NAMED else ""
-        named = markdown("; ".join(dropped[:MOST_NAMED])) + more
+        named = markdown(join_some(dropped, MOST_NAMED, "; "))
         note = f"Left out, because the limit is {limit} characters: {named}. `--format json` has everything."
     return written.rstrip("\n") + f"\n\n{note}\n"
 
@@ -83,11 +82,8 @@ def _cut(text: str, limit: int) -> str:
 def render_summary(verdict: str, reports: list[Report], last: tuple[str, ...]) -> str:
     """Several models for the summary of a step: the table, a line for each fault, and what was not checked."""
     ordered = sorted(reports, key=lambda report: report.verdict == "healthy")
-    head = [
-        f"## kvdoctor: {verdict.replace('-', ' ')}",
-        "",
-        *(part for line in last[:MOST_LAST] for part in (markdown(line), "")),
-    ]
+    head = [f"## kvdoctor: {verdict.replace('-', ' ')}", ""]
+    head += [part for line in last[:MOST_LAST] for part in (markdown(line), "")]
     table = _write_table(tabulate_models(ordered, MOST_LISTED)).splitlines()
     faults: dict[tuple[str, str], list[tuple[Finding, str]]] = {}
     undecided: dict[str, list[str]] = {}
@@ -112,9 +108,7 @@ def _write_fault(finding: Finding, paths: list[str]) -> str:
 
 
 def _name_models(paths: list[str]) -> str:
-    paths = list(dict.fromkeys(paths))
-    more = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
-    return ", ".join(map(code, paths[:MOST_NAMED])) + more
+    return join_some([code(path) for path in dict.fromkeys(paths)], MOST_NAMED)
 
 
 def _write_short(text: str) -> str:
@@ -142,8 +136,11 @@ def write(content: Iterable[blocks.Block], level: int = 2) -> str:
 def _write_block(block: blocks.Block, level: int) -> Iterator[str]:
     """The paragraphs, lists and tables of a block, each without the empty lines around it."""
     match block:
+        case blocks.Lines(listed=True):
+            yield "\n".join(f"- {_write_text(text)}" for text in block.lines)
         case blocks.Lines():
-            yield from _write_lines(block)
+            written = map(_write_text, block.lines)
+            yield from map(_make_bold, written) if block.style == "strong" else written
         case blocks.Pairs():
             yield _write_table(blocks.Table(("", ""), block.rows))
         case blocks.Table():
@@ -165,14 +162,6 @@ def _write_heading(title: str, level: int) -> str:
     return f"{'#' * min(level, 6)} {title}"
 
 
-def _write_lines(block: blocks.Lines) -> Iterator[str]:
-    if block.listed:
-        yield "\n".join(f"- {_write_text(text)}" for text in block.lines)
-        return
-    for text in block.lines:
-        yield _make_bold(_write_text(text)) if block.style == "strong" else _write_text(text)
-
-
 def _make_bold(text: str) -> str:
     return f"**{text}**" if text.strip() else text
 
@@ -186,14 +175,12 @@ def _write_card(card: blocks.Card, level: int) -> Iterator[str]:
         yield from _write_block(card.picture, level)
     if card.quote:
         yield code(card.quote)
-    rows = (*card.facts, *card.fix, *card.more)
-    yield "\n".join(f"- {label + ': ' if label else ''}{_write_fact(text)}" for label, text in rows)
-
-
-def _write_fact(text: Text) -> str:
-    """Facts are code, names and all, but for a link."""
-    has_link = any(isinstance(part, Span) and part.kind == "link" for part in pieces(text))
-    return _write_text(text) if has_link else code(plain(text))
+    rows = []
+    for label, text in (*card.facts, *card.fix, *card.more):
+        # Facts are code, names and all, but for a link.
+        has_link = any(isinstance(part, Span) and part.kind == "link" for part in pieces(text))
+        rows.append(f"- {label + ': ' if label else ''}{_write_text(text) if has_link else code(plain(text))}")
+    yield "\n".join(rows)
 
 
 def _write_text(text: Text) -> str:

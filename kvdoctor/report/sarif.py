@@ -17,7 +17,7 @@ from kvdoctor.report import json_format
 from kvdoctor.report.document import Report, exit_code_of_all
 from kvdoctor.report.escaping import printable, shortened
 from kvdoctor.report.github import path_of, uri
-from kvdoctor.report.wording.finding import HOME, format_headline, known_reason, link_check, list_details
+from kvdoctor.report.wording.finding import HOME, format_headline, known_reason, link_check, write_lines
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 MOST_RESULTS, MOST_IN_FULL = 25_000, 2_500
@@ -40,25 +40,14 @@ def render_all(reports: list[Report]) -> str:
         found.sort(key=lambda entry: -SEVERITIES.index(entry[1].severity))
     kept = found[:MOST_RESULTS]
     codes = sorted({finding.code for _, finding in kept})
+    rules = [_rule(known[code]) for code in codes]
+    results = [_result(*one, codes.index(one[1].code), at < MOST_IN_FULL) for at, one in enumerate(kept)]
     run = {
-        "tool": {
-            "driver": {
-                "name": "kvdoctor",
-                "version": __version__,
-                "informationUri": HOME,
-                "rules": [_rule(known[code]) for code in codes],
-            }
-        },
+        "tool": {"driver": {"name": "kvdoctor", "version": __version__, "informationUri": HOME, "rules": rules}},
         "automationDetails": {"id": f"kvdoctor/{_text(reports[0].command) if reports else 'gate'}/"},
         "columnKind": "unicodeCodePoints",
         "invocations": [_invocation(reports, len(found) - len(kept))],
-        "results": _suppressed(
-            [
-                _result(report, finding, codes.index(finding.code), at < MOST_IN_FULL)
-                for at, (report, finding) in enumerate(kept)
-            ],
-            [finding for _, finding in kept],
-        ),
+        "results": _suppressed(results, [finding for _, finding in kept]),
     }
     return json_format.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
@@ -84,14 +73,9 @@ def _rule(check: Check) -> dict[str, Any]:
 
 def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[str, Any]:
     """One finding; only the first ones in full, because a file has a size limit."""
-    words = [format_headline(finding)]
-    if in_full:
-        words += [f"{label}: {text}" if label else text for label, text in list_details(finding)]
+    words = write_lines(finding) if in_full else [format_headline(finding)]
     location = {
-        "physicalLocation": {
-            "artifactLocation": {"uri": uri(path_of(report, finding)), **_base(path_of(report, finding))},
-            "region": {"startLine": 1},
-        },
+        "physicalLocation": {"artifactLocation": _locate(report, finding), "region": {"startLine": 1}},
         "logicalLocations": list(_logical(finding, MOST_NAMES if in_full else 1)),
     }
     return {
@@ -117,9 +101,10 @@ def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[
     return made
 
 
-def _base(path: str) -> dict[str, str]:
-    """A relative path is taken as relative to the repository."""
-    return {} if uri(path).startswith("file:") else {"uriBaseId": "%SRCROOT%"}
+def _locate(report: Report, finding: Finding | None = None) -> dict[str, str]:
+    """The file of a finding, or the model; a relative path is taken as relative to the repository."""
+    place = uri(path_of(report, finding))
+    return {"uri": place, **({} if place.startswith("file:") else {"uriBaseId": "%SRCROOT%"})}
 
 
 def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
@@ -141,9 +126,8 @@ def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
     notices.sort(key=lambda notice: not notice[1].essential)
     notifications = [_notification(report, entry) for report, entry in notices[:MOST_NOTICES]]
     if left_out:
-        notifications.append(
-            _notice("warning", f"{left_out} more findings are left out: the limit of a run is {MOST_RESULTS} results")
-        )
+        limit = f"the limit of a run is {MOST_RESULTS} results"
+        notifications.append(_notice("warning", f"{left_out} more findings are left out: {limit}"))
     if len(notices) > MOST_NOTICES:
         notifications.append(_notice("note", f"{len(notices) - MOST_NOTICES} more checks could not run"))
     return {
@@ -156,9 +140,7 @@ def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
 def _notification(report: Report, entry: NotChecked) -> dict[str, Any]:
     stack = f" ({entry.stack})" if entry.stack else ""
     notice = _notice("warning" if entry.essential else "note", f"not checked: {entry.code}{stack}: {entry.reason}")
-    path = path_of(report)
-    location = {"uri": uri(path), **_base(path)}
-    return {**notice, "locations": [{"physicalLocation": {"artifactLocation": location}}]}
+    return {**notice, "locations": [{"physicalLocation": {"artifactLocation": _locate(report)}}]}
 
 
 def _notice(level: str, text: str) -> dict[str, Any]:

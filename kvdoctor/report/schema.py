@@ -20,19 +20,11 @@ ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n     +.+)*)", re.MULTILINE)
 """A field and its text in the part `Attributes:` of a docstring."""
 
 
-def report_schema() -> dict[str, Any]:
-    """The schema of `--format json`."""
-    return document_schema(Report, SCHEMA)
-
-
-def explain_schema() -> dict[str, Any]:
-    """The schema of `explain --format json`."""
-    return document_schema(Explanation, EXPLAIN_SCHEMA)
-
-
-def env_schema() -> dict[str, Any]:
-    """The schema of `env --format json`."""
-    return document_schema(EnvironmentDocument, ENV_SCHEMA)
+def list_schemas() -> dict[str, dict[str, Any]]:
+    """The schema of each document, by the name of the command that writes it."""
+    kinds = {SCHEMA: Report, EXPLAIN_SCHEMA: Explanation, ENV_SCHEMA: EnvironmentDocument}
+    made = {title.split("/")[1]: document_schema(kind, title) for title, kind in kinds.items()}
+    return {**made, "contract": contract_schema()}
 
 
 def contract_schema() -> dict[str, Any]:

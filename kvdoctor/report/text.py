@@ -17,7 +17,7 @@ from kvdoctor.report.sections.findings import find_deciding, find_pictured, make
 from kvdoctor.report.sections.repair import format_copy, outline_repair, show_changes
 from kvdoctor.report.sections.stack import is_plan_requested, show_memory, show_targets
 from kvdoctor.report.sections.whole import list_sections, show_drafts, show_speed, show_variants
-from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording import format_count, health, join_some
 from kvdoctor.report.wording.contract import describe_contract, format_files, list_fed, list_ports, outline_contracts
 from kvdoctor.report.wording.finding import (
     FindingGroup,
@@ -26,14 +26,6 @@ from kvdoctor.report.wording.finding import (
     group_findings,
     group_open_checks,
     known_reason,
-)
-from kvdoctor.report.wording.health import (
-    describe_health,
-    explain_undecided,
-    format_tally,
-    list_unshown,
-    list_working,
-    name_not_tried,
 )
 from kvdoctor.report.wording.runs import list_target_limits
 from kvdoctor.report.wording.summary import (
@@ -146,7 +138,7 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
             break
         page.show([Line(""), *made] if is_card or after_card else made)
         room, after_card = room - len(made), is_card
-    unshown = list(dict.fromkeys(list_unshown(report)))
+    unshown = list(dict.fromkeys(health.list_unshown(report)))
     if verbosity >= 0 and unshown and not any(group.first.severity == "note" for group in groups):
         page.show([Line("")] if after_card else [])
         page.line(f"\u00b7 notes: {', '.join(unshown[:MOST_KNOWN])}", "dim")
@@ -167,20 +159,19 @@ def _make_short(page: Page, group: FindingGroup) -> list[Line]:
 def _show_rest(page: Page, groups: Sequence[FindingGroup]) -> None:
     """Findings for which there is no room, by their names."""
     named = list(dict.fromkeys(f"{format_name(group.first)} ({format_places(group.places)})" for group in groups))
-    more = f" and {len(named) - MOST_OPEN} more" if len(named) > MOST_OPEN else ""
-    text = f"... {format_count(len(groups), 'more finding')}: {', '.join(named[:MOST_OPEN])}{more}   {DETAILS}"
-    page.line(text, "bold")
+    more = f"{format_count(len(groups), 'more finding')}: {join_some(named, MOST_OPEN)}"
+    page.line(f"... {more}   {DETAILS}", "bold")
 
 
 def _outline(report: Report) -> Iterator[Block]:
     """What works or was read, what is undecided, what was measured, what was not checked, and notes."""
     yield from _outline_stacks(report) if report.command == "inspect" else _outline_working(report)
     if report.verdict == "not-applicable":
-        ((_, text),) = explain_undecided(report, "-v")
+        ((_, text),) = health.explain_undecided(report, "-v")
         yield Section("", (Lines((Span(f"? not applicable: {plain(text)}", report.verdict),)),))
         return
     if report.verdict == "incomplete":
-        why = Pairs(tuple(explain_undecided(report, "-v")))
+        why = Pairs(tuple(health.explain_undecided(report, "-v")))
         yield Section("", (Lines((Span(f"? {name_verdict(report)}", report.verdict),)), why))
     for stack in report.stacks:
         yield Section(Span(stack.name), tuple(show_targets(report, stack)))
@@ -189,31 +180,34 @@ def _outline(report: Report) -> Iterator[Block]:
     yield from show_drafts(report)
     yield from _list_open_checks(report, False if report.verdict in UNDIAGNOSED else None)
     yield from lines((f"note: {note}" for note in report.notes[:MOST_NOTES]), "dim")
-    if len(report.notes) > MOST_NOTES:
-        yield Lines((f"{format_count(len(report.notes) - MOST_NOTES, 'more note')} (-v)",), "dim")
+    yield from _count_rest(report.notes, MOST_NOTES, "note")
+
+
+def _count_rest(found: Sequence[object], most: int, of: str) -> Iterator[Lines]:
+    """How many are left out, and where they are."""
+    if len(found) > most:
+        yield Lines((f"{format_count(len(found) - most, f'more {of}')} (-v)",), "dim")
 
 
 def _list_open_checks(report: Report, essential: bool | None = None) -> Iterator[Section]:
     """What was not checked, with one line for a reason; of many the first ones. `essential` takes one kind alone."""
     groups = [g for g in group_open_checks(report.open_checks) if essential is None or g.essential == essential]
-    made = []
-    for group in groups[:MOST_OPEN]:
-        number = f"{len(group.entries)} " if len(group.entries) > 1 else ""
-        made.append(f"{number}{format_open(report, group)}")
-    if len(groups) > MOST_OPEN:
-        made.append(f"{sum(len(group.entries) for group in groups[MOST_OPEN:])} more not checked (-v)")
+    counted = ((f"{len(group.entries)} " if len(group.entries) > 1 else "", group) for group in groups[:MOST_OPEN])
+    made = [f"{number}{format_open(report, group)}" for number, group in counted]
+    if (left := sum(len(group.entries) for group in groups[MOST_OPEN:])) > 0:
+        made.append(f"{left} more not checked (-v)")
     if made:
         yield Section("", (Lines(tuple(made), "open"),))
 
 
 def _outline_working(report: Report) -> Iterator[Section]:
     """What works: of a healthy model also how closely, and what was not tried."""
-    works, closely = (found[:MOST_STACKS] for found in describe_health(report))
+    works, closely = (found[:MOST_STACKS] for found in health.describe_health(report))
     if not works:
         return
     if report.verdict == "healthy":
         closely += [f"fed: {text}; --feed decides" for text in list_fed(report.stacks)]
-        if (left := name_not_tried(report, list_working(report))) is not None:
+        if (left := health.name_not_tried(report, health.list_working(report))) is not None:
             closely.append(f"not tried: {left}")
     yield Section("", (Lines(tuple(f"\u2713 {line}" for line in works), "good"), *lines(closely, listed=True)))
 
@@ -225,16 +219,12 @@ def _outline_stacks(report: Report) -> Iterator[Section]:
     first = [file for stack in report.stacks[:1] for file in stack.files]
     files_shown = sorted(report.model.files, key=lambda file: file.path not in first)
     ports = ((file.path, map(names, islice(list_ports(file), MOST_PORTS))) for file in files_shown[:MOST_FILES])
-    read += [table(("", path, ""), rows) for path, rows in ports]
-    if len(files_shown) > MOST_FILES:
-        read.append(Lines((f"{format_count(len(files_shown) - MOST_FILES, 'more file')} (-v)",), "dim"))
+    read += [*(table(("", path, ""), rows) for path, rows in ports), *_count_rest(files_shown, MOST_FILES, "file")]
     stacks = [stack for stack in report.stacks if stack.contract is not None][:MOST_STACKS]
     if stacks:
         read.append(Lines((f"{', '.join(stack.name for stack in stacks)}: the cache contract",), "strong"))
         read += pairs(outline_contracts(stacks))
-    if len(report.stacks) > MOST_STACKS:
-        read.append(Lines((f"{format_count(len(report.stacks) - MOST_STACKS, 'more stack')} (-v)",), "dim"))
-    yield Section("", tuple(read))
+    yield Section("", (*read, *_count_rest(report.stacks, MOST_STACKS, "stack")))
     if is_plan_requested(report.arguments):
         for stack in report.stacks:
             yield Section(Span(stack.name), tuple(show_memory(stack)))
@@ -247,7 +237,7 @@ def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
     if verbosity >= 0:
         details = f"     {DETAILS}{'v' * verbosity}" if verbosity < 2 else ""
         page.line("")
-        page.line(f"{format_tally(report)}{details}", VERDICTS[report.verdict])
+        page.line(f"{health.format_tally(report)}{details}", VERDICTS[report.verdict])
         return
     if report.findings or report.open_checks:
         page.line("")

@@ -3,29 +3,12 @@
 A worker that crashes is replaced, and the new one goes on with the remaining experiments.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvdoctor.decode.messages import (
-    CPU,
-    CallStarting,
-    CallTimed,
-    CompareJob,
-    Event,
-    ExperimentJob,
-    ExperimentStarted,
-    FileOpening,
-    FileRefused,
-    Job,
-    Note,
-    Obstacle,
-    RunDone,
-    StepDone,
-    TrialDone,
-    TrialJob,
-    WorkerError,
-)
+from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
 from kvdoctor.errors import UsageError, WorkerDied, similar_names
 from kvdoctor.runtime.process import Limits, Worker
@@ -43,7 +26,7 @@ class StackResults:
     """The results of a job: runs, refused files, remarks, and measurements in seconds and bytes."""
 
     runs: list[Run] = field(default_factory=list)
-    refusals: list[FileRefused] = field(default_factory=list)
+    refusals: list[messages.FileRefused] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     reasons_not_run: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -74,6 +57,8 @@ class Runtime:
         self.limits, self.python = limits, python
         self._worker = Worker(limits, python)
         self._beside: dict[str, Runtime] = {}
+        self._unopened: dict[tuple[str, str], None] = {}
+        self._diagnosis = time.monotonic_ns()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -104,7 +89,7 @@ class Runtime:
         Raises:
             UsageError: it does not have it; the message names those that it has, and how to get this one.
         """
-        if name == CPU:  # in every build: the worker need not be waited for
+        if name == messages.CPU:  # in every build: the worker need not be waited for
             return
         hello = self._worker.greet()
         if name in hello.providers:
@@ -127,7 +112,7 @@ class Runtime:
             return {}
         return {"onnxruntime": hello.onnxruntime, "numpy": hello.numpy, "python": hello.python}
 
-    def examine(self, job: ExperimentJob, progress: Progress | None = None) -> StackResults:
+    def examine(self, job: messages.ExperimentJob, progress: Progress | None = None) -> StackResults:
         """Run the experiments of a job, with a new worker after each crash and for each one that asks for it.
 
         Raises:
@@ -146,8 +131,8 @@ class Runtime:
             self._send(replace(job, experiments=part, keep_logits=kept), results)
             current = _Current(left[0])
             try:
-                for event in self._worker.events():
-                    if isinstance(event, ExperimentStarted) and progress is not None:
+                for event in self._events():
+                    if isinstance(event, messages.ExperimentStarted) and progress is not None:
                         name = event.experiment
                         progress(name, job.experiments.index(name) + 1, len(job.experiments))
                     _update_position(event, current)
@@ -167,7 +152,7 @@ class Runtime:
         return results
 
     def _skip_pointless(
-        self, job: ExperimentJob, left: tuple[str, ...], current: "_Current", results: StackResults
+        self, job: messages.ExperimentJob, left: tuple[str, ...], current: "_Current", results: StackResults
     ) -> tuple[str, ...]:
         """The experiments that are still worth running after a crash; the others are recorded as skipped."""
         from kvdoctor.decode.experiments import uses
@@ -179,18 +164,18 @@ class Runtime:
         results.runs += [_skipped_run(job, name, reason, self.versions) for name in left if name in uses()]
         return tuple(name for name in left if name not in uses())
 
-    def trial(self, job: TrialJob | CompareJob) -> TrialDone:
+    def trial(self, job: messages.TrialJob | messages.CompareJob) -> messages.TrialDone:
         """Run one call of a changed graph, or compare the calls of two.
 
         Raises:
             WorkerDied: the worker crashed; the next job gets a new one.
         """
-        done = TrialDone(error="the trial crashed")
+        done = messages.TrialDone(error="the trial crashed")
         for event in self.ask(job):
-            done = event if isinstance(event, TrialDone) else done
+            done = event if isinstance(event, messages.TrialDone) else done
         return done
 
-    def ask(self, job: Job) -> Iterator[Event]:
+    def ask(self, job: messages.Job) -> Iterator[messages.Event]:
         """Yield the events of any job. After a crash the next job gets a new worker.
 
         Raises:
@@ -199,12 +184,24 @@ class Runtime:
         """
         self._send(job, StackResults())
         try:
-            yield from self._worker.events()
+            yield from self._events()
         except WorkerDied:
             self._restart(StackResults())
             raise
 
-    def answer(self, job: Job, kind: type[Answered]) -> tuple[tuple[Answered, ...], str]:
+    def _events(self) -> Iterator[messages.Event]:
+        """The events of a job. A file during whose opening the worker ends is not opened again."""
+        opening: messages.FileOpening | None = None
+        try:
+            for event in self._worker.events():
+                opening = event if isinstance(event, messages.FileOpening) else None
+                yield event
+        except WorkerDied:
+            if opening is not None:
+                self._unopened[opening.path, opening.level] = None
+            raise
+
+    def answer(self, job: messages.Job, kind: type[Answered]) -> tuple[tuple[Answered, ...], str]:
         """The answers of one kind to a job, and why the job was not carried out; empty if it was.
 
         Raises:
@@ -213,7 +210,7 @@ class Runtime:
         found, failed = list[Answered](), ""
         try:
             for event in self.ask(job):
-                if isinstance(event, WorkerError):
+                if isinstance(event, messages.WorkerError):
                     failed = f"it crashed ({event.text.strip().splitlines()[-1]})"
                 elif isinstance(event, kind):
                     found.append(event)
@@ -227,15 +224,17 @@ class Runtime:
 
     def forget_peak(self) -> None:
         """Measure anew, for another model."""
+        self._unopened.clear()
+        self._diagnosis = time.monotonic_ns()
         self._worker.peak_bytes = 0
         for other in self._beside.values():
             other.forget_peak()
 
-    def _send(self, job: Job, results: StackResults) -> None:
+    def _send(self, job: messages.Job, results: StackResults) -> None:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
         if not self._worker.is_idle:
             self._restart(results)
-        self._worker.send(job)
+        self._worker.send(replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis))
 
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
@@ -256,40 +255,44 @@ class _Current:
     doing: str = STARTING
     step: int | None = None
     steps: dict[int, Step] = field(default_factory=dict)
+    before: tuple[str, int | None] = (STARTING, None)
 
 
-def _update_position(event: Event, current: _Current) -> None:
+def _update_position(event: messages.Event, current: _Current) -> None:
     match event:
-        case ExperimentStarted():
+        case messages.ExperimentStarted():
             current.experiment, current.doing, current.step, current.steps = event.experiment, STARTING, None, {}
-        case FileOpening():
+        case messages.FileOpening():
+            current.before = current.doing, current.step
             current.doing, current.step = f"while it opened {event.file}", None
-        case CallStarting():
+        case messages.FileOpened():
+            current.doing, current.step = current.before
+        case messages.CallStarting():
             names = {"step": f"step {event.step}", "reference": "the reference run"}
             current.doing, current.step = f"during {names.get(event.call, f'a {event.call} call')}", event.step
-        case StepDone():
+        case messages.StepDone():
             current.steps[event.step.step] = event.step
 
 
-def _collect(event: Event, results: StackResults, steps: tuple[Step, ...]) -> None:
+def _collect(event: messages.Event, results: StackResults, steps: tuple[Step, ...]) -> None:
     """Enter an event into the results; `steps` are those of the current experiment."""
     match event:
-        case FileRefused():
+        case messages.FileRefused():
             results.refusals.append(event)
-        case CallTimed():
+        case messages.CallTimed():
             results.timings[event.label] = event.seconds
-        case Note():
+        case messages.Note():
             results.notes.append(event.text)
-        case Obstacle():
+        case messages.Obstacle():
             results.reasons_not_run.append(event.text)
-        case WorkerError():
+        case messages.WorkerError():
             results.crashes.append(event.text)
-        case RunDone():
+        case messages.RunDone():
             results.runs.append(replace(event.run, steps=steps))
             results.seconds[event.run.experiment] = event.seconds
 
 
-def _crashed_run(job: ExperimentJob, current: _Current, crash: WorkerDied, versions: dict[str, str]) -> Run:
+def _crashed_run(job: messages.ExperimentJob, current: _Current, crash: WorkerDied, versions: dict[str, str]) -> Run:
     run = _skipped_run(job, current.experiment, f"{crash.how} {current.doing}", versions)
     return replace(
         run,
@@ -300,6 +303,6 @@ def _crashed_run(job: ExperimentJob, current: _Current, crash: WorkerDied, versi
     )
 
 
-def _skipped_run(job: ExperimentJob, experiment: str, reason: str, versions: dict[str, str]) -> Run:
+def _skipped_run(job: messages.ExperimentJob, experiment: str, reason: str, versions: dict[str, str]) -> Run:
     target = f"onnxruntime=={versions.get('onnxruntime', '?')}"
     return Run(job.stack, experiment, target, job.provider, "all", "skipped", reason=reason)

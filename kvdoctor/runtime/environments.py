@@ -28,8 +28,14 @@ from kvdoctor.runtime.process import describe_exit
 TORCH = "2.13.0"
 TRANSFORMERS = "4.57.6"
 """The version for a checkpoint that does not say which version it was saved with."""
-OLDEST = (4, 46, 0)
-"""Older versions of transformers do not support this version of torch."""
+RELEASES = (
+    *("4.46.3", "4.47.1", "4.48.3", "4.49.0", "4.50.3", "4.51.3", "4.52.4", "4.53.3", "4.54.1", "4.55.4", "4.56.2"),
+    *("4.57.6", "5.0.0", "5.1.0", "5.2.0", "5.3.0", "5.4.0", "5.5.4", "5.6.2", "5.7.0", "5.8.1", "5.9.0", "5.10.4"),
+    *("5.11.0", "5.12.1", "5.13.1", "5.14.1", "5.15.1", "5.16.1", "5.17.0", "5.18.0", "5.19.0", "5.20.2", "5.21.1"),
+    *("5.22.2", "5.23.0", "5.24.0"),
+)
+"""The last release of each line of transformers that supports this version of torch: a file of a checkpoint chooses
+among these, and installs none with known holes that a later one closed, nor one that is not published yet."""
 GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "numpy==2.4.6")
 """The release of onnxruntime-genai that exports are made with, and that a folder for it is proved with."""
 
@@ -105,12 +111,10 @@ class PythonCommand:
 
 
 def transformers_for(config: dict[str, Any]) -> Requirements:
-    """The requirements to run a checkpoint: if possible, the version of transformers that it was saved with."""
-    saved_with = config.get("transformers_version")
-    number = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})", str(saved_with), re.ASCII)
-    version = TRANSFORMERS
-    if number is not None and tuple(map(int, number.groups())) >= OLDEST:
-        version = number.group()
+    """The requirements to run a checkpoint: of transformers the line that it was saved with, if it is a known one."""
+    number = re.fullmatch(r"([0-9]{1,3}\.[0-9]{1,3})\.[0-9]{1,3}", str(config.get("transformers_version")), re.ASCII)
+    lines = {one.rpartition(".")[0]: one for one in RELEASES}
+    version = lines.get(number[1], TRANSFORMERS) if number is not None else TRANSFORMERS
     return Requirements(
         (f"torch=={TORCH}", f"transformers=={version}", "numpy"), ("torch", "transformers"), "transformers"
     )
@@ -187,12 +191,7 @@ class ScriptProcess:
     """A running script in a Python with its requirements. It stays alive between questions."""
 
     def __init__(
-        self,
-        script: Path,
-        arguments: dict[str, Any],
-        needs: Requirements,
-        offline: bool,
-        log: ScriptLog | None = None,
+        self, script: Path, arguments: dict[str, Any], needs: Requirements, offline: bool, log: ScriptLog | None = None
     ) -> None:
         """Start it.
 

@@ -11,7 +11,8 @@ from support.isolated import EXPORTS
 from support.loop_programs import assert_a_trace_is_accepted, program_text, snippet
 
 from kvdoctor.addons.loops.check import build_cache, find_library
-from kvdoctor.addons.loops.languages.cpp import LANGUAGE, NoHeaders
+from kvdoctor.addons.loops.cpp_headers import NoHeaders
+from kvdoctor.addons.loops.languages import CPP
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 
@@ -35,14 +36,14 @@ def environment() -> dict[str, str]:
     if shutil.which("c++") is None or shutil.which("cmake") is None:
         pytest.skip("no C++ compiler, or no CMake")
     try:
-        headers = LANGUAGE.prepare(build_cache() / "cpp")
+        headers = CPP.prepare(build_cache() / "cpp")
     except NoHeaders as reason:
         pytest.skip(str(reason))
     return {**os.environ, "ONNXRUNTIME_LIB": str(find_library()), **headers}
 
 
 def sources() -> list[Path]:
-    return [path for path in sorted(LANGUAGE.folder.rglob("*")) if path.suffix in (".cpp", ".hpp")]
+    return [path for path in sorted(CPP.folder.rglob("*")) if path.suffix in (".cpp", ".hpp")]
 
 
 def test_the_program_is_formatted() -> None:
@@ -52,7 +53,7 @@ def test_the_program_is_formatted() -> None:
 
 @pytest.mark.slow
 def test_the_program_compiles_without_a_warning(environment: dict[str, str]) -> None:
-    given = ["-I", LANGUAGE.folder, "-isystem", environment["ONNXRUNTIME_INCLUDE"], '-DPROJECT_FOLDER=""']
+    given = ["-I", CPP.folder, "-isystem", environment["ONNXRUNTIME_INCLUDE"], '-DPROJECT_FOLDER=""']
     for file in (path for path in sources() if path.suffix == ".cpp"):
         subprocess.run(["c++", "-fsyntax-only", *WARNINGS, *given, file], check=True)
 
@@ -68,7 +69,7 @@ def test_two_models_run_in_one_process(environment: dict[str, str], tmp_path: Pa
     folder.mkdir()
     (folder / "CMakeLists.txt").write_text(PROJECT)
     (folder / "main.cpp").write_text(program_text("two_models.cpp"))
-    for command in LANGUAGE.build:
+    for command in CPP.build:
         subprocess.run(command, cwd=folder, env=environment, check=True)
     contracts = [str(tmp_path / name / "contract.json") for name in models]
     command = ["build/two_models", *(str(EXPORTS / model) for model in models.values()), *contracts]

@@ -10,7 +10,7 @@ from support.loop_programs import Program, assert_a_trace_is_accepted, materials
 from test_programs import scratch
 
 from kvdoctor.addons.loops.contract_file import CONTRACT_FILE
-from kvdoctor.addons.loops.languages import java
+from kvdoctor.addons.loops.languages import JAVA
 from kvdoctor.addons.loops.plan import LoopPlan
 
 assert scratch  # a fixture
@@ -39,10 +39,10 @@ def with_output(name: str) -> LoopPlan:
 
 
 def test_names_that_the_binding_does_not_find_are_refused() -> None:
-    assert java.refuses(plan_of("llama-gqa")) is None
-    assert "modified UTF-8" in str(java.refuses(with_output("\U0001f600")))
-    assert "NUL" in str(java.refuses(with_output("a\0b")))
-    assert "the very memory" in str(java.refuses(with_output("input_ids")))
+    assert JAVA.refuses(plan_of("llama-gqa")) is None
+    assert "modified UTF-8" in str(JAVA.refuses(with_output("\U0001f600")))
+    assert "NUL" in str(JAVA.refuses(with_output("a\0b")))
+    assert "the very memory" in str(JAVA.refuses(with_output("input_ids")))
 
 
 def start(built: Program, *command: object) -> str:

@@ -24,7 +24,7 @@ from support.loop_programs import plan_of, program_text
 from support.sampling import first
 from test_recorded_runs import essential, judged
 
-from kvdoctor.addons.loops.languages import javascript, languages
+from kvdoctor.addons.loops.languages import JAVASCRIPT, LANGUAGES
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 
@@ -38,14 +38,14 @@ MARIAN, LLAMA, WHISPER = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa", EXPOR
 def test_a_name_that_the_binding_loses_is_refused(name: str) -> None:
     plan = plan_of("llama-gqa")
     refused = replace(plan, decode=replace(plan.decode, outputs=(*plan.decode.outputs, name)))
-    assert javascript.refuses(plan) is None
-    assert repr(name) in str(javascript.refuses(refused))
+    assert JAVASCRIPT.refuses(plan) is None
+    assert repr(name) in str(JAVASCRIPT.refuses(refused))
 
 
 def test_an_element_type_that_the_binding_has_not_is_refused() -> None:
     plan = plan_of("llama-gqa")
     slots = tuple(replace(slot, dtype="bfloat16") for slot in plan.slots)
-    assert "bfloat16" in str(javascript.refuses(replace(plan, slots=slots)))
+    assert "bfloat16" in str(JAVASCRIPT.refuses(replace(plan, slots=slots)))
 
 
 def run(folder: Path, *words: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
@@ -65,7 +65,7 @@ def project(model: Path, modules: Path, out: Path) -> Path:
 @pytest.mark.slow
 def test_the_program_is_formatted_and_typed(modules: Path) -> None:
     folder = modules / "program"
-    shutil.copytree(languages()["typescript"].folder, folder)
+    shutil.copytree(LANGUAGES["typescript"].folder, folder)
     run(folder, "../node_modules/.bin/prettier", "--check", "**/*.{js,mjs,json,html}")
     run(folder, "../node_modules/.bin/tsc")
     (folder / "use.ts").write_text(

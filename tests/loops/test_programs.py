@@ -22,11 +22,11 @@ from support.sampling import spread, thinned
 from test_loop_of_each_layout import LOOPS
 
 from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE
-from kvdoctor.addons.loops.languages import languages
+from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 
-PROGRAMS = list(languages())
+PROGRAMS = list(LANGUAGES)
 COMPILED = [name for name in PROGRAMS if name != "python"]
 LAYOUTS = (
     "layout-delta-appended-healthy",

@@ -13,7 +13,7 @@ from support.isolated import EXPORTS, give_up, re_export
 from support.loop_programs import plan_of, program_text
 
 from kvdoctor.addons.loops.check import build_cache, find_library
-from kvdoctor.addons.loops.languages import rust
+from kvdoctor.addons.loops.languages import RUST
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.addons.loops.project import PROGRAMS
 from kvdoctor.addons.traces.options import TraceChoices
@@ -66,10 +66,10 @@ def test_the_release_that_is_pinned_is_the_newest_that_targets_have() -> None:
 @pytest.mark.parametrize(("name", "reason"), [("past\0x", "NUL"), ("past\udc80", "UTF-8")])
 def test_a_name_that_does_not_reach_the_runtime_is_refused(name: str, reason: str) -> None:
     plan = plan_of("gpt2")
-    assert rust.refuses(plan) is None
+    assert RUST.refuses(plan) is None
     decode = replace(plan.decode, pasts=(name, *plan.decode.pasts[1:]))
     slots = (replace(plan.slots[0], past=name), *plan.slots[1:])
-    assert reason in (rust.refuses(replace(plan, slots=slots, decode=decode)) or "")
+    assert reason in (RUST.refuses(replace(plan, slots=slots, decode=decode)) or "")
 
 
 @pytest.mark.slow

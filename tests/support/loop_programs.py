@@ -17,10 +17,10 @@ import pytest
 
 from kvdoctor.addons.loops.check import build
 from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE
-from kvdoctor.addons.loops.languages import CannotBuild, languages
+from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.addons.loops.make_plan import make_plan
 from kvdoctor.addons.loops.pipeline import LoopRequest, WrittenLoop, write_loop
-from kvdoctor.addons.loops.plan import LoopPlan
+from kvdoctor.addons.loops.plan import CannotBuild, LoopPlan
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.decode.calls import MOST_DATA
@@ -64,7 +64,7 @@ class Program:
     environment: dict[str, str]
 
     def run(self, *words: object) -> Done:
-        return self.start(*languages()[self.language].run, *words)
+        return self.start(*LANGUAGES[self.language].run, *words)
 
     def start(self, *command: object) -> Done:
         line, given = [str(one) for one in command], {"cwd": self.folder, "env": self.environment}
@@ -112,7 +112,7 @@ def program(language: str, scratch: Path) -> Program:
     assert made.reason is None
     with one_at_a_time(language):
         try:
-            environment = build(folder, languages()[language])
+            environment = build(folder, LANGUAGES[language])
         except CannotBuild as reason:
             if "not found" not in str(reason):
                 raise

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -25,7 +26,9 @@ def lent_workers() -> Iterator[None]:
             begin(runtime, limits, python)
             return
         worker.limits, worker.peak_bytes, worker._memory_limit = limits, 0, None
-        vars(runtime).update(limits=limits, python=None, _worker=worker, _beside={})
+        vars(runtime).update(
+            limits=limits, python=None, _worker=worker, _beside={}, _unopened={}, _diagnosis=time.monotonic_ns()
+        )
 
     def give_back(runtime: Runtime, *problem: object) -> None:
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG): those of other threads are not lent.

@@ -1,7 +1,6 @@
 """The sides of a diff: a model is diagnosed, an earlier report or golden numbers are read, which `record` writes."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from kvdoctor.report.facts import ModelFacts, StackFacts
 from kvdoctor.report.json_format import is_report, read_report
 from kvdoctor.report.wording import format_bytes
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 SAME_OPTIONS = ("consumer", "require", "thorough", "target")
 """Options that must be the same on both sides: otherwise findings differ though the models do not."""
@@ -82,7 +82,7 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
         if path not in stored and not Path(path).exists():
             open_folder(path)  # raises the error before the other side is run
     with ExitStack() as opened:
-        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvdoctor-")))
+        scratch = Path(opened.enter_context(scratch_folder()))
         needed = not static and any(path not in stored for path in (a, b))
         runtime = opened.enter_context(Runtime(options.limits)) if needed else None
         sides = []

@@ -1,7 +1,6 @@
 """`convert`: diagnose, copy, repair, convert, diagnose again, prove, and write a whole copy or none."""
 
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +51,7 @@ from kvdoctor.repair.workspace import (
 from kvdoctor.report.document import EXIT_FINDINGS, Report, decide, exit_code
 from kvdoctor.report.repair_record import CacheCosts, Proof
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 
 @record
@@ -92,7 +92,7 @@ def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert |
     path = request.path
     with (
         Runtime(options.limits) as runtime,
-        tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch,
+        scratch_folder() as scratch,
     ):
         before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder = open_folder(path)

@@ -54,6 +54,6 @@ def loop(  # noqa: PLR0913 - one for each option of the command
 
 def list_languages() -> tuple[str, ...]:
     """The languages that `loop` writes."""
-    from kvdoctor.addons.loops.languages import languages
+    from kvdoctor.addons.loops.languages import LANGUAGES
 
-    return tuple(languages())
+    return tuple(LANGUAGES)

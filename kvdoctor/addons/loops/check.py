@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.addons.loops.contract_file import VECTORS_FILE
-from kvdoctor.addons.loops.languages import CannotBuild, Language
+from kvdoctor.addons.loops.languages import Language
+from kvdoctor.addons.loops.plan import CannotBuild
 from kvdoctor.addons.loops.vectors import Vector, differences, list_runs
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import cache_folder

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +11,9 @@ from typing import Any
 
 from kvdoctor._version import __version__
 from kvdoctor.addons.loops.check import VectorResult, check
-from kvdoctor.addons.loops.languages import CannotBuild, Language, languages
+from kvdoctor.addons.loops.languages import LANGUAGES, Language
 from kvdoctor.addons.loops.make_plan import make_plan
-from kvdoctor.addons.loops.plan import NoLoop
+from kvdoctor.addons.loops.plan import CannotBuild, NoLoop
 from kvdoctor.addons.loops.project import DEFAULT_NAME, Project, make_files, refuse_name
 from kvdoctor.addons.loops.vectors import LoopTarget, ObservedLoop, Vector, observe
 from kvdoctor.analysis.contract_reader import read_contract
@@ -31,6 +30,7 @@ from kvdoctor.model.output_folder import LOOP_MARK, refuse_unfit, whole_folder
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 SCHEMA = "kvdoctor/loop/1"
 
@@ -42,7 +42,7 @@ class LoopRequest:
     Attributes:
         path: The model.
         out: The folder to write; None to write nothing, where only a check was asked for.
-        language: A name of `languages()`.
+        language: A name of `LANGUAGES`.
         stack: The stack to write a loop for; None for the first one that there is a loop for.
         force: Replace a folder that kvdoctor wrote.
         check: Build the project and run it.
@@ -151,7 +151,7 @@ def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector,
     if not any(vector.decided for vector in vectors):
         reason = "in no call without a cache one token is clearly likelier than the others"
         return replace(made, unchecked=reason, exit_code=3)
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
+    with scratch_folder() as scratch:
         project = shutil.copytree(place, Path(scratch) / "loop")
         try:
             results = check(project, model, find_language(made.language), vectors, seconds)
@@ -168,7 +168,7 @@ def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector,
 def _place(out: str | None) -> "Iterator[tuple[Path, Callable[[], None]]]":
     """A folder to fill, and the function that marks it as complete."""
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="kvdoctor-loop-") as scratch:
+        with scratch_folder() as scratch:
             yield Path(scratch), lambda: None
         return
     with whole_folder(Path(out)) as pending:
@@ -192,11 +192,10 @@ def find_language(name: str) -> Language:
     Raises:
         UsageError: there is none.
     """
-    known = languages()
-    if name not in known:
-        meant = did_you_mean(OTHER_NAMES.get(name.lower(), name.lower()), known)
-        raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(known)}")
-    return known[name]
+    if name not in LANGUAGES:
+        meant = did_you_mean(OTHER_NAMES.get(name.lower(), name.lower()), LANGUAGES)
+        raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(LANGUAGES)}")
+    return LANGUAGES[name]
 
 
 def _choose(

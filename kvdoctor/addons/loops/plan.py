@@ -55,6 +55,10 @@ class NoLoop(KvdoctorError):
     """No loop can be written for a model: the message says why, and what to do."""
 
 
+class CannotBuild(KvdoctorError):
+    """A project could not be built here, which says nothing about the loop: the message has the reason."""
+
+
 @record
 class Input:
     """One input of a call that is not the cache; `value`, `shown` and `hidden` belong to rules that name them.

@@ -3,7 +3,6 @@
 Beyond one sequence, token by token, a loop offers what no run of the model showed to be wrong.
 """
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 
 @record
@@ -194,7 +194,7 @@ def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedL
         UsageError: the runtime does not have the execution provider.
     """
     runtime.require_provider(options.provider)
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with scratch_folder() as scratch:
         kept = Path(scratch) / "kept.npz"
         job = ExperimentJob(
             stack=target.stack,

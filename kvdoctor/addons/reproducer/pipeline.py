@@ -33,6 +33,7 @@ from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.lowering.limits import LOWERED_CHECKS
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 EXPERIMENTS_BY_CHECK = {
     "cross-cache-emptied": ("plain-loop",),
@@ -120,7 +121,7 @@ def repro(request: ReproRequest, options: Options) -> Report:
     """
     if Path(request.path).exists():
         refuse_unfit(Path(request.out), Path(request.path), request.force)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         report = replace(step_test(request.path, options, runtime, RunPlan(check_advice=check_advice)), command="repro")
         findings = tuple(_findings_that_count(report, options))
         if not findings:

@@ -9,20 +9,22 @@ import json
 import math
 import re
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, onnx_dtype
 from kvdoctor.decode.calls import MOST_DATA, NUMPY_TYPES, Array
+from kvdoctor.decode.samples import DAMAGE, MOST_ARRAYS, read_header
+from kvdoctor.decode.side_files import open_side_file
 from kvdoctor.errors import UsageError
 
 MOST_LINE = 64 << 20
 MOST_FILE = 1 << 30
+MOST_ZIP = 1 << 40
 MOST_STEPS = 4096
 MOST_TENSORS = 8192
 MOST_RANK = 16
@@ -63,7 +65,7 @@ def read_trace(path: str) -> Trace:
 def read_first(path: str) -> dict[str, Any]:
     """The object in the first line of a trace of JSON lines; an empty one where it is no such file."""
     try:
-        with Path(path).open("rb") as stream:
+        with open_side_file(Path(path), MOST_ZIP) as stream:
             text = stream.readline(MOST_LINE).removeprefix(b"\xef\xbb\xbf")
         found = json.loads(text) if text.lstrip().startswith(b"{") else {}
     except (OSError, ValueError, RecursionError):
@@ -238,12 +240,9 @@ def _parse_sample(sample: Any, shape: tuple[int, ...], where: str) -> Array | No
 
 MOST_TENSOR = 2 << 30
 MOST_ARCHIVE = 2 << 30
-MOST_ARRAYS = 8192
 MOST_FILES = 20_000
 NUMBER = re.compile(r"(\d+)\D*$")
 KEYS = "save the arrays under fed/NAME and got/NAME with np.savez; docs/trace.md shows how"
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError, NotImplementedError, KeyError)
-"""What numpy and zipfile raise for archives that are damaged, encrypted, or packed in an unknown way."""
 
 
 def folder_steps(folder: Path) -> Iterator[TraceStep]:
@@ -353,7 +352,8 @@ def _refuse(text: str) -> NoReturn:
 def _read_tensor(archive: _Archive, opened: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> TraceTensor:
     """The header of one array, which must account for every byte of the entry."""
     with opened.open(entry) as stream:
-        shape, dtype, start = _read_header(stream, where)
+        shape, dtype = read_header(stream)
+        start = stream.tell()
     if dtype.hasobject:
         raise UsageError(f"{where} holds Python objects, which are never unpickled; save arrays of numbers")
     raw = dtype.kind == "V" and dtype.itemsize == 2 and not dtype.names
@@ -368,18 +368,6 @@ def _read_tensor(archive: _Archive, opened: zipfile.ZipFile, entry: zipfile.ZipI
     if start + size != entry.file_size:
         raise UsageError(f"{where} has {entry.file_size} bytes where its header says {start + size}; save it again")
     return TraceTensor(word, shape, None if raw else functools.partial(_read_values, archive, entry.filename, where))
-
-
-def _read_header(stream: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
-    """Shape, element type and length in bytes of a header."""
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    elif version == (2, 0):
-        shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
-    else:
-        raise UsageError(f"{where} is written in format {version}, which numbers do not need; save it with np.savez")
-    return shape, dtype, stream.tell()
 
 
 def _read_values(archive: _Archive, entry: str, where: str) -> Array:

@@ -4,11 +4,12 @@ A mask may differ from head to head: then one number is broadcast along the head
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.reading import Reading, Rule
 from kvdoctor.analysis.abstract_run.shaping import plan_broadcast
 from kvdoctor.analysis.abstract_run.values import (
     IS_EXACT,
@@ -17,8 +18,9 @@ from kvdoctor.analysis.abstract_run.values import (
     Abstract,
     CannotRun,
     as_weight,
+    exactly,
+    known,
     size_of,
-    unknown,
 )
 from kvdoctor.decode.calls import NUMPY_TYPES, Array
 from kvdoctor.model.proto import TensorProto
@@ -145,19 +147,6 @@ ELEMENTWISE: dict[str, Any] = {
 EXTREMES: dict[str, Compute] = {"Min": np.minimum, "Max": np.maximum, "Sum": np.add}
 
 
-def _infer_elementwise(r: Reading) -> Abstract:
-    """An operator that computes element by element."""
-    return combine([value if value is not None else UNKNOWN for value in r.inputs], ELEMENTWISE[r.kind])
-
-
-def _infer_extreme(r: Reading) -> Abstract:
-    """An operator that computes element by element over any number of inputs."""
-    found, *others = [value if value is not None else UNKNOWN for value in r.inputs]
-    for value in others:
-        found = combine([found, value], EXTREMES[r.kind])
-    return found
-
-
 def _clip(r: Reading) -> Abstract:
     found = r.at(0)
     low = r.at(1) if r.has(1) else Abstract((), np.array(r.real("min", -np.inf)), True)
@@ -194,54 +183,31 @@ def _cast_like(r: Reading) -> Abstract:
 
 def _trilu(r: Reading) -> Abstract:
     value, offset = r.at(0), r.ints(1) if r.has(1) else (0,)
-    if value.shape is None or value.data is None or not offset:
-        return unknown(value.shape)
-    if size_of(value.shape) > MOST_ELEMENTS:
-        return unknown(value.shape)
-    sizes = (*value.data.shape[:-2], *value.shape[-2:])
+    shape, data = known(value.shape), known(value.data, value.shape)
+    if not offset or size_of(shape) > MOST_ELEMENTS:
+        return Abstract(shape)
     cut = np.triu if r.number("upper", 1) else np.tril
-    return Abstract(value.shape, cut(np.broadcast_to(value.data, sizes), offset[0]), value.exact)
+    return Abstract(shape, cut(np.broadcast_to(data, (*data.shape[:-2], *shape[-2:])), offset[0]), value.exact)
 
 
-def _dropout(r: Reading) -> list[Abstract]:
+def _dropout(r: Reading) -> Abstract:
     value, mode = r.at(0), r.at(2).numbers if r.has(2) else None
     ratio = r.at(1).numbers if r.has(1) else None
     active = mode is not None and bool(mode.all()) and (ratio is None or bool(ratio.all()))
-    if not active or value.data is None or value.shape is None:
-        return [value, UNKNOWN]
-    return [Abstract(value.shape, value.data * r.random.uniform(0.5, 1.5, value.data.shape)), UNKNOWN]
+    if not active or value.data is None:
+        return value
+    return Abstract(value.shape, value.data * r.random.uniform(0.5, 1.5, value.data.shape))
 
 
 def _random_like(r: Reading) -> Abstract:
-    shape = r.at(0).shape if r.kind != "RandomNormal" else r.listed("shape")
-    if shape is None:
-        return UNKNOWN
-    width = r.at(0).data
+    shape, width = known(r.at(0).shape if r.kind != "RandomNormal" else r.listed("shape")), r.at(0).data
     sizes = width.shape if width is not None else (1,) * len(shape)
-    scale = r.real("scale", 1.0)
-    return Abstract(tuple(shape), r.random.standard_normal(sizes) * scale)
+    return Abstract(shape, r.random.standard_normal(sizes) * r.real("scale", 1.0))
 
 
-def _quantize(r: Reading) -> Abstract:
-    return as_weight(r.at(0))
-
-
-def _dynamic_quantize(r: Reading) -> list[Abstract]:
-    one = Abstract((), np.array(1.0), exact=True)
-    return [r.at(0), one, Abstract((), np.array(0, np.uint8), exact=True)]
-
-
-def _nonzero(r: Reading) -> Abstract:
-    numbers = r.at(0).numbers
-    if numbers is None:
-        return UNKNOWN
-    found = np.array(np.nonzero(numbers), np.int64)
-    return Abstract(found.shape, found, exact=True)
-
-
-COMPUTING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
-    **dict.fromkeys(ELEMENTWISE, _infer_elementwise),
-    **dict.fromkeys(EXTREMES, _infer_extreme),
+COMPUTING: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, lambda r: combine(r.all(), ELEMENTWISE[r.kind])),
+    **dict.fromkeys(EXTREMES, lambda r: reduce(lambda one, other: combine([one, other], EXTREMES[r.kind]), r.all())),
     **dict.fromkeys(("RandomNormalLike", "RandomUniformLike", "RandomNormal"), _random_like),
     "Mod": _mod,
     "Clip": _clip,
@@ -250,10 +216,10 @@ COMPUTING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
     "Identity": lambda r: r.at(0),
     "Trilu": _trilu,
     "Dropout": _dropout,
-    "QuantizeLinear": _quantize,
-    "DequantizeLinear": _quantize,
-    "DynamicQuantizeLinear": _dynamic_quantize,
-    "NonZero": _nonzero,
+    "QuantizeLinear": lambda r: as_weight(r.at(0)),
+    "DequantizeLinear": lambda r: as_weight(r.at(0)),
+    "DynamicQuantizeLinear": lambda r: [r.at(0), exactly(1.0), exactly(np.uint8(0))],
+    "NonZero": lambda r: exactly(np.array(np.nonzero(known(r.at(0).numbers)), np.int64)),
 }
 
 

@@ -4,23 +4,21 @@ Sources: the ONNX operator Attention (23), RotaryEmbedding (23), and ONNX Runtim
 GroupQueryAttention, MultiHeadAttention and Attention.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import combine
-from kvdoctor.analysis.abstract_run.products import multiply
-from kvdoctor.analysis.abstract_run.reading import Reading
-from kvdoctor.analysis.abstract_run.reducing import softmax
+from kvdoctor.analysis.abstract_run.combining import multiply, softmax
+from kvdoctor.analysis.abstract_run.reading import Reading, Rule, Shape
 from kvdoctor.analysis.abstract_run.shaping import join
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     UNKNOWN,
     Abstract,
+    NotKnown,
     as_weight,
+    known,
     number_for,
     size_of,
-    unknown,
 )
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.operators import CONTRIB
@@ -39,16 +37,37 @@ class Heads:
     value: Array
 
 
-def _rows(value: Abstract, tokens: int) -> Array | None:
-    """The numbers of [batch, tokens, hidden] or [batch, heads, tokens, width] as float[batch, 1, tokens, 1]."""
-    data, shape = value.data, value.shape
-    if data is None or shape is None or data.ndim not in (3, 4):
-        return None
+def _rows(value: Abstract, tokens: int, *outputs: Shape) -> Array:
+    """The numbers of [batch, tokens, hidden] or [batch, heads, tokens, width] as float[batch, 1, tokens, 1].
+
+    Raises:
+        NotKnown: there are no such numbers; then `outputs` are the shapes that are known.
+    """
+    shape, data = known(value.shape, *outputs), known(value.data, *outputs)
+    if data.ndim not in (3, 4):
+        raise NotKnown(*outputs)
     if data.ndim == 4:
         data = data.mean(axis=1)
     wide = np.broadcast_to(data.mean(axis=-1), (shape[0], tokens))
     found: Array = np.asarray(wide, np.float64)[:, None, :, None]
     return found
+
+
+def _with_past(r: Reading, at: int, new: tuple[Array, Array], *outputs: Shape) -> tuple[int, Array, Array]:
+    """The length of the past whose keys and values are at two inputs, if there is one, and both with the new ones.
+
+    Raises:
+        NotKnown: it is not known; then `outputs` are the shapes that are known.
+    """
+    if not r.has(at):
+        return 0, *new
+    past = known(r.at(at).shape, *outputs)
+    if len(past) != 4:
+        raise NotKnown(*outputs)
+    key, value = (
+        np.concatenate([_rows(r.at(at + part), past[2], *outputs), added], axis=2) for part, added in enumerate(new)
+    )
+    return past[2], key, value
 
 
 def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array | None:
@@ -93,70 +112,52 @@ def _rotate(rows: Array, positions: Array) -> Array:
 def _group_query(r: Reading) -> list[Abstract]:
     query, past = r.at(0), r.at(3)
     lengths = r.at(5).numbers
-    count = len(r.node.output)
     if query.shape is None or past.shape is None or lengths is None or len(query.shape) != 3 or len(past.shape) != 4:
-        return [UNKNOWN] * count
+        return []
     packed = not r.has(1)
     batch, new, width = query.shape
     heads, groups = r.number("num_heads", 1), r.number("kv_num_heads", 1)
     out_width = width * heads // (heads + 2 * groups) if packed else width
     totals = np.broadcast_to(lengths.ravel() + 1, (batch,)) if lengths.size in (1, batch) else None
     if totals is None or len(set(totals.tolist())) > 1 or batch == 0:
-        return [Abstract((batch, new, out_width)), *[UNKNOWN] * (count - 1)]
+        return [Abstract((batch, new, out_width))]
     total, buffer = int(totals[0]), past.shape[2]
     start = total - new
     sized = max(buffer, total)
     present = (batch, past.shape[1], sized, past.shape[3])
-    shapes = [Abstract((batch, new, out_width)), Abstract(present), Abstract(present)]
+    shapes = (batch, new, out_width), present, present
     parts = [query, query, query] if packed else [query, r.at(1), r.at(2)]
-    rows = [_rows(part, new) for part in parts]
-    if any(row is None for row in rows) or start < 0 or start > buffer:
-        return shapes
-    q, k, v = (row * (number_for(f"packed {n}") if packed else 1) for n, row in enumerate(rows) if row is not None)
+    rows = [_rows(part, new, *shapes) for part in parts]
+    if start < 0 or start > buffer:
+        raise NotKnown(*shapes)
+    q, k, v = (row * (number_for(f"packed {n}") if packed else 1) for n, row in enumerate(rows))
     if r.number("do_rotary", 0):
         at = r.at(9).numbers if r.has(9) else None
         positions = at if at is not None else start + np.arange(new)
         q, k = _rotate(q, positions), _rotate(k, positions)
     caches = []
     for value, added in ((past, k), (r.at(4), v)):
-        before = _rows(value, buffer)
-        if before is None:
-            return shapes
+        before = _rows(value, buffer, *shapes)
         caches.append(np.concatenate([before[:, :, :start], added, before[:, :, total:]], axis=2))
     seen = [cache[:, :, :total] for cache in caches]
     bias = r.at(10) if r.has(10) else None
     out = attend(Heads(q, *seen), bias, _hide(new, total, start, r.number("local_window_size", -1)))
-    if out is not None:
-        shapes[0] = Abstract((batch, new, out_width), out[:, 0])
-    return [shapes[0], *(Abstract(present, cache) for cache in caches)]
+    return [Abstract(shapes[0], None if out is None else out[:, 0]), *(Abstract(present, cache) for cache in caches)]
 
 
 def _multi_head(r: Reading) -> list[Abstract]:
     query, key, value = r.at(0), r.at(1), r.at(2)
     if query.shape is None or len(query.shape) != 3:
-        return [UNKNOWN] * len(r.node.output)
+        return []
     shape = query.shape
-    found = [Abstract(shape), UNKNOWN, UNKNOWN]
     if r.has(4) or not r.has(1) or key.shape is None or value.shape is None:
-        return found
+        raise NotKnown(shape)
     tokens = key.shape[2] if len(key.shape) == 4 else key.shape[1]
-    rows = [_rows(query, shape[1]), _rows(key, tokens), _rows(value, tokens)]
-    if any(row is None for row in rows):
-        return found
-    q, k, v = (row for row in rows if row is not None)
+    q, k, v = _rows(query, shape[1], shape), _rows(key, tokens, shape), _rows(value, tokens, shape)
     if r.has(3):
         offset = number_for(r.at(3).key or "bias")
         q, k, v = q + offset, k + offset * 0.5, v + offset * 0.25
-    start = 0
-    if r.has(6):
-        past = r.at(6)
-        if past.shape is None or len(past.shape) != 4:
-            return found
-        start = past.shape[2]
-        before = [_rows(r.at(6), start), _rows(r.at(7), start)]
-        if before[0] is None or before[1] is None:
-            return found
-        k, v = (np.concatenate([one, two], axis=2) for one, two in ((before[0], k), (before[1], v)))
+    start, k, v = _with_past(r, 6, (k, v), shape)
     out = attend(
         Heads(q, k, v),
         r.at(5) if r.has(5) else None,
@@ -165,95 +166,76 @@ def _multi_head(r: Reading) -> list[Abstract]:
     heads = r.number("num_heads", 1)
     present = (shape[0], heads, k.shape[2], shape[2] // max(heads, 1))
     if out is not None:
-        found[0] = Abstract((*shape[:2], (value.shape[-1] if len(value.shape) == 3 else shape[2])), out[:, 0])
-    return [found[0], Abstract(present, k), Abstract(present, v)]
+        shape = (*shape[:2], value.shape[-1] if len(value.shape) == 3 else shape[2])
+    return [Abstract(shape, None if out is None else out[:, 0]), Abstract(present, k), Abstract(present, v)]
 
 
 def _contrib_attention(r: Reading) -> list[Abstract]:
     value, past = r.at(0), r.at(4)
     if value.shape is None or len(value.shape) != 3:
-        return [UNKNOWN] * len(r.node.output)
+        return []
     weights = as_weight(r.at(1))
     width = (weights.shape or (0, 3 * value.shape[2]))[-1] // 3
     batch, new = value.shape[:2]
-    found = [Abstract((batch, new, width)), UNKNOWN]
-    rows = _rows(combine([multiply(value, weights), r.at(2)], np.add) if r.has(2) else multiply(value, weights), new)
+    shape, made = (batch, new, width), multiply(value, weights)
+    rows = _rows(combine([made, r.at(2)], np.add) if r.has(2) else made, new, shape)
     mask = r.at(3).numbers if r.has(3) else None
-    if rows is None or (r.has(3) and (mask is None or mask.ndim != 2 or not mask.all())):
-        return found
+    if r.has(3) and (mask is None or mask.ndim != 2 or not mask.all()):
+        raise NotKnown(shape)
     q, k, v = (rows * number_for(f"packed {n}") for n in range(3))
     start = 0
     if r.has(4):
         if past.shape is None or past.data is None or len(past.shape) != 5 or past.data.shape[0] != 2:
-            return found
+            raise NotKnown(shape)
         start = past.shape[3]
-        halves = [_rows(Abstract(past.shape[1:], past.data[at]), start) for at in range(2)]
-        k, v = (np.concatenate([one, two], axis=2) for one, two in zip(halves, (k, v), strict=True) if one is not None)
+        halves = [_rows(Abstract(past.shape[1:], past.data[at]), start, shape) for at in range(2)]
+        k, v = (np.concatenate([one, two], axis=2) for one, two in zip(halves, (k, v), strict=True))
     out = attend(
         Heads(q, k, v),
         r.at(5) if r.has(5) else None,
         _hide(new, k.shape[2], start) if r.number("unidirectional", 0) else None,
     )
     heads = r.number("num_heads", 1)
-    if out is not None:
-        found[0] = Abstract((batch, new, width), out[:, 0])
-    found[1] = Abstract((2, batch, heads, k.shape[2], width // max(heads, 1)), np.stack([k, v]))
-    return found
+    present = (2, batch, heads, k.shape[2], width // max(heads, 1))
+    return [Abstract(shape, None if out is None else out[:, 0]), Abstract(present, np.stack([k, v]))]
 
 
 def _standard_attention(r: Reading) -> list[Abstract]:
     query, key, value = r.at(0), r.at(1), r.at(2)
-    count = len(r.node.output)
     if query.shape is None or key.shape is None or value.shape is None or len(query.shape) not in (3, 4) or r.has(6):
-        return [UNKNOWN] * count
+        return []
     four = len(query.shape) == 4
     axis = 2 if four else 1
-    new, start = query.shape[axis], 0
-    rows = [_rows(query, new), _rows(key, key.shape[axis]), _rows(value, value.shape[axis])]
+    new = query.shape[axis]
     shape = (*query.shape[:-1], value.shape[-1]) if four else query.shape
-    if any(row is None for row in rows):
-        return [Abstract(shape), *[UNKNOWN] * (count - 1)]
-    q, k, v = (row for row in rows if row is not None)
-    presents = [key, value] if four else [UNKNOWN, UNKNOWN]
-    if r.has(4):
-        past = r.at(4).shape
-        if past is None or len(past) != 4:
-            return [UNKNOWN] * count
-        start = past[2]
-        before = [_rows(r.at(4), start), _rows(r.at(5), start)]
-        if before[0] is None or before[1] is None:
-            return [UNKNOWN] * count
-        k, v = (np.concatenate([one, two], axis=2) for one, two in ((before[0], k), (before[1], v)))
-        sizes = (past[0], past[1], k.shape[2], past[3])
-        presents = [Abstract(sizes, k), Abstract(sizes, v)]
-        presents = [join([r.at(4), key], 2), join([r.at(5), value], 2)] if four else presents
+    q, k, v = (_rows(one, known(one.shape)[axis], shape) for one in (query, key, value))
+    start, k, v = _with_past(r, 4, (k, v))
+    presents, past = [key, value] if four else [UNKNOWN, UNKNOWN], r.at(4).shape
+    if past is not None and four:
+        presents = [join([r.at(4), key], 2), join([r.at(5), value], 2)]
+    elif past is not None:
+        presents = [Abstract((*past[:2], row.shape[2], past[3]), row) for row in (k, v)]
     hidden = _hide(new, k.shape[2], start) if r.number("is_causal", 0) else None
     out = attend(Heads(q, k, v), r.at(3) if r.has(3) else None, hidden)
-    if out is None:
-        return [Abstract(shape), *presents]
-    return [Abstract(shape, out if four else out[:, 0]), *presents]
+    return [Abstract(shape, out if out is None or four else out[:, 0]), *presents]
 
 
 def _rotary(r: Reading) -> Abstract:
     """RotaryEmbedding of both domains: the numbers rotated by the exact positions."""
-    value = r.at(0)
-    contrib = r.node.domain == CONTRIB
-    positions = (r.at(1) if contrib else r.at(3)).numbers
-    shape, data = value.shape, value.data
-    if shape is None or data is None or positions is None or len(shape) not in (3, 4):
-        return unknown(shape)
+    shape = known(r.at(0).shape)
+    data, positions = known(r.at(0).data, shape), known(r.at(1 if r.node.domain == CONTRIB else 3).numbers, shape)
+    if len(shape) not in (3, 4):
+        return Abstract(shape)
     four = len(shape) == 4
     new = shape[2 if four else 1]
     at = positions if positions.ndim == 2 and positions.size > 1 else positions.ravel()[:1, None] + np.arange(new)
-    if at.shape[-1] != new:
-        return unknown(shape)
     turned = at[:, None, :, None] if four else at[:, :, None]
-    if size_of(np.broadcast_shapes(data.shape, turned.shape)) > MOST_ELEMENTS:
-        return unknown(shape)
+    if at.shape[-1] != new or size_of(np.broadcast_shapes(data.shape, turned.shape)) > MOST_ELEMENTS:
+        return Abstract(shape)
     return Abstract(shape, data * (np.cos(0.7 * turned) + 0.6 * np.sin(0.7 * turned)))
 
 
-ATTENTIONS: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
+ATTENTIONS: dict[str, Rule] = {
     "GroupQueryAttention": _group_query,
     "MultiHeadAttention": _multi_head,
     "Attention": lambda r: _contrib_attention(r) if r.node.domain == CONTRIB else _standard_attention(r),

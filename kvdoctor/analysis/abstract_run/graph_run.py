@@ -5,7 +5,7 @@ tokens. In an abstract run it is uniform, one number everywhere, and hides nothi
 later ones then says nothing about the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -13,10 +13,9 @@ import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import COMPUTING
 from kvdoctor.analysis.abstract_run.attention import ATTENTIONS
+from kvdoctor.analysis.abstract_run.combining import COMBINING
 from kvdoctor.analysis.abstract_run.indexing import INDEXING
-from kvdoctor.analysis.abstract_run.products import PRODUCTS
-from kvdoctor.analysis.abstract_run.reading import Reading
-from kvdoctor.analysis.abstract_run.reducing import REDUCING
+from kvdoctor.analysis.abstract_run.reading import Reading, Rule
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
 from kvdoctor.decode.calls import Array
@@ -26,16 +25,13 @@ from kvdoctor.model.traverse import STANDARD, constant_value, input_of, nodes_in
 from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import list_tensors
 
-Rule = Callable[[Reading], Abstract | list[Abstract]]
 RANDOM = operators_with("random")
 """Operators that may return something else in each call."""
 
 MOVING = operators_with("join", "permute", "view", "copy", "cast", "select")
 """Operators that return elements of their inputs as they are, in another place or type."""
 
-RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **REDUCING, **PRODUCTS, **ATTENTIONS}
-ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
-"""What numpy raises on numbers that a graph should not have: the value is unknown then."""
+RULES: dict[str, Rule] = {**SHAPING, **INDEXING, **COMPUTING, **COMBINING, **ATTENTIONS}
 _Settled = tuple[str, bytes, tuple[int, ...]]
 
 SHARED = 1 << 16
@@ -167,18 +163,11 @@ class AbstractGraph:
         outputs = reading.outputs
         reading.inputs = [values.get(name, UNKNOWN) if name else None for name in reading.names]
         try:
-            found = rule(reading)
+            found = reading.compute(rule)
         except CannotRun as reason:
             name = reading.node.name or next(iter(outputs), "")
             raise CannotRun(reason.words, name, reading.kind) from None
-        except ANY_NUMPY:
-            found = UNKNOWN
-        if isinstance(found, Abstract) and len(outputs) == 1:
-            self.budget.spend(found.data.size if found.data is not None else 0)
-            into[outputs[0]] = found
-            return
-        found = [found] if isinstance(found, Abstract) else found
-        self.budget.spend(sum(value.data.size for value in found if value.data is not None))
+        self.budget.spend(sum([value.data.size for value in found if value.data is not None]))
         into.update(zip(outputs, [*found, *[UNKNOWN] * (len(outputs) - len(found))], strict=False))
 
     def _constant(self, node: NodeProto) -> Abstract:

@@ -1,11 +1,10 @@
 """Operators that cut, pick and write elements by their place, in an abstract run."""
 
-from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.reading import Reading
+from kvdoctor.analysis.abstract_run.reading import Reading, Rule
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     UNKNOWN,
@@ -13,21 +12,19 @@ from kvdoctor.analysis.abstract_run.values import (
     CannotRun,
     exactly,
     fold_axis,
+    known,
     number_for,
     numbers_for,
     size_of,
-    unknown,
 )
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.node_sizes import Computed, NumberOf
 
 
 def _slice(r: Reading) -> Abstract:
-    value, plan = r.at(0), r.plan()
-    if value.shape is None or plan is None:
-        return UNKNOWN
+    value, (sizes, _) = r.at(0), known(r.plan())[0]
     listed = {index: r.ints(index) or () for index in r.listing}
-    for axis, size in enumerate(plan[0][0]):
+    for axis, size in enumerate(sizes):
         if isinstance(size, Computed):
             bounds = [listed[part.input][part.at] if isinstance(part, NumberOf) else part for part in size.parts]
             value = cut_axis(value, axis, slice(*bounds[1:]))
@@ -80,53 +77,35 @@ def _take(value: Abstract, axis: int, places: Array) -> Array:
 
 
 def _gather(r: Reading) -> Abstract:
-    value, places = r.at(0), r.at(1)
-    if value.shape is None or places.shape is None or not value.shape:
-        return UNKNOWN
-    axis = r.number("axis", 0) % len(value.shape)
-    shape = (*value.shape[:axis], *places.shape, *value.shape[axis + 1 :])
-    rows, at = value.shape[axis], places.numbers
-    if at is None:
-        return _gather_by_data(value, places, axis, shape)
+    value, places, at = r.at(0), r.at(1), r.at(1).numbers
+    sizes, picked = known(value.shape), known(places.shape)
+    axis = r.number("axis", 0) % len(sizes)
+    behind = len(sizes) - axis - 1
+    shape, rows = (*sizes[:axis], *picked, *sizes[axis + 1 :]), sizes[axis]
+    if at is None:  # rows of a weight by numbers that are not exact: a smooth function of them
+        if places.data is None or value.data is None or not value.key or value.exact:
+            return Abstract(shape)
+        made = np.sin(places.data * number_for(value.key))
+        return Abstract(shape, made.reshape([*[1] * axis, *made.shape, *[1] * behind]))
     if at.size and (at.min() < -rows or at.max() >= rows):
         wrong = int(at.max() if at.max() >= rows else at.min())
         raise CannotRun(f"index {wrong} is beyond an axis of {rows}")
-    flat = np.where(at < 0, at + rows, at).ravel()
-    if value.data is None:
-        return Abstract(shape)
-    if value.key and not value.exact and value.data.shape[axis] == 1 and rows > 1 and not _is_last(value, axis):
-        picked = numbers_for(value.key, flat).reshape(
-            [*[1] * axis, *places.shape, *[1] * (len(value.shape) - axis - 1)]
-        )
-        return Abstract(shape, picked)
-    if value.data.shape[axis] == rows:
+    flat, data = np.where(at < 0, at + rows, at).ravel(), known(value.data, shape)
+    along = [*[1] * axis, *picked, *[1] * behind]
+    if value.key and not value.exact and data.shape[axis] == 1 and rows > 1 and (behind or len(sizes) == 1):
+        return Abstract(shape, numbers_for(value.key, flat).reshape(along))
+    if data.shape[axis] == rows:
         taken = _take(value, axis, flat)
-        sizes = places.shape if taken.shape[axis] == flat.size else (1,) * len(places.shape)
-        return Abstract(shape, taken.reshape([*taken.shape[:axis], *sizes, *taken.shape[axis + 1 :]]), value.exact)
-    ones = [*value.data.shape[:axis], *[1] * len(places.shape), *value.data.shape[axis + 1 :]]
-    found = value.data.reshape(ones)
+        held = picked if taken.shape[axis] == flat.size else (1,) * len(picked)
+        return Abstract(shape, taken.reshape([*taken.shape[:axis], *held, *taken.shape[axis + 1 :]]), value.exact)
+    found = data.reshape([*data.shape[:axis], *[1] * len(picked), *data.shape[axis + 1 :]])
     if not value.exact:
-        behind = value.data.ndim - axis - 1
-        found = found * numbers_for("rows", flat).reshape([*[1] * axis, *places.shape, *[1] * behind])
+        found = found * numbers_for("rows", flat).reshape(along)
     return Abstract(shape, found, value.exact)
 
 
-def _is_last(value: Abstract, axis: int) -> bool:
-    return len(value.shape or ()) > 1 and axis == len(value.shape or ()) - 1
-
-
-def _gather_by_data(value: Abstract, places: Abstract, axis: int, shape: tuple[int, ...]) -> Abstract:
-    """Rows of a weight by numbers that are not exact: a smooth function of them."""
-    if places.data is None or value.data is None or not value.key or value.exact:
-        return Abstract(shape)
-    made = np.sin(places.data * number_for(value.key))
-    return Abstract(shape, made.reshape([*[1] * axis, *made.shape, *[1] * (len(value.shape or ()) - axis - 1)]))
-
-
 def _gather_elements(r: Reading) -> Abstract:
-    data, places = r.at(0).numbers, r.at(1).numbers
-    if data is None or places is None:
-        return unknown(r.at(1).shape)
+    data, places = (known(r.at(index).numbers, r.at(1).shape) for index in (0, 1))
     axis = r.number("axis", 0)
     size = data.shape[axis]
     if places.size and (places.min() < -size or places.max() >= size):
@@ -135,93 +114,91 @@ def _gather_elements(r: Reading) -> Abstract:
 
 
 def _gather_nd(r: Reading) -> Abstract:
-    value, places = r.at(0), r.at(1).numbers
-    if value.shape is None or places is None or r.number("batch_dims", 0):
+    value, sizes, places = r.at(0), known(r.at(0).shape), known(r.at(1).numbers)
+    if r.number("batch_dims", 0):
         return UNKNOWN
-    depth = places.shape[-1]
-    shape = (*places.shape[:-1], *value.shape[depth:])
-    if places.size:
-        highest = places.reshape(-1, depth).max(axis=0)
-        if any(int(top) >= size for top, size in zip(highest, value.shape, strict=False)):
-            raise CannotRun(f"index {highest.tolist()} is beyond {list(value.shape[:depth])}")
-    if value.data is None or value.data.shape[:depth] != value.shape[:depth]:
+    depth = _count_axes(places, sizes)
+    shape = (*places.shape[:-1], *sizes[depth:])
+    if value.data is None or value.data.shape[:depth] != sizes[:depth]:
         return Abstract(shape)
     return Abstract(shape, value.data[tuple(np.moveaxis(places, -1, 0))], value.exact)
 
 
+def _count_axes(places: Array, sizes: tuple[int, ...]) -> int:
+    """The number of axes that places of elements count in.
+
+    Raises:
+        CannotRun: a place is beyond such an axis.
+    """
+    depth: int = places.shape[-1]
+    highest = places.reshape(-1, depth).max(axis=0).tolist() if places.size else []
+    if any(int(top) >= size for top, size in zip(highest, sizes, strict=False)):
+        raise CannotRun(f"index {highest} is beyond {list(sizes[:depth])}")
+    return depth
+
+
 def _scatter_nd(r: Reading) -> Abstract:
-    value, places, added = r.at(0), r.at(1).numbers, r.at(2)
-    if value.shape is None or value.data is None or places is None or added.data is None or added.shape is None:
-        return unknown(value.shape)
-    depth = places.shape[-1]
+    value, added = r.at(0), r.at(2)
+    shape = known(value.shape)
+    data, places, put = (known(found, shape) for found in (value.data, r.at(1).numbers, added.data))
     if r.text("reduction", "none") != "none":
-        return unknown(value.shape)
-    if places.size:
-        highest = places.reshape(-1, depth).max(axis=0)
-        if any(int(top) >= size for top, size in zip(highest, value.shape, strict=False)):
-            raise CannotRun(f"index {highest.tolist()} is beyond {list(value.shape[:depth])}")
-    behind = added.data.shape[places.ndim - 1 :]
-    sizes = [*value.shape[:depth], *(max(a, b) for a, b in zip(value.data.shape[depth:], behind, strict=True))]
+        return Abstract(shape)
+    depth, behind = _count_axes(places, shape), put.shape[places.ndim - 1 :]
+    sizes = [*shape[:depth], *(max(a, b) for a, b in zip(data.shape[depth:], behind, strict=True))]
     if size_of(sizes) > MOST_ELEMENTS:
-        return unknown(value.shape)
-    found = np.broadcast_to(value.data, sizes).astype(np.result_type(value.data, added.data))
-    put = np.broadcast_to(added.data, [*places.shape[:-1], *behind])
-    found[tuple(np.moveaxis(places, -1, 0))] = put
-    return Abstract(value.shape, found, value.exact and added.exact)
+        return Abstract(shape)
+    found = np.broadcast_to(data, sizes).astype(np.result_type(data, put))
+    found[tuple(np.moveaxis(places, -1, 0))] = np.broadcast_to(put, [*places.shape[:-1], *behind])
+    return Abstract(shape, found, value.exact and added.exact)
 
 
 def _scatter_elements(r: Reading) -> Abstract:
-    value, places, added = r.at(0), r.at(1), r.at(2)
-    if value.shape is None or value.data is None or places.numbers is None or added.data is None:
-        return unknown(value.shape)
-    axis = r.number("axis", 0) % len(value.shape)
-    at = places.numbers
-    if at.size and at.max() >= value.shape[axis]:
-        raise CannotRun(f"index {int(at.max())} is beyond an axis of {value.shape[axis]}")
-    if r.text("reduction", "none") != "none" or size_of(value.shape) > MOST_ELEMENTS:
-        return unknown(value.shape)
-    found = value.array().astype(np.result_type(value.data, added.data))
-    np.put_along_axis(found, np.where(at < 0, at + value.shape[axis], at), added.array(), axis)
-    return Abstract(value.shape, found, value.exact and added.exact)
+    value, added = r.at(0), r.at(2)
+    shape = known(value.shape)
+    data, at, put = (known(found, shape) for found in (value.data, r.at(1).numbers, added.data))
+    axis = r.number("axis", 0) % len(shape)
+    if at.size and at.max() >= shape[axis]:
+        raise CannotRun(f"index {int(at.max())} is beyond an axis of {shape[axis]}")
+    if r.text("reduction", "none") != "none" or size_of(shape) > MOST_ELEMENTS:
+        return Abstract(shape)
+    found = value.array().astype(np.result_type(data, put))
+    np.put_along_axis(found, np.where(at < 0, at + shape[axis], at), added.array(), axis)
+    return Abstract(shape, found, value.exact and added.exact)
 
 
 def _tensor_scatter(r: Reading) -> Abstract:
     """TensorScatter (ONNX 24): rows are written into a buffer from an index of each sequence on."""
-    value, added, places = r.at(0), r.at(1), r.at(2).numbers if r.has(2) else np.zeros(1, np.int64)
-    if value.shape is None or value.data is None or added.shape is None or added.data is None or places is None:
-        return unknown(value.shape)
-    axis = r.number("axis", -2) % len(value.shape)
-    count, length = added.shape[axis], value.shape[axis]
+    shape, taken = known(r.at(0).shape), known(r.at(1).shape, r.at(0).shape)
+    places = known(r.at(2).numbers, shape) if r.has(2) else np.zeros(1, np.int64)
+    data, put = (known(r.at(index).data, shape) for index in (0, 1))
+    axis = r.number("axis", -2) % len(shape)
+    count, length = taken[axis], shape[axis]
     if r.text("mode", "linear") == "linear" and places.size and int(places.max()) + count > length:
         raise CannotRun(f"{count} rows at {int(places.max())} are beyond a buffer of {length}")
-    sizes = [max(a, b) for a, b in zip(value.data.shape, added.data.shape, strict=True)]
-    sizes[axis], sizes[0] = length, max(value.shape[0], 1)
-    found = np.broadcast_to(value.data, sizes).astype(np.float64)
-    rows = np.broadcast_to(added.data, [count if at == axis else size for at, size in enumerate(sizes)])
+    sizes = [max(a, b) for a, b in zip(data.shape, put.shape, strict=True)]
+    sizes[axis], sizes[0] = length, max(shape[0], 1)
+    found = np.broadcast_to(data, sizes).astype(np.float64)
+    rows = np.broadcast_to(put, [count if at == axis else size for at, size in enumerate(sizes)])
     for row in range(sizes[0]):
         start = int(places[row] if places.size > 1 else places.ravel()[0])
-        place = [slice(None)] * len(sizes)
+        written, given = (np.moveaxis(array[row], axis - 1, 0) for array in (found, rows))
         for offset in range(count):
-            place[axis] = slice((start + offset) % length, (start + offset) % length + 1)
-            inner, outer = tuple(place[1:]), [slice(None)] * len(sizes)
-            outer[axis] = slice(offset, offset + 1)
-            found[row][inner] = rows[row][tuple(outer[1:])]
-    return Abstract(value.shape, found)
+            written[(start + offset) % length] = given[offset]
+    return Abstract(shape, found)
 
 
 def _split(r: Reading) -> list[Abstract]:
-    value, plan = r.at(0), r.plan()
-    if value.shape is None or plan is None:
-        return [UNKNOWN] * len(r.outputs)
-    axis = r.number("axis", 0) % len(value.shape)
+    whole, plan = known(r.at(0).shape), known(r.plan())
+    axis = r.number("axis", 0) % len(whole)
     sizes = [shape[axis] for _, shape in plan]
-    if sum(sizes) != value.shape[axis]:
-        raise CannotRun(f"an axis of {value.shape[axis]} is split into {sizes}")
-    ends = list(accumulate(sizes))
-    return [cut_axis(value, axis, slice(end - size, end, 1)) for end, size in zip(ends, sizes, strict=True)]
+    if sum(sizes) != whole[axis]:
+        raise CannotRun(f"an axis of {whole[axis]} is split into {sizes}")
+    return [
+        cut_axis(r.at(0), axis, slice(end - size, end, 1)) for end, size in zip(accumulate(sizes), sizes, strict=True)
+    ]
 
 
-INDEXING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
+INDEXING: dict[str, Rule] = {
     "Slice": _slice,
     "Gather": _gather,
     "GatherElements": _gather_elements,

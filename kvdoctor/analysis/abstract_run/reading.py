@@ -1,12 +1,12 @@
 """One node of an abstract run with the values of its inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, read_tensor
+from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, NotKnown, read_tensor
 from kvdoctor.model.node_sizes import NodeSizes, Sizes, find_unequal, shape_from
 from kvdoctor.model.operator_axes import axes_of, read_equation
 from kvdoctor.model.operators import operator_of
@@ -19,7 +19,11 @@ IRRELEVANT = 64
 PLANS = 4096
 """Cached answers about shapes alone: the layers of a decoder ask the same."""
 
+ANY_NUMPY = (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError, AttributeError, MemoryError)
+"""What numpy raises on numbers that a graph should not have: the value is unknown then."""
+
 Shape = tuple[int, ...]
+Rule = Callable[["Reading"], Abstract | list[Abstract]]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +54,20 @@ class Reading:
         self.attributes = {one.name: one for one in self.node.attribute}
         self.kind, self.names, self.outputs = self.node.op_type, tuple(self.node.input), tuple(self.node.output)
 
+    def compute(self, rule: Rule) -> list[Abstract]:
+        """The outputs, of as many as are known.
+
+        Raises:
+            CannotRun: two sizes cannot agree.
+        """
+        try:
+            found = rule(self)
+        except NotKnown as reason:
+            return reason.outputs
+        except ANY_NUMPY:
+            return []
+        return [found] if isinstance(found, Abstract) else found
+
     def at(self, index: int) -> Abstract:
         """The value of an input; unknown where there is none."""
         found = self.inputs[index] if index < len(self.inputs) else None
@@ -59,9 +77,9 @@ class Reading:
         """Whether there is such an input."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
-    def has_attribute(self, name: str) -> bool:
-        """Whether there is such an attribute."""
-        return name in self.attributes
+    def all(self) -> list[Abstract]:
+        """The values of all inputs."""
+        return [value if value is not None else UNKNOWN for value in self.inputs]
 
     def number(self, name: str, otherwise: int) -> int:
         """An attribute that is an integer."""

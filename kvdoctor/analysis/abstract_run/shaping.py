@@ -1,13 +1,13 @@
 """Operators that move, repeat and join elements, in an abstract run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isfinite
 
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.indexing import cut_axis
-from kvdoctor.analysis.abstract_run.reading import PLANS, Reading
+from kvdoctor.analysis.abstract_run.reading import PLANS, Reading, Rule
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     RELATIVE_ROUNDING,
@@ -17,6 +17,7 @@ from kvdoctor.analysis.abstract_run.values import (
     CannotRun,
     exactly,
     fold_axis,
+    known,
     number_for,
     size_of,
     unknown,
@@ -98,14 +99,12 @@ def _reshape(r: Reading) -> Abstract:
 
 def _move(r: Reading) -> Abstract:
     """The axes of a value in another order, without some of size 1, or with more of these."""
-    value, plan = r.at(0), r.plan()
-    if value.shape is None or plan is None:
-        return UNKNOWN
-    sizes, shape = plan[0]
+    value, (sizes, shape) = r.at(0), known(r.plan())[0]
+    before = known(value.shape)
     order = [size.at for size in sizes if isinstance(size, AxisOf)]
-    gone = [at for at in range(len(value.shape)) if at not in order]
-    if any(value.shape[at] != 1 for at in gone):
-        raise CannotRun(f"axes {gone} of {list(value.shape)} cannot be removed: they are not all 1")
+    gone = [at for at in range(len(before)) if at not in order]
+    if any(before[at] != 1 for at in gone):
+        raise CannotRun(f"axes {gone} of {list(before)} cannot be removed: they are not all 1")
     if value.data is None:
         return Abstract(shape, key=value.key)
     key = f"{value.key} transposed" if value.key and order != sorted(order) else value.key
@@ -143,25 +142,20 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _expand(r: Reading) -> Abstract:
-    value, target = r.at(0), r.ints(1)
-    if value.shape is None or target is None:
-        return UNKNOWN
-    shape, _ = plan_broadcast(value.shape, tuple(target))
-    if value.data is None:
-        return Abstract(shape)
-    data = value.data.reshape((1,) * (len(shape) - value.data.ndim) + value.data.shape)
+    value = r.at(0)
+    shape, _ = plan_broadcast(known(value.shape), tuple(known(r.ints(1))))
+    data = known(value.data, shape)
+    data = data.reshape((1,) * (len(shape) - data.ndim) + data.shape)
     return Abstract(shape, np.zeros(shape, data.dtype) if 0 in shape else data, value.exact)
 
 
 def _tile(r: Reading) -> Abstract:
-    value, plan = r.at(0), r.plan()
-    if value.shape is None or plan is None:
-        return UNKNOWN
-    shape = plan[0][1]
-    if value.data is None or size_of(shape) > MOST_ELEMENTS:
+    _, shape = known(r.plan())[0]
+    data = known(r.at(0).data, shape)
+    if size_of(shape) > MOST_ELEMENTS:
         return Abstract(shape)
-    here = [1 if held == 1 else size // max(held, 1) for held, size in zip(value.data.shape, shape, strict=True)]
-    return Abstract(shape, np.tile(value.data, here), value.exact)
+    here = [1 if held == 1 else size // max(held, 1) for held, size in zip(data.shape, shape, strict=True)]
+    return Abstract(shape, np.tile(data, here), r.at(0).exact)
 
 
 @lru_cache(PLANS)
@@ -216,49 +210,35 @@ def join(values: Sequence[Abstract], axis: int, apart: bool = False) -> Abstract
     return Abstract(total, np.concatenate(pieces, axis=axis), exact)
 
 
-def _concat(r: Reading) -> Abstract:
-    return join([r.at(index) for index in range(len(r.inputs))], r.number("axis", 0), r.returned)
-
-
 def _shape(r: Reading) -> Abstract:
-    shape = r.at(0).shape
-    if shape is None:
-        return UNKNOWN
+    shape = known(r.at(0).shape)
     return exactly(np.array(shape[slice(r.number("start", 0), r.number("end", len(shape)))], np.int64))
 
 
-def _size(r: Reading) -> Abstract:
-    shape = r.at(0).shape
-    return UNKNOWN if shape is None else exactly(np.array(size_of(shape), np.int64))
-
-
 def _constant_of_shape(r: Reading) -> Abstract:
-    sizes, value = r.ints(0), r.tensor("value")
-    if sizes is None:
-        return UNKNOWN
-    if min(sizes, default=0) < 0:
-        raise CannotRun(f"a shape of {list(sizes)}")
+    shape, value = tuple(known(r.ints(0))), r.tensor("value")
+    if min(shape, default=0) < 0:
+        raise CannotRun(f"a shape of {list(shape)}")
     number = value.data if value is not None and value.data is not None else np.zeros(1, np.float32)
-    shape = tuple(sizes)
     data = np.zeros(shape, number.dtype) if 0 in shape else number.reshape((1,) * len(shape))
     return Abstract(shape, data, exact=True)
 
 
 def _range(r: Reading) -> Abstract:
-    parts = [r.at(index).numbers for index in range(3)]
-    if any(part is None or part.size != 1 for part in parts):
+    start, end, step = (known(r.at(index).numbers).ravel() for index in range(3))
+    if {start.size, end.size, step.size} != {1}:
         return UNKNOWN
-    start, end, step = (part.ravel()[0] for part in parts if part is not None)
+    start, end, step = start[0], end[0], step[0]
     if step == 0 or abs((end - start) / step) > MOST_ELEMENTS:
         return UNKNOWN
     return exactly(np.arange(start, end, step))
 
 
 def _pad(r: Reading) -> Abstract:
-    value, amounts = r.at(0), r.ints(1, "pads")
-    if value.shape is None or value.data is None or amounts is None or r.text("mode", "constant") != "constant":
+    value, amounts = r.at(0), known(r.ints(1, "pads"))
+    rank = known(value.data).ndim
+    if r.text("mode", "constant") != "constant":
         return UNKNOWN
-    rank = len(value.shape)
     axes = [axis % rank for axis in (r.ints(3) or ())] if r.has(3) else list(range(rank))
     for number, axis in enumerate(axes):
         before, after = amounts[number], amounts[number + len(axes)]
@@ -278,7 +258,7 @@ def _pad(r: Reading) -> Abstract:
     return value
 
 
-SHAPING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
+SHAPING: dict[str, Rule] = {
     "Reshape": _reshape,
     "Flatten": _reshape,
     "Squeeze": _move,
@@ -286,9 +266,9 @@ SHAPING: dict[str, Callable[[Reading], Abstract | list[Abstract]]] = {
     "Transpose": _move,
     "Expand": _expand,
     "Tile": _tile,
-    "Concat": _concat,
+    "Concat": lambda r: join(r.all(), r.number("axis", 0), r.returned),
     "Shape": _shape,
-    "Size": _size,
+    "Size": lambda r: exactly(np.array(size_of(known(r.at(0).shape)), np.int64)),
     "ConstantOfShape": _constant_of_shape,
     "Range": _range,
     "Pad": _pad,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -34,6 +34,14 @@ class CannotRun(Exception):
     def __str__(self) -> str:
         """The reason with its node."""
         return f'{self.op} "{self.node}": {self.words}' if self.op else self.words
+
+
+class NotKnown(Exception):
+    """What an operator needs is not known. Of its outputs at most the given shapes are, the first one's first."""
+
+    def __init__(self, *shapes: Sequence[int] | None) -> None:
+        super().__init__()
+        self.outputs = [unknown(shape) for shape in shapes]
 
 
 class TooMuchWork(Exception):
@@ -92,6 +100,20 @@ def exactly(array: Any) -> Abstract:
     return Abstract(found.shape, found, exact=True)
 
 
+T = TypeVar("T")
+
+
+def known(found: T | None, *shapes: Sequence[int] | None) -> T:
+    """What was found of an input.
+
+    Raises:
+        NotKnown: it is None; then the outputs have `shapes`.
+    """
+    if found is None:
+        raise NotKnown(*shapes)
+    return found
+
+
 def unknown(shape: Sequence[int] | None) -> Abstract:
     """A value of which at most the shape is known."""
     return Abstract(None if shape is None else tuple(shape))
@@ -134,14 +156,10 @@ def find_alike(value: Abstract, axes: Iterable[int]) -> tuple[int, ...]:
 def fold_axis(data: Array, axis: int) -> Array:
     """Numbers with an axis collapsed again where all along it are equal, as those of a part that was cut out."""
     first = data[(slice(None),) * axis + (slice(0, 1),)]
-    return first if data.shape[axis] > 1 and are_equal(first, data) else data
-
-
-def are_equal(one: Array, other: Array) -> bool:
-    """Whether numbers are the same but for rounding."""
-    if (one == other).all():
-        return True
-    return bool(np.allclose(one, other, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True))
+    if data.shape[axis] <= 1:
+        return data
+    close = (first == data).all() or np.allclose(first, data, rtol=RELATIVE_ROUNDING, atol=ROUNDING, equal_nan=True)
+    return first if close else data
 
 
 @lru_cache(4096)

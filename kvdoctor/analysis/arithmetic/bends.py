@@ -24,8 +24,7 @@ FAR = 1e4
 """Where a cap has reached its bound."""
 
 
-def _sigmoid(x: float) -> float:
-    return UNARY["Sigmoid"](x)
+_sigmoid = UNARY["Sigmoid"]
 
 
 def _tanh_gelu(x: float) -> float:
@@ -44,11 +43,11 @@ KINDS: dict[str, Callable[[float], float]] = {
 }
 """The known functions by name."""
 WHOLE: dict[str, Callable[[FlatNode, float], float]] = {
-    "Gelu": lambda node, x: KINDS["gelu by tanh" if _text(node, "approximate") == "tanh" else "gelu"](x),
+    "Gelu": lambda node, x: KINDS["gelu by tanh" if node.text("approximate", "") == "tanh" else "gelu"](x),
     "FastGelu": lambda _, x: _tanh_gelu(x),
     "BiasGelu": lambda _, x: KINDS["gelu"](x),
-    "QuickGelu": lambda node, x: x * _sigmoid(_float(node, "alpha", 1.702) * x),
-    "Swish": lambda node, x: x * _sigmoid(_float(node, "alpha", 1.0) * x),
+    "QuickGelu": lambda node, x: x * _sigmoid(node.real("alpha", 1.702) * x),
+    "Swish": lambda node, x: x * _sigmoid(node.real("alpha", 1.0) * x),
     "Silu": lambda _, x: KINDS["silu"](x),
 }
 """Operators that are a whole function."""
@@ -109,8 +108,7 @@ class Bends:
 
     def _step(self, arguments: tuple[str, ...], result: str) -> tuple[tuple[str, ...], str] | None:
         """The next value that is still a function of the argument, with the arguments that are left."""
-        readers = [node for node, _ in self.flow.consumers.get(result, ()) if not node.has("sizes")]
-        readers = list({id(node): node for node in readers}.values())
+        readers = list({id(node): node for node in self.fixed.readers(result)}.values())
         if len(readers) != 1 or readers[0].op not in SCALARS:
             return None
         node = readers[0]
@@ -156,13 +154,3 @@ def _apply(node: FlatNode, given: list[float]) -> float | None:
     if node.op in BINARY and len(given) == 2:
         return BINARY[node.op](*given)
     return given[0] if node.has("copy", "cast") else None
-
-
-def _float(node: FlatNode, name: str, default: float) -> float:
-    attribute = node.attribute(name)
-    return float(attribute.f) if attribute is not None else default
-
-
-def _text(node: FlatNode, name: str) -> str:
-    attribute = node.attribute(name)
-    return bytes(attribute.s).decode("utf-8", "replace") if attribute is not None else ""

@@ -1,9 +1,11 @@
 """Norms, embeddings, feed-forward layers, experts and the head: the constants that a config names of them."""
 
 from collections.abc import Collection, Iterator
+from functools import cached_property
+from math import prod
 
 from kvdoctor.analysis.arithmetic.bends import Bend, Bends
-from kvdoctor.analysis.arithmetic.numbers import FixedValues
+from kvdoctor.analysis.arithmetic.numbers import MOST_STEPS, FixedValues
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import operators_with
@@ -21,7 +23,6 @@ EPSILONS = {
 }
 DEFAULT_EPSILON = 1e-5
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-MOST_STEPS = 24
 HIDDEN = ("gelu", "gelu by tanh", "silu", "quick_gelu", "relu", "squared relu", "tanh")
 """Functions that stand between the two products of a feed-forward layer."""
 
@@ -78,21 +79,26 @@ class Head:
 
 
 class Blocks:
-    """Reads one flow."""
+    """Reads one flow; `head_dim` is the width of a head, where the graph shows it."""
 
-    def __init__(self, flow: Flow, fixed: FixedValues, bends: Bends) -> None:
-        self.flow, self.fixed, self.bends = flow, fixed, bends
+    def __init__(self, flow: Flow, head_dim: int | None) -> None:
+        self.flow, self.fixed = flow, FixedValues(flow, head_dim)
 
-    def list_norms(self) -> Iterator[Norm]:
+    @cached_property
+    def bends(self) -> Bends:
+        """The functions that are not linear."""
+        return Bends(self.flow, self.fixed)
+
+    @cached_property
+    def norms(self) -> list[Norm]:
         """The normalizations, by an operator or written out."""
+        found = list[Norm]()
         for node in self.fixed.nodes((*NORMS, "Sqrt", "Pow")):
             if node.op in NORMS:
-                attribute = node.attribute("epsilon")
-                default = EPSILONS.get(node.op, DEFAULT_EPSILON)
-                epsilon = float(attribute.f) if attribute is not None else default
-                yield Norm(epsilon, node)
+                found.append(Norm(node.real("epsilon", EPSILONS.get(node.op, DEFAULT_EPSILON)), node))
             else:
-                yield from self._written_out(node)
+                found += self._written_out(node)
+        return found
 
     def _written_out(self, root: FlatNode) -> Iterator[Norm]:
         """The root of a mean of squares and an epsilon."""
@@ -104,22 +110,20 @@ class Blocks:
             if epsilon is not None and mean is not None and mean.op == "ReduceMean" and 0 < epsilon < 0.1:
                 yield Norm(epsilon, total)
 
-    def list_activations(self) -> Iterator[Activation]:
+    @cached_property
+    def activations(self) -> list[Activation]:
         """The activations between products, and those of fused experts."""
-        for bend in self.bends.by_result.values():
-            if bend.kind in HIDDEN and (product := self._next_product(bend)) is not None:
-                yield Activation(bend.kind, self._inner_width(product), bend.node)
-        for node in self.fixed.nodes(("MoE", "QMoE")):
-            attribute = node.attribute("activation_type")
-            kind = bytes(attribute.s).decode("ascii", "replace") if attribute else "relu"
-            if kind in HIDDEN:
-                yield Activation(kind, None, node)
+        bends = [bend for bend in self.bends.by_result.values() if bend.kind in HIDDEN]
+        products = [(bend, product) for bend in bends if (product := self._next_product(bend)) is not None]
+        found = [Activation(bend.kind, self._width(product, outer=False), bend.node) for bend, product in products]
+        fused = [(node.text("activation_type", "relu"), node) for node in self.fixed.nodes(("MoE", "QMoE"))]
+        return found + [Activation(kind, None, node) for kind, node in fused if kind in HIDDEN]
 
     def _next_product(self, bend: Bend) -> FlatNode | None:
         """The product with weights after an activation, with at most a product by a gate between them."""
         name = bend.result
         for _ in range(MOST_STEPS):
-            readers = [node for node, _ in self.flow.consumers.get(name, ()) if not node.has("sizes")]
+            readers = self.fixed.readers(name)
             if len(readers) != 1:
                 return None
             node = readers[0]
@@ -130,24 +134,27 @@ class Blocks:
             name = node.output()
         return None
 
-    def _inner_width(self, product: FlatNode) -> int | None:
-        """The length of the axis that a product with weights sums over."""
-        if product.attribute("K") is not None:
-            return product.number("K", 0)
-        weight = self.flow.constants.get(product.input(1))
-        if weight is None or len(weight.dims) != 2 or product.op not in ("MatMul", "Gemm", "MatMulInteger"):
+    def _width(self, product: FlatNode, *, outer: bool) -> int | None:
+        """The number of columns of a product with weights, or the length of the axis that it sums over."""
+        packed, weight = "N" if outer else "K", self.flow.constants.get(product.input(1))
+        if product.attribute(packed) is not None:
+            return product.number(packed, 0)
+        if weight is None or len(weight.dims) != 2 or product.op == "Einsum":
             return None
-        return int(weight.dims[product.number("transB", 0)])
+        return int(weight.dims[product.number("transB", 0) ^ outer])
 
-    def list_routers(self) -> Iterator[Router]:
+    @cached_property
+    def routers(self) -> list[Router]:
         """The choices of experts."""
+        found = []
         for node in self.fixed.nodes(("MoE", "QMoE", "TopK")):
             if node.op != "TopK":
-                yield Router(node.number("k", 1), self._outer_width(node.input(1)), node)
+                found.append(Router(node.number("k", 1), self._outer_width(node.input(1)), node))
                 continue
             active, count = self.fixed.one(node.input(1)), self._outer_width(node.input(0))
             if active is not None and count is not None:
-                yield Router(int(active), count, node)
+                found.append(Router(int(active), count, node))
+        return found
 
     def _outer_width(self, name: str) -> int | None:
         """The number of columns of the product with weights that makes scores."""
@@ -156,11 +163,7 @@ class Blocks:
             if node is None:
                 return None
             if node.has("product"):
-                weight = self.flow.constants.get(node.input(1))
-                if node.attribute("N") is not None:
-                    return node.number("N", 0)
-                at = 1 - node.number("transB", 0)
-                return int(weight.dims[at]) if weight is not None and len(weight.dims) == 2 else None
+                return self._width(node, outer=True)
             if not node.has("copy", "cast", "view", "softmax", "activation", "add"):
                 return None
             constants = [self.flow.constant(one) is not None for one in node.inputs]
@@ -180,24 +183,14 @@ class Blocks:
     def _factor_after(self, name: str) -> float | None:
         """The factor on a value, where one node alone goes on with it."""
         for _ in range(MOST_STEPS):
-            readers = [node for node, _ in self.flow.consumers.get(name, ()) if not node.has("sizes")]
-            scaling = [node for node in readers if node.has("multiply", "divide") and self._scalar(node, name)]
+            readers = self.fixed.readers(name)
+            scaling = [factor for node in readers if (factor := self.fixed.factor(node)) and factor[1] == name]
             if len(scaling) == 1 and len(readers) == 1:
-                return self._scalar(scaling[0], name)
+                return scaling[0][0]
             if len(readers) != 1 or not readers[0].has("copy", "cast", "view"):
                 return None if scaling else 1.0
             name = readers[0].output()
         return None
-
-    def _scalar(self, node: FlatNode, name: str) -> float | None:
-        """The number that a node multiplies a value with."""
-        others = [one for one in node.inputs if one != name]
-        number = self.fixed.one(others[0]) if len(others) == 1 and len(node.inputs) == 2 else None
-        if number is None or number == 0:
-            return None
-        if node.has("divide"):
-            return 1 / number if node.inputs[0] == name else None
-        return number
 
     def find_head(self, logits: str) -> Head | None:
         """The product that makes the logits."""
@@ -224,24 +217,9 @@ class Blocks:
 
     def _scales_back(self, name: str) -> tuple[float, str]:
         """The product of the factors before a value, and the value before these."""
-        scale = 1.0
-        for _ in range(MOST_STEPS):
-            node = self.flow.producers.get(name)
-            if node is None or name in self.bends.by_result:
-                break
-            given = next((one for one in node.inputs if self.fixed.one(one) is None), "")
-            factor = self._scalar(node, given) if node.has("multiply", "divide") else None
-            if factor is not None:
-                scale, name = scale * factor, given
-            elif node.has("copy", "cast", "view", "pick"):
-                name = node.input(0)
-            elif node.has("add") and len(node.inputs) == 2 and self.flow.constant(node.input(1)) is not None:
-                name = node.input(0)  # a bias
-            elif node.has("add") and len(node.inputs) == 2 and self.flow.constant(node.input(0)) is not None:
-                name = node.input(1)
-            else:
-                break
-        return scale, name
+        ends = self.bends.by_result
+        factors, before = self.fixed.before_scales(name, "copy", "cast", "view", "pick", biases=True, ends=ends)
+        return prod(factors, start=1.0), before
 
     def _tensor(self, name: str) -> tuple[TensorProto | None, bool]:
         """The constant that a value is, and whether it is transposed on the way."""
@@ -258,10 +236,8 @@ class Blocks:
         """The factors on what a layer adds to the residual: on the result of a product, before an addition."""
         found: dict[float, FlatNode] = {}
         for node in self.fixed.nodes(("Mul",)):
-            if len(node.inputs) == 2:
-                given = next((one for one in node.inputs if self.fixed.one(one) is None), "")
-                factor, made = self._scalar(node, given), self.flow.producers.get(given)
-                readers = self.flow.consumers.get(node.output(), ())
-                if factor and made is not None and made.has("product") and any(one.has("add") for one, _ in readers):
-                    found.setdefault(factor, node)
+            factor, value = self.fixed.factor(node) or (0.0, "")
+            made, readers = self.flow.producers.get(value), self.flow.consumers.get(node.output(), ())
+            if made is not None and made.has("product") and any(one.has("add") for one, _ in readers):
+                found.setdefault(factor, node)
         return found

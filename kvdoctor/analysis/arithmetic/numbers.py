@@ -5,18 +5,20 @@ The last size of a query or key is the width of a head, which many exports compu
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cached_property
 from math import prod
 
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import Trait
 from kvdoctor.model.proto import TensorProto
 
 Numbers = tuple[float, ...]
 
 MOST_NUMBERS = 512
 MOST_DEEP = 16
+MOST_STEPS = 40
 FORMATS: dict[int, str] = {
     TensorProto.FLOAT: "f",
     TensorProto.DOUBLE: "d",
@@ -146,6 +148,42 @@ class FixedValues:
         if listed is None or not listed.has("sizes") or self.head_dim is None:
             return None
         return (float(self.head_dim),) if place in ((-1.0,), (3.0,)) else None
+
+    def readers(self, name: str) -> list[FlatNode]:
+        """The nodes that take the content of a value."""
+        return [node for node, _ in self.flow.consumers.get(name, ()) if not node.has("sizes")]
+
+    def factor(self, node: FlatNode | None) -> tuple[float, str] | None:
+        """The number that a node multiplies a value with, and that value; None where it does something else."""
+        if node is None or not node.has("multiply", "divide") or len(node.inputs) != 2:
+            return None
+        one, other = (self.one(given) for given in node.inputs)
+        if other:
+            return (1 / other if node.has("divide") else other), node.inputs[0]
+        return (one, node.inputs[1]) if one and node.has("multiply") else None
+
+    def biased(self, node: FlatNode) -> str:
+        """What a constant is added to; empty where none is."""
+        given = node.inputs if node.has("add") and len(node.inputs) == 2 else ()
+        free = [name for name in given if self.flow.constant(name) is None]
+        return free[0] if len(free) == 1 else ""
+
+    def before_scales(
+        self, name: str, *between: Trait, biases: bool = False, ends: Container[str] = ()
+    ) -> tuple[list[float], str]:
+        """The factors on a value, and the value before them; nodes of some kinds may lie between, and biases."""
+        factors: list[float] = []
+        for _ in range(MOST_STEPS):
+            node = self.flow.producers.get(name)
+            if node is None or name in ends:
+                break
+            factor, bias = self.factor(node), self.biased(node) if biases else ""
+            factors += [factor[0]] if factor is not None else []
+            before = factor[1] if factor is not None else node.input(0) if node.has(*between) else bias
+            if not before:
+                break
+            name = before
+        return factors, name
 
     def source(self, name: str) -> str:
         """The value that a value is a copy, cast or view of."""

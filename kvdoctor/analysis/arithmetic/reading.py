@@ -4,16 +4,8 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from kvdoctor.analysis.arithmetic.bends import Bends
-from kvdoctor.analysis.arithmetic.blocks import Activation, Blocks, Embedding, Head, Norm, Router
-from kvdoctor.analysis.arithmetic.numbers import (
-    MOST_NUMBERS,
-    WIDTHS,
-    FixedValues,
-    Numbers,
-    decode_numbers,
-    read_numbers,
-)
+from kvdoctor.analysis.arithmetic.blocks import Blocks, Embedding, Head
+from kvdoctor.analysis.arithmetic.numbers import MOST_NUMBERS, WIDTHS, Numbers, decode_numbers, read_numbers
 from kvdoctor.analysis.arithmetic.rotary import Frequencies, find_frequencies
 from kvdoctor.analysis.arithmetic.scores import Attention, Scores
 from kvdoctor.analysis.stacks import OnnxFile
@@ -30,7 +22,7 @@ SAME = 2e-2
 """Products of two elements are equal up to this part of the larger one: one weight may be in half precision."""
 
 
-class Arithmetic:
+class Arithmetic(Blocks):
     """The constants that a decoder computes with.
 
     `file` is its file, of which a few elements of large tables are read; None where it is not one file. `head_dim` is
@@ -38,43 +30,17 @@ class Arithmetic:
     """
 
     def __init__(self, flow: Flow, file: OnnxFile | None, head_dim: int | None) -> None:
-        self.flow = flow
+        super().__init__(flow, head_dim)
         self.path = file.path if file is not None else None
         self.external = file.external if file is not None else ()
-        self.fixed = FixedValues(flow, head_dim)
         self._embeddings: dict[frozenset[str], Embedding | None] = {}
         self._payloads: dict[str, tuple[int, int]] | None = None
         self._places: dict[int, tuple[Path, int, int] | None] = {}
 
     @cached_property
-    def bends(self) -> Bends:
-        """The functions that are not linear."""
-        return Bends(self.flow, self.fixed)
-
-    @cached_property
-    def blocks(self) -> Blocks:
-        """Reads what is not attention."""
-        return Blocks(self.flow, self.fixed, self.bends)
-
-    @cached_property
     def attentions(self) -> list[Attention]:
         """The attentions in the order of the graph."""
         return Scores(self.flow, self.fixed, self.bends).list_attentions()
-
-    @cached_property
-    def norms(self) -> list[Norm]:
-        """The normalizations."""
-        return list(self.blocks.list_norms())
-
-    @cached_property
-    def activations(self) -> list[Activation]:
-        """The activations of feed-forward layers."""
-        return list(self.blocks.list_activations())
-
-    @cached_property
-    def routers(self) -> list[Router]:
-        """The choices of experts."""
-        return list(self.blocks.list_routers())
 
     @cached_property
     def frequencies(self) -> tuple[list[Frequencies], bool]:
@@ -84,12 +50,8 @@ class Arithmetic:
     def embedding(self, tokens: frozenset[str]) -> Embedding | None:
         """The table of the tokens, given the inputs that take them."""
         if tokens not in self._embeddings:
-            self._embeddings[tokens] = self.blocks.find_embedding(tokens)
+            self._embeddings[tokens] = self.find_embedding(tokens)
         return self._embeddings[tokens]
-
-    def head(self, logits: str) -> Head | None:
-        """The product that makes the logits."""
-        return self.blocks.find_head(logits)
 
     def are_tied(self, embedding: Embedding, head: Head) -> bool | None:
         """Whether table and head are one weight, or hold equal elements at a few places; None where not known.

@@ -7,7 +7,7 @@ each position, whose second row shows them. Sources of the scalings: transformer
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from kvdoctor.analysis.arithmetic.numbers import FixedValues, Numbers
@@ -48,15 +48,9 @@ class Frequencies:
     @property
     def base(self) -> float | None:
         """The base, where the frequencies are its powers; None of scaled ones."""
-        base = self._base_of_all
-        if base is None or len(self.numbers) < 2:
-            return None
-        return base if are_close(self.numbers, powers(base, self.dim)) else None
-
-    @property
-    def _base_of_all(self) -> float | None:
         at = max((at for at, number in enumerate(self.numbers) if number >= EXACT), default=0)
-        return (1 / self.numbers[at]) ** (self.dim / (2 * at)) if at else None
+        base = (1 / self.numbers[at]) ** (self.dim / (2 * at)) if at else None
+        return base if base is not None and are_close(self.numbers, powers(base, self.dim)) else None
 
 
 def powers(base: float, dim: int) -> Numbers:
@@ -129,17 +123,9 @@ def _behind_cosine(flow: Flow, fixed: FixedValues, cosine: FlatNode) -> list[Num
 
 def divides_positions(flow: Flow, fixed: FixedValues, cosine: FlatNode, factor: float) -> bool:
     """Whether something before a cosine is divided by a factor: old exports of linear scaling divide the positions."""
-    waiting, seen = [cosine.input(0)], {cosine.input(0)}
-    while waiting and len(seen) < MOST_SEEN:
-        node = flow.producers.get(waiting.pop())
-        if node is None:
-            continue
-        numbers = [fixed.one(name) for name in node.inputs if name] if node.has("multiply", "divide") else []
-        if any(one is not None and math.isclose(max(one, 1 / one) if one else 0, factor) for one in numbers):
-            return True
-        waiting += [name for name in node.inputs if name and name not in seen]
-        seen.update(node.inputs)
-    return False
+    scaling = [node for node in islice(flow.before(cosine.input(0)), MOST_SEEN) if node.has("multiply", "divide")]
+    numbers = (fixed.one(name) for node in scaling for name in node.inputs if name)
+    return any(one and math.isclose(max(one, 1 / one), factor) for one in numbers)
 
 
 def _are_frequencies(numbers: Numbers) -> bool:
@@ -185,10 +171,6 @@ class Declared:
             return None
 
 
-def _linear(one: Declared, plain: Numbers) -> list[Numbers]:
-    return [tuple(number / float(one.scaling["factor"]) for number in plain)]
-
-
 def _llama3(one: Declared, plain: Numbers) -> list[Numbers]:
     factor, low, high, length = (
         float(one.scaling[key])
@@ -227,7 +209,7 @@ def _longrope(one: Declared, plain: Numbers) -> list[Numbers]:
 SCALED: dict[str, Callable[[Declared, Numbers], list[Numbers]]] = {
     "default": lambda _, plain: [plain],
     "mrope": lambda _, plain: [plain],
-    "linear": _linear,
+    "linear": lambda one, plain: [tuple(number / float(one.scaling["factor"]) for number in plain)],
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -4,14 +4,15 @@ An attention is an operator of its own, or a softmax of a product of two values 
 product of all factors on queries, keys and scores: exporters split it over queries and keys.
 """
 
+from math import prod
+
 from kvdoctor.analysis.arithmetic.bends import Bends
-from kvdoctor.analysis.arithmetic.numbers import FixedValues
+from kvdoctor.analysis.arithmetic.numbers import MOST_STEPS, FixedValues
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB, operators_with
 from kvdoctor.records import record
 
-MOST_STEPS = 40
 MOST_MASK = 400
 MOST_SUMMED = 16
 LONGEST = 1 << 17
@@ -81,24 +82,21 @@ class Scores:
     def _read_operator(self, node: FlatNode) -> Attention:
         whole = (node.domain, node.op) == WHOLE
         query = Operand(1.0, False, "") if whole else self._operand(node.input(0))
-        given = _float(node, "scale")
+        given, width = node.real("scale", 0.0), self.fixed.head_dim
+        scale = None if query.scale == 1 or not width else query.scale / width**0.5
         mask = node.input(MASKS[node.domain, node.op])
         local = node.number("local_window_size", -1) if node.op == "GroupQueryAttention" else None
         projection, biased = self._projection(query.value)
         return Attention(
             node=node,
             is_scaled=query.is_known,
-            scale=given * query.scale if given else (None if query.scale == 1 else self._by_width(query.scale)),
-            cap=_float(node, "softcap") or None,
+            scale=given * query.scale if given else scale,
+            cap=node.real("softcap", 0.0) or None,
             windows=self._windows(mask) if mask else frozenset(),
             local=local,
             projection=projection,
             is_biased=biased,
         )
-
-    def _by_width(self, factor: float) -> float | None:
-        width = self.fixed.head_dim
-        return factor / width**0.5 if width else None
 
     def _read_softmax(self, node: FlatNode) -> Attention | None:
         masks: list[str] = []
@@ -106,12 +104,11 @@ class Scores:
         if found is None:
             return None
         product, scale, cap = found
-        if self.fixed.of(product.input(0)) or self.fixed.of(product.input(1)) or self._is_weight(product):
-            return None
+        if any(self.fixed.of(name) or self.flow.constant(name) is not None for name in product.inputs[:2]):
+            return None  # a factor that is a weight makes no scores of tokens
         query, key = self._operand(product.input(0)), self._operand(product.input(1))
         whole, known = scale * query.scale * key.scale, query.is_known and key.is_known
-        alpha = product.attribute("alpha") if product.op != "Einsum" else None
-        whole *= float(alpha.f) if alpha is not None else 1.0
+        whole *= product.real("alpha", 1.0)
         projection, biased = self._projection(query.value)
         windows = [self._windows(mask) for mask in masks]
         return Attention(
@@ -124,10 +121,6 @@ class Scores:
             projection=projection,
             is_biased=biased,
         )
-
-    def _is_weight(self, product: FlatNode) -> bool:
-        """Whether a factor of a product is a weight: then it makes no scores of tokens."""
-        return any(self.flow.constant(name) is not None for name in product.inputs[:2])
 
     def _find_product(self, name: str, masks: list[str], left: int) -> tuple[FlatNode, float, float | None] | None:
         """The product before a softmax, the factor after it and its cap; what is added on the way goes into `masks`."""
@@ -143,7 +136,7 @@ class Scores:
                 return None
             if node.has("product"):
                 return node, scale, cap
-            factor = self._factor(node, name)
+            factor = self.fixed.factor(node)
             if factor is not None:
                 scale, name = scale * factor[0], factor[1]
             elif node.has("copy", "cast", "view", "permute", "pick"):
@@ -167,33 +160,13 @@ class Scores:
                 return found[0], so_far[0] * found[1], so_far[1] or found[2]
         return None
 
-    def _factor(self, node: FlatNode, name: str) -> tuple[float, str] | None:
-        """The factor of a node that scales by one number, and what it scales."""
-        if not node.has("multiply", "divide") or len(node.inputs) != 2 or not name:
-            return None
-        one, other = (self.fixed.one(given) for given in node.inputs)
-        if other is not None and other != 0:
-            return (1 / other if node.has("divide") else other), node.inputs[0]
-        if one is not None and one != 0 and node.has("multiply"):
-            return one, node.inputs[1]
-        return None
-
     def _operand(self, name: str) -> Operand:
         """A factor of the scores, followed back over scales and views."""
-        scale, is_scaled = 1.0, False
-        for _ in range(MOST_STEPS):
-            node = self.flow.producers.get(name)
-            factor = self._factor(node, name) if node is not None else None
-            if factor is not None:
-                scale, name, is_scaled = scale * factor[0], factor[1], True
-            elif node is not None and node.has("copy", "cast", "view", "permute", "repeat"):
-                name = node.input(0)
-            else:
-                break
+        scales, name = self.fixed.before_scales(name, "copy", "cast", "view", "permute", "repeat")
         made = self.flow.producers.get(name)
         factors = made.inputs if made is not None and made.has("multiply", "divide") else ()
         known = not factors or any(self.flow.constant(one) is not None for one in factors)  # weights of a norm
-        return Operand(scale, is_scaled, name, known)
+        return Operand(prod(scales), bool(scales), name, known)
 
     def _projection(self, name: str) -> tuple[FlatNode | None, bool]:
         """The product with weights that makes a query, before a rotation, and whether a bias is added to it."""
@@ -205,7 +178,7 @@ class Scores:
             if node.has("product"):
                 weight = self.flow.constant(node.input(1)) or self.flow.constant(node.input(0))
                 return (node if weight is not None else None), biased or bool(node.op == "Gemm" and node.input(2))
-            factor, bias = self._factor(node, name), self._biased(node)
+            factor, bias = self.fixed.factor(node), self.fixed.biased(node)
             if factor is not None:
                 name = factor[1]
             elif bias:
@@ -215,12 +188,6 @@ class Scores:
             else:
                 name = self._before_norm(node) or self._before_rotation(node)
         return None, biased
-
-    def _biased(self, node: FlatNode) -> str:
-        """What a constant is added to; empty where none is."""
-        given = list(node.inputs) if node.has("add") and len(node.inputs) == 2 else []
-        free = [name for name in given if self.flow.constant(name) is None]
-        return free[0] if len(free) == 1 else ""
 
     def _before_norm(self, node: FlatNode) -> str:
         """What a norm that is written out scales: by its weights, or by the root; empty where the node does not."""
@@ -290,8 +257,3 @@ class Scores:
                 names += made.inputs
         numbers = (self.fixed.one(name) for name in names if name)
         return [int(abs(one)) for one in numbers if one is not None and 1 < abs(one) < LONGEST and one == int(one)]
-
-
-def _float(node: FlatNode, name: str) -> float:
-    attribute = node.attribute(name)
-    return float(attribute.f) if attribute is not None else 0.0

@@ -187,16 +187,6 @@ def join_axis(node: FlatNode, axes: tuple[int, ...] | None) -> int | None:
     return axes[at] if axes[at] != NEW else None
 
 
-def normalize_axis(axis: int, rank: int) -> int | None:
-    """An axis counted from the front; None where a tensor of that rank has no such axis."""
-    return axis % rank if -rank <= axis < rank else None
-
-
-VIEWS = operators_with("copy", "cast", "view")
-"""Operators between the number of an iteration and the index that is made of it."""
-MOST_VIEWS = 8
-
-
 @record
 class Place:
     """The number of an entry of a stack, and how many there are; in a loop, the number of the iteration."""
@@ -223,8 +213,8 @@ class StackPlaces:
         """Whether a node puts values together along an axis that was inserted for it: no entries join there."""
         if not node.has("join") or len(node.inputs) < 2 or axes is None:
             return False
-        at = normalize_axis(node.number("axis", 0), len(axes))
-        return at is not None and axes[at] == NEW
+        at = node.number("axis", 0)
+        return -len(axes) <= at < len(axes) and axes[at] == NEW
 
     def place_after(self, node: FlatNode, output: str, axes: tuple[int, ...] | None, place: Place) -> Place | None:
         """The place in an output of a node; None where the stack has been taken apart. `axes` are those before it.
@@ -256,9 +246,13 @@ class StackPlaces:
 
     def _is_numbered(self, index: str) -> bool:
         """Whether an index is the number of an iteration, or a view of it."""
-        for _ in range(MOST_VIEWS):
+        for _ in range(NEAREST):
             made = self.flow.producers.get(index)
-            if index in self.flow.iterations or made is None or made.op not in VIEWS or index in self.flow.carried:
+            if (
+                made is None
+                or not made.has("copy", "cast", "view")
+                or index in (*self.flow.iterations, *self.flow.carried)
+            ):
                 break
             index = made.input(0)
         return index in self.flow.iterations

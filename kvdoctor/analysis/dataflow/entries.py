@@ -14,10 +14,7 @@ MOST_ALIKE = 8
 
 
 def is_convolved(dataflow: Dataflow, name: str, rank: int) -> bool:
-    """Whether the entries of an input and new ones are added up along their axis, each with a weight of its own.
-
-    They are cut out at several places, or reduced along the axis.
-    """
+    """Whether the entries of an input and new ones are added up along their axis, each with a weight of its own."""
     for value, path in dataflow.walk(name, rank, computed=True):
         takers = dataflow.flow.consumers.get(value, ()) if path.join is not None and path.axes is not None else ()
         if sum(node.has("pick") for node, _ in takers) > 1:

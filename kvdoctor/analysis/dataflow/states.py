@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from kvdoctor.analysis.dataflow import walks
 from kvdoctor.analysis.dataflow.axis_walks import (
     NEW,
     AxisWalks,
@@ -21,17 +22,6 @@ from kvdoctor.analysis.dataflow.axis_walks import (
     join_axis,
 )
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
-from kvdoctor.analysis.dataflow.walks import (
-    COMPUTES,
-    MOST_VISITED,
-    NEAR,
-    Descent,
-    Walk,
-    WalkBudget,
-    outputs_with_content,
-    viewed_by,
-    views_of,
-)
 from kvdoctor.contract import Growth
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
@@ -100,7 +90,7 @@ class Dataflow:
 
     flow: Flow
     shapes: Mapping[str, Known] = field(default_factory=dict)
-    budget: WalkBudget = field(default_factory=WalkBudget)
+    budget: walks.WalkBudget = field(default_factory=walks.WalkBudget)
     _states: dict[tuple[str, int], StateFlow] = field(default_factory=dict)
     _reached: dict[str, set[str]] = field(default_factory=dict)
 
@@ -110,9 +100,9 @@ class Dataflow:
         return UseFinder(self.flow, self.budget)
 
     @cached_property
-    def descent(self) -> Descent:
+    def descent(self) -> walks.Descent:
         """Which values depend on which."""
-        return Descent(self.flow, self.budget)
+        return walks.Descent(self.flow, self.budget)
 
     @cached_property
     def axes(self) -> AxisWalks:
@@ -191,12 +181,12 @@ class Dataflow:
         """Values that hold the content of an input, nearest first; also what is `computed` of it, entry by entry."""
         waiting = deque([(name, _Path(tuple(range(rank))))])
         seen = {(name, False)}
-        while waiting and len(seen) < MOST_VISITED and self.budget.goes_on():
+        while waiting and len(seen) < walks.MOST_VISITED and self.budget.goes_on():
             value, path = waiting.popleft()
             yield value, path
             for node, index in self.flow.consumers.get(value, ()):
                 steps = self._steps(node, index, name, path)
-                if computed and node.op in COMPUTES:
+                if computed and node.op in walks.COMPUTES:
                     steps = iter([(node.output(), replace(path, changed=(*path.changed, node)))])
                 for output, onward in steps:
                     if output and (output, onward.join is not None) not in seen:
@@ -205,7 +195,7 @@ class Dataflow:
 
     def _steps(self, node: FlatNode, index: int, name: str, path: _Path) -> Iterator[tuple[str, _Path]]:
         """The outputs of a node that hold the content of the walked input, with the path to each."""
-        for output, adds_entries in outputs_with_content(node, index):
+        for output, adds_entries in walks.outputs_with_content(node, index):
             joins = adds_entries and (not node.has("select") or self._selects_new(node, index, name))
             # A second Concat stacks keys and values, or all layers, again: no entries join there.
             joins = joins and not (path.join is not None and node.has("join"))
@@ -321,7 +311,7 @@ class Dataflow:
 
     def _is_own_length(self, value: str, name: str) -> bool:
         """Whether a value is computed from the length of an input, with another length subtracted."""
-        subtracted, walk = False, Walk([value], self.budget, NEAR)
+        subtracted, walk = False, walks.Walk([value], self.budget, walks.NEAR)
         for current in walk:
             node = self.flow.producers.get(current)
             if node is None:
@@ -337,17 +327,17 @@ class Dataflow:
     def _find_view(self, value: str) -> str | None:
         """A graph output that is a view of a value, or of the value that it is itself a view of."""
         waiting, seen = deque([value]), {value}
-        while waiting and len(seen) < NEAR:
+        while waiting and len(seen) < walks.NEAR:
             current = waiting.popleft()
             if current in self.flow.outputs_of:
                 return self.flow.outputs_of[current][0]
-            takers = self.flow.consumers.get(current, ())[:NEAR]
+            takers = self.flow.consumers.get(current, ())[: walks.NEAR]
             node = self.flow.producers.get(current)
-            near = [out for taker, index in takers for out in views_of(taker, index)]
+            near = [out for taker, index in takers for out in walks.views_of(taker, index)]
             if node is not None and node.has("view"):  # then a Concat stacks parts or layers
                 near += [taker.output() for taker, _ in takers if taker.has("join")]
             if node is not None and (node.has("loop") or current == node.output()):
-                near.append(viewed_by(node, current))
+                near.append(walks.viewed_by(node, current))
             for neighbor in near:
                 if neighbor and neighbor not in seen:
                     seen.add(neighbor)

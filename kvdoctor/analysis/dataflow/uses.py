@@ -52,13 +52,12 @@ class UseFinder:
     def _find_use(self, name: str) -> StateUse | None:
         found: dict[UsedAs, tuple[FlatNode, int]] = {}
         walk = Walk([name], self.budget, MOST_VISITED)
-        for value in walk:
-            for node, index in self.flow.consumers.get(value, ()):
-                part = self._part_at(node, index)
-                if part is not None:
-                    found.setdefault(part, (node, index))
-                elif keeps(node, index) or node.op in MIXES or is_past(node, index):
-                    walk.add(node.outputs[:MOST_OUTPUTS_FOLLOWED])
+        for node, index in walk.takers(self.flow):
+            part = self._part_at(node, index)
+            if part is not None:
+                found.setdefault(part, (node, index))
+            elif keeps(node, index) or node.op in MIXES or is_past(node, index):
+                walk.add(node.outputs[:MOST_OUTPUTS_FOLLOWED])
         if {"key", "value"} <= found.keys() or "key-value" in found:
             return StateUse("key-value", min(node.index for node, _ in found.values()))
         order: tuple[UsedAs, ...] = ("key", "value", "conv", "memory")
@@ -71,17 +70,16 @@ class UseFinder:
     def table_rows(self, name: str) -> int | None:
         """Rows of the constant table that an input of integers indexes directly; None where there is none."""
         walk = Walk([name], self.budget, NEAR_USE)
-        for value in walk:
-            for node, index in self.flow.consumers.get(value, ()):
-                if index in LOOKUPS.get(node.op, ()):
-                    name_of_table = node.input(0 if index else 2)
-                    table, made = self.flow.constant(name_of_table), self.flow.producers.get(name_of_table)
-                    if table is not None and len(table.dims) >= 2:
-                        # The weights of the output head are used again, transposed.
-                        transposed = made is not None and made.has("permute")
-                        return int(table.dims[-1 if transposed else 0])
-                elif keeps(node, index) or node.has("join") or node.has("clamp") or (index and node.has("select")):
-                    walk.add(node.outputs)
+        for node, index in walk.takers(self.flow):
+            if index in LOOKUPS.get(node.op, ()):
+                name_of_table = node.input(0 if index else 2)
+                table, made = self.flow.constant(name_of_table), self.flow.producers.get(name_of_table)
+                if table is not None and len(table.dims) >= 2:
+                    # The weights of the output head are used again, transposed.
+                    transposed = made is not None and made.has("permute")
+                    return int(table.dims[-1 if transposed else 0])
+            elif keeps(node, index) or node.has("join", "clamp") or (index and node.has("select")):
+                walk.add(node.outputs)
         return None
 
     def use_of_output(self, output: str) -> StateUse | None:
@@ -121,16 +119,13 @@ class UseFinder:
             others = [node.inputs[i] for i in operands if i != index and i < len(node.inputs)]
             if all(name in self.flow.fixed for name in others):
                 return "memory"
-            return "key" if self._computes_scores(node) else "value"
+            if node.index not in self._scores:
+                self._scores[node.index] = self._reaches_softmax(node)
+            return "key" if self._scores[node.index] else "value"
         return None
 
-    def _computes_scores(self, node: FlatNode) -> bool:
-        """Whether the result of a product reaches a Softmax before it meets another product."""
-        if node.index not in self._scores:
-            self._scores[node.index] = self._reaches_softmax(node)
-        return self._scores[node.index]
-
     def _reaches_softmax(self, node: FlatNode) -> bool:
+        """Whether the result of a product reaches a Softmax before it meets another product."""
         walk = Walk(node.outputs, self.budget, MOST_VISITED)
         for value in walk:
             takers = self.flow.consumers.get(value, ())

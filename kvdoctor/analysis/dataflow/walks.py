@@ -118,10 +118,7 @@ class WalkBudget:
 
 
 class Walk:
-    """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated.
-
-    It ends when nothing is left, when `most` values were seen, or when the budget of the graph is spent.
-    """
+    """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated."""
 
     def __init__(self, start: Iterable[str], budget: WalkBudget, most: int | None = None) -> None:
         self.waiting = deque(start)
@@ -132,6 +129,11 @@ class Walk:
     def __iter__(self) -> Iterator[str]:
         while self.waiting and (self.most is None or len(self.seen) < self.most) and self.budget.goes_on():
             yield self.waiting.popleft()
+
+    def takers(self, flow: Flow) -> Iterator[tuple[FlatNode, int]]:
+        """The nodes that take the values, each with the index of the input."""
+        for value in self:
+            yield from flow.consumers.get(value, ())
 
     def add(self, values: Iterable[str]) -> None:
         """Queue values that were not seen before; the empty name stands for an optional input or output left out."""
@@ -208,10 +210,6 @@ class Descent:
             return viewed_by(node, value)
         return node.input(0) if node is not None and node.op in PASSES_OUT else ""
 
-    def first_use(self, name: str) -> int:
-        """The index of the first node that takes a value, -1 where none does."""
-        return min((node.index for node, _ in self.flow.consumers.get(name, ())), default=-1)
-
     def computed_at(self, output: str) -> int:
         """The index of the node that computes an output, before casts and views; -1 where none does."""
         value, passed = self.flow.results.get(output, output), set[str]()
@@ -256,12 +254,11 @@ class Descent:
         An input that is combined with new tokens in this way is no past: it is a rotation table or a mask.
         """
         walk = Walk([name], self.budget, MOST_VISITED)
-        for value in walk:
-            for node, index in self.flow.consumers.get(value, ()):
-                if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
-                    return True
-                if keeps(node, index) or node.op in MIXES:
-                    walk.add([node.output()])
+        for node, index in walk.takers(self.flow):
+            if node.op in MIXES and any(other in values for i, other in enumerate(node.inputs) if i != index):
+                return True
+            if keeps(node, index) or node.op in MIXES:
+                walk.add([node.output()])
         return False
 
     def ancestors(self, *values: str) -> set[str]:

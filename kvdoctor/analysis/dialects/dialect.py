@@ -129,10 +129,7 @@ class SlotName:
 
 @record
 class RoleRule:
-    """The role of an input or output with this name, and its axes in letters.
-
-    A rule applies to tensors of its rank, and of its kind of element where `dtype` gives one.
-    """
+    """The role of an input or output with this name, and its axes in letters."""
 
     name: str
     role: Role

@@ -23,17 +23,11 @@ DIALECT = Dialect(
             rf"past_key_values\.{N}\.(?P<leaf>conv_state|shift_state)", "present.{layer}.{leaf}", "conv-state", "BCZ"
         ),
         SlotRule(
-            rf"past_key_values\.{N}\.(?P<leaf>recurrent_state|ssm_state)",
-            "present.{layer}.{leaf}",
-            "recurrent-state",
-            "",
+            rf"past_key_values\.{N}\.(?P<leaf>(recurrent|ssm)_state)", "present.{layer}.{leaf}", "recurrent-state", ""
         ),
         SlotRule(rf"past_conv\.{N}(?P<tail>\.\w+)?", "present_conv.{layer}{tail}", "conv-state", "BCZ"),
         SlotRule(
-            rf"past_(?P<leaf>ssm|recurrent)\.{N}(?P<tail>\.\w+)?", "present_{leaf}.{layer}{tail}", "recurrent-state", ""
-        ),
-        SlotRule(
-            rf"past_(?P<leaf>compressor|indexer)\.{N}(?P<tail>\.\w+)?",
+            rf"past_(?P<leaf>ssm|recurrent|compressor|indexer)\.{N}(?P<tail>\.\w+)?",
             "present_{leaf}.{layer}{tail}",
             "recurrent-state",
             "",

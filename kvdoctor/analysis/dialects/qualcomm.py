@@ -6,14 +6,14 @@ Transformers retains the state on the device. Sources: qai_hub_models/models (qu
 quic/efficient-transformers.
 """
 
-from kvdoctor.analysis.dialects.dialect import Dialect, N, RoleRule, SlotRule
+from kvdoctor.analysis.dialects.dialect import KV, Dialect, N, RoleRule, SlotRule
 
 DIALECT = Dialect(
     name="qualcomm",
     order=70,
     slots=(
         SlotRule(
-            rf"past_(?P<part>key|value)_{N}_in",
+            rf"past_{KV}_{N}_in",
             "past_{part}_{layer}_out",
             "self-attention",
             "NBHM",
@@ -38,7 +38,7 @@ DIALECT = Dialect(
             filled_by="{part}_cache_cross_{layer}",
         ),
         SlotRule(
-            rf"block_{N}_past_self_(?P<part>key|value)_states",
+            rf"block_{N}_past_self_{KV}_states",
             "block_{layer}_present_self_{part}_states",
             "self-attention",
             "BNMH",
@@ -46,7 +46,7 @@ DIALECT = Dialect(
             carry="write",
         ),
         SlotRule(
-            rf"block_{N}_cross_(?P<part>key|value)_states",
+            rf"block_{N}_cross_{KV}_states",
             None,
             "cross-attention",
             "BNEH",
@@ -67,13 +67,7 @@ DIALECT = Dialect(
             "BNEH",
             filled_by="kv_cache_{part}_{layer}",
         ),
-        SlotRule(
-            rf"past_(?P<part>key|value)\.{N}",
-            "past_{part}.{layer}_RetainedState",
-            "self-attention",
-            "BNMH",
-            growth="static",
-        ),
+        SlotRule(rf"past_{KV}\.{N}", "past_{part}.{layer}_RetainedState", "self-attention", "BNMH", growth="static"),
     ),
     inputs=(
         RoleRule(r"input_ids", "token_ids", "BQ", "integer"),

@@ -14,13 +14,7 @@ DIALECT = Dialect(
         SlotRule(r"in_n_layer_self_(?P<part>k|v)_cache", "out_n_layer_self_{part}_cache", "self-attention", "LBMD"),
         SlotRule(r"n_layer_cross_(?P<part>k|v)", None, "cross-attention", "LBED", filled_by="n_layer_cross_{part}"),
         SlotRule(rf"decoder_mems_list_{N}", "next_decoder_mem_list_{layer}", "hidden-memory", "BSD", part="state"),
-        SlotRule(
-            rf"cache_(?P<part>key|value)_{N}",
-            "{part}_delta_{layer}",
-            "self-attention",
-            "BMNH",
-            growth="delta",
-        ),
+        SlotRule(rf"cache_(?P<part>key|value)_{N}", "{part}_delta_{layer}", "self-attention", "BMNH", growth="delta"),
     ),
     inputs=(
         RoleRule(r"tokens", "token_ids", "BQ", "integer"),

@@ -1,5 +1,7 @@
 """Several new tokens on top of a cache: chunked prefill, a second turn, speculation."""
 
+from dataclasses import replace
+
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
@@ -14,7 +16,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
 )
 from kvdoctor.decode.experiments.entry_origins import other_position, pieces_of
-from kvdoctor.decode.experiments.state_changes import wrong_states
+from kvdoctor.decode.experiments.long_states import wrong_states
 from kvdoctor.decode.experiments.why_logits_differ import has_content
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
@@ -22,6 +24,8 @@ from kvdoctor.decode.runs import Cause
 CHUNK = 3
 BEFORE = 5
 """Tokens in the cache before: more than the state of a convolution holds, which a shorter prompt may leave short."""
+LONGER = 40
+"""Tokens of the sequence where token ids are returned in place of logits."""
 SHARED = Scenario(prompt=BEFORE, steps=Scenario().total - BEFORE + 1)
 """The sequence of the loops, so that the reference run is shared with them."""
 
@@ -48,6 +52,8 @@ def takes_chunks(contract: CacheContract) -> str | None:
 )
 def chunk(builder: FeedBuilder) -> Calls:
     """A prompt of 5 tokens, 3 more, and what is left of the sequence."""
+    if builder.returns_ids:
+        yield from _longer(builder)
     expected = yield from builder.whole()
     start, total = builder.scenario.prompt, builder.scenario.total
     past = yield from builder.begin(expected)
@@ -55,13 +61,21 @@ def chunk(builder: FeedBuilder) -> Calls:
     yield from builder.controls(total - 1 - (total - start - 1) % CHUNK, total, before, expected)
 
 
+def _longer(builder: FeedBuilder) -> Calls:
+    """Chunks of a longer sequence, where the likeliest token of a few may well be right by chance."""
+    total = min(LONGER, builder.contract.usable_length or LONGER)
+    scenario = replace(builder.scenario, steps=total - BEFORE + 1)
+    longer = replace(builder, scenario=scenario, tokens=builder.tokens[:, :0])
+    answer = yield as_probe(longer.reference())
+    if total <= builder.scenario.total or answer.failed:
+        return
+    expected = yield from longer.whole()
+    past = yield from longer.begin(expected)
+    yield from longer.go_on(past, BEFORE, total, expected, size=CHUNK)
+
+
 @unjudged(
-    "why-chunk",
-    "what the first of several new tokens attends to",
-    SHARED,
-    has_content,
-    explains=("chunk",),
-    order=41,
+    "why-chunk", "what the first of several new tokens attends to", SHARED, has_content, explains=("chunk",), order=41
 )
 def why_chunk(builder: FeedBuilder) -> Decision:
     """What the first of 3 new tokens attends to: all of the past, and no later token."""
@@ -79,8 +93,8 @@ def why_chunk(builder: FeedBuilder) -> Decision:
     if base.failed:
         return None
     expected = yield from builder.whole()
-    if cause := _moved_logits(base.logits, expected[:, start : start + CHUNK], builder):
-        return cause
+    if not builder.returns_ids and (cause := _moved_logits(base.logits, expected[:, start : start + CHUNK], builder)):
+        return cause  # two tokens may have the same likeliest one
     if cause := (yield from _wrong_entries(builder, base)):
         return cause
     if builder.contract.last_logits_only:

@@ -78,8 +78,10 @@ def each_length(builder: FeedBuilder) -> Calls:
     builder = _walker(builder)
     total = yield from longest_sequence(builder, 1, builder.scenario.total)
     expected = yield from builder.whole(total)
-    if not (yield from _reference_holds(builder, min(SHORT, total), expected)):
-        raise CannotCheck(REFERENCE_CHANGES)
+    if not builder.contract.last_logits_only:  # some models rotate all keys otherwise from a length on
+        short = yield as_probe(builder.reference(min(SHORT, total)))
+        if not (short.failed or same_logits(short.logits, expected[:, : min(SHORT, total)], builder.tolerance)):
+            raise CannotCheck(REFERENCE_CHANGES)
     past = yield from builder.begin(expected, 1)
     for position in range(1, total):
         if position == builder.contract.ring and not (yield from _goes_on(builder, past, expected)):
@@ -181,7 +183,7 @@ def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
     """Whether steps are wrong after a threshold beyond which a call without a cache computes earlier tokens otherwise.
 
     A model of two sets of rotary factors (LongRoPE) rotates all keys by the second set from a length on; those in the
-    cache stay rotated by the first.
+    cache stay rotated by the first. Where the rotary base depends on the length (dynamic NTK), each token changes them.
     """
     short, last, first = (yield near.reference(start)), start, stop
     whole, before = (yield near.reference(stop)), short
@@ -199,11 +201,17 @@ def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
     if _same_last(near, answer, whole):
         return None
     again = yield as_probe(near.decode(stop - 1, stop, (yield from near.begin(stop=stop - 1))))
-    right = not again.failed and _same_last(near, again, whole)
-    after = f"a cache filled by one call of {stop - 1} tokens is right" if right else "and so on after each token"
+    refilled = not again.failed and _same_last(near, again, whole)
+    made, changes = (yield near.reference(first)), [str(first)]
+    for length in range(first + 1, stop + 1):
+        before, made = made, (yield near.reference(length))
+        changes += [] if _same_before(near, before, made, start) else [str(length)]
+    call = f"a cache filled by one call of {stop - 1} tokens is {'right' if refilled else 'wrong as well'}"
+    call = call if first < stop else "no longer sequence was run"
     what = "keys" if near.contract.last_logits_only else "logits"
-    seen = f"without a cache, the {what} of the first {start} tokens change when there are {first}"
-    return Cause(KEYS_CHANGE, f"{seen}; with a cache, steps differ from there on; {after}", from_length=first)
+    seen = f"without a cache, the {what} of the first {start} tokens change when there are {', '.join(changes)}"
+    evidence = f"{seen}; with a cache, steps differ from there on; {call}"
+    return Cause(KEYS_CHANGE, evidence, from_length=first, again=len(changes) > 1)
 
 
 def _same_before(near: FeedBuilder, one: Answer, other: Answer, count: int) -> bool:
@@ -280,17 +288,6 @@ def _each_threshold(
     if not found and not changed:
         raise CannotCheck(f"no reference run goes over the thresholds {', '.join(map(str, lengths))}")
     return found, changed
-
-
-def _reference_holds(builder: FeedBuilder, length: int, expected: Array) -> "Generator[Call, Answer, bool]":
-    """Whether a shorter call without a cache gives the same logits as the longer one that others are compared with.
-
-    Some models rotate all keys otherwise from a length on (`_find_invalid_keys`).
-    """
-    if builder.contract.last_logits_only:
-        return True
-    answer = yield as_probe(builder.reference(length))
-    return answer.failed or same_logits(answer.logits, expected[:, :length], builder.tolerance)
 
 
 def _chunk(near: FeedBuilder, start: int, stop: int, past: Past, expected: Array) -> Calls:

@@ -7,18 +7,7 @@ import numpy as np
 
 from kvdoctor.contract import Axis, Slot
 from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
-from kvdoctor.decode.experiments import Decision
-from kvdoctor.decode.experiments.cache_entries import (
-    as_probe,
-    by_position,
-    change_token,
-    keeps_all,
-    read_returned,
-    same_entries,
-    same_logits,
-    take_entries,
-    take_returned,
-)
+from kvdoctor.decode.experiments import Decision, cache_entries
 from kvdoctor.decode.experiments.workarounds import has_length
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
@@ -60,18 +49,18 @@ class Piece:
 
     def new_entry(self, step: Answer, start: int) -> Array:
         """The entry that a step added."""
-        return self.of(take_returned(self.slot, step, False, start, start + 1))
+        return self.of(cache_entries.take_returned(self.slot, step, False, start, start + 1))
 
     def right_entry(self, whole: Answer, start: int, stop: int | None = None) -> Array:
         """The entry of the same token in a prefill of the whole sequence, or the entries up to another."""
-        return self.of(take_returned(self.slot, whole, True, start, stop or start + 1))
+        return self.of(cache_entries.take_returned(self.slot, whole, True, start, stop or start + 1))
 
 
 def pieces_of(slots: Iterable[Slot], answer: Answer, first: bool = True) -> tuple[Piece, ...]:
     """The keys and values of each layer, by the shapes that came back, in the order of the layers."""
     found = []
     for slot in slots:
-        shape = read_returned(slot, answer, first).shape
+        shape = cache_entries.read_returned(slot, answer, first).shape
         axes: list[Axis] = [axis for axis in ("layers", "parts") if axis in slot.axes]
         for indexes in np.ndindex(*(shape[slot.axes.index(axis)] for axis in axes)):
             at = tuple(zip(axes, indexes, strict=True))
@@ -95,8 +84,8 @@ def where_from(builder: FeedBuilder, start: int, piece: Piece, step: Answer, who
 def of_another(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Cause | None:
     """A new entry that is the right one of another layer, or of the other part of the same one."""
     new = piece.new_entry(step, start)
-    for other in pieces_of(by_position(builder.contract), whole):
-        if other != piece and same_entries(new, other.right_entry(whole, start), builder.tolerance):
+    for other in pieces_of(cache_entries.by_position(builder.contract), whole):
+        if other != piece and cache_entries.same_entries(new, other.right_entry(whole, start), builder.tolerance):
             name = _swapped(piece, other)
             return Cause(name, f"the new entry of {piece.present} is what a prefill returns as {other.filled_by}")
     return None
@@ -115,11 +104,11 @@ def other_position(builder: FeedBuilder, start: int, piece: Piece, step: Answer)
     """
     new = piece.new_entry(step, start)
     everywhere = np.repeat(builder.tokens[:, start : start + 1], builder.scenario.total, axis=1)
-    answer = yield as_probe(replace(builder, tokens=everywhere).prefill(builder.scenario.total))
-    if answer.failed or same_entries(new, piece.right_entry(answer, start), builder.tolerance):
+    answer = yield cache_entries.as_probe(replace(builder, tokens=everywhere).prefill(builder.scenario.total))
+    if answer.failed or cache_entries.same_entries(new, piece.right_entry(answer, start), builder.tolerance):
         return None
     for place in range(builder.scenario.total):
-        if same_entries(new, piece.right_entry(answer, place), builder.tolerance):
+        if cache_entries.same_entries(new, piece.right_entry(answer, place), builder.tolerance):
             return Cause(
                 "positions-not-offset",
                 f"the new entry of {piece.present} at position {start} is that of the same token at position {place}",
@@ -129,15 +118,15 @@ def other_position(builder: FeedBuilder, start: int, piece: Piece, step: Answer)
 
 def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
     """An entry that is the same whatever the token holds nothing of it."""
-    first = yield as_probe(builder.prefill(start))
+    first = yield cache_entries.as_probe(builder.prefill(start))
     if first.failed or not piece.slot.present:
         return None
     past, right = builder.carry(None, first, "held"), piece.new_entry(step, start)
     for token in (None, builder.tokens.min(), builder.tokens.max()):
-        other = change_token(builder, start)
+        other = cache_entries.change_token(builder, start)
         if token is not None:
             other.tokens[:, start] = token
-        answer = yield as_probe(other.decode(start, start + 1, past))
+        answer = yield cache_entries.as_probe(other.decode(start, start + 1, past))
         if answer.failed or not np.array_equal(piece.new_entry(answer, start), right):
             return None
     is_scale = (piece.slot.part or "").endswith("scale")  # then the entries themselves are there, with a wrong one
@@ -150,11 +139,11 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
 
     No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
     """
-    for piece in pieces_of(by_position(builder.contract), whole):
-        if not (keeps_all(piece.slot, first) and keeps_all(piece.slot, whole)):
+    for piece in pieces_of(cache_entries.by_position(builder.contract), whole):
+        if not (cache_entries.keeps_all(piece.slot, first) and cache_entries.keeps_all(piece.slot, whole)):
             continue
         ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
-        if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
+        if ours.shape != theirs.shape or cache_entries.same_entries(ours, theirs, builder.tolerance):
             continue
         return Cause(
             "new-entries-wrong",
@@ -166,9 +155,9 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
 def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: Tolerance) -> Cause | None:
     """A present that begins with the past of another slot."""
     for other in slots:
-        fed = take_entries(other, as_array(past[other.past]), (0, step.past), step.past)
-        begin = take_returned(slot, step, False, 0, step.past)
-        if other is not slot and fed.any() and same_entries(begin, fed, limit):
+        fed = cache_entries.take_entries(other, as_array(past[other.past]), (0, step.past), step.past)
+        begin = cache_entries.take_returned(slot, step, False, 0, step.past)
+        if other is not slot and fed.any() and cache_entries.same_entries(begin, fed, limit):
             name = _swapped(Piece(slot, slot.layer), Piece(other, other.layer))
             return Cause(name, f"{slot.present} begins with the entries that were fed as {other.past}")
     return None
@@ -177,10 +166,10 @@ def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: 
 def same_for_two(slots: tuple[Slot, ...], whole: Answer, limit: Tolerance) -> Cause | None:
     """Two slots that a prefill fills with the same entries: one of them holds what belongs to the other."""
     pieces = pieces_of(slots, whole)
-    entries = [piece.of(read_returned(piece.slot, whole, True)) for piece in pieces]
+    entries = [piece.of(cache_entries.read_returned(piece.slot, whole, True)) for piece in pieces]
     for index, piece in enumerate(pieces):
         for other in range(index):
-            if same_entries(entries[index], entries[other], limit):
+            if cache_entries.same_entries(entries[index], entries[other], limit):
                 mine, theirs = piece.filled_by, pieces[other].filled_by
                 name = _swapped(piece, pieces[other])
                 return Cause(name, f"a prefill returns the same entries as {theirs} and as {mine}")
@@ -190,7 +179,7 @@ def same_for_two(slots: tuple[Slot, ...], whole: Answer, limit: Tolerance) -> Ca
 def _from_empty(builder: FeedBuilder, past: Past, stop: int) -> Call:
     """The first tokens in the graph or branch that takes a past, whose past is empty."""
     emptied = {s.past: builder.placeholder(s, 0) for s in builder.contract.slots if s.growth != "constant"}
-    return as_probe(builder.decode(0, stop, Past({**past, **emptied})))
+    return cache_entries.as_probe(builder.decode(0, stop, Past({**past, **emptied})))
 
 
 def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decision:
@@ -200,7 +189,7 @@ def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decisi
     """
     if builder.contract.first_step == "empty-past":
         return None
-    first = yield as_probe(builder.prefill(start))
+    first = yield cache_entries.as_probe(builder.prefill(start))
     if first.failed:
         return None
     past = builder.carry(None, first, "held")
@@ -208,11 +197,15 @@ def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decisi
     if answer.failed:
         return None
     ours, theirs = piece.new_entry(answer, 0), piece.right_entry(first, 0)
-    if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
+    if ours.shape != theirs.shape or cache_entries.same_entries(ours, theirs, builder.tolerance):
         return None
     if has_length(builder.contract) is None and not builder.contract.last_logits_only:
-        right, both = (yield as_probe(builder.prefill(2))), (yield _from_empty(builder, past, 2))
-        if not right.failed and not both.failed and same_logits(both.logits, right.logits, builder.tolerance):
+        right, both = (yield cache_entries.as_probe(builder.prefill(2))), (yield _from_empty(builder, past, 2))
+        if (
+            not right.failed
+            and not both.failed
+            and cache_entries.same_logits(both.logits, right.logits, builder.tolerance)
+        ):
             return Cause(
                 "new-entries-wrong",
                 f"from an empty past two tokens get the logits that they get without a past, and the first one gets "
@@ -236,13 +229,15 @@ def other_attention(builder: FeedBuilder, start: int, past: Past, piece: Piece) 
         return cause
     if has_length(builder.contract) is not None:
         return None  # it takes one token at a time
-    right = yield as_probe(builder.prefill(2))
+    right = yield cache_entries.as_probe(builder.prefill(2))
     both = yield _from_empty(builder, past, 2)
-    changed = yield _from_empty(change_token(builder, 0), past, 2)
+    changed = yield _from_empty(cache_entries.change_token(builder, 0), past, 2)
     if right.failed or both.failed or changed.failed:
         return None
     limit, ours = builder.tolerance, piece.new_entry(both, 1)
-    if same_entries(ours, piece.right_entry(right, 1), limit) or same_entries(ours, piece.new_entry(changed, 1), limit):
+    if cache_entries.same_entries(ours, piece.right_entry(right, 1), limit) or cache_entries.same_entries(
+        ours, piece.new_entry(changed, 1), limit
+    ):
         return None
     return Cause(
         "branches-disagree",

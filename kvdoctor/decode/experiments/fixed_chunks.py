@@ -64,7 +64,9 @@ def overlapping(builder: FeedBuilder) -> Calls:
             yield builder.decode(start, start + later, past)  # shown as a step, which fails
             return
         logits = np.concatenate([logits, answer.logits], axis=1)
-        for length in _choose_cuts(size, later) if start == size else (start - 1,):
+        # From long to short; the call after a cut ends within what is known: the first two calls.
+        spread = np.unique(np.linspace(1, size - 1, min(size - 1, MOST_CUTS)).round().astype(int))[::-1]
+        for length in spread.tolist() if start == size else (start - 1,):
             shorter = cut_windows(builder, past, length)
             stop = length + later
             step = builder.decode(length, stop, shorter, logits[:, length:stop])
@@ -74,12 +76,6 @@ def overlapping(builder: FeedBuilder) -> Calls:
     if step is None:
         raise CannotCheck("a sequence has no room for a second call")
     yield from builder.controls(*last, logits)
-
-
-def _choose_cuts(size: int, later: int) -> list[int]:
-    """Lengths from long to short; a later call must end within what is known: the first two calls."""
-    lengths = np.unique(np.linspace(1, size - 1, min(size - 1, MOST_CUTS)).round().astype(int))
-    return [int(length) for length in lengths[::-1] if length + later <= size + later]
 
 
 def cut_windows(builder: FeedBuilder, past: Past, length: int) -> Past:

@@ -26,11 +26,6 @@ INTO_PROMPT = 1
 """Tokens of the prompt that are taken back as well: they came with others in one call."""
 
 
-def can_be_cut(contract: CacheContract) -> str | None:
-    """Every slot must keep its entries apart, and all of them."""
-    return first_reason(find_uncut(contract)) or several_tokens(contract)
-
-
 def find_obstacles(contract: CacheContract) -> Iterator[Obstacle]:
     """What stands in the way: missing rows of logits, and slots from which no token can be taken back."""
     if contract.last_logits_only:
@@ -74,7 +69,7 @@ def second_turn(builder: FeedBuilder) -> Calls:
 @Experiment(
     "rewind",
     "two tokens decoded, removed from the cache with the end of the prompt, and replaced by others",
-    applies=can_be_cut,
+    applies=lambda contract: first_reason(find_uncut(contract)) or several_tokens(contract),
     use=Use("steps taken back by cutting the cache", required="speculation", after=("unread-content",)),
     order=7,
 )

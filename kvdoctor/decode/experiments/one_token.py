@@ -29,8 +29,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
     swap_entries,
 )
-from kvdoctor.decode.experiments.long_states import list_states
-from kvdoctor.decode.experiments.state_changes import disturb, find_twins
+from kvdoctor.decode.experiments.long_states import disturb, find_twins, list_states
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, Cause
 from kvdoctor.errors import CannotCheck

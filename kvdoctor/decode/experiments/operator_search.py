@@ -173,7 +173,7 @@ def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Gen
             return Cause(CAUSE, f"{operator}{beams} returns tokens outside the vocabulary: {_show(tokens)}")
         at = next((i for i, pair in enumerate(zip(tokens, want, strict=False)) if pair[0] != pair[1]), None)
         at = at if at is not None or len(tokens) == len(want) else min(len(tokens), len(want))
-        if at is not None and (own.gap_at(at) if rules.is_greedy else best - own.score) > own.slack(builder):
+        if at is not None and (own.gaps.get(at, 0.0) if rules.is_greedy else best - own.score) > own.slack(builder):
             right, got = (str(one[at]) if at < len(one) else "the end" for one in (want, tokens))
             step = at - builder.scenario.prompt
             why = f"new token {step} is {got}, in a loop over the decoder inside {right}"
@@ -197,10 +197,6 @@ class Scored:
     score: float
     gaps: dict[int, float]
     deviation: float
-
-    def gap_at(self, place: int) -> float:
-        """How much less likely than the likeliest the token at a place is, in log probability."""
-        return self.gaps.get(place, 0.0)
 
     def slack(self, builder: FeedBuilder) -> float:
         """By how much log probabilities may differ for rounding alone."""

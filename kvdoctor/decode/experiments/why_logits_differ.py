@@ -7,7 +7,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Call, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Decision, unjudged
+from kvdoctor.decode.experiments import Decision, entry_origins, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
     as_probe,
@@ -22,18 +22,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     take_entries,
 )
 from kvdoctor.decode.experiments.determinism import looks_ahead
-from kvdoctor.decode.experiments.entry_origins import (
-    Piece,
-    crossed,
-    of_another,
-    other_attention,
-    other_position,
-    other_prefill,
-    pieces_of,
-    same_for_two,
-    where_from,
-)
-from kvdoctor.decode.experiments.state_changes import find_no_states, wrong_states
+from kvdoctor.decode.experiments.long_states import find_no_states, wrong_states
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import GENERAL_CAUSES, LOOPS, Cause
 from kvdoctor.decode.tolerances import Tolerance
@@ -180,7 +169,7 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
         return Cause(
             "nondeterministic", f"the same step on a past of {start} tokens gives different logits the second time"
         )
-    if cause := other_prefill(builder, start, first, whole):
+    if cause := entry_origins.other_prefill(builder, start, first, whole):
         return cause
     if not all(keeps_all(slot, whole) for slot in by_position(builder.contract)):
         whole = yield as_probe(builder.prefill(start + 1))  # a longer one has dropped the entry to compare
@@ -201,16 +190,16 @@ def _step(step: CachedStep, whole: Answer) -> Decision:
         return Cause("past-ignored", "perturbing all of the past does not change the logits of the step")
     for slot in slots:
         if slot.growth != "delta" and not _keeps(slot, answer, past, limit):
-            broken = crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
+            broken = entry_origins.crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
             return replace(broken, read_right=_has_right_logits(start, answer, whole, limit))
-    for piece in _wrong(builder, pieces_of(slots, whole), start, answer, whole):
+    for piece in _wrong(builder, entry_origins.pieces_of(slots, whole), start, answer, whole):
         if noisy.failed or same_entries(piece.new_entry(noisy, start), piece.new_entry(answer, start), limit):
             # What rests on no earlier token is of the first layer, whatever its number. Of a later one, the layer
             # before it does not look at the past.
             other = yield as_probe(change_token(builder, 0).prefill(builder.scenario.total))
             right, changed = piece.right_entry(whole, start), None if other.failed else piece.right_entry(other, start)
             if changed is None or same_entries(right, changed, limit):
-                return (yield from where_from(builder, start, piece, answer, whole))
+                return (yield from entry_origins.where_from(builder, start, piece, answer, whole))
     if cause := (yield from _half_blind(step, slots)):
         return cause
     return (yield from _deeper(step, whole))
@@ -224,20 +213,26 @@ def _deeper(step: CachedStep, whole: Answer) -> Decision:
         return cause
     if cause := (yield from _blind_layer(step)):
         return cause
-    pieces = pieces_of(slots, whole)
+    pieces = entry_origins.pieces_of(slots, whole)
     if cause := _zero_entries(pieces, whole, start):
         return cause
     for slot in slots:
         if (yield from step.ignores_noise(range(start), [slot])):
             return Cause("cache-misread", f"perturbing all of {slot.past} does not change the logits of the step")
     if wrong := _wrong(builder, pieces, start, step.answer, whole):
-        if cause := of_another(builder, start, wrong[0], step.answer, whole):
+        if cause := entry_origins.of_another(builder, start, wrong[0], step.answer, whole):
             return cause
-        return (yield from other_attention(builder, start, step.past, wrong[0])) or _first_wrong(wrong, pieces)
-    return same_for_two(slots, whole, limit) or _last_result(start, step.answer, whole, limit)
+        return (yield from entry_origins.other_attention(builder, start, step.past, wrong[0])) or _first_wrong(
+            wrong, pieces
+        )
+    if (cause := entry_origins.same_for_two(slots, whole, limit)) or whole.logits.shape[1] <= start:
+        return cause
+    # Right entries in every layer: the last layer reads them wrongly, or what follows it.
+    text = "all cache entries fed to the step and added by it are right, and its logits are wrong"
+    return None if _has_right_logits(start, step.answer, whole, limit) else Cause("cache-misread", text)
 
 
-def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause | None:
+def _zero_entries(pieces: tuple[entry_origins.Piece, ...], whole: Answer, start: int) -> Cause | None:
     """Keys or values of some tokens that a prefill leaves out of the cache."""
     for piece in pieces:
         entries = {place: piece.right_entry(whole, place) for place in range(start)}
@@ -249,7 +244,7 @@ def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause
     return None
 
 
-def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
+def _first_wrong(wrong: list[entry_origins.Piece], pieces: tuple[entry_origins.Piece, ...]) -> Cause:
     """Where keys or values of a layer alone are wrong, its input is right; where all are, the layer before is wrong.
 
     That some layers have other parts means that their numbers are in doubt.
@@ -262,15 +257,6 @@ def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
         )
     text = f"{first.present} is the first slot whose new entry is wrong; those of the layers before it are right"
     return Cause("cache-misread", text)
-
-
-def _last_result(start: int, step: Answer, whole: Answer, limit: Tolerance) -> Cause | None:
-    """Right entries in every layer, and wrong logits: the last layer reads them wrongly, or what follows it."""
-    if whole.logits.shape[1] <= start or _has_right_logits(start, step, whole, limit):
-        return None
-    return Cause(
-        "cache-misread", "all cache entries fed to the step and added by it are right, and its logits are wrong"
-    )
 
 
 def _has_right_logits(start: int, step: Answer, whole: Answer, limit: Tolerance) -> bool:
@@ -307,7 +293,9 @@ def first_wrong(builder: FeedBuilder, expected: Array) -> "Generator[Call, Answe
     return None
 
 
-def _wrong(builder: FeedBuilder, pieces: Iterable[Piece], start: int, step: Answer, whole: Answer) -> list[Piece]:
+def _wrong(
+    builder: FeedBuilder, pieces: Iterable[entry_origins.Piece], start: int, step: Answer, whole: Answer
+) -> list[entry_origins.Piece]:
     """Keys or values of a layer whose new entry is not that of the same token in a prefill of the whole sequence."""
     limit, found = builder.tolerance, ((p, p.right_entry(whole, start)) for p in pieces)
     return [p for p, right in found if right.size and not same_entries(p.new_entry(step, start), right, limit)]
@@ -345,9 +333,9 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     first = yield as_probe(builder.decode(0, 1, Past({**past, **emptied})))
     if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
         return None
-    pieces = pieces_of(by_position(contract), first, first=False)
+    pieces = entry_origins.pieces_of(by_position(contract), first, first=False)
     for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
-        if cause := (yield from other_position(builder, 0, piece, first)):
+        if cause := (yield from entry_origins.other_position(builder, 0, piece, first)):
             return cause
     return Cause(
         "branches-disagree",
@@ -390,9 +378,13 @@ def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Dec
 def _no_distance(step: CachedStep, whole: Answer) -> Decision:
     """Where keys hold no position, a step must count the distance to them."""
     builder, start = step.builder, step.start
-    moves = any(slot.growth == "ring" for slot in by_position(builder.contract))
-    if moves or not (yield from _has_free_keys(builder, start, whole)):
+    if any(slot.growth == "ring" for slot in by_position(builder.contract)):
         return None
+    piece = entry_origins.pieces_of(by_position(builder.contract), whole)[0]
+    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
+    right = piece.right_entry(whole, start)
+    if alone.failed or not same_entries(piece.right_entry(alone, 0), right, builder.tolerance):
+        return None  # keys hold a position: that of a token is not the same at the start and later
     swapped = swap_entries(step.past, by_position(builder.contract), 0, start - 1)
     answer = yield as_probe(builder.decode(start, start + 1, swapped))
     if answer.failed or not same_logits(answer.logits, step.answer.logits, builder.tolerance):
@@ -418,7 +410,7 @@ def _counts_distance(builder: FeedBuilder, start: int) -> "Generator[Call, Answe
     other = yield as_probe(replace(builder, tokens=builder.tokens[:, order]).prefill(start + 1))
     if one.failed or other.failed:
         return False
-    pieces = pieces_of(by_position(builder.contract), one)
+    pieces = entry_origins.pieces_of(by_position(builder.contract), one)
     second = [piece for piece in pieces if piece.layer not in (None, pieces[0].layer)]
     if not second:
         return not same_logits(one.logits[:, -1:], other.logits[:, -1:], builder.tolerance)
@@ -426,12 +418,3 @@ def _counts_distance(builder: FeedBuilder, start: int) -> "Generator[Call, Answe
     return any(
         not same_entries(p.right_entry(one, start), p.right_entry(other, start), builder.tolerance) for p in second
     )
-
-
-def _has_free_keys(builder: FeedBuilder, start: int, whole: Answer) -> "Generator[Call, Answer, bool]":
-    """Whether keys hold no position: that of a token is the same at the start and later."""
-    piece = pieces_of(by_position(builder.contract), whole)[0]
-    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
-    if alone.failed:
-        return False
-    return same_entries(piece.right_entry(alone, 0), piece.right_entry(whole, start), builder.tolerance)

@@ -27,11 +27,6 @@ def takes_past(contract: CacheContract) -> str | None:
     return several_tokens(contract) or grows(contract)
 
 
-def has_switch(contract: CacheContract) -> str | None:
-    """Only a merged decoder has a cached branch to choose."""
-    return None if contract.first_step == "no-past-branch" else "there is no branch switch"
-
-
 @workaround(
     "same-cache",
     "the cache of the prefill fed at every step",
@@ -117,7 +112,7 @@ def dummy_past_runs(builder: FeedBuilder) -> Calls:
 @Experiment(
     "cached-branch-first",
     "cached branch on the first step",
-    applies=has_switch,
+    applies=lambda contract: None if contract.first_step == "no-past-branch" else "there is no branch switch",
     judged=False,
     why="the cached branch attends to the dummy past",
     order=12,

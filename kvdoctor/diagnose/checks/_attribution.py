@@ -4,8 +4,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdoctor.contract import Slot
-from kvdoctor.decode.runs import GENERAL_CAUSES, HISTORY, OWN_SESSION, WRONG, Cause, ObservedTensor, Run, Step
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.decode.runs import (
+    GENERAL_CAUSES,
+    HISTORY,
+    KEYS_CHANGE,
+    OWN_SESSION,
+    WRONG,
+    Cause,
+    ObservedTensor,
+    Run,
+    Step,
+)
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.errors import Explained
 from kvdoctor.records import record
@@ -18,16 +28,14 @@ AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thr
 """Experiments with steps of one token, at other lengths than those of the loop."""
 CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
 """Experiments with steps of several tokens."""
+STATES = ("recurrent-state", "conv-state", "hidden-memory")
 NAMED_BY_USE = (*AT_LENGTHS, *CHUNKS)
 """Experiments whose differences have checks of their own, where they have no other cause."""
 
 
 @record
 class WrongLength:
-    """A slot, the first step of a run after which its length is wrong, the tensor returned, and its length in tokens.
-
-    `use` is that of the run, where it is not the usual loop.
-    """
+    """A slot, the first step of a run after which its length is wrong, that length in tokens, and the use."""
 
     slot: Slot
     run: Run
@@ -54,8 +62,15 @@ def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
     for run in map(context.find_run, experiments):
         if run is not None and run.cause is not None:
             place = loop.location.cause if loop is not None and loop.location is not None else ""
-            return (place, loop) if loop is not None and place and _is_open(run.cause, place) else (run.cause.name, run)
+            open_ = place and (_is_open(run.cause, place) or _is_read_first(context.contract, run.cause, place))
+            return (place, loop) if loop is not None and place and open_ else (run.cause.name, run)
     return None
+
+
+def _is_read_first(contract: CacheContract, cause: Cause, place: str) -> bool:
+    """Whether a state departs where its past is read: what a step makes of a past that is read wrong is wrong too."""
+    departs = cause.name == "new-entries-wrong" and place == "cache-misread"
+    return departs and any(slot.past == cause.slot and slot.kind in STATES for slot in contract.slots)
 
 
 def _is_open(cause: Cause, place: str = "cache-misread") -> bool:
@@ -85,26 +100,23 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     from kvdoctor.decode.experiments import find_explaining
 
     why, run = context.find_run(find_explaining(experiment) or ""), context.find_run(experiment)
-    if why is None or why.cause is None or (run is not None and _is_right_without(context, why.cause, run)):
-        return None
-    place = run.location.cause if run is not None and run.location is not None else ""
+    if why is None or why.cause is None or run is None:
+        return None if why is None or why.cause is None else (why.cause.name, why)
+    left_out = (slot for slot in context.contract.slots if why.cause.dropped and slot.past == why.cause.slot)
+    cut = next((_find_wrong_length(slot, run) for slot in left_out), None)
+    if cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1:
+        return None  # a step is right on a past without the entries that the cause says are left out
+    place = run.location.cause if run.location is not None else ""
     chosen = why.cause.name == "mask-not-offset" and place == "branches-disagree"
-    if run is not None and place and (why.cause.dropped or chosen):
-        return place, run
-    return why.cause.name, why
-
-
-def _is_right_without(context: ContractContext, cause: Cause, run: Run) -> bool:
-    """Whether a run has a right step on a past without the entries that a cause says are left out."""
-    slot = next((slot for slot in context.contract.slots if cause.dropped and slot.past == cause.slot), None)
-    cut = _find_wrong_length(slot, run) if slot is not None else None
-    return cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1
+    return (place, run) if place and (why.cause.dropped or chosen) else (why.cause.name, why)
 
 
 def find_named_cause(context: RunContext, other: Run) -> str | None:
     """The check that names the cause in a run of other sizes; None where none does."""
     if other.cause is not None:
         return other.cause.name
+    if changes_keys(context, other):
+        return KEYS_CHANGE
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
@@ -114,6 +126,13 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:
         return place.cause
     return "non-finite" if other.not_finite else None
+
+
+def changes_keys(context: RunContext, run: Run) -> bool:
+    """Whether a run differs at a length from which on a call without a cache computes other keys for earlier tokens."""
+    causes = (one.cause for one in context.runs if one.cause is not None and one.cause.name == KEYS_CHANGE)
+    cause, step = next(causes, None), run.wrong_step
+    return cause is not None and step is not None and step.past_length + step.new_tokens >= cause.from_length
 
 
 def find_explanation(context: RunContext, name: str = "cached-differs") -> str | None:
@@ -133,51 +152,31 @@ def find_explanation(context: RunContext, name: str = "cached-differs") -> str |
 
 
 def leave_to_other(context: RunContext, name: str = "cached-differs") -> None:
-    """Return where no other check names the cause.
-
-    Raises:
-        Explained: one does.
-    """
+    """Raise `Explained` where another check names the cause."""
     if reason := find_explanation(context, name):
         raise Explained(reason)
 
 
-def find_faulty_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
+def find_faulty_uses(context: RunContext, outcome: str, *, coarse: bool = False) -> Iterator[tuple[Run, "Use"]]:
     """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
 
-    Those that are wrong by a rounded cache alone are left out: that is one fault for all uses.
+    Those that are wrong by a rounded cache alone, one fault for all uses, are left out, or are the only ones: `coarse`.
     """
-    return ((run, use) for run, use in _find_wrong_uses(context, outcome) if not run.too_coarse)
-
-
-def find_coarse_uses(context: RunContext) -> tuple[tuple[Run, "Use"], ...]:
-    """Runs of other sizes whose logits are wrong by a rounded cache alone, where those of the checked loop are not."""
-    return tuple((run, use) for run, use in _find_wrong_uses(context, "differs") if run.too_coarse)
+    loop = context.checked_loop
+    wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
+    for experiment, use in context.uses.items() if loop is not None and loop.shows == "passed" else ():
+        run = context.find_run(experiment)
+        if run is not None and run.shows == outcome and not wrong.intersection(use.after) and run.too_coarse == coarse:
+            yield run, use
 
 
 def find_broken_uses(context: RunContext) -> Iterator[tuple[Run, "Use"]]:
     """Runs with logits or states that are not finite, where the checked loop shows no fault, whatever it left open."""
-    from kvdoctor.decode.experiments import uses
-
-    loop, found = context.checked_loop, uses()
-    if loop is None or loop.shows not in WRONG:
-        for run in context.runs:
-            broken = run.not_finite or (run.cause is not None and run.cause.name == "non-finite")
-            if broken and run.shows == "differs" and run.experiment in found:
-                yield run, found[run.experiment]
-
-
-def _find_wrong_uses(context: RunContext, outcome: str) -> Iterator[tuple[Run, "Use"]]:
-    from kvdoctor.decode.experiments import uses
-
     loop = context.checked_loop
-    if loop is None or loop.shows != "passed":
-        return
-    wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
-    for experiment, use in uses().items():
-        run = context.find_run(experiment)
-        if run is not None and run.shows == outcome and not wrong.intersection(use.after):
-            yield run, use
+    for run in context.runs if loop is None or loop.shows not in WRONG else ():
+        broken = run.not_finite or (run.cause is not None and run.cause.name == "non-finite")
+        if broken and run.shows == "differs" and run.experiment in context.uses:
+            yield run, context.uses[run.experiment]
 
 
 def fails_where_opened(context: RunContext) -> bool:
@@ -203,10 +202,14 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
     found = False
     for slot in context.contract.slots if run is not None else ():
         wrong = _find_wrong_length(slot, run) if run is not None else None
+        if wrong is None:
+            continue
         # A window whose width nothing declares: the logits, or another cause, say that it is wide enough.
-        wide = wrong is not None and loop is not None and _is_wide_enough(loop, wrong.step)
-        lost = wrong is not None and (drops_past(wrong) or _is_no_window(slot, context.runs))
-        if wrong is not None and not (slot.trimmed and (wide or (explained and not lost))):
+        before = loop is not None and loop.failed_step is not None and loop.failed_step <= wrong.step.step
+        named = loop is not None and loop.location is not None and loop.location.cause
+        wide = before or (loop is not None and loop.outcome == "passed") or named
+        lost = drops_past(wrong) or _is_no_window(slot, context.runs)
+        if not (slot.trimmed and (wide or (explained and not lost))):
             found = True
             yield wrong
     if not found:
@@ -223,17 +226,8 @@ def _is_no_window(slot: Slot, runs: Iterable[Run]) -> bool:
     return len(found) > 1
 
 
-def _is_wide_enough(loop: Run, cut: Step) -> bool:
-    """Whether the logits are right with a window whose width nothing declares, or wrong for another cause."""
-    before = loop.failed_step is not None and loop.failed_step <= cut.step
-    return loop.outcome == "passed" or before or bool(loop.location is not None and loop.location.cause)
-
-
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
-    """Slots whose presents lose entries at lengths that the loop does not reach.
-
-    They come from one run, the first that fails or differs in the very step that is fed a present with lost entries.
-    """
+    """Slots whose presents lose entries at other lengths, by the first run that fails or differs right after it."""
     differing = [one for one in find_faulty_uses(context, "differs") if not (one[0].location and one[0].location.cause)]
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):

@@ -23,16 +23,11 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
     if flow is None or slot is None or slot.present is None:
         return ()
     nodes = flow.find_changes(past, len(slot.shape), slot.present)
-    more = f" and {len(nodes) - MOST_NODES} more" if len(nodes) > MOST_NODES else ""
-    words = ", ".join(map(_name, nodes[:MOST_NODES])) + more
-    return (f"between {past} and {slot.present}: {words}",) if nodes else ()
+    return (f"between {past} and {slot.present}: {shorten_names([*map(_name, nodes)], MOST_NODES)}",) if nodes else ()
 
 
 def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
-    """The entries that a step returns in a slot in place of those that it uses itself, as text; None where it does not.
-
-    Only a part of the cache is followed: a state whose new entries are joined to it.
-    """
+    """How a step returns other entries of a slot than it uses itself, as text; None where it does not."""
     flow, rank = _follow(context), len(slot.shape)
     if flow is None or slot.present is None:
         return None
@@ -45,10 +40,7 @@ def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
 
 
 def describe_rounded(context: ContractContext, past: str | None = None) -> tuple[str, ...]:
-    """The nodes that round a present on the way to the output alone; () for none.
-
-    It is that of the slot with this past, or the first one that is rounded.
-    """
+    """The nodes that round the present of a slot, or the first one that is rounded, on the way out; () for none."""
     wanted = next((slot.present for slot in context.contract.slots if slot.past == past), None)
     for name, processed in context.rounded_presents.items():
         if past is None or name == wanted:
@@ -91,10 +83,7 @@ def find_exchanged_entries(context: ContractContext) -> Iterator[tuple[Slot, Slo
 
 
 def find_repeated(context: ContractContext) -> dict[str, tuple[str, Slot]]:
-    """The pasts that no output carries on, each with an output that returns another slot once more, and that slot.
-
-    Pasts and outputs go together in their order, where there are as many of both.
-    """
+    """The pasts that no output carries on, each with an output that returns another slot again, and that slot."""
     flow, graph = _follow(context), context.contract.graph("decode")
     if flow is None:
         return {}
@@ -114,18 +103,12 @@ def unread_in_loops(context: ContractContext) -> dict[str, str]:
 
 
 def refuse_unread(unread: dict[str, str], left_out: Collection[str]) -> None:
-    """Say why nothing is known of the pasts that a check left out.
-
-    Raises:
-        CannotCheck: it left some out.
-    """
+    """Raise `CannotCheck` where a check left some pasts out, and say why nothing is known of them."""
     if left_out:
         loop = next(unread[name] for name in left_out)
-        raise CannotCheck(
-            f"which output returns {shorten_names(tuple(left_out))} cannot be read from the graph, because the cache "
-            f"passes through {loop}; `step-test --contract FILE` takes a contract that says it",
-            essential=True,
-        )
+        which = f"which output returns {shorten_names(tuple(left_out))} cannot be read from the graph"
+        why = f"the cache passes through {loop}; `step-test --contract FILE` takes a contract that says it"
+        raise CannotCheck(f"{which}, because {why}", essential=True)
 
 
 def _follow(context: ContractContext) -> Dataflow | None:

@@ -27,11 +27,10 @@ MOST_LINES = 2
 SHORT_STATE = Advice(
     "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
 )
-
-
 HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
-
-EXPORT_AGAIN = Advice("re-export", "export again with a current exporter, and test the result")
+OFF = "logits with the cache differ from logits without it"
+EXCLUDED = {"same-feed": "results that change from call to call", "later-token": "attention to later tokens"}
+"""What a run excludes as a cause, where it passes."""
 
 
 @record
@@ -45,10 +44,7 @@ class CauseText:
 
 
 def report_cause(context: RunContext, name: str, text: CauseText) -> Iterator[Fault]:
-    """The fault of the check `name`, if an experiment decided for it and no other fault explains the runs.
-
-    Where only runs of other sizes differ for that cause, it is one fault, by the worst of them.
-    """
+    """The fault of the check `name`, if an experiment decided for it; of runs of other sizes, by the worst of them."""
     leading = leading_cause(context)
     leave_to_other(context, name)
     if leading is None or leading[0] != name:
@@ -60,8 +56,12 @@ def report_cause(context: RunContext, name: str, text: CauseText) -> Iterator[Fa
         return
     # Two graphs quantized apart have other weights, by no more than quantization changes them anyway.
     severity: Severity = "warning" if loop.hidden and name == "branches-disagree" else "error"
-    effect = f"experiment {loop.experiment}: logits differ at step {loop.failed_step}"
-    yield build_fault(context, leading[1], text, severity, (effect,))
+    yield build_fault(context, leading[1], text, severity, (describe_effect(loop),))
+
+
+def describe_effect(run: Run) -> str:
+    """What a run shows of a cause that another one decided."""
+    return f"experiment {run.experiment}: logits differ at step {run.failed_step}"
 
 
 def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Iterator[Fault]:
@@ -73,33 +73,26 @@ def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Ite
     found.sort(key=lambda entry: entry[1].severity != "error")
     if found:
         _, use, why = found[0]
-        effects = tuple(f"experiment {run.experiment}: logits differ at step {run.failed_step}" for run, _, _ in found)
+        effects = tuple(describe_effect(run) for run, _, _ in found)
         # A repair of the computation changes every step, and those of other lengths are right.
         on_graph = text.on_graph and not any(run.experiment in AT_LENGTHS for run, _, _ in found)
         text = replace(text, cause=f"with {use.words}: {text.cause}", on_graph=on_graph)
-        yield replace(build_fault(context, why, text, use.severity, effects), use=use.required)
+        yield build_fault(context, why, text, use.severity, effects).also(use=use.required)
 
 
 def build_fault(
     context: RunContext, run: Run, text: CauseText, severity: Severity, effects: tuple[str, ...] = ()
 ) -> Fault:
     """A fault that quotes the run which decided."""
-    from kvdoctor.decode.experiments import uses
-
-    located = run if run.location is not None or run.experiment in uses() else _find_located_run(context)
-    return Fault(
-        severity=severity,
-        subject=(context.logits_name,),
-        run=run,
-        apart=(run.experiment,),
-        declared=text.declared,
-        observed=_describe_decision(run),
-        cause=text.cause,
-        repair=context.advise_graph_repair(f"or {text.advice}") if text.on_graph else Advice("re-export", text.advice),
-        effects=effects,
-        evidence=describe_location(located),
-        nodes=list_nodes(located),
+    # The place is that of the run, of the checked loop, or of the first run of other sizes that has one.
+    others = (
+        (context.checked_loop, *context.runs) if run.location is None and run.experiment not in context.uses else (run,)
     )
+    located = next((one for one in others if one is not None and one.location is not None), None)
+    advice = context.advise_graph_repair(f"or {text.advice}") if text.on_graph else Advice("re-export", text.advice)
+    fault = Fault(severity, (context.logits_name,), text.cause, advice, effects=effects)
+    fault = fault.compare(text.declared, _describe_decision(run)).also(run=run, apart=(run.experiment,))
+    return fault.also(evidence=describe_location(located), nodes=list_nodes(located))
 
 
 def _describe_decision(run: Run) -> str:
@@ -108,15 +101,8 @@ def _describe_decision(run: Run) -> str:
         return run.cause.evidence + ("; the same in the float32 copy" if run.unrounded is not None else "")
     if run.reason:
         return run.reason
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
-    size = describe_difference(run, step)
+    size = describe_difference(run, run.wrong_step)
     return f"step {run.failed_step}: the logits differ" + (f", {size}" if size else "")
-
-
-def _find_located_run(context: RunContext) -> Run | None:
-    """The run with a fault location: the checked loop, or the first of those with other sizes."""
-    runs = (context.checked_loop, *context.runs)
-    return next((run for run in runs if run is not None and run.location is not None), None)
 
 
 def name_node(place: FaultLocation) -> str | None:
@@ -167,35 +153,50 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     exactness = context.contract.exactness
     limit = find_tolerance("float" if run.hidden else exactness, context.tolerances)
     words = "in the float32 copy" if run.hidden else exactness
-    step = next((step for step in run.steps if step.step == run.failed_step), None) or _find_worst(run)
+    step = run.wrong_step or _find_worst(run)
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     growth = describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"
-    return Fault(
-        severity=severity,
-        subject=(context.logits_name,),
-        run=run,
-        apart=() if run is context.checked_loop else (run.experiment,),
-        declared=f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
-        observed=f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
-        cause=cause + (f": {mismatch}" if mismatch else ""),
-        repair=SHORT_STATE if mismatch else EXPORT_AGAIN,
-        evidence=describe_location(run),
-        nodes=list_nodes(run),
+    cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, _advise_unproved(context, run))
+    fault = Fault(severity, (context.logits_name,), cause, advice, run=run).compare(
+        f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
+        f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
     )
+    fault = fault.also(apart=() if run is context.checked_loop else (run.experiment,))
+    return fault.also(evidence=describe_location(run), nodes=list_nodes(run))
+
+
+def advise_place(run: Run) -> str:
+    """To correct the node at which a run first differs, where it was located, or to export again."""
+    node = run.location.node if run.location is not None else None
+    correct = f"correct {node.shown}, where the two calls first differ, or " if node is not None else ""
+    return f"{correct}export again; test the result"
+
+
+def _advise_unproved(context: RunContext, run: Run) -> Advice:
+    """The same, where no run proved a cause, and what is excluded as one."""
+    shown = [] if context.predicted else [one.experiment for one in context.runs if one.shows == "passed"]
+    excluded = [text for name, text in EXCLUDED.items() if name in shown]
+    which = f" (excluded: {', '.join(excluded)})" if excluded else ""
+    return Advice("re-export", f"{advise_place(run)}; no run proved the cause{which}")
+
+
+def build_use_difference(context: RunContext, run: Run, use: "Use", cause: str) -> Fault:
+    """The same of another use; `cause` follows it."""
+    return build_difference(context, run, severity_of(run, use), f"with {use.words}{cause}").also(use=use.required)
+
+
+def severity_of(run: Run, use: "Use") -> Severity:
+    """One token per step in batch 1 must be right, whatever the lengths: else it is an error."""
+    step = run.wrong_step
+    alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
+    return "error" if alone else use.severity
 
 
 def _find_worst(run: Run) -> Step | None:
     """The step that is off the most, for a run whose steps are all within the limit of a fault."""
     compared = [step for step in run.steps if step.difference is not None and run.failed_step is None]
     return max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
-
-
-def severity_of(run: Run, use: "Use") -> Severity:
-    """One token per step in batch 1 must be right, whatever the lengths: else it is an error."""
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
-    alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
-    return "error" if alone else use.severity
 
 
 def _describe_search(context: RunContext, run: Run) -> str:

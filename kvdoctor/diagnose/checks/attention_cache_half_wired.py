@@ -19,9 +19,16 @@ from kvdoctor.findings import Fault, Severity, check
 from kvdoctor.model.operators import CachePorts, has, operators_with, ports_of
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import describe_node, name_node
-from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.model.view import Scope
 
 SAME_NUMBER = operators_with("copy", "cast", "view")
+SILENT = (
+    "present outputs for the past inputs",
+    "a past input, and no present output",
+    "name the present outputs of the node",
+)
+OFF = ("seqlens_k = total length - 1", "seqlens_k = sum of the mask", "subtract one from the sum of the mask")
+"""For each defect what is to be, what is, and the advice."""
 
 
 @check("KV108", "attention-cache-half-wired", "contract")
@@ -32,39 +39,24 @@ def attention_cache_half_wired(context: ContractContext) -> Iterator[Fault]:
     fails = run is not None and run.outcome in ("failed", "differs")
     follows = (f"{run.experiment}: step {run.failed_step} {run.outcome}",) if run is not None and fails else ()
     for file in context.stack.members:
-        for wrong, declared, advice in _faults(file.view) if file.view is not None else ():
-            node = wrong[0]
-            yield Fault(
-                severity=severity,
-                file=file.name,
-                subject=tuple(map(name_node, wrong)),
-                where=describe_node(node) + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)),
-                declared=declared,
-                observed="a past input, and no present output"
-                if "present" in declared
-                else "seqlens_k = sum of the mask",
-                cause=f"{node.op_type} is not completely connected to its cache",
-                repair=context.advise_graph_repair(f"or {advice}"),
-                effects=follows,
-                nodes=tuple(map(name_of, wrong)),
-            )
-
-
-def _faults(view: GraphView) -> Iterator[tuple[list[NodeProto], str, str]]:
-    silent, off = [], []
-    for scope in view.scopes():
-        for node in scope.graph.node:
-            ports = ports_of(node.domain, node.op_type)
-            if ports is None:
-                continue
-            if any(given(node.input, at) and not given(node.output, out) for at, (_, out) in ports.pasts.items()):
-                silent.append(node)
-            elif counts_whole(node, ports, scope):
-                off.append(node)
-    if silent:
-        yield silent, "present outputs for the past inputs", "name the present outputs of the node"
-    if off:
-        yield off, "seqlens_k = total length - 1", "subtract one from the sum of the mask"
+        found: dict[tuple[str, str, str], list[NodeProto]] = {SILENT: [], OFF: []}
+        for scope in file.view.scopes() if file.view is not None else ():
+            for node in scope.graph.node:
+                ports = ports_of(node.domain, node.op_type)
+                if ports is None:
+                    continue
+                if any(given(node.input, at) and not given(node.output, out) for at, (_, out) in ports.pasts.items()):
+                    found[SILENT].append(node)
+                elif counts_whole(node, ports, scope):
+                    found[OFF].append(node)
+        for (declared, observed, advice), nodes in found.items():
+            if nodes:
+                cause = f"{nodes[0].op_type} is not completely connected to its cache"
+                repair = context.advise_graph_repair(f"or {advice}")
+                more = f" and {len(nodes) - 1} more" * (len(nodes) > 1)
+                fault = Fault(severity, tuple(map(name_node, nodes)), cause, repair).compare(declared, observed)
+                fault = fault.also(file=file.name, where=describe_node(nodes[0]) + more, effects=follows)
+                yield fault.also(nodes=tuple(map(name_of, nodes)))
 
 
 def given(names: Sequence[str], at: int) -> bool:

@@ -2,7 +2,7 @@
 
 What it means: the past and the present of a growing slot have the same axis name, although the present is longer by the
 new tokens; or shapes declared inside the graph do. Runtimes plan memory by these names, and loops that allocate buffers
-by name allocate them too small. It is a note if the runs pass. It is an error if a step fails, and passes once the
+by name allocate them too small. It is a note if the runs pass, and an error if a step fails, and passes once the
 runtime does not reuse buffers.
 
 Reproduce: `kvdoctor inspect MODEL` shows both declarations; open a session with `enable_mem_reuse = False`.
@@ -16,7 +16,6 @@ Source: onnxruntime issue 21213.
 from collections.abc import Iterator
 
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, check
@@ -27,46 +26,24 @@ def axis_name_collision(context: ContractContext) -> Iterator[Fault]:
     """Growing slots whose present has the axis name of its past."""
     same = []
     for slot, past, present in context.declared_pairs():
-        if (
-            slot.growth == "grow"
-            and "past" in slot.axes
-            and past.shape
-            and present.shape
-            and len(past.shape) == len(present.shape)
-        ):
-            axis = slot.axes.index("past")
-            if isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
-                same.append((past, present))
-    run = context.checked_loop
+        if slot.growth != "grow" or "past" not in slot.axes or not past.shape or not present.shape:
+            continue
+        axis, alike = slot.axes.index("past"), len(past.shape) == len(present.shape)
+        if alike and isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
+            same.append((past, present))
+    names, run = tuple(present.name for _, present in same), context.checked_loop
     if run is not None and run.passes_with == "no-buffer-reuse":
-        yield _fails(context, run, tuple(present.name for _, present in same))
-    elif same:
-        past, present = same[0]
-        names = tuple(present.name for _, present in same)
-        yield Fault(
-            severity="note",
-            subject=names,
-            declared=f"past {describe(past.dtype, past.shape)}",
-            observed=f"present {describe(present.dtype, present.shape)}",
-            cause="the present is longer than the past, but both lengths have the same axis name",
-            repair=context.advise_graph_repair("or rename the axis of the present"),
+        cause = "two different lengths have the same axis name, and the runtime plans its memory by axis names"
+        repair = "or delete value_info from the graph and rename the axes of the present outputs"
+        subject = (run.node.name,) if run.node else names or (context.decode_file,)
+        fault = Fault("error", subject, cause, context.advise_graph_repair(repair)).compare(
+            "tensors with equal declared shapes, which can share a buffer",
+            f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
         )
-
-
-def _fails(context: ContractContext, run: Run, presents: tuple[str, ...]) -> Fault:
-    place = run.node.shown if run.node else f"file {context.decode_file}"
-    return Fault(
-        severity="error",
-        subject=(run.node.name,) if run.node else presents or (context.decode_file,),
-        where=place,
-        run=run,
-        error=run.error,
-        declared="tensors with equal declared shapes, which can share a buffer",
-        observed=f"{run.experiment}, step {run.failed_step}: {run.error}; {run.reason}",
-        cause="two different lengths have the same axis name, and the runtime plans its memory by axis names",
-        repair=context.advise_graph_repair(
-            "or delete value_info from the graph and rename the axes of the present outputs"
-        ),
-        effects=(f"step {run.failed_step} fails",),
-        nodes=list_nodes(run),
-    )
+        place, effects = run.node.shown if run.node else f"file {context.decode_file}", f"step {run.failed_step} fails"
+        yield fault.also(where=place, run=run, error=run.error, effects=(effects,), nodes=list_nodes(run))
+    elif same:
+        cause = "the present is longer than the past, but both lengths have the same axis name"
+        fault = Fault("note", names, cause, context.advise_graph_repair("or rename the axis of the present"))
+        declared, observed = (describe(port.dtype, port.shape) for port in same[0])
+        yield fault.compare(f"past {declared}", f"present {observed}")

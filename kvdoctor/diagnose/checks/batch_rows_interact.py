@@ -32,8 +32,7 @@ WORDS = CauseText(
 @check("KV305", "batch-rows-interact", "runs")
 def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
     """Rows with other logits in a batch than alone."""
-    run = context.find_run("batch-rows")
-    leading = leading_cause(context)
+    run, leading = context.find_run("batch-rows"), leading_cause(context)
     if run is None or run.shows != "differs":
         yield from report_cause(context, "batch-rows-interact", WORDS)
         return
@@ -41,17 +40,10 @@ def batch_rows_interact(context: RunContext) -> Iterator[Fault]:
         raise Explained(f"explained by {leading[0]}")
     if any(one is not None and one.not_finite for one in (context.checked_loop, context.find_run("batch"))):
         raise CannotCheck("logits are not finite, see KV304")
-    logits = context.contract.graph("prefill").port("logits")
-    step = run.steps[run.failed_step or 0] if run.steps else None
+    graph = context.contract.graph("prefill")
+    logits, step = graph.port("logits"), run.steps[run.failed_step or 0] if run.steps else None
+    cause, repair = "a row's logits depend on the other row of the batch", Advice("re-export", WORDS.advice)
+    fault = Fault("warning", (logits.name if logits else "logits",), cause, repair)
     size = describe_difference(run, step) or run.reason or "differ"
-    yield Fault(
-        severity="warning",
-        file=context.contract.graph("prefill").file,
-        subject=(logits.name if logits else "logits",),
-        run=run,
-        declared="the same logits alone and in a batch of 2",
-        observed=f"row {run.failed_step}: logits {size}",
-        cause="a row's logits depend on the other row of the batch",
-        repair=Advice("re-export", "export again; until then decode one sequence at a time"),
-        use="batch",
-    )
+    fault = fault.compare("the same logits alone and in a batch of 2", f"row {run.failed_step}: logits {size}")
+    yield fault.also(file=graph.file, run=run, use="batch")

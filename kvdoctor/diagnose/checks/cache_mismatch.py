@@ -1,10 +1,6 @@
 """Past and present of a slot do not match.
 
-What it means: the output of a step cannot be the input of the next one.
-
 Reproduce: `kvdoctor inspect MODEL` shows both declarations.
-
-Repair: export again; for element types, add casts at the inputs or outputs of the graph.
 """
 
 from collections.abc import Iterator
@@ -12,7 +8,8 @@ from collections.abc import Iterator
 from kvdoctor.contract import Dim, Slot, describe
 from kvdoctor.decode.runs import Step
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Confidence, Fault, check
+from kvdoctor.model.view import Declared
 from kvdoctor.report.wording import shorten_names
 
 EXPORT_AGAIN = Advice("re-export", "export again, so that past and present agree")
@@ -27,24 +24,14 @@ def cache_dtype_mismatch(context: ContractContext) -> Iterator[Fault]:
 
     Repair: add casts at the inputs or outputs of the graph, or export again with one element type.
     """
-    differing = [
-        (s, past, now)
-        for s, past, now in context.declared_pairs()
-        if past.dtype and now.dtype and past.dtype != now.dtype
-    ]
+    pairs = context.declared_pairs()
+    differing = [pair for pair in pairs if pair[1].dtype and pair[2].dtype and pair[1].dtype != pair[2].dtype]
     if differing:
         slot, past, now = differing[0]
-        names = tuple(s.past for s, _, _ in differing)
-        yield Fault(
-            severity="error",
-            subject=names,
-            where=f"input {past.name}, output {now.name}",
-            declared=describe(past.dtype, past.shape),
-            observed=describe(now.dtype, now.shape),
-            cause=f"the element type of {shorten_names(names)} differs from that of its present",
-            repair=context.advise_graph_repair("or export again, so that past and present agree"),
-            effects=(f"the runtime refuses {slot.present} when it is fed back",),
-        )
+        names = tuple(slot.past for slot, _, _ in differing)
+        cause = f"the element type of {shorten_names(names)} differs from that of its present"
+        fault = _build_fault(names, past, now, cause, context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+        yield fault.also(effects=(f"the runtime refuses {slot.present} when it is fed back",))
 
 
 @check("KV105", "cache-shape-mismatch", "contract")
@@ -62,25 +49,22 @@ def cache_shape_mismatch(context: ContractContext) -> Iterator[Fault]:
             continue
         came_back = [(step, seen) for step, seen in context.observed_presents(slot) if not seen.empty]
         # Sizes may be equal by chance in one step: axes in another order show in the next.
-        unfit = (
-            seen for step, seen in came_back if not (_fits(slot.axes, past.shape, seen.shape) and _as_fed(slot, step))
-        )
-        seen = next(unfit, None)
+        fit = [_fits(slot.axes, past.shape, seen.shape) and _as_fed(slot, step) for step, seen in came_back]
+        seen = None if all(fit) else came_back[fit.index(False)][1]
         if seen is not None or (not came_back and now.shape and not _fits(slot.axes, past.shape, now.shape)):
             differing.append((slot, past, now, seen))
     if differing:
         _, past, now, seen = differing[0]
-        yield Fault(
-            severity="error",
-            subject=tuple(slot.past for slot, _, _, _ in differing),
-            where=f"input {past.name}, output {now.name}",
-            declared=describe(past.dtype, past.shape),
-            observed=describe(seen.dtype, seen.shape) if seen else describe(now.dtype, now.shape),
-            cause="the shape of the present is not a shape that the past takes",
-            repair=EXPORT_AGAIN,
-            confidence="confirmed" if seen or context.loop_is_wrong else "suspected",
-            effects=("the runtime refuses it when it is fed back",),
-        )
+        cause = "the shape of the present is not a shape that the past takes"
+        fault = _build_fault(tuple(slot.past for slot, _, _, _ in differing), past, now, cause, EXPORT_AGAIN)
+        fault = fault.also(observed=describe(seen.dtype, seen.shape)) if seen else fault
+        certain: Confidence = "confirmed" if seen or context.loop_is_wrong else "suspected"
+        yield fault.also(confidence=certain, effects=("the runtime refuses it when it is fed back",))
+
+
+def _build_fault(names: tuple[str, ...], past: Declared, now: Declared, cause: str, repair: Advice) -> Fault:
+    fault = Fault("error", names, cause, repair, where=f"input {past.name}, output {now.name}")
+    return fault.compare(describe(past.dtype, past.shape), describe(now.dtype, now.shape))
 
 
 def _as_fed(slot: Slot, step: Step) -> bool:
@@ -100,9 +84,7 @@ def _fits(axes: tuple[str, ...], past: tuple[Dim, ...], now: tuple[Dim, ...]) ->
     """
     if len(past) != len(now):
         return False
-    fixed = [
-        index for index, axis in enumerate(axes) if axis in ("kv_heads", "head_dim") and isinstance(past[index], int)
-    ]
+    fixed = [at for at, axis in enumerate(axes) if axis in ("kv_heads", "head_dim") and isinstance(past[at], int)]
     if any(isinstance(now[index], int) and now[index] != past[index] for index in fixed):
         return False
     numbers = {index for index, size in enumerate(now) if isinstance(size, int)}

@@ -1,7 +1,5 @@
 """A decode step computes wrong logits, and it is known whether it misreads the cache or fills it wrongly.
 
-What it means: a step reads the cache, and adds an entry to it; one of the two is wrong.
-
 How it is decided: the entries of a prefill are compared with those of a longer one, and each new entry with the entry
 of the same token in one call over all tokens, layer by layer; then noise is put into entries of the past. Where all
 calls store the same entries, the graph decides at the first value that differs: entries are stored wrong if the
@@ -12,11 +10,10 @@ that only a float32 copy of the model shows is a warning.
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
 
 Repair: `kvdoctor re-export MODEL -o FIXED` where entries are changed on their way out of the graph; otherwise export
-again with a current exporter. The evidence names the first layer that is wrong.
+again. The evidence names the first layer that is wrong.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, find_named_cause, leading_cause, leave_to_other
 from kvdoctor.diagnose.checks._dataflow import (
@@ -25,9 +22,9 @@ from kvdoctor.diagnose.checks._dataflow import (
     find_exchanged_entries,
     find_other_entries,
 )
-from kvdoctor.diagnose.checks._faults import EXPORT_AGAIN, HIDDEN, build_difference, severity_of
+from kvdoctor.diagnose.checks._faults import HIDDEN, advise_place, build_difference, build_use_difference
 from kvdoctor.diagnose.context import ContractContext, RunContext
-from kvdoctor.findings import Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Severity, check
 
 
 @check("KV317", "cache-misread", "runs")
@@ -70,23 +67,19 @@ def other_entries_stored(context: ContractContext) -> Iterator[Fault]:
     seen = ((slot.present or "", find_other_entries(context, slot)) for slot in slots)
     wrong = {name: text for name, text in seen if text is not None}
     if wrong:
-        yield Fault(
-            severity="error",
-            subject=tuple(wrong),
-            declared="the past followed by the entries that the step itself uses after it",
-            observed=next(iter(wrong.values())),
-            cause="a step stores other new entries than it uses",
-            repair=EXPORT_AGAIN,
-            confidence="confirmed" if context.loop_is_wrong else "suspected",
-        )
+        advice = Advice("re-export", "export again, so that a step returns the entries that it uses")
+        fault = Fault("error", tuple(wrong), "a step stores other new entries than it uses", advice)
+        declared = "the past followed by the entries that the step itself uses after it"
+        fault = fault.compare(declared, next(iter(wrong.values())))
+        yield fault.also(confidence="confirmed" if context.loop_is_wrong else "suspected")
 
 
 def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     run, leading = context.checked_loop, leading_cause(context)
     for other, use in find_faulty_uses(context, "differs"):
         if find_named_cause(context, other) == name and other.location is not None and other.location.cause == name:
-            found = build_difference(context, other, severity_of(other, use), f"with {use.words}: {cause}")
-            yield replace(found, use=use.required)
+            found = build_use_difference(context, other, use, f": {cause}")
+            yield found.also(repair=Advice("re-export", advise_place(other)))
     if run is None or run.shows != "differs" or leading is None or leading[0] != name:
         return
     leave_to_other(context, name)
@@ -95,5 +88,5 @@ def _report(context: RunContext, name: str, cause: str) -> Iterator[Fault]:
     decided = leading[1].cause
     slot = decided.slot if decided is not None else ""
     changes = (describe_changes(context, slot) or describe_rounded(context, slot)) if slot else ()
-    advice = context.advise_graph_repair(f"or {found.repair.text}")
-    yield replace(found, evidence=(*changes, *found.evidence), repair=advice)
+    advice = context.advise_graph_repair(f"or {advise_place(run)}")
+    yield found.also(evidence=(*changes, *found.evidence), repair=advice)

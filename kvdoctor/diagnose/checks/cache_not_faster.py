@@ -23,6 +23,7 @@ LEAST_SECONDS = 5e-3
 FASTER = 1.25
 TOKENS = 50
 """A call without a cache that takes less tells nothing; a cached step must be this many times as fast; past tokens."""
+PROFILE = "profile a decode step, and look for nodes whose cost does not fall with the number of tokens"
 
 
 @check("KV501", "cache-not-faster", "runs")
@@ -31,14 +32,7 @@ def cache_not_faster(context: RunContext) -> Iterator[Fault]:
     cached, uncached = (context.timings.get(f"{how}:{TOKENS}") for how in ("cached", "uncached"))
     if cached is None or uncached is None or uncached < LEAST_SECONDS or cached * FASTER < uncached:
         return
-    yield Fault(
-        severity="note",
-        subject=(context.decode_file,),
-        where=f"file {context.decode_file}, experiment long-past",
-        declared=f"a step with the cache that is faster than one call over {TOKENS} tokens",
-        observed="the step takes about the same time, or more",
-        cause="the cache saves no time",
-        repair=Advice(
-            "re-export", "profile a decode step, and look for nodes whose cost does not fall with the number of tokens"
-        ),
-    )
+    fault = Fault("note", (context.decode_file,), "the cache saves no time", Advice("re-export", PROFILE))
+    declared = f"a step with the cache that is faster than one call over {TOKENS} tokens"
+    fault = fault.compare(declared, "the step takes about the same time, or more")
+    yield fault.also(where=f"file {context.decode_file}, experiment long-past")

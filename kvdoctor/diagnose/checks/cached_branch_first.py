@@ -23,15 +23,11 @@ def cached_branch_first(context: RunContext) -> Iterator[Fault]:
     if run is None or run.outcome not in ("failed", "differs"):
         return
     switch = contract.graph("decode").port("branch_switch")
+    name = switch.name if switch else ""
     first, later = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
     step = run.steps[0].difference if run.steps else None
     wrong = f"wrong logits, off by {step.relative:.3g} standard deviations of the logits" if step else "wrong logits"
-    yield Fault(
-        severity="note",
-        subject=(switch.name if switch else "",),
-        where=f"input {switch.name if switch else ''}, {later} on step 0",
-        declared=f"{first} on the first step",
-        observed="the step fails" if run.outcome == "failed" else wrong,
-        cause="the cached branch reads the cross-attention cache from the past, and never computes it",
-        repair=Advice("caller", f"feed {first} on the first step and {later} on every later one"),
-    )
+    cause = "the cached branch reads the cross-attention cache from the past, and never computes it"
+    advice = Advice("caller", f"feed {first} on the first step and {later} on every later one")
+    fault = Fault("note", (name,), cause, advice, where=f"input {name}, {later} on step 0")
+    yield fault.compare(f"{first} on the first step", "the step fails" if run.outcome == "failed" else wrong)

@@ -1,45 +1,38 @@
 """Logits with the cache differ from the reference run.
 
-What it means: decoding with the cache runs, but its logits differ from those of one call over the whole sequence
-without a cache, by more than rounding explains.
-
-How it is decided: the difference of each step is measured in standard deviations of the logits. For a dynamically
-quantized model, the noise of its own arithmetic is measured first, by sequences of several lengths without any cache; a
-difference below four times that noise is not a fault. A model that rounds (float16, bfloat16, quantized activations, or
-the cache alone) is run a second time as a float32 copy, where different splits of a correct model agree to 1e-6
-standard deviations. A difference there is a fault, and a warning if the own rounding of the model is larger than it. If
-the float32 copy is correct, only rounding makes the model differ: a few such steps are ignored, most steps are a
-warning. It is also a warning if the graph rounds the cache before it returns it (QuantizeLinear and DequantizeLinear,
-which also cut off large entries, Round between two scales, a Cast to fewer bits and back), and that changes the logits
-by more than the limit of the model's arithmetic; the finding has the size. Such a cache is an error if at least every
-second step is off by more than half of what a corrupted cache changes, or by more than 0.6 standard deviations, the
-loosest limit of any arithmetic: the rounded cache is then hardly better than a wrong one.
+How it is decided: the difference of each step is measured in standard deviations of the logits. The noise of a
+dynamically quantized model is measured first, by sequences of several lengths without any cache; a difference below
+four times that noise is no fault. A model that rounds (float16, bfloat16, quantized activations, or the cache alone) is
+run again as a float32 copy, where different splits of a correct model agree to 1e-6 standard deviations. A difference
+there is a fault, and a warning if the rounding of the model is larger. If the copy is correct, only rounding makes the
+model differ: a few such steps are ignored, most steps are a warning. It is also a warning if the graph rounds the cache
+before it returns it (QuantizeLinear and DequantizeLinear, which also cut off large entries, Round between two scales, a
+Cast to fewer bits and back), and that changes the logits by more than the limit of the model's arithmetic; the finding
+has the size. Such a cache is an error if at least every second step is off by more than half of what a corrupted cache
+changes, or by more than 0.6 standard deviations, the loosest limit of any arithmetic.
 
 Where no other token changes the logits, or the keys and values of a layer, a wrong cache would change nothing either:
 that is not checked, and never healthy.
 
-Where a graph takes one token a call, no call without a cache exists. Then the same tokens are fed again, in this
-session and in one of another process, in turn with a second sequence; noise in each slot must change the logits, and so
-must another token at each place that the cache keeps. Such a model is healthy by these comparisons, and the report says
-that there was no other. With `--thorough`, recurrent states are fed 2,000 tokens: one that each step amplifies is
-KV304.
+Where a graph takes one token a call, no call without a cache exists. The same tokens are fed again, in this session and
+in one of another process, in turn with a second sequence; noise in each slot must change the logits, and so must
+another token at each place that the cache keeps. The report says that such a model was compared in no other way. With
+`--thorough`, recurrent states are fed 2,000 tokens: one that each step amplifies is KV304.
 
-Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second table lists its effect
-on the next token (cosine, divergence, the likeliest tokens), the growth of the error over the steps, and the difference
-of the cache from the one of a single call over the same tokens.
+Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second one its effect on the
+next token (cosine, divergence, the likeliest tokens), the growth of the error, and the difference of the cache from
+that of a single call over the same tokens.
 
-Repair: export again with a current exporter. A difference only with a batch of 2, or only with another encoder length,
-is a warning.
+Repair: correct the node that the evidence names, or export again. A difference only with a batch of 2, or only with
+another encoder length, is a warning.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.decode.runs import HISTORY, Run
 from kvdoctor.diagnose.checks._attribution import (
     NAMED_BY_USE,
     find_broken_uses,
-    find_coarse_uses,
     find_faulty_uses,
     find_named_cause,
     leading_cause,
@@ -47,10 +40,11 @@ from kvdoctor.diagnose.checks._attribution import (
 )
 from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread
 from kvdoctor.diagnose.checks._faults import (
-    EXPORT_AGAIN,
     HIDDEN,
+    OFF,
     CauseText,
     build_difference,
+    build_use_difference,
     report_cause,
     severity_of,
 )
@@ -58,22 +52,22 @@ from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording import format_count, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
 HAVE_OWN_CHECKS = ("left-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
-
 LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
 )
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
+WIDER = "or run the model in float32 or bfloat16, or replace the constant that overflows"
 MOST_USES = 2
 """Uses that a finding about several names."""
 IGNORED = CauseText(
     cause="the cached step, or one of its layers, ignores the past",
     declared="logits that depend on the past",
-    advice=EXPORT_AGAIN.text,
+    advice="export again, so that the attention reads the past together with the new keys and values",
 )
 
 
@@ -94,19 +88,13 @@ def cached_differs(context: RunContext) -> Iterator[Fault]:
     if run.not_finite:
         raise Explained("logits are not finite, see KV304")
     yield from _judge_loop(context, run)
-    right = "those of the same tokens one by one" if context.contract.new_tokens == 1 else "logits without it"
+    one_by_one = "logits with the cache differ from those of the same tokens one by one"
+    off = one_by_one if context.contract.new_tokens == 1 else OFF
     for other, use in find_faulty_uses(context, "differs"):
-        if other.experiment in HAVE_OWN_CHECKS or find_named_cause(context, other) is not None:
-            continue
-        cause = f"with {use.words}, logits with the cache differ from {right}"
-        yield replace(build_difference(context, other, severity_of(other, use), cause), use=use.required)
-    plain = context.find_run("plain-loop")
-    if (
-        context.consumer == "plain"
-        and context.emptied_slots
-        and plain is not None
-        and plain.outcome in ("failed", "died")
-    ):
+        if other.experiment not in HAVE_OWN_CHECKS and find_named_cause(context, other) is None:
+            yield build_use_difference(context, other, use, f", {off}")
+    plain = context.find_run("plain-loop") if context.consumer == "plain" and context.emptied_slots else None
+    if plain is not None and plain.outcome in ("failed", "died"):
         raise CannotCheck(f"the plain loop failed at step {plain.failed_step}, so its later logits were not compared")
 
 
@@ -115,7 +103,7 @@ def _judge_loop(context: RunContext, run: Run) -> Iterator[Fault]:
         yield from _differs(context, run)
     elif run.outcome == "ambiguous" and run.by_rounding and context.rounded_presents:
         yield _rounded(context, run)
-    elif coarse := find_coarse_uses(context):
+    elif coarse := [*find_faulty_uses(context, "differs", coarse=True)]:
         yield _rounded(context, coarse[0][0])
     elif run.outcome == "failed":
         reason = f"the {run.experiment} failed at step {run.failed_step}, so its later logits were not compared"
@@ -151,7 +139,8 @@ def past_ignored(context: RunContext) -> Iterator[Fault]:
         leave_to_other(context, "past-ignored")
     if (decided and leading is not None and leading[1].experiment != HISTORY) or unread or _ignores_past(context, run):
         fault = build_difference(context, run, "error", IGNORED.cause)
-        yield replace(fault, evidence=(*unread, *fault.evidence))
+        advice = Advice("re-export", IGNORED.advice)
+        yield fault.also(evidence=(*unread, *fault.evidence), repair=advice)
     else:
         yield from report_cause(context, "past-ignored", IGNORED)
 
@@ -174,86 +163,63 @@ def non_finite(context: RunContext) -> Iterator[Fault]:
     """
     run = context.checked_loop
     if run is not None and run.not_finite:
-        cause = f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
-        fault = build_difference(context, run, "error", cause)
-        yield replace(fault, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+        fault = build_difference(context, run, "error", _describe_steps(run))
+        yield fault.also(repair=context.advise_graph_repair(WIDER))
         return
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
             severity = use.severity if other.cause.slot else "error"  # a slot that grows is not infinite yet
-            found = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
-            yield replace(
-                found, declared="logits and states within the range of their type", observed=other.cause.evidence
-            )
+            fault = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
+            yield fault.compare("logits and states within the range of their type", other.cause.evidence)
         else:
-            cause = f"with {use.words}, logits are not finite at step {', '.join(map(str, other.not_finite))}"
-            fault = build_difference(context, other, "error", cause)
-            yield replace(fault, use=use.required, repair=context.advise_graph_repair(f"or {EXPORT_AGAIN.text}"))
+            fault = build_difference(context, other, "error", f"with {use.words}, {_describe_steps(other)}")
+            yield fault.also(use=use.required, repair=context.advise_graph_repair(WIDER))
         return
 
 
-def _ignores_past(context: RunContext, run: Run) -> bool:
-    """Whether the call with a corrupted past is off by as much as the loop itself, so that the past has no effect.
+def _describe_steps(run: Run) -> str:
+    return f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
 
-    If the search for the cause saw an effect of the past, that decides.
-    """
+
+def _ignores_past(context: RunContext, run: Run) -> bool:
+    """Whether a corrupted past changes as much as the loop is off, and no search saw an effect of the past."""
     why = context.find_run("why")
     if why is not None and why.cause is not None:
         return False
     last = run.steps[-1].difference if run.steps else None
-    return run.shows == "differs" and any(
-        control.spoilt.startswith("self")
-        and control.difference is not None
-        and control.difference.finite
-        and control.difference == last
-        for control in run.controls
-    )
+    own = (control.difference for control in run.controls if control.spoilt.startswith("self"))
+    return run.shows == "differs" and any(one is not None and one.finite and one == last for one in own)
 
 
 def _differs(context: RunContext, run: Run) -> Iterator[Fault]:
     """The checked loop with other logits: an error, unless only rounding makes it differ."""
+    limit, found = context.tolerance.fails, [step.difference for step in run.steps if step.difference is not None]
     if run.hidden:
-        cause = f"logits with the cache differ from logits without it, {HIDDEN}"
-        yield build_difference(context, run, "warning", cause)
+        yield build_difference(context, run, "warning", f"{OFF}, {HIDDEN}")
     elif run.unrounded is not None and run.unrounded.outcome == "passed" and context.rounded_presents:
         yield _rounded(context, run)
     elif not run.by_rounding:
-        yield build_difference(context, run, "error", "logits with the cache differ from logits without it")
-    elif _affects_most_steps(context, run):
-        cause = "logits with the cache differ from logits without it, by rounding alone"
-        found = build_difference(context, run, "warning", cause)
-        yield replace(found, effects=(describe_rounding(run),), repair=LESS_ROUNDING)
+        yield build_difference(context, run, "error", OFF)
+    elif 2 * sum(d.relative > limit or not d.finite for d in found) > len(found):
+        fault = build_difference(context, run, "warning", f"{OFF}, by rounding alone")
+        yield fault.also(effects=(describe_rounding(run),), repair=LESS_ROUNDING)
     else:
         raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
 
 
 def _rounded(context: RunContext, run: Run) -> Fault:
-    """A cache that the graph rounds, and no rounding of the arithmetic: a warning, or an error if it is too coarse.
-
-    Where it is too coarse for other uses than the checked loop alone, they decide the severity.
-    """
-    rounded, uses = context.rounded_presents, find_coarse_uses(context)
-    first, processed = next(iter(rounded.items()))
-    others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+    """A cache that the graph rounds: a warning, or an error if it is too coarse, for the loop or for other uses."""
+    rounded, uses = context.rounded_presents, [*find_faulty_uses(context, "differs", coarse=True)]
     coarse = run.too_coarse or bool(uses)
     more = f", and in {format_count(len(uses) - MOST_USES, 'other use')}" if len(uses) > MOST_USES else ""
     where = f" with {' or '.join(use.words for _, use in uses[:MOST_USES])}{more}" if uses else ""
     how = f" by so much that the logits are wrong{where}" if coarse else ""
-    cause = f"{first}{others} is returned rounded{how}, but the same step attends to the unrounded values"
+    names = shorten_names([*rounded])
+    cause = f"{names} is returned rounded{how}, but the same step attends to the unrounded values"
     wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
     found = build_difference(context, run, "error" if wrong else "warning", cause)
-    return replace(
-        found,
-        use=next((use.required for _, use in uses if use.required in context.required), None),
-        effects=(describe_rounding(run),),
-        evidence=describe_rounded(context),
-        nodes=tuple(node.name for node in processed.rounding[:1] if node.name),
-        repair=context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}"),
-    )
-
-
-def _affects_most_steps(context: RunContext, run: Run) -> bool:
-    """Whether at least every second step differs by more than the arithmetic of the model explains."""
-    fails = context.tolerance.fails
-    found = [step.difference for step in run.steps if step.difference is not None]
-    return 2 * sum(d.relative > fails or not d.finite for d in found) > len(found)
+    found = found.also(use=next((use.required for _, use in uses if use.required in context.required), None))
+    rounding = next(iter(rounded.values())).rounding
+    found = found.also(nodes=tuple(node.name for node in rounding[:1] if node.name), effects=(describe_rounding(run),))
+    advice = context.advise_graph_repair(f"or {FINER if coarse else ACCEPT}")
+    return found.also(evidence=describe_rounded(context), repair=advice)

@@ -9,7 +9,6 @@ Repair: export again with sample inputs of several new tokens on a past; until t
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.context import RunContext
@@ -29,14 +28,6 @@ def chunk_fails(context: RunContext) -> Iterator[Fault]:
     run, judged = context.find_run("chunk"), context.checked_loop
     if run is None or run.outcome != "failed" or judged is None or judged.outcome != "passed":
         return
-    fault = build_fault(context, run, WORDS, "warning")
-    place = run.node.shown if run.node else fault.where
-    observed = f"chunk, step {run.failed_step}: {run.error}"
-    yield replace(
-        fault,
-        use="chunked-prefill",
-        where=place,
-        observed=observed,
-        error=run.error,
-        nodes=list_nodes(run) or fault.nodes,
-    )
+    fault = build_fault(context, run, WORDS, "warning").also(use="chunked-prefill", error=run.error)
+    place, nodes = run.node.shown if run.node else fault.where, list_nodes(run) or fault.nodes
+    yield fault.also(where=place, observed=f"chunk, step {run.failed_step}: {run.error}", nodes=nodes)

@@ -7,14 +7,14 @@ runtime, or reads past the end of a table; or the export lost what the checkpoin
 How it is decided: compared are layers, kv heads and head width, vocabulary, and the context with the rows of the
 position table; of config.json also, with constants of the graph, window, rotary base, width and scaling, epsilon,
 activation, scale and cap of the scores, factors and cap of the logits, embeddings and residuals, tied embeddings,
-biases, feed-forward width, experts and encoder layers; of onnxruntime-genai also names, templates, the attention
-window and whether past and present can share a buffer; of generation_config.json the token ids with the logits and the
+biases, feed-forward width, experts and encoder layers; of onnxruntime-genai also names, templates, the attention window
+and whether past and present can share a buffer; of generation_config.json the token ids with the logits and the
 embedding table, and the longest sequence with the position table; end tokens with the tokenizer's; of export.json the
 files and the traced inputs; of inference_metadata.yaml (onnx-genai; the form proposed in onnx/onnx#8184) also files,
 ports, which present is the next past, and the axis that counts tokens; of the tokenizer its end, start and padding
-tokens and its vocabulary. Only what both sides state counts: a constant in an unknown form is no difference. Nor are a
-vocabulary padded to a round number, added tokens (for images), a longer table, layers without a cache of their own,
-several kinds of attention, a config of another model in the folder.
+tokens and its vocabulary. Only what both sides state counts. No difference are a vocabulary padded to a round number,
+added tokens (for images), a longer table, layers without a cache of their own, several kinds of attention, a config of
+another model in the folder.
 
 Reproduce: `kvdoctor contract MODEL` shows names and sizes as the graph has them.
 
@@ -37,13 +37,11 @@ from kvdoctor.diagnose.checks.side_cars.config_json import (
 from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
 from kvdoctor.diagnose.checks.side_cars.inference_metadata import inference_metadata
-from kvdoctor.diagnose.checks.side_cars.stop_tokens import generation_stops
-from kvdoctor.diagnose.checks.side_cars.tokenizer import special_tokens, vocabulary
+from kvdoctor.diagnose.checks.side_cars.tokenizer import generation_stops, special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
 
 Compare = Callable[[ContractContext], list[Disagreement]]
-
 COMPARED: dict[str, Compare] = {
     "config.json": config_json,
     "generation_config.json": lambda context: [*generation_config(context), *generation_stops(context)],
@@ -86,37 +84,24 @@ def _is_reported_elsewhere(context: ContractContext, found: list[Disagreement], 
 
 
 def _fault(context: ContractContext, name: str, found: list[Disagreement]) -> Fault:
-    shown = found[:MOST_SHOWN]
+    """The advice corrects the config where the graph shows the right value, else lets the checkpoint decide."""
+    shown, against = found[:MOST_SHOWN], found[0].against
     rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
-    keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
     declared = "; ".join([*(f"{one.key} {one.declared}" for one in shown), *rest])
-    return Fault(
-        severity="warning",
-        file=name,
-        subject=tuple(one.key for one in found),
-        where=name,
-        apart=(name,),
-        declared=declared,
-        observed="; ".join([*(one.observed for one in shown), *rest]),
-        cause=f"{name} and {found[0].against} disagree on {', '.join(keys)}"
-        if found[0].by_graph
-        else f"{name} has {declared}, and the graph computes with other values",
-        repair=_advise(context, name, found),
-        effects=tuple(dict.fromkeys(one.so for one in shown if one.so)),
-        nodes=tuple(dict.fromkeys(one.node for one in shown if one.node)),
-    )
-
-
-def _advise(context: ContractContext, name: str, found: list[Disagreement]) -> Advice:
-    """Correct the config where the graph shows the right value, else let the checkpoint decide."""
-    shown = found[:MOST_SHOWN]
-    rest = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
-    if not found[0].by_graph:
-        keys = ", ".join([*dict.fromkeys(one.key for one in shown), *rest])
-        text = f"compare {keys} with the config.json of the checkpoint: where that is the same, export again with an"
-        return Advice("re-export", f"{text} exporter that has the value; else correct {name}")
-    right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
-    of_graph = found[0].against == "the graph"
-    advice = f"{'take names and sizes from the graph; ' * of_graph}correct in {name}: {right}"
-    repaired = name in SHOWN_BY_THE_GRAPH or not of_graph
-    return context.advise_graph_repair(f"or {advice}") if repaired else Advice("caller", advice)
+    if found[0].by_graph:
+        keys = [*dict.fromkeys(one.key.rpartition(".")[2] for one in shown), *rest]
+        cause = f"{name} and {against} disagree on {', '.join(keys)}"
+        right = "; ".join([*(f"{one.key} {one.right}" for one in shown), *rest])
+        of_graph = against == "the graph"
+        advice = f"{'take names and sizes from the graph; ' * of_graph}correct in {name}: {right}"
+        repaired = name in SHOWN_BY_THE_GRAPH or not of_graph
+        repair = context.advise_graph_repair(f"or {advice}") if repaired else Advice("caller", advice)
+    else:
+        keys = [*dict.fromkeys(one.key for one in shown), *rest]
+        cause = f"{name} has {declared}, and the graph computes with other values"
+        again = "with the config.json of the checkpoint: where that is the same, export again with an exporter that has"
+        repair = Advice("re-export", f"compare {', '.join(keys)} {again} the value; else correct {name}")
+    fault = Fault("warning", tuple(one.key for one in found), cause, repair, file=name, where=name, apart=(name,))
+    fault = fault.compare(declared, "; ".join([*(one.observed for one in shown), *rest]))
+    nodes = tuple(dict.fromkeys(one.node for one in shown if one.node))
+    return fault.also(effects=tuple(dict.fromkeys(one.so for one in shown if one.so)), nodes=nodes)

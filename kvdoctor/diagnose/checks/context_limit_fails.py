@@ -7,13 +7,13 @@ and without the cache, so that both agree and both are wrong; also where no leng
 positions ends there. A step that fails beyond the declared length is not a fault.
 
 How it is decided: the loop is run to the declared length. One token at each of 50 positions must have a different key
-in the first layer at every position, or, if keys do not encode positions, at none. The same is done beyond each length
-that the graph compares with, or at which a type to which it casts positions ends or rounds (float16: 2,048).
+in the first layer at every position, or, if keys do not encode positions, at none; also beyond each length that the
+graph compares with, or at which a type to which it casts positions ends or rounds (float16: 2,048).
 
 Reproduce: `kvdoctor step-test MODEL --thorough -v`, experiments `full-context` and `numbering`.
 
 Repair: export again with tables of the declared length, or declare the length that the graph supports. `--require
-full-context` runs the experiment and makes the finding an error.
+full-context` makes the finding an error.
 """
 
 from collections.abc import Iterator
@@ -55,15 +55,12 @@ def context_limit_fails(context: RunContext) -> Iterator[Fault]:
         for run, use in find_faulty_uses(context, outcome):
             if run.experiment != "full-context" or not run.steps:
                 continue
-            last = next((s for s in run.steps if s.step == run.failed_step), run.steps[-1])
+            last = run.wrong_step or run.steps[-1]
             tokens = last.past_length + last.new_tokens
-            words = CauseText(
-                cause=f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}",
-                declared=f"{usable} tokens, by the config or the smallest buffer",
-                advice="export again with tables of the declared length, or declare the length that the graph supports",
-            )
-            fault = build_fault(context, run, words, use.severity)
-            place = run.node.shown if run.node else fault.where
+            cause = f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}"
+            declared = f"{usable} tokens, by the config or the smallest buffer"
+            words = replace(NUMBERS, cause=cause, declared=declared)
+            fault = build_fault(context, run, words, use.severity).also(error=run.error, use=use.required)
+            place, nodes = run.node.shown if run.node else fault.where, list_nodes(run) or fault.nodes
             observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed
-            nodes = list_nodes(run) or fault.nodes
-            yield replace(fault, where=place, observed=observed, error=run.error, use=use.required, nodes=nodes)
+            yield fault.also(where=place, observed=observed, nodes=nodes)

@@ -1,12 +1,11 @@
 """The graph has a cache, but its contract cannot be read.
 
 What it means: some inputs or outputs look like a cache, but kvdoctor could not read from the graph what a loop must
-feed, feed back and keep. No decode step was run, so nothing is known of the health of the model: the exit code is 3,
-and the line says what is missing and which option gives it. It is an error only where the graph contradicts itself.
+feed, feed back and keep. No decode step was run: the exit code is 3, and the line says what is missing and which option
+gives it. It is an error only where the graph contradicts itself.
 
-The same code stands for a cache that the export stored as constants: the module holds it in an attribute or buffer, so
-the graph appends new keys and values to constants and has neither past inputs nor present outputs. Every call then
-starts from the same cache.
+The same code stands for a cache that the module holds in an attribute or buffer, which the export stored as constants:
+the graph has neither past inputs nor present outputs, and every call starts from the same cache.
 
 Reproduce: `kvdoctor inspect MODEL` lists what was found and what is missing.
 
@@ -24,7 +23,7 @@ from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext, FileContext
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Advice, Fault, check
-from kvdoctor.report.wording import shorten_names
+from kvdoctor.report.wording import format_count, shorten_names
 
 HAND_OVER = Advice(
     "re-export",
@@ -58,23 +57,17 @@ def contract_unknown(context: ContractContext) -> Iterator[Fault]:
         return  # past-without-present and present-without-past name this fault
     counted = [slot.past for slot in contract.slots if "batch_heads" in slot.axes]
     lacks_heads = contract.heads is None and {lack.subject for lack in missing} <= {*counted}
-    count = len(contract.slots)
-    found = "no slot" if count == 0 else "1 slot" if count == 1 else f"{count} slots"
+    found = format_count(len(contract.slots), "slot") if contract.slots else "no slot"
     advice = GIVE_HEADS if lacks_heads else DESCRIBE
     refuted = [lack for lack in missing if lack.contradicts]
     reasons = [f"{lack.subject!r}: {lack.reason}" for lack in (refuted or missing)[:4]]
     observed = f"{found}; {'; '.join(reasons)}" + ("; ..." if len(refuted or missing) > len(reasons) else "")
     if not refuted:
         raise CannotCheck(f"the cache contract cannot be read from the graph: {observed}; {advice}", essential=True)
-    yield Fault(
-        severity="error",
-        subject=tuple(dict.fromkeys(lack.subject for lack in refuted)),
-        where=f"file {context.decode_file}",
-        declared="a cache contract that a loop can follow",
-        observed=observed,
-        cause="the graph contradicts itself",
-        repair=Advice("caller", DESCRIBE),
-    )
+    subject = tuple(dict.fromkeys(lack.subject for lack in refuted))
+    fault = Fault("error", subject, "the graph contradicts itself", Advice("caller", DESCRIBE))
+    fault = fault.compare("a cache contract that a loop can follow", observed)
+    yield fault.also(where=f"file {context.decode_file}")
 
 
 @check("KV101", "contract-unknown", "file")
@@ -83,15 +76,10 @@ def cache_inside_module(context: FileContext) -> Iterator[Fault]:
     file = context.file
     if context.folder.stacks or not returns_logits(file) or not (constants := find_constant_caches(file)):
         return
-    yield Fault(
-        severity="error",
-        file=file.name,
-        subject=constants,
-        where=f"file {file.name}, constant {shorten_names(constants)}",
-        declared="a cache with past inputs and present outputs",
-        observed="new keys and values are appended to constants; the graph has neither past inputs nor present outputs",
-        cause="the module holds the cache in an attribute, and the export stored it as constants",
-        repair=HAND_OVER,
-        effects=("every call starts from the same cache, and ignores all earlier tokens",),
-        confidence="suspected",
+    cause = "the module holds the cache in an attribute, and the export stored it as constants"
+    fault = Fault("error", constants, cause, HAND_OVER, file=file.name, confidence="suspected").compare(
+        "a cache with past inputs and present outputs",
+        "new keys and values are appended to constants; the graph has neither past inputs nor present outputs",
     )
+    effects = ("every call starts from the same cache, and ignores all earlier tokens",)
+    yield fault.also(where=f"file {file.name}, constant {shorten_names(constants)}", effects=effects)

@@ -3,16 +3,16 @@
 What it means: a merged decoder (`decoder_model_merged.onnx`) has two branches that must return the same outputs. The
 cached branch does not compute the cross-attention cache, so the exporter fills its outputs with constants without
 elements, of shape (0, heads, 1, head_dim) and with a null data pointer. A loop that feeds every present back passes
-this constant to the next step. That step fails in a Reshape (`The dimension with value zero exceeds the dimension size
-of the input tensor`) or in a MatMul (`right operand cannot broadcast on dim 0`), or it runs without the encoder and
-generates wrong tokens. Bindings that build a slice from the pointer abort. Dynamic axes, the IR version and the runtime
-are not involved, and disabling the cache only hides the fault at quadratic cost.
+this constant to the next step, which fails in a Reshape (`The dimension with value zero exceeds the dimension size of
+the input tensor`) or in a MatMul (`right operand cannot broadcast on dim 0`), or runs without the encoder and generates
+wrong tokens. Bindings that build a slice from the pointer abort. Dynamic axes, the IR version and the runtime are not
+involved, and disabling the cache only hides the fault at quadratic cost.
 
 Reproduce: `kvdoctor step-test MODEL`: the plain loop fails at step 2, the held loop passes.
 
-Repair: in the graph, `kvdoctor re-export MODEL -o FIXED` makes the cached branch return its past, after which every
-loop works. Or in your loop: keep `present.*.encoder.*` of the first step and feed those values at every later step;
-feed back only `present.*.decoder.*`.
+Repair: `kvdoctor re-export MODEL -o FIXED` makes the cached branch return its past, after which every loop works. Or in
+your loop: keep `present.*.encoder.*` of the first step and feed those values at every later step; feed back only
+`present.*.decoder.*`.
 
 Source: `_unify_onnx_outputs` in optimum/onnx/transformations_utils.py (optimum-onnx 0.1.0).
 """
@@ -39,18 +39,12 @@ def cross_cache_emptied(context: ContractContext) -> Iterator[Fault]:
     graph = f'If "{branches[1].node.name}", cached branch' if branches else "decode graph"
     constant = f"{graph}: a constant of shape {list(shape or ())} is returned as {shorten_names(names)}, not the past"
     harmless = context.consumer == "held" or (plain is not None and plain.outcome == "passed")
-    yield Fault(
-        severity="note" if harmless else "error",
-        subject=names,
-        where=f"{graph}, {'computed' if shape is None else 'constant'}",
-        declared=describe(slot.dtype, context.decode_graph.outputs[slot.present or ""].shape),
-        observed=_observed(context, slot),
-        cause=f"a decode step returns {shorten_names(names)} without elements",
-        repair=context.advise_graph_repair(REPAIR),
-        effects=tuple(_list_effects(context)),
-        evidence=(constant,) if shape is not None else (),
-        nodes=list_nodes(plain),
-    )
+    cause = f"a decode step returns {shorten_names(names)} without elements"
+    fault = Fault("note" if harmless else "error", names, cause, context.advise_graph_repair(REPAIR))
+    declared = describe(slot.dtype, context.decode_graph.outputs[slot.present or ""].shape)
+    fault = fault.compare(declared, _observed(context, slot)).also(nodes=list_nodes(plain))
+    where, evidence = f"{graph}, {'computed' if shape is None else 'constant'}", () if shape is None else (constant,)
+    yield fault.also(where=where, effects=tuple(_list_effects(context)), evidence=evidence)
 
 
 def _observed(context: ContractContext, slot: Slot) -> str:

@@ -18,7 +18,7 @@ token.
 from collections.abc import Iterator
 
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, check
 
 TAKE_ANOTHER = "take a draft with the same tokenizer, of the same family of models"
 PADDED = "feed only ids below both sizes, and cut the larger logits before they are compared"
@@ -32,35 +32,17 @@ def draft_vocabulary_differs(context: ContractContext) -> Iterator[Fault]:
         return
     from kvdoctor.diagnose.graded_models import find_other_token, read_tokens
 
-    ours, theirs = context.contract.vocabulary, draft.contract.vocabulary
+    ours, theirs, name = context.contract.vocabulary, draft.contract.vocabulary, context.logits_name
+    fault = Fault("error", (name,), "the vocabulary of the draft differs", Advice("caller", TAKE_ANOTHER))
+    fault = fault.also(where=f"output {name}, --draft {draft.shown}")
     mine = read_tokens(context.folder.root)
-    agree = False
-    if mine is not None and draft.tokens is not None:
-        if (other := find_other_token(mine, draft.tokens)) is not None:
-            number, here, there = other
-            words = f"id {number} is {_quote(here)} in the model, {_quote(there)} in the draft"
-            yield _fault(context, "error", "the same tokens by the same ids (tokenizer.json)", words, TAKE_ANOTHER)
-            return
-        agree = True
-    if ours is not None and theirs is not None and ours != theirs:
-        words = f"{ours} logits in the model, {theirs} in the draft"
-        advice = PADDED if agree else TAKE_ANOTHER
-        yield _fault(context, "warning" if agree else "error", "as many logits in both", words, advice)
-
-
-def _quote(token: str) -> str:
-    return ascii(token) if token else "no token"
-
-
-def _fault(context: ContractContext, severity: Severity, declared: str, observed: str, advice: str) -> Fault:
-    return Fault(
-        severity=severity,
-        subject=(context.logits_name,),
-        where=f"output {context.logits_name}, --draft {context.draft.shown if context.draft else ''}",
-        declared=declared,
-        observed=observed,
-        cause="the vocabulary of the draft differs"
-        if severity == "error"
-        else "the logits of the draft are padded to a different size",
-        repair=Advice("caller", advice),
-    )
+    agree = mine is not None and draft.tokens is not None
+    if mine is not None and draft.tokens is not None and (other := find_other_token(mine, draft.tokens)) is not None:
+        here, there = (ascii(token) if token else "no token" for token in other[1:])
+        words = f"id {other[0]} is {here} in the model, {there} in the draft"
+        yield fault.compare("the same tokens by the same ids (tokenizer.json)", words)
+    elif ours is not None and theirs is not None and ours != theirs:
+        if agree:
+            cause, advice = "the logits of the draft are padded to a different size", Advice("caller", PADDED)
+            fault = fault.also(severity="warning", cause=cause, repair=advice)
+        yield fault.compare("as many logits in both", f"{ours} logits in the model, {theirs} in the draft")

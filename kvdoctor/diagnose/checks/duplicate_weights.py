@@ -25,33 +25,13 @@ from kvdoctor.model.external_data import read_reference
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
-from kvdoctor.records import record
-from kvdoctor.report.wording import shorten_names
+from kvdoctor.model.weights import Weight
+from kvdoctor.report.wording import format_count, shorten_names
 
 SMALLEST = 4096
 """Bytes: smaller copies cost nothing."""
 WORTH_SAYING = 0.01
-HEAD, PORTION = 4096, 1 << 20
-
-
-@record
-class StoredWeight:
-    """A weight: its type, where its bytes lie, and how many there are."""
-
-    name: str
-    kind: tuple[int, ...]
-    path: Path
-    offset: int
-    length: int
-
-    def read(self, most: int) -> Iterator[bytes]:
-        """Up to `most` of its bytes, in portions."""
-        left = min(self.length, most)
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            while left > 0 and (part := file.read(min(PORTION, left))):
-                yield part
-                left -= len(part)
+HEAD = 4096
 
 
 @check("KV502", "duplicate-weights", "runs")
@@ -78,22 +58,15 @@ def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Iterator[
     if wasted <= WORTH_SAYING * sum(weight.length for weight in weights):
         return
     subject = tuple(weight.name for same in copies for weight in same)
-    count = f"{len(copies)} weight{'s' * (len(copies) > 1)}"
-    yield Fault(
-        severity="note",
-        file=file.name,
-        subject=subject,
-        where=f"initializers of {file.name}",
-        declared="each weight stored once",
-        observed=f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes",
-        cause="byte-identical weights are stored more than once",
-        repair=context.advise_graph_repair(
-            "or export again, or move weights that two branches share into the graph around them"
-        ),
-    )
+    count = format_count(len(copies), "weight")
+    advice = "or export again, or move weights that two branches share into the graph around them"
+    cause = "byte-identical weights are stored more than once"
+    fault = Fault("note", subject, cause, context.advise_graph_repair(advice), file=file.name)
+    observed = f"{shorten_names(subject)} store {count}; the copies take {wasted:,} bytes"
+    yield fault.compare("each weight stored once", observed).also(where=f"initializers of {file.name}")
 
 
-def _list_weights(file: OnnxFile) -> Iterator[StoredWeight]:
+def _list_weights(file: OnnxFile) -> Iterator[Weight]:
     """The large initializers of a file, at any depth."""
     places = {found.location: found.path for found in file.external if found.bytes is not None}
     if file.external_problems:
@@ -104,28 +77,27 @@ def _list_weights(file: OnnxFile) -> Iterator[StoredWeight]:
                 yield weight
 
 
-def locate_weight(tensor: TensorProto, places: dict[str, Path]) -> StoredWeight | None:
+def locate_weight(tensor: TensorProto, places: dict[str, Path]) -> Weight | None:
     """Where the bytes of a large initializer lie, by the files that locations name; None for a small one."""
     reference = read_reference(tensor)
     path = places.get(reference.location) if reference is not None else None
     if reference is None or path is None or reference.length < SMALLEST:
         return None
-    kind = (tensor.data_type, *tensor.dims)
-    return StoredWeight(tensor.name, kind, path, reference.offset, reference.length)
+    return Weight(tensor.name, tensor.data_type, tuple(tensor.dims), reference.length, path, reference.offset)
 
 
-def alike(weights: list[StoredWeight]) -> dict[bytes, list[StoredWeight]]:
+def alike(weights: list[Weight]) -> dict[bytes, list[Weight]]:
     """Weights by content, of those that share type, shape and first bytes with another."""
-    heads: dict[tuple[object, ...], list[StoredWeight]] = {}
+    heads: dict[tuple[object, ...], list[Weight]] = {}
     for weight in weights:
-        head = b"".join(weight.read(HEAD))
+        head = next(weight.read(HEAD), b"")
         if any(head[at : at + 4] != head[:4] for at in range(4, len(head), 4)):
-            heads.setdefault((weight.kind, head), []).append(weight)
-    found: dict[bytes, list[StoredWeight]] = {}
+            heads.setdefault((weight.data_type, weight.dims, head), []).append(weight)
+    found: dict[bytes, list[Weight]] = {}
     for group in heads.values():
         for weight in group if len(group) > 1 else ():
-            digest = hashlib.sha256(repr(weight.kind).encode())
-            for part in weight.read(weight.length):
+            digest = hashlib.sha256(repr((weight.data_type, weight.dims)).encode())
+            for part in weight.read():
                 digest.update(part)
             found.setdefault(digest.digest(), []).append(weight)
     return found

@@ -14,10 +14,11 @@ Repair: take the encoder and the config from one export; or correct the number i
 
 from collections.abc import Iterator
 
-from kvdoctor.contract import Graph
 from kvdoctor.decode.experiments.encoder_rows import DIFFERENT
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
+
+ONE_EXPORT = Advice("caller", "take the encoder and the config from one export, or correct the number in the config")
 
 
 @check("KV210", "encoder-rows-differ", "runs")
@@ -26,23 +27,11 @@ def encoder_rows_differ(context: RunContext) -> Iterator[Fault]:
     run = context.find_run("encoder-rows")
     if run is None or run.cause is None or run.cause.name != DIFFERENT:
         return
-    if any(problem.subject == one.file for problem in context.stack.problems for one in _encoders(context)):
+    encoders = [context.contract.graph(one.phase).file for one in context.contract.features]
+    if any(problem.subject in encoders for problem in context.stack.problems):
         return  # the declared number of rows differs already
     returned, _, wanted = run.cause.evidence.partition(", and ")
-    file = next((one.file for one in _encoders(context) if returned.startswith(one.file)), context.decode_file)
-    yield Fault(
-        severity="error",
-        file=file,
-        subject=(file,),
-        where=f"file {file}, experiment encoder-rows",
-        declared=wanted,
-        observed=returned,
-        cause=run.cause.evidence,
-        repair=Advice("caller", "take the encoder and the config from one export, or correct the number in the config"),
-        effects=("placeholders without a row keep their own embedding, or the loop refuses the prompt",),
-    )
-
-
-def _encoders(context: RunContext) -> Iterator[Graph]:
-    """The graphs of the encoders of images and audio."""
-    yield from (context.contract.graph(one.phase) for one in context.contract.features)
+    file = next((one for one in encoders if returned.startswith(one)), context.decode_file)
+    fault = Fault("error", (file,), run.cause.evidence, ONE_EXPORT, file=file).compare(wanted, returned)
+    effect = "placeholders without a row keep their own embedding, or the loop refuses the prompt"
+    yield fault.also(where=f"file {file}, experiment encoder-rows", effects=(effect,))

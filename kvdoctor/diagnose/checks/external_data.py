@@ -1,7 +1,5 @@
 """External data is missing, truncated, or outside the folder of the model.
 
-What it means: the weights are stored in a file of their own, which cannot be read.
-
 Reproduce: `python -c "import onnxruntime; onnxruntime.InferenceSession('FILE')"` fails with an external data error.
 
 Repair: put the complete data file in the folder of the model, under the name in the graph; or save the model again.
@@ -11,7 +9,6 @@ Source: the ONNX specification, external data: `location` is a path relative to 
 
 from collections.abc import Iterator
 
-from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.model.external_data import ExternalProblem
@@ -45,21 +42,19 @@ def _find_problems(context: FileContext, kinds: set[str], declared: str) -> Iter
     for problem in file.external_problems:
         if problem.kind not in kinds:
             continue
-        sharing = [one.name for one in context.folder.files if _shares(one, file, problem)]
+        at, own = (problem.kind, problem.location), file.path.parent
+        shared = [one for one in context.folder.files if one.path.parent == own and problem.location]
+        with_it = {one.name for one in shared if at in {(o.kind, o.location) for o in one.external_problems}}
+        sharing = [one.name for one in context.folder.files if one.name in {*with_it, file.name}]
         if sharing[0] != file.name:
             continue
         others = tuple(sharing[1:])
         graphs = f"files {', '.join(sharing[:-1])} and {sharing[-1]}" if others else f"file {file.name}"
-        yield Fault(
-            severity="error",
-            file=file.name,
-            subject=(problem.tensor, *others),
-            where=f"{graphs}, external data {problem.location!r}",
-            declared=declared,
-            observed=problem.detail + (f" of {file.name}; {', '.join(others)} names it too" if others else ""),
-            cause="weights cannot be read from the location that the graph names",
-            repair=Advice("caller", _advise(problem)),
-        )
+        more = f" of {file.name}; {', '.join(others)} names it too" if others else ""
+        cause = "weights cannot be read from the location that the graph names"
+        fault = Fault("error", (problem.tensor, *others), cause, Advice("caller", _advise(problem)), file=file.name)
+        fault = fault.compare(declared, problem.detail + more)
+        yield fault.also(where=f"{graphs}, external data {problem.location!r}")
 
 
 def _advise(problem: ExternalProblem) -> str:
@@ -69,14 +64,3 @@ def _advise(problem: ExternalProblem) -> str:
     if problem.wrong == "entry":
         return "the entry in the model is wrong, whatever the file holds: fetch the model again, or save it anew"
     return f"fetch or restore {problem.location!r} in the folder of the model, or save it again"
-
-
-def _shares(one: OnnxFile, file: OnnxFile, problem: ExternalProblem) -> bool:
-    """Whether a file is the one with the problem, or has it at the same place on the disk."""
-    if one.name == file.name:
-        return True
-    return (
-        bool(problem.location)
-        and one.path.parent == file.path.parent
-        and any((other.kind, other.location) == (problem.kind, problem.location) for other in one.external_problems)
-    )

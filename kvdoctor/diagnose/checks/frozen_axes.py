@@ -1,7 +1,5 @@
 """An axis that must be dynamic is declared with a fixed size.
 
-What it means: an axis that changes from call to call is a fixed number in the declared inputs.
-
 Reproduce: feed any other size; the runtime answers `Got invalid dimensions for input`.
 
 Repair: `kvdoctor re-export` makes the axis dynamic where the graph shows which of its numbers stand for that length.
@@ -69,25 +67,15 @@ def past_axis_frozen(context: ContractContext) -> Iterator[Fault]:
     contract = context.contract
     frozen = [slot for slot in contract.growing if slot.size("past") is not None]
     if frozen:
-        slot, graph = frozen[0], context.contract.graphs[context.contract.phases["decode"].graph]
-        yield Fault(
-            severity="error",
-            subject=tuple(slot.past for slot in frozen),
-            declared="a past length that grows with each step",
-            observed=describe(slot.dtype, slot.shape),
-            cause=f"the past length is fixed at {slot.size('past')}",
-            repair=context.advise_graph_repair(_advise_export(context, graph, "past")),
-            effects=(_describe_failed_step(context) or "the runtime refuses a step with any other past length",),
-        )
-
-
-def _describe_failed_step(context: ContractContext) -> str | None:
-    """The step of the run that failed at the fixed length."""
-    run = context.find_run("frozen-past")
-    if run is None or run.outcome != "failed" or not run.steps:
-        return None
-    step = run.steps[-1]
-    return f"step {step.step}, fed a past of length {step.past_length}, fails: {run.error}"
+        slot, graph, run = frozen[0], contract.graph("decode"), context.find_run("frozen-past")
+        effect = "the runtime refuses a step with any other past length"
+        if run is not None and run.outcome == "failed" and run.steps:
+            step = run.steps[-1]
+            effect = f"step {step.step}, fed a past of length {step.past_length}, fails: {run.error}"
+        advice = context.advise_graph_repair(_advise_export(context, graph, "past"))
+        subject, cause = tuple(slot.past for slot in frozen), f"the past length is fixed at {slot.size('past')}"
+        fault = Fault("error", subject, cause, advice, effects=(effect,))
+        yield fault.compare("a past length that grows with each step", describe(slot.dtype, slot.shape))
 
 
 @check("KV111", "batch-axis-frozen", "contract")
@@ -139,18 +127,11 @@ def _find_fixed_inputs(
         sizes = {port: port.size(axis) for port in graph.inputs if port.role in ("token_ids", "past")}
         frozen = {port: size for port, size in sizes.items() if size is not None}
         for port, size in list(frozen.items())[:1]:
-            names = tuple(port.name for port in frozen)
             level = severity(graph.file, size)
             # A repair does not change an axis that is fixed on purpose.
             text = _advise_export(context, graph, axis)
             again = Advice("re-export", text) if level == "note" else context.advise_graph_repair(text)
-            yield Fault(
-                severity=level,
-                file=graph.file,
-                subject=names,
-                declared=declared,
-                observed=describe(port.dtype, port.shape),
-                cause=f"the axis {axis!r} is fixed at {size}",
-                repair=again,
-                use="batch" if axis == "batch" else "chunked-prefill",
-            )
+            subject, cause = tuple(port.name for port in frozen), f"the axis {axis!r} is fixed at {size}"
+            fault = Fault(level, subject, cause, again, file=graph.file)
+            fault = fault.compare(declared, describe(port.dtype, port.shape))
+            yield fault.also(use="batch" if axis == "batch" else "chunked-prefill")

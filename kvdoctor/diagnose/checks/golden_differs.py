@@ -5,10 +5,10 @@ logits now, or leave different entries in a cache: weights, graph, runtime or pr
 arithmetic explains. The logits with and without a cache may still agree.
 
 How it is decided: the tokens of the file are decoded again, with its seed, in one long decoding, one with chunks, and a
-batch. Samples of the logits of each call, and of each cache after the last call, are compared; the tolerance is that of
-the less exact arithmetic, of the recording or of now. Where the weights are quantized differently (8 bits, 4 bits),
-the correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may
-store keys in a different form.
+batch. Samples of the logits of each call, and of each cache after the last call, are compared, by the tolerance of the
+less exact arithmetic, of the recording or of now. Where the weights are quantized differently (8 bits, 4 bits), the
+correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may store
+keys in a different form.
 
 Reproduce: `kvdoctor step-test MODEL --against golden.npz`.
 
@@ -20,9 +20,9 @@ from collections.abc import Iterator
 
 from kvdoctor.decode.golden import GoldenDifference
 from kvdoctor.decode.tolerances import UNLIKE, Tolerance
-from kvdoctor.diagnose.context import GoldenComparison, GoldenContext
+from kvdoctor.diagnose.context import GoldenContext
 from kvdoctor.errors import CannotCheck
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Severity, check
 
 FIND_CHANGE = Advice(
     "re-export",
@@ -41,22 +41,15 @@ def golden_differs(context: GoldenContext) -> Iterator[Fault]:
     start = next(start for start, stop in found.walk.calls() if stop == found.stop)
     rounded = compared.correlation is not None
     hardly = not rounded and found.relative <= compared.tolerance.fails
-    yield Fault(
-        severity="warning" if found.cache is not None or hardly else "error",
-        subject=(context.logits_name if found.cache is None else f"cache {found.cache}",),
-        where=f"{found.walk.describe(start, found.stop)}",
-        declared=f"the numbers of {compared.golden}, {_describe_limit(compared)}",
-        observed=compared.words if rounded else _describe(found, compared.tolerance),
-        cause=_explain(compared.golden, found, hardly),
-        repair=FIND_CHANGE,
-    )
-
-
-def _describe_limit(compared: GoldenComparison) -> str:
-    """What is allowed, and why."""
-    if compared.correlation is not None:
-        return f"with a correlation of at least {UNLIKE:g}, as the weights are quantized differently"
-    return f"within {compared.tolerance.passes:g} standard deviations ({compared.tolerance.reason})"
+    severity: Severity = "warning" if found.cache is not None or hardly else "error"
+    subject = context.logits_name if found.cache is None else f"cache {found.cache}"
+    limit = f"within {compared.tolerance.passes:g} standard deviations ({compared.tolerance.reason})"
+    if rounded:
+        limit = f"with a correlation of at least {UNLIKE:g}, as the weights are quantized differently"
+    fault = Fault(severity, (subject,), _explain(compared.golden, found, hardly), FIND_CHANGE)
+    observed = compared.words if rounded else _describe(found, compared.tolerance)
+    fault = fault.compare(f"the numbers of {compared.golden}, {limit}", observed)
+    yield fault.also(where=found.walk.describe(start, found.stop))
 
 
 def _describe(found: GoldenDifference, tolerance: Tolerance) -> str:

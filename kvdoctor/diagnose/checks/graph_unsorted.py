@@ -24,10 +24,9 @@ from kvdoctor.model.traverse import values_read
 @check("KV005", "graph-unsorted", "file")
 def graph_unsorted(context: FileContext) -> Iterator[Fault]:
     """One fault for each file: the first node that reads a later one, or the first name that nodes share."""
-    file = context.file
-    if file.view is None:
+    view = context.file.view
+    if view is None:
         return
-    view = file.view
     bodies = [(scope.path, list(scope.graph.node)) for scope in view.scopes()]
     bodies += [(f"function {function.name}", list(function.node)) for function in view.model.functions]
     for path, nodes in bodies:
@@ -42,16 +41,11 @@ def graph_unsorted(context: FileContext) -> Iterator[Fault]:
             title, observed = str(shared), f"is the name of {names[str(shared)]} nodes"
             cause = "nodes share a name"
             advice = "give each node a unique name; until then an error message does not identify the node"
-        yield Fault(
-            severity="note",
-            subject=(title,),
-            where=f"{path} of {file.name}",
-            declared="nodes in the order of their computation, with unique names",
-            observed=f"{title} {observed}",
-            cause=cause,
-            repair=context.advise_graph_repair(f"or {advice}, or export again without the tool that changed the graph"),
-            nodes=(str(shared) if early is None else name_of(early[0]),),
-        )
+        advice = f"or {advice}, or export again without the tool that changed the graph"
+        fault = Fault("note", (title,), cause, context.advise_graph_repair(advice))
+        fault = fault.compare("nodes in the order of their computation, with unique names", f"{title} {observed}")
+        named = (str(shared) if early is None else name_of(early[0]),)
+        yield fault.also(where=f"{path} of {context.file.name}", nodes=named)
         return
 
 

@@ -1,30 +1,24 @@
 """The present does not grow by the new tokens.
 
-What it means: after a step with past length P and S new tokens, a growing cache must have length P + S, and a buffer of
-fixed size the same length as before.
-
 How it is decided: the lengths that each step returns are compared with those that it was fed: in the loop, and in runs
 at other lengths, where a step that returns a wrong length counts if the step after it is the first of that run to fail
-or to have wrong logits. The new tokens are followed through the graph,
-without a run; a run whose logits match those of a run without the cache overrules this. If the graph does not show it,
-a step with differing logits is run with another token, which must change its entry. A buffer that is written one
-position too far decodes the same with and without a cache; if its logits change with its earlier content, the positions
-that a step wrote are compared. If a graph takes one token a call, another token must change every state that a step
-returns, and another token at each place of the history must change the logits, within the reach of a sliding window: as
-many latest tokens count at every step, the cache still has the others, and the graph compares a length with the width
-of the window. A recurrent or convolution state must change with the tokens of a step and with the state before it, and
-a counter by the number of tokens.
+or to have wrong logits. The new tokens are followed through the graph, without a run; a run whose logits match those of
+a run without the cache overrules this. Else a step with differing logits is run with another token, which must change
+its entry. A buffer that is written one position too far decodes the same with and without a cache; if its logits change
+with its earlier content, the positions that a step wrote are compared. If a graph takes one token a call, another token
+must change every state that a step returns, and at each place of the history the logits, within the reach of a sliding
+window: as many latest tokens count at every step, the cache still has the others, and the graph compares a length with
+its width. A recurrent or convolution state must change with the tokens of a step and with the state before it, and a
+counter by the number of tokens.
 
 Reproduce: `kvdoctor step-test MODEL -v`: the lengths are in the table of steps.
-
-Repair: export again; in a loop of your own, append the returned entries to the past.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.contract import Slot, describe
-from kvdoctor.decode.runs import HISTORY, Run, Step
+from kvdoctor.contract import describe
+from kvdoctor.decode.runs import HISTORY
 from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_wrong_lengths
 from kvdoctor.diagnose.checks._dataflow import describe_changes
 from kvdoctor.diagnose.checks._faults import CauseText, describe_location, report_cause
@@ -45,8 +39,6 @@ MISPLACED = replace(
     cause="tokens are written to wrong positions of the buffer, so that attention reads its old content",
     declared="each token at its own position: the first new one after the last of the past",
 )
-
-
 UNTOUCHED = CauseText(
     cause="a step returns a cache or a state without its new token",
     declared="presents that depend on the token of the step",
@@ -123,18 +115,13 @@ def present_without_new_tokens(context: ContractContext) -> Iterator[Fault]:
     if not lost or context.passes_parity:
         return
     names = tuple(slot.present or "" for slot in lost)
-    yield Fault(
-        severity="error",
-        subject=names,
-        declared=STATE if lost[0].growth == "replace" else WORDS.declared,
-        observed=f"{names[0]} does not depend on the tokens of the step",
-        cause="a decode step returns a cache without its new tokens",
-        repair=context.advise_graph_repair(
-            "or export again with another cache class or exporter, if the file does not contain the lost nodes"
-        ),
-        effects=(f"{lost[0].past} of the next step does not contain the previous token",),
-        confidence="confirmed" if context.loop_is_wrong else "suspected",
-    )
+    advice = "or export again with another cache class or exporter, if the file does not contain the lost nodes"
+    cause = "a decode step returns a cache without its new tokens"
+    fault = Fault("error", names, cause, context.advise_graph_repair(advice))
+    declared = STATE if lost[0].growth == "replace" else WORDS.declared
+    fault = fault.compare(declared, f"{names[0]} does not depend on the tokens of the step")
+    effects = (f"{lost[0].past} of the next step does not contain the previous token",)
+    yield fault.also(effects=effects, confidence="confirmed" if context.loop_is_wrong else "suspected")
 
 
 def _find_history(context: RunContext, name: str) -> bool:
@@ -144,37 +131,22 @@ def _find_history(context: RunContext, name: str) -> bool:
 
 
 def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -> Iterator[Fault]:
-    if wrong:
-        first = wrong[0]
-        slot, run, step, use = first.slot, first.run, first.step, first.use
-        names = tuple(item.slot.present or "" for item in wrong)
-        absent = f"{slot.past} of step {step.step + 1} does not contain the history"
-        yield Fault(
-            severity=use.severity if use is not None else "error",
-            subject=names,
-            declared=_describe_length(slot, step),
-            observed=f"{f'{run.experiment}, ' if use else ''}step {step.step}: "
-            f"{describe(first.seen.dtype, first.seen.shape)}",
-            cause=f"with {use.words}, {cause}" if use is not None else cause,
-            repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
-            effects=(f"{absent}, and {_describe_next(run)}" if use is not None else absent,),
-            evidence=(*describe_changes(context, slot.past), *describe_location(run)) if use is not None else (),
-            use=use.required if use is not None else None,
-            run=run if use is not None else None,
-        )
-
-
-def _describe_next(run: Run) -> str:
-    """What the step does that is the first to be fed a cut past."""
-    if run.outcome == "failed":
-        return "the step fails"
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
-    size = describe_difference(run, step)
-    return f"its logits are {size}" if size else "its logits are wrong"
-
-
-def _describe_length(slot: Slot, step: Step) -> str:
+    if not wrong:
+        return
+    first, names = wrong[0], tuple(item.slot.present or "" for item in wrong)
+    slot, run, step, use = first.slot, first.run, first.step, first.use
+    absent = f"{slot.past} of step {step.step + 1} does not contain the history"
+    advice = context.advise_graph_repair(f"or {EXPORT_AGAIN}")
+    length = f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})"
     if slot.growth in ("static", "ring", "delta"):
         word = "the new tokens alone" if slot.growth == "delta" else "the length of its past"
-        return f"{word} ({slot.growth})"
-    return f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})"
+        length = f"{word} ({slot.growth})"
+    fault = Fault("error", names, cause, advice, effects=(absent,))
+    fault = fault.compare(length, f"step {step.step}: {describe(first.seen.dtype, first.seen.shape)}")
+    if use is not None:
+        size = describe_difference(run, run.wrong_step)
+        after = "the step fails" if run.outcome == "failed" else f"its logits are {size or 'wrong'}"
+        fault = fault.also(severity=use.severity, cause=f"with {use.words}, {cause}", use=use.required, run=run)
+        fault = fault.also(observed=f"{run.experiment}, {fault.observed}", effects=(f"{absent}, and {after}",))
+        fault = fault.also(evidence=(*describe_changes(context, slot.past), *describe_location(run)))
+    yield fault

@@ -16,13 +16,12 @@ Repair: export again, without the tool that changed the graph afterwards.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
-from kvdoctor.findings import Advice, Confidence, Fault, Severity, check
+from kvdoctor.findings import Advice, Fault, Severity, check
 from kvdoctor.model.flow import FLAWS
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import payload_left_out
@@ -31,6 +30,7 @@ from kvdoctor.model.validity import find_violations
 
 LONGEST = 300
 MOST = 100
+EXPORT_AGAIN = Advice("re-export", "export again, without the tool that changed the graph afterwards")
 
 
 @check("KV004", "invalid-graph", "file")
@@ -39,18 +39,16 @@ def invalid_graph_unrun(context: FileContext) -> Iterator[Fault]:
     if context.unrun and context.file.view is not None:
         problems = find_violations(context.file.view)
         if problems:
-            yield _report(context.file, problems, "warning", "suspected")
+            yield _report(context.file, problems, "warning").also(confidence="suspected")
 
 
 @check("KV004", "invalid-graph", "contract")
 def unfollowed_graph(context: ContractContext) -> Iterator[Fault]:
     """A value without one definition: what the inputs do to the outputs cannot be said, and nothing is run."""
-    found = {
-        lack.subject: f"{lack.subject!r}: {lack.reason}" for lack in context.contract.missing if lack.reason in FLAWS
-    }
+    flaws = [lack for lack in context.contract.missing if lack.reason in FLAWS]
+    found = {lack.subject: f"{lack.subject!r}: {lack.reason}" for lack in flaws}
     if found:
-        fault = _report(context.stack.main, tuple(found.values()), "error", "confirmed")
-        yield replace(fault, subject=tuple(found))
+        yield _report(context.stack.main, tuple(found.values()), "error").also(subject=tuple(found))
 
 
 @check("KV004", "invalid-graph", "runs")
@@ -60,35 +58,20 @@ def invalid_graph(context: RunContext) -> Iterator[Fault]:
     for file in context.stack.members:
         if file.name not in refused and not context.thorough:
             continue
-        problems = list_problems(file)
-        if not problems:
-            continue
-        words = next(iter(refused.get(file.name, {}).values()), None)
-        effects = (f"the runtime refuses the file: {words}",) if words else ()
-        yield _report(file, problems, "error" if words else "note", "confirmed", effects)
+        problems, words = list_problems(file), next(iter(refused.get(file.name, {}).values()), None)
+        if problems:
+            effects = (f"the runtime refuses the file: {words}",) if words else ()
+            yield _report(file, problems, "error" if words else "note").also(effects=effects)
 
 
-def _report(
-    file: OnnxFile,
-    problems: tuple[str, ...],
-    severity: Severity,
-    confidence: Confidence,
-    effects: tuple[str, ...] = (),
-) -> Fault:
+def _report(file: OnnxFile, problems: tuple[str, ...], severity: Severity) -> Fault:
     listed = [_clip(problem) for problem in problems[:MOST]]
     left = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
-    return Fault(
-        severity=severity,
-        confidence=confidence,
-        file=file.name,
-        subject=(file.name,),
-        declared="a graph that the ONNX specification allows",
-        observed=f"{len(problems)} places break its rules" if len(problems) > 1 else _clip(problems[0]),
-        cause="the structure of the graph is not valid",
-        repair=Advice("re-export", "export again, without the tool that changed the graph afterwards"),
-        effects=effects,
-        evidence=tuple(listed + left) if len(problems) > 1 else (),
-    )
+    several = len(problems) > 1
+    fault = Fault(severity, (file.name,), "the structure of the graph is not valid", EXPORT_AGAIN, file=file.name)
+    observed = f"{len(problems)} places break its rules" if several else _clip(problems[0])
+    fault = fault.compare("a graph that the ONNX specification allows", observed)
+    return fault.also(evidence=tuple(listed + left) if several else ())
 
 
 def _clip(text: str) -> str:

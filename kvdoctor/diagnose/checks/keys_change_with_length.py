@@ -1,30 +1,34 @@
 """From a number of tokens on, the keys in the cache are not those that the model computes.
 
 What it means: the graph rotates keys by one set of rotary factors in short sequences and by another one in long ones
-(LongRoPE: `original_max_position_embeddings` of Phi-3 and its kin). Keys that a step before that length wrote stay
-rotated by the first set. A loop that goes over the length decodes other tokens than a call without a cache does.
+(LongRoPE: `original_max_position_embeddings` of Phi-3 and its kin), or by a base that depends on the number of tokens
+(dynamic NTK scaling). Keys that a step before that length wrote stay rotated as they were. A loop that goes over the
+length decodes other tokens than a call without a cache does. Where each further token changes the keys again, no loop
+with this cache gives the logits of such a call, and it is an error.
 
 How it is decided: around each length that the graph compares with a number, a call without a cache of a few more tokens
 gives other logits for the first tokens. Single steps over it are then compared with calls without a cache of their own
-length. Without a run: the graph selects one of two sets of constants by a length.
+length, and the calls of each length with each other. Without a run: the graph selects one of two sets of constants by a
+length.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `near-thresholds`, or `far-thresholds` with `--thorough`.
 
-Repair: empty the cache at that length and prefill all tokens again, or export with one set of factors. `--require
-full-context` makes the finding an error.
+Repair: empty the cache at that length and prefill all tokens again, or export with one set of factors. Where the keys
+change with each token, use no cache from that length on, or export with a fixed rotary base. `--require full-context`
+makes the finding an error.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.analysis.selected_constants import find_selected_constants
 from kvdoctor.decode.runs import KEYS_CHANGE
-from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
-from kvdoctor.diagnose.checks._faults import CauseText, build_fault
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
+from kvdoctor.diagnose.checks._faults import CauseText, build_fault, describe_effect
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, check
 
 DECLARED = "a key that does not change with the number of tokens after it"
+AND_AGAIN = ", and more tokens change them again: no loop with this cache gives the logits of such a call"
 
 
 @check("KV319", KEYS_CHANGE, "runs")
@@ -33,9 +37,13 @@ def keys_change_with_length(context: RunContext) -> Iterator[Fault]:
     leave_to_other(context)
     for run, _ in find_faulty_uses(context, "differs"):
         if run.cause is not None and run.cause.name == KEYS_CHANGE:
-            text = CauseText(_cause(run.cause.from_length), DECLARED, advice="")
-            fault = build_fault(context, run, text, "warning")
-            yield replace(fault, use="full-context", repair=_advice(run.cause.from_length))
+            others = [one for one, _ in find_faulty_uses(context, "differs") if one.experiment in AT_LENGTHS]
+            wrong = [one for one in others if one.cause is None and changes_keys(context, one)]
+            effects = tuple(map(describe_effect, wrong))
+            first, again = run.cause.from_length, run.cause.again
+            text = CauseText(_cause(first) + AND_AGAIN * again, DECLARED, advice="")
+            fault = build_fault(context, run, text, "error" if again else "warning", effects)
+            yield fault.also(use="full-context", repair=_advise(first, again=again))
             return
 
 
@@ -50,22 +58,16 @@ def keys_select_constants(context: ContractContext) -> Iterator[Fault]:
     if found is None or any(step.past_length > found.length for run in context.runs for step in run.steps):
         return
     if not any(run.cause is not None and run.cause.name == KEYS_CHANGE for run in context.runs):
-        yield Fault(
-            severity="warning",
-            subject=(first.present,),
-            declared=DECLARED,
-            observed=f"{first.present} is computed of constants that {found.node} selects by the number of tokens",
-            cause=_cause(found.length + 1),
-            repair=_advice(found.length + 1),
-            confidence="suspected",
-            use="full-context",
-        )
+        fault = Fault("warning", (first.present,), _cause(found.length + 1), _advise(found.length + 1))
+        observed = f"{first.present} is computed of constants that {found.node} selects by the number of tokens"
+        yield fault.compare(DECLARED, observed).also(confidence="suspected", use="full-context")
 
 
 def _cause(first: int) -> str:
     return f"from {first} tokens on, the keys in the cache are not those of a call without a cache"
 
 
-def _advice(first: int) -> Advice:
-    again = f"empty the cache at {first} tokens and prefill all of them again, or export with one set of factors"
-    return Advice("caller", again)
+def _advise(first: int, *, again: bool = False) -> Advice:
+    once = f"empty the cache at {first} tokens and prefill all of them again, or export with one set of factors"
+    never = f"use no cache from {first} tokens on, or export with a fixed rotary base"
+    return Advice("caller", never if again else once)

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording import shorten_names
 
 MOST_NAMED = 8
+EXPORT_AGAIN = Advice("re-export", "export again, or ignore this check if the model is built this way")
 
 
 @check("KV106", "layers-inconsistent", "contract")
@@ -28,27 +30,18 @@ def layers_inconsistent(context: ContractContext) -> Iterator[Fault]:
         others = {s.layer for s in context.contract.slots if s.kind != kind and s.layer is not None}
         reasons = [*_find_gaps(slots, others, is_stage), *_find_lone_parts(slots), *_find_unequal_sizes(slots)]
         if reasons:
-            yield Fault(
-                severity="note" if proved else "warning",
-                subject=tuple(slot.past for slot in slots),
-                where=f"{kind} cache",
-                declared="the same slots in every layer",
-                observed="; ".join(reasons),
-                cause="the slots of the layers differ" + (", and decode steps with them are right" if proved else ""),
-                repair=Advice("re-export", "export again, or ignore this check if the model is built this way"),
-            )
+            cause = "the slots of the layers differ" + ", and decode steps with them are right" * proved
+            subject = tuple(slot.past for slot in slots)
+            fault = Fault("note" if proved else "warning", subject, cause, EXPORT_AGAIN, where=f"{kind} cache")
+            yield fault.compare("the same slots in every layer", "; ".join(reasons))
 
 
 def _find_gaps(slots: tuple[Slot, ...], others: set[int], is_stage: bool) -> list[str]:
-    """Layers without a slot between others with one, unless they have another kind of state (a hybrid).
-
-    A stage of a pipeline, which takes hidden states, begins at any layer.
-    """
+    """Layers without a slot or another state (a hybrid) between others; a stage of a pipeline begins at any layer."""
     layers = {slot.layer for slot in slots if slot.layer is not None}
     first = min(layers, default=0) if is_stage else 0
     lacking = sorted(set(range(first, max(layers, default=-1) + 1)) - layers - others)
-    more = f" and {len(lacking) - MOST_NAMED} more" if len(lacking) > MOST_NAMED else ""
-    return [f"layer {', '.join(map(str, lacking[:MOST_NAMED]))}{more} has no slot"] if lacking else []
+    return [f"layer {shorten_names([*map(str, lacking)], MOST_NAMED)} has no slot"] if lacking else []
 
 
 def _find_lone_parts(slots: tuple[Slot, ...]) -> list[str]:

@@ -10,7 +10,7 @@ must change with each entry of the past. With one token per step, its logits mus
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk` and `why-chunk`.
 
-Repair: export again with a current exporter; until then feed one token per step once there is a cache.
+Repair: export again; until then feed one token per step once there is a cache.
 """
 
 from collections.abc import Iterator

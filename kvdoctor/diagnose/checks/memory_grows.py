@@ -27,16 +27,11 @@ def memory_grows(context: SpeedContext) -> Iterator[Fault]:
     speed = context.speed
     if speed.grown_bytes <= LEAK_BYTES:
         if speed.steps < LEAST_STEPS:
-            raise CannotCheck(
-                f"{speed.steps} equal steps were run in the time, and {LEAST_STEPS} tell whether they leak"
-            )
+            text = f"{speed.steps} equal steps were run in the time, and {LEAST_STEPS} tell whether they leak"
+            raise CannotCheck(text)
         return
-    yield Fault(
-        severity="error",
-        subject=(context.decode_file,),
-        where=f"{speed.steps} equal steps on a past of {speed.points[0].past}",
-        declared=f"at most {format_bytes(LEAK_BYTES)} more after the last step than after the first ones",
-        observed=f"{format_bytes(speed.grown_bytes)} more",
-        cause="equal steps take more and more memory",
-        repair=Advice("caller", "try another release of the runtime, or without its memory arena"),
-    )
+    advice = Advice("caller", "try another release of the runtime, or without its memory arena")
+    fault = Fault("error", (context.decode_file,), "equal steps take more and more memory", advice)
+    declared = f"at most {format_bytes(LEAK_BYTES)} more after the last step than after the first ones"
+    fault = fault.compare(declared, f"{format_bytes(speed.grown_bytes)} more")
+    yield fault.also(where=f"{speed.steps} equal steps on a past of {speed.points[0].past}")

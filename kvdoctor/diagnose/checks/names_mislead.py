@@ -1,11 +1,11 @@
 """The names of inputs or outputs do not match the cache of the graph.
 
 What it means: an input has the name that an exporter gives to one kind of slot, and the graph uses it as another kind:
-a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. Or the
-outputs have the numbers of the inputs, each of another layer: a warning, since a loop that matches numbers goes wrong.
-Or no names tell which output belongs to which input, and the outputs are in another order than the inputs: a warning,
-since a loop that goes by their order computes wrong logits, and no runtime reports an error. The contract and all runs
-follow the graph; a loop that goes by the names, as most libraries do, feeds slots wrongly.
+a cross-attention cache that grows, a buffer of fixed size that is appended to, a key that a convolution reads. It is a
+warning if the outputs have the numbers of the inputs, each of another layer, or the other parts of their names, each of
+another slot; or if no names tell which output belongs to which input, and the outputs are in another order than the
+inputs: a loop that matches names, or goes by their order, computes wrong logits, and no runtime reports an error. The
+contract and all runs follow the graph.
 
 Reproduce: `kvdoctor contract MODEL` lists each slot as the graph uses it.
 
@@ -16,17 +16,17 @@ import re
 from collections.abc import Iterator
 from itertools import takewhile
 
+from kvdoctor.analysis.slot_rules import pair_by_name
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording import shorten_names
 
 MOST_PAIRS = 4
 """Pairs that a finding lists; `kvdoctor contract` has them all."""
-
 BY_CONTRACT = Advice(
     "caller",
-    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or the number in its "
-    "name",
+    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or its name",
 )
 
 
@@ -34,22 +34,21 @@ BY_CONTRACT = Advice(
 def names_mislead(context: ContractContext) -> Iterator[Fault]:
     """All names that the dataflow contradicts, as one finding."""
     contract = context.contract
-    moved = tuple(_find_other_read_numbers(contract)) or tuple(_find_another_order(contract))
+    moved = (
+        tuple(_find_other_read_numbers(contract))
+        or tuple(_find_other_names(contract))
+        or tuple(_find_another_order(contract))
+    )
     yield from moved
     named = {name for fault in moved for name in fault.subject}
     known = {slot.past for slot in contract.slots if slot.present in named}
     found = [entry for entry in contract.contradictions if entry.subject not in known]
     if not found:
         return
-    names = tuple(entry.subject for entry in found)
-    yield Fault(
-        severity="note",
-        subject=names,
-        declared="slots that the graph uses as their names say",
-        observed="; ".join(dict.fromkeys(entry.reason for entry in found[:4])),
-        cause="the names do not match the cache of the graph",
-        repair=Advice("caller", "feed each slot back as `kvdoctor contract` lists it, not by its name"),
-    )
+    advice = Advice("caller", "feed each slot back as `kvdoctor contract` lists it, not by its name")
+    names, seen = tuple(entry.subject for entry in found), dict.fromkeys(entry.reason for entry in found[:4])
+    fault = Fault("note", names, "the names do not match the cache of the graph", advice)
+    yield fault.compare("slots that the graph uses as their names say", "; ".join(seen))
 
 
 def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
@@ -59,13 +58,24 @@ def _find_other_read_numbers(contract: CacheContract) -> Iterator[Fault]:
         groups.setdefault((slot.kind, slot.part), []).append(slot)
     crossed = [pair for slots in groups.values() for pair in _find_crossed(slots)]
     if crossed:
-        names = tuple(present for _, present in crossed)
+        names, cause = tuple(out for _, out in crossed), "the numbers in the names of outputs are those of other layers"
+        declared = "outputs with the numbers of the inputs to which they are fed back"
+        observed = f"{crossed[0][1]} is the present of {crossed[0][0]}"
+        yield Fault("warning", names, cause, BY_CONTRACT).compare(declared, observed)
+
+
+def _find_other_names(contract: CacheContract) -> Iterator[Fault]:
+    """Outputs whose names pair all of them with inputs, and not as the graph does."""
+    pairs = {slot.past: slot.present for slot in contract.slots if slot.present is not None}
+    promised = pair_by_name(list(pairs), set(pairs.values()))
+    crossed = [(past, present) for past, present in pairs.items() if promised.get(past, present) != present]
+    if crossed:
         yield Fault(
             severity="warning",
-            subject=names,
-            declared="outputs with the numbers of the inputs to which they are fed back",
+            subject=tuple(present for _, present in crossed),
+            declared=f"{promised[crossed[0][0]]} as the present of {crossed[0][0]}, by its name",
             observed=f"{crossed[0][1]} is the present of {crossed[0][0]}",
-            cause="the numbers in the names of outputs are those of other layers",
+            cause="the names of outputs are those of other slots",
             repair=BY_CONTRACT,
         )
 
@@ -82,16 +92,11 @@ def _find_another_order(contract: CacheContract) -> Iterator[Fault]:
     moved = [slot for slot, there in zip(by_input, by_output, strict=True) if slot is not there and _fits(slot, there)]
     if moved:
         pairs = [f"{slot.present} is the present of {slot.past}" for slot in moved]
-        more = f" and {len(pairs) - MOST_PAIRS} more" if len(pairs) > MOST_PAIRS else ""
-        yield Fault(
-            severity="warning",
-            subject=tuple(slot.present or "" for slot in moved),
-            declared="outputs in the order of the inputs to which they are fed back, as no names tell it",
-            observed=", ".join(pairs[:MOST_PAIRS]) + more,
-            cause="the outputs are not in the order of the inputs to which they are fed back",
-            repair=BY_CONTRACT,
-            effects=("a loop that feeds the outputs back in their order computes wrong logits",),
-        )
+        cause = "the outputs are not in the order of the inputs to which they are fed back"
+        declared = "outputs in the order of the inputs to which they are fed back, as no names tell it"
+        fault = Fault("warning", tuple(slot.present or "" for slot in moved), cause, BY_CONTRACT)
+        effects = ("a loop that feeds the outputs back in their order computes wrong logits",)
+        yield fault.compare(declared, shorten_names(pairs, MOST_PAIRS)).also(effects=effects)
 
 
 def _is_told_by_names(slots: list[Slot]) -> bool:

@@ -48,21 +48,13 @@ def dropout_left_on(context: ContractContext) -> Iterator[Fault]:
         return
     for file in context.stack.members:
         scopes = tuple(file.view.scopes()) if file.view else ()
-        names = tuple(
-            name_node(node) for scope in scopes for node in scope.graph.node if _is_active_dropout(scope, node)
-        )
+        nodes = ((scope, node) for scope in scopes for node in scope.graph.node)
+        names = tuple(name_node(node) for scope, node in nodes if _is_active_dropout(scope, node))
         if names:
-            yield Fault(
-                severity="warning",
-                file=file.name,
-                subject=names,
-                where=f'{file.name}, Dropout "{shorten_names(names)}"',
-                declared=WORDS.declared,
-                observed="its input training_mode is the constant true",
-                cause="a dropout is active: a runtime that does not remove it drops other values in each call",
-                repair=Advice("re-export", WORDS.advice),
-                nodes=names,
-            )
+            cause = "a dropout is active: a runtime that does not remove it drops other values in each call"
+            fault = Fault("warning", names, cause, Advice("re-export", WORDS.advice), file=file.name, nodes=names)
+            fault = fault.compare(WORDS.declared, "its input training_mode is the constant true")
+            yield fault.also(where=f'{file.name}, Dropout "{shorten_names(names)}"')
 
 
 def _is_active_dropout(scope: Scope, node: NodeProto) -> bool:

@@ -16,7 +16,6 @@ until then decode only sequences of the same length together. `--require left-pa
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
@@ -50,4 +49,4 @@ def padding_changes_logits(context: RunContext) -> Iterator[Fault]:
     for run, use in find_faulty_uses(context, "differs"):
         words = {"left-padding": TOKENS, "encoder-padding": STATES, "rows-apart": APART}.get(run.experiment)
         if words is not None and not run.not_finite:
-            yield replace(build_fault(context, run, words, use.severity), use=use.required)
+            yield build_fault(context, run, words, use.severity).also(use=use.required)

@@ -31,13 +31,7 @@ def parts_do_not_fit(context: ContractContext) -> Iterator[Fault]:
     told = {(problem.subject, problem.observed) for stack in before for problem in stack.problems}
     for problem in context.stack.problems:
         if problem.declared and (problem.subject, problem.observed) not in told:
-            yield Fault(
-                severity=problem.severity,
-                file=problem.subject if problem.subject in names else context.stack.members[0].name,
-                subject=(problem.subject,),
-                where=f"the files of stack {context.stack.name}",
-                declared=problem.declared,
-                observed=problem.observed,
-                cause=problem.cause,
-                repair=Advice("caller", ONE_EXPORT),
-            )
+            fault = Fault(problem.severity, (problem.subject,), problem.cause, Advice("caller", ONE_EXPORT))
+            file = problem.subject if problem.subject in names else context.stack.members[0].name
+            fault = fault.compare(problem.declared, problem.observed)
+            yield fault.also(file=file, where=f"the files of stack {context.stack.name}")

@@ -16,7 +16,6 @@ Repair: export again so that the present is the past followed by the new entries
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.decode.runs import Cause
 from kvdoctor.diagnose.checks._attribution import cause_in_use, leading_cause
 from kvdoctor.diagnose.checks._dataflow import describe_changes
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
@@ -36,17 +35,12 @@ DROPPED = replace(WORDS, cause="a step drops the oldest entries of the past, whi
 @check("KV312", "present-rewrites-past", "runs")
 def present_rewrites_past(context: RunContext) -> Iterator[Fault]:
     """Steps that change the entries of earlier tokens."""
-    cause = _find_cause(context)
+    # What the experiment that decided saw of the slot concerned.
+    found = [leading_cause(context), *(cause_in_use(context, run.experiment) for run in context.runs)]
+    causes = (run.cause for _, run in filter(None, found))
+    cause = next((one for one in causes if one is not None and one.name == NAME), None)
     for fault in report_cause(context, NAME, DROPPED if cause is not None and cause.dropped else WORDS):
         changes = describe_changes(context, cause.slot) if cause is not None else ()
         # What is cut off is missing from every later value: the first value that differs says nothing of the place.
         first = fault.evidence if cause is None or not (cause.dropped and changes) else ()
-        yield replace(fault, evidence=(*changes, *first))
-
-
-def _find_cause(context: RunContext) -> Cause | None:
-    """What the experiment that decided saw of the slot concerned."""
-    leading = leading_cause(context)
-    found = [leading, *(cause_in_use(context, run.experiment) for run in context.runs)]
-    causes = (run.cause for _, run in filter(None, found))
-    return next((cause for cause in causes if cause is not None and cause.name == NAME), None)
+        yield fault.also(evidence=(*changes, *first))

@@ -1,9 +1,9 @@
 """The tokens of an operator that runs the whole decode loop differ from those of a loop over its decoder.
 
-What it means: a graph with BeamSearch, GreedySearch or WhisperBeamSearch holds its decoder as a subgraph. The operator
-feeds that subgraph by position, not by name: each present becomes the past at the same position. Where the
-order differs, or a second graph for the first step (`init_decoder`) computes something else, the model runs without an
-error and generates different text.
+What it means: a graph with BeamSearch, GreedySearch or WhisperBeamSearch holds its decoder as a subgraph, which the
+operator feeds by position, not by name: each present becomes the past at the same position. Where the order differs, or
+a second graph for the first step (`init_decoder`) computes something else, the model runs without an error and
+generates different text.
 
 How it is decided: the subgraphs are run as models of their own, by the cache contract that their names and dataflow
 give, with a search by the rules of the operator: greedy, then with 2 and 4 beams. The tokens and the scores of the
@@ -22,6 +22,7 @@ Source: ONNX Runtime, onnxruntime/contrib_ops/cpu/transformers (subgraph_gpt.cc,
 from collections.abc import Iterator
 
 from kvdoctor.decode.runs import SEARCH
+from kvdoctor.diagnose.checks.session_refused import UNSUPPORTED
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
 
@@ -31,7 +32,6 @@ EXPORT = Advice(
     "onnxruntime.transformers.convert_generation",
 )
 OTHERS = "different sequences"
-FAILS = Advice("re-export", "export again for this runtime; its message above says what it does not support")
 
 
 @check("KV322", "search-differs", "runs")
@@ -40,15 +40,10 @@ def search_differs(context: RunContext) -> Iterator[Fault]:
     run = context.find_run(SEARCH)
     if run is None or run.shows not in ("failed", "differs"):
         return
-    fails = run.shows == "failed"
     name = context.stack.operator or SEARCH
-    yield Fault(
-        severity="error",
-        subject=(name,),
-        where=f"operator {name} of {context.decode_file}",
-        declared="the sequences of a loop over its decoder",
-        observed=f"the runtime fails: {run.error}" if fails else run.cause.evidence if run.cause else OTHERS,
-        cause=f"{name} fails" if fails else f"the sequences of {name} differ from those of a loop over its decoder",
-        repair=FAILS if fails else EXPORT,
-        error=run.error if fails else None,
-    )
+    cause, advice = f"the sequences of {name} differ from those of a loop over its decoder", EXPORT
+    observed, error = run.cause.evidence if run.cause else OTHERS, None
+    if run.shows == "failed":
+        cause, advice, observed, error = f"{name} fails", UNSUPPORTED, f"the runtime fails: {run.error}", run.error
+    fault = Fault("error", (name,), cause, advice, error=error, where=f"operator {name} of {context.decode_file}")
+    yield fault.compare("the sequences of a loop over its decoder", observed)

@@ -9,15 +9,17 @@ Reproduce: open the file with `onnxruntime.InferenceSession` at the level that t
 Repair: export again for this runtime, or use a runtime that supports the file's IR version, opsets and operators.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.checks._attribution import fails_where_opened
 from kvdoctor.diagnose.checks._faults import list_nodes
-from kvdoctor.diagnose.checks.invalid_graph import list_problems
+from kvdoctor.diagnose.checks.invalid_graph import EXPORT_AGAIN, list_problems
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
+
+UNSUPPORTED = Advice("re-export", "export again for this runtime; its message above says what it does not support")
 
 
 @check("KV010", "session-refused", "runs")
@@ -25,42 +27,34 @@ def session_refused(context: RunContext) -> Iterator[Fault]:
     """Files that the runtime does not open, or only at a lower level."""
     files = {file.name: file for file in context.stack.members}
     for file, errors, opens_at in context.refusals:
-        if opens_at is None and file in files and list_problems(files[file]):
-            continue  # KV004 reports the reason
-        if opens_at is None and file in files and _is_reported_too_new(context, files[file]):
-            continue  # KV401 to KV403 report the reason
-        levels: dict[str, list[str]] = {}
-        for level, error in errors.items():
-            levels.setdefault(error, []).append(level)
-        text = "; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items())
-        effects: tuple[str, ...] = ()
-        nodes: tuple[str, ...] = ()
+        refused = files.get(file) if opens_at is None else None
+        if refused is not None and (list_problems(refused) or _is_reported_too_new(context, refused)):
+            continue  # KV004, or KV401 to KV403, report the reason
+        cause = f"an optimization of the runtime fails on the file; level {opens_at!r} opens it"
+        fault = Fault("error", (file,), cause, lower(opens_at), file=file)
         if opens_at is None:
             cause = "the runtime refuses the file at every optimization level"
-            advice = Advice(
-                "re-export", "export again for this runtime; its message above says what it does not support"
-            )
+            fault = fault.also(cause=cause, repair=UNSUPPORTED)
         elif fails_where_opened(context):
             cause = f"the runtime refuses the file; level {opens_at!r} opens it, and then a step fails"
-            advice = Advice("re-export", "export again, without the tool that changed the graph afterwards")
             run = context.checked_loop
             place = f" in {run.node.shown}" if run and run.node else ""
-            nodes = list_nodes(run)
-            effects = (f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}",)
-        else:
-            cause = f"an optimization of the runtime fails on the file; level {opens_at!r} opens it"
-            advice = Advice("caller", f"set the graph optimization level to {opens_at!r} when you open the session")
-        yield Fault(
-            severity="error",
-            file=file,
-            subject=(file,),
-            declared="a model that the runtime opens",
-            observed=text,
-            cause=cause,
-            repair=advice,
-            effects=effects,
-            nodes=nodes,
-        )
+            effect = f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}"
+            fault = fault.also(cause=cause, repair=EXPORT_AGAIN, effects=(effect,), nodes=list_nodes(run))
+        yield fault.compare("a model that the runtime opens", list_errors(errors))
+
+
+def list_errors(errors: Mapping[str, str]) -> str:
+    """The messages of the runtime by optimization level, each once."""
+    levels: dict[str, list[str]] = {}
+    for level, error in errors.items():
+        levels.setdefault(error, []).append(level)
+    return "; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items())
+
+
+def lower(level: str | None) -> Advice:
+    """To open the session at a level at which it opens."""
+    return Advice("caller", f"set the graph optimization level to {level!r} when you open the session")
 
 
 def _is_reported_too_new(context: RunContext, file: OnnxFile) -> bool:

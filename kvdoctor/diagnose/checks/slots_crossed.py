@@ -1,12 +1,10 @@
 """Names and dataflow of the cache disagree.
 
-What it means: the names say which present is fed back as which past, and the graph says how each is used.
-
 How it is decided: each past is followed to the output with its content and to the attention that uses it, before the
 Softmax as a key or after it as a value; each output that first fills a past to its own attention; and new entries that
-are stored in one slot are those that the attention reads from another. A run whose
-logits match those of a run without the cache overrules this. If the graph does not show it, the entries of a step with
-differing logits are compared with those of the other slots.
+are stored in one slot are those that the attention reads from another. A run whose logits match those of a run without
+the cache overrules this. If the graph does not show it, the entries of a step with differing logits are compared with
+those of the other slots.
 
 Reproduce: `kvdoctor contract MODEL --format json`: `used_as`, `used_at`, `continues_as`, `made_as` and `made_at` of a
 slot with its `part`, `layer` and `present`.
@@ -15,6 +13,7 @@ Repair: rename the outputs, or export again with the output names in the order i
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.checks._dataflow import find_exchanged_entries, find_repeated
@@ -24,19 +23,13 @@ from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.records import record
 
 EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
-
 PARTS = CauseText(
     cause="a step returns a key in the place of a value, or a value in the place of a key",
     declared="the entries of each slot under its own name",
     advice=EXPORT_AGAIN,
     on_graph=True,
 )
-LAYERS = CauseText(
-    cause="a step returns the entries of one layer in the place of another's",
-    declared="the entries of each slot under its own name",
-    advice=EXPORT_AGAIN,
-    on_graph=True,
-)
+LAYERS = replace(PARTS, cause="a step returns the entries of one layer in the place of another's")
 
 
 @record
@@ -52,11 +45,10 @@ class _Crossing:
 def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
     """Slots filled from the other half of their layer, or only named after it.
 
-    What it means: the names say which present is fed back as which past, and the graph says how each is used. Here an
-    output named as a key contains the value of its layer, or the other way round. Both have the same shape, so that no
-    runtime reports an error: a loop that goes by the names computes wrong logits. If all graphs agree and only the
-    names are wrong, loops work and it is a note: a tool that quantizes keys and values differently would take the wrong
-    ones.
+    What it means: an output named as a key contains the value of its layer, or the other way round. Both have the same
+    shape, so that no runtime reports an error: a loop that goes by the names computes wrong logits. If all graphs agree
+    and only the names are wrong, loops work and it is a note: a tool that quantizes keys and values differently would
+    take the wrong ones.
     """
     slots = context.contract.slots
     crossed = [item for item in _find_crossings(context) if item.holds in ("the key", "the value")]
@@ -70,10 +62,9 @@ def key_value_swapped(context: ContractContext) -> Iterator[Fault]:
 def layers_swapped(context: ContractContext) -> Iterator[Fault]:
     """Slots filled from another layer, or only named after it.
 
-    What it means: the names say which present is fed back as which past, and the graph says how each is used. Here an
-    output named after one layer contains the keys or values of another. Both have the same shape, so that no runtime
-    reports an error: a loop that goes by the names computes wrong logits. If all graphs agree and only the names are
-    wrong, loops work and it is a note: a tool that drops layers would take the wrong ones.
+    What it means: an output named after one layer contains the keys or values of another. Both have the same shape, so
+    that no runtime reports an error: a loop that goes by the names computes wrong logits. If all graphs agree and only
+    the names are wrong, loops work and it is a note: a tool that drops layers would take the wrong ones.
     """
     slots = context.contract.slots
     crossed = [item for item in _find_crossings(context) if item.holds.startswith("layer")]
@@ -107,14 +98,9 @@ def _number_by_layer(slots: tuple[Slot, ...]) -> Iterator[tuple[Slot, int]]:
 
 def _report_names(slots: tuple[Slot, ...], named: str, used: str, what: str) -> Fault:
     names = tuple(slot.past for slot in slots)
-    return Fault(
-        severity="note",
-        subject=names,
-        declared=f"{names[0]} is {named}",
-        observed=f"the graph uses it as {used}",
-        cause=f"{what} have each other's names, in every graph: no loop is affected",
-        repair=Advice("re-export", EXPORT_AGAIN),
-    )
+    cause = f"{what} have each other's names, in every graph: no loop is affected"
+    fault = Fault("note", names, cause, Advice("re-export", EXPORT_AGAIN))
+    return fault.compare(f"{names[0]} is {named}", f"the graph uses it as {used}")
 
 
 def _find_crossings(context: ContractContext) -> Iterator[_Crossing]:
@@ -155,13 +141,10 @@ def _report_crossings(context: ContractContext, crossed: list[_Crossing], cause:
     first, run = crossed[0], context.checked_loop if context.loop_is_wrong else None
     names = tuple(dict.fromkeys(item.output for item in crossed))
     of = f"{first.slot.part} of layer {first.slot.layer}" if first.slot.layer is not None else first.slot.part
-    yield Fault(
-        severity="error",
-        subject=names,
-        declared=f"{first.output} is the {of}, and is fed back as {first.slot.past}",
-        observed=f"the graph returns {first.holds} as {first.output}",
-        cause=cause,
-        repair=context.advise_graph_repair(f"or {EXPORT_AGAIN}"),
-        effects=(f"{run.experiment}: {run.outcome} at step {run.failed_step}",) if run is not None else (),
-        confidence="confirmed" if run is not None else "suspected",
-    )
+    fault = Fault("error", names, cause, context.advise_graph_repair(f"or {EXPORT_AGAIN}"), confidence="suspected")
+    declared = f"{first.output} is the {of}, and is fed back as {first.slot.past}"
+    fault = fault.compare(declared, f"the graph returns {first.holds} as {first.output}")
+    if run is not None:
+        effects = (f"{run.experiment}: {run.outcome} at step {run.failed_step}",)
+        fault = fault.also(confidence="confirmed", effects=effects)
+    yield fault

@@ -36,14 +36,10 @@ def slower(context: SpeedContext) -> Iterator[Fault]:
         if found.noisy:
             continue
         at = f"a past of {found.past}"
-        yield Fault(
-            severity="error",
-            subject=(f"{found.what}, {at}",),
-            where=at,
-            declared=f"{_format(found, found.before)}, and at most {found.tolerance:.0%} more",
-            observed=f"{_format(found, found.now)}, {found.now / max(found.before, 1e-12):.2g} times as much",
-            cause=f"{found.what} is larger than in the earlier report",
-            repair=FIND_CHANGE,
+        cause = f"{found.what} is larger than in the earlier report"
+        yield Fault("error", (f"{found.what}, {at}",), cause, FIND_CHANGE, where=at).compare(
+            f"{_format(found, found.before)}, and at most {found.tolerance:.0%} more",
+            f"{_format(found, found.now)}, {found.now / max(found.before, 1e-12):.2g} times as much",
         )
 
 

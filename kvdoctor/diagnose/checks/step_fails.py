@@ -1,20 +1,17 @@
 """A decode step fails.
 
-What it means: the runtime stops with an error in a call that the cache contract allows.
-
 Reproduce: `kvdoctor step-test MODEL -v` lists the inputs and outputs of each step.
 
 Repair: the node and the shapes of its inputs show which axis the export has fixed. `kvdoctor re-export` makes it
-dynamic if numbers in the graph stand for it; else export again with other sample sizes. If several sequences at once,
-or another encoder length, fail while one sequence works, it is a warning. A length that no config declares usable is
-not a fault.
+dynamic if numbers in the graph stand for it; else export again with sample sizes of 2 or more, all different. If
+several sequences at once, or another encoder length, fail while one sequence works, it is a warning. A length that no
+config declares usable is not a fault.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import ObservedTensor, Run, Step
+from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other, rejects_empty_past
 from kvdoctor.diagnose.checks._faults import SHORT_STATE, describe_location, find_undeclared_size, list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
@@ -23,8 +20,8 @@ from kvdoctor.findings import Fault, Severity, check
 from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
-
 EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
+NOT_PROVED = "or export again; no run proved which number of the graph stands for a size"
 OTHER_ATTENTION = "or export again with another attention operator, or with that one as its kernel takes it"
 
 
@@ -58,19 +55,13 @@ def step_fails(context: RunContext) -> Iterator[Fault]:
     for other, use in find_faulty_uses(context, "failed"):
         if other.experiment in ("chunk", "full-context"):
             continue  # those have checks of their own
-        last = other.steps[-1] if other.steps else None
-        uncached = last is not None and last.phase != "decode"
-        if (
-            other.experiment == "long-past"
-            and last
-            and uncached
-            and (context.contract.context_limit or 0) < last.new_tokens
-        ):
-            raise CannotCheck(
-                f"{last.past_length + last.new_tokens} tokens fail, and no config declares that length usable"
-            )
-        fault = _build_fault(context, other, use.severity, f"with {use.words}, {_name_failed_step(other)}", use.words)
-        yield replace(fault, use=use.required)
+        last, limit = other.steps[-1] if other.steps else None, context.contract.context_limit or 0
+        uncached = other.experiment == "long-past" and last is not None and last.phase != "decode"
+        if uncached and last is not None and limit < last.new_tokens:
+            tokens = last.past_length + last.new_tokens
+            raise CannotCheck(f"{tokens} tokens fail, and no config declares that length usable")
+        cause = f"with {use.words}, {_name_failed_step(other)}"
+        yield _build_fault(context, other, use.severity, cause, use.words).also(use=use.required)
 
 
 def _name_failed_step(run: Run) -> str:
@@ -80,38 +71,24 @@ def _name_failed_step(run: Run) -> str:
     return "the first step fails" if run.failed_step == 0 else f"decode step {run.failed_step} fails"
 
 
-def _list_fed(context: RunContext, step: Step | None) -> list[tuple[str, ObservedTensor]]:
-    """The tokens and pasts that a call was fed."""
-    if step is None:
-        return []
-    decode = step.phase == "decode"
-    ports = context.contract.graph("decode" if decode else "prefill").inputs
-    return [(port.name, step.fed[port.name]) for port in ports if port.role in SHOWN_ROLES and port.name in step.fed]
-
-
 def _build_fault(context: RunContext, run: Run, severity: Severity, cause: str, declared: str) -> Fault:
     node = run.fault_node
     place = name_node(run.location) if run.location else None
     place = place or (node.shown if node else f"file {context.decode_file}")
     step = run.steps[-1] if run.steps else None
     mismatch = find_undeclared_size(context, run)
-    shown = ", ".join(f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in _list_fed(context, step)[:3])
+    ports = context.contract.graph("decode" if step and step.phase == "decode" else "prefill").inputs
+    given = [(port.name, (step.fed if step else {}).get(port.name)) for port in ports if port.role in SHOWN_ROLES]
+    fed = [f"{name} {describe(seen.dtype, seen.shape)}" for name, seen in given if seen is not None]
+    shown = ", ".join(fed[:3])
     call = "reference run" if step and step.phase == "reference" else f"step {run.failed_step}"
-    again = OTHER_ATTENTION if node is not None and has(node.op, "attend") else EXPORT_AGAIN
-    return Fault(
-        severity=severity,
-        subject=(node.name,) if node else (context.decode_file,),
-        where=place,
-        run=run,
-        error=run.error,
-        apart=(
-            *(() if run is context.checked_loop else (run.experiment,)),
-            *((node.op,) if node and not node.name else ()),
-        ),
-        declared=declared,
-        observed=f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}",
-        cause=cause + (f" ({run.reason})" if run.reason and run.error else "") + (f": {mismatch}" if mismatch else ""),
-        repair=SHORT_STATE if mismatch else context.advise_graph_repair(again),
-        evidence=describe_location(run),
-        nodes=list_nodes(run),
-    )
+    fixed = run.location is not None and run.location.frozen_by is not None
+    again = OTHER_ATTENTION if node is not None and has(node.op, "attend") else EXPORT_AGAIN if fixed else NOT_PROVED
+    cause += (f" ({run.reason})" if run.reason and run.error else "") + (f": {mismatch}" if mismatch else "")
+    advice = SHORT_STATE if mismatch else context.advise_graph_repair(again)
+    fault = Fault(severity, (node.name,) if node else (context.decode_file,), cause, advice, where=place)
+    observed = f"{run.experiment}, {call}" + (f", fed {shown}" if shown else "") + f": {run.error or run.reason}"
+    own = () if run is context.checked_loop else (run.experiment,)
+    unnamed = (node.op,) if node and not node.name else ()
+    fault = fault.compare(declared, observed).also(run=run, error=run.error, apart=(*own, *unnamed))
+    return fault.also(evidence=describe_location(run), nodes=list_nodes(run))

@@ -5,10 +5,10 @@ one number, NaN or Inf from a conversion to half precision, or numbers beyond 10
 computes is not.
 
 How it is decided: `kvdoctor inspect MODEL --weights` reads all values, in portions. Zero and constant count for
-matrices of MatMul, Gemm, Conv and Gather only: biases of zeros, and scales of a norm that are all one number, are
-normal, and so are the zeros of a new LoRA adapter, and tables of less than 16 rows: the types of tokens, which RoBERTa
-does not use. Inf counts where a matrix is multiplied, since masks hold it; NaN counts anywhere, also in the scale of
-a rounded weight. Without `--weights` nothing is read and nothing is reported. Weights in packed types are not read.
+matrices of MatMul, Gemm, Conv and Gather only: not for biases of zeros, scales of a norm that are all one number, a new
+LoRA adapter, or tables of less than 16 rows: the types of tokens, which RoBERTa does not use. Inf counts where a matrix
+is multiplied, since masks hold it; NaN counts anywhere, also in the scale of a rounded weight. Weights in packed types
+are not read, and without `--weights` none are.
 
 Reproduce: `kvdoctor inspect MODEL --weights`.
 
@@ -21,11 +21,12 @@ from math import isfinite
 from kvdoctor.diagnose.context import FileContext
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.errors import CannotCheck, UnreadableError
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Severity, check
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.weights import Weight, list_weights
 from kvdoctor.records import record
+from kvdoctor.report.wording import shorten_names
 
 FEW_ROWS = 16
 """Of a table that may be zero: of the types of tokens, which RoBERTa does not use."""
@@ -54,27 +55,19 @@ def suspect_weights(context: FileContext) -> Iterator[Fault]:
     """One fault for each kind of damage, with all weights that have it."""
     if not context.weights or context.file.view is None:
         return
-    found: dict[str, list[str]] = {}
-    names: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[str, str]]] = {}
     try:
         for weight in list_weights(context.file.path):
             for kind in _judge(weight) if weight.has_values else ():
-                found.setdefault(kind, []).append(_describe(weight))
-                names.setdefault(kind, []).append(weight.name)
+                found.setdefault(kind, []).append((weight.name, _describe(weight)))
     except (OSError, ValueError, UnreadableError) as error:
         raise CannotCheck(f"the weights of {context.file.name} cannot be read: {error}") from None
-    for kind, shown in found.items():
-        more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
-        yield Fault(
-            severity="error" if kind in ("NaN", "Inf") else "warning",
-            subject=tuple(names[kind]),
-            where=f"weights of {context.file.name}",
-            declared="values of a trained weight",
-            observed=f"{', '.join(shown[:MOST_NAMED])}{more}",
-            cause=CAUSES[kind],
-            repair=EXPORT_AGAIN,
-            apart=(kind,),
-        )
+    for kind, weights in found.items():
+        severity: Severity = "error" if kind in ("NaN", "Inf") else "warning"
+        names, shown = zip(*weights, strict=True)
+        fault = Fault(severity, names, CAUSES[kind], EXPORT_AGAIN, apart=(kind,))
+        fault = fault.compare("values of a trained weight", shorten_names(shown, MOST_NAMED))
+        yield fault.also(where=f"weights of {context.file.name}")
 
 
 CAUSES = {

@@ -1,7 +1,5 @@
 """The model works in the local runtime, and fails or differs under a target.
 
-What it means: the installed runtime runs the model, and the target runtime fails or returns other logits.
-
 How it is decided: the same experiments, with the same feeds, are run in an isolated environment with only the target's
 release. What fails in the local runtime as well is not reported for the target. Logits of experiments that pass in both
 are compared by the tolerances of docs/policy.md. The fault location is searched under the target.
@@ -16,12 +14,13 @@ from collections.abc import Iterator
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import WRONG, Run
+from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
+from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Advice, Fault, Severity, check
-from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
+from kvdoctor.runtime.targets import Target, TargetResult
 
 ANOTHER = Advice("re-export", "use a release that runs the model as it is, or export it again for this one")
 
@@ -73,24 +72,11 @@ def _report_refusals(context: TargetContext, result: TargetResult) -> Iterator[F
     for file, errors, opens_at in result.refusals:
         if file in here or (opens_at is None and file in files and is_ruled_out(files[file], result.target.limits)):
             continue
-        levels: dict[str, list[str]] = {}
-        for level, error in errors.items():
-            levels.setdefault(error, []).append(level)
-        advice = ANOTHER
-        if opens_at is not None:
-            advice = Advice("caller", f"set the graph optimization level to {opens_at!r} when you open the session")
-        yield Fault(
-            severity="error",
-            file=file,
-            subject=(file,),
-            apart=(result.target.asked,),
-            where=f"file {file}, under {result.target.words}",
-            declared=f"a model that opens, as with {_name_local(context)}",
-            observed="; ".join(f"level {', '.join(names)}: {error}" for error, names in levels.items()),
-            cause=f"{result.target.words} "
-            + ("does not open the file" if opens_at is None else f"opens the file at level {opens_at!r} only"),
-            repair=advice,
-        )
+        what = "does not open the file" if opens_at is None else f"opens the file at level {opens_at!r} only"
+        advice = ANOTHER if opens_at is None else lower(opens_at)
+        fault = Fault("error", (file,), f"{result.target.words} {what}", advice, apart=(result.target.asked,))
+        fault = fault.compare(f"a model that opens, as with {_name_local(context)}", list_errors(errors))
+        yield fault.also(file=file, where=f"file {file}, under {result.target.words}")
 
 
 def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[str, ...]) -> Iterator[Fault]:
@@ -98,43 +84,29 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     bad = _find_wrong_runs(context, result)
     if not bad or bad[0].outcome not in outcomes:
         return
-    run, severity, use = bad[0], *_rate(bad[0].experiment)
+    run, severity, use = bad[0], *_rate(context, bad[0].experiment)
+    cause, subject = _describe_cause(run, result.target), tuple(run.experiment for run in bad)
+    fault = Fault(severity, subject, cause, ANOTHER, use=use, apart=(result.target.asked,))
+    fault = fault.also(run=run, nodes=list_nodes(run), error=run.error if run.outcome == "failed" else None)
+    declared = f"{run.experiment} as with {_name_local(context)}, where it passes"
+    fault = fault.compare(declared, _describe_observed(run))
     node = f", {run.fault_node.shown}" if run.fault_node is not None else ""
-    yield Fault(
-        severity=severity,
-        subject=tuple(run.experiment for run in bad),
-        apart=(result.target.asked,),
-        where=f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}",
-        run=run,
-        error=run.error if run.outcome == "failed" else None,
-        declared=f"{run.experiment} as with {_name_local(context)}, where it passes",
-        observed=_describe_observed(run),
-        cause=_describe_cause(run, result.target),
-        repair=ANOTHER,
-        effects=tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4]),
-        use=use,
-        evidence=(run.location.words, *run.location.provenance) if run.location is not None else (),
-        nodes=list_nodes(run),
-    )
+    where = f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}"
+    evidence = (run.location.words, *run.location.provenance) if run.location is not None else ()
+    effects = tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4])
+    yield fault.also(where=where, effects=effects, evidence=evidence)
 
 
 def _find_wrong_runs(context: TargetContext, result: TargetResult) -> list[Run]:
     """The runs that go wrong under the target alone: the consumer's loop first, uses last."""
-    from kvdoctor.decode.experiments import uses
-
-    bad = []
-    for run in result.runs:
-        mine = context.find_run(run.experiment)
-        if run.outcome in WRONG and mine is not None and mine.outcome not in (*WRONG, "skipped"):
-            bad.append(run)
+    right = {mine.experiment for mine in context.runs if mine.outcome not in (*WRONG, "skipped")}
+    bad = [run for run in result.runs if run.outcome in WRONG and run.experiment in right]
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
-    return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in uses()))
+    return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in context.uses))
 
 
-def _rate(experiment: str) -> tuple[Severity, Required | None]:
-    from kvdoctor.decode.experiments import uses
-
-    use = uses().get(experiment)
+def _rate(context: TargetContext, experiment: str) -> tuple[Severity, Required | None]:
+    use = context.uses.get(experiment)
     return ("error", None) if use is None else (use.severity, use.required)
 
 
@@ -143,27 +115,23 @@ def _describe_observed(run: Run) -> str:
         return run.reason or "the process ended"
     if run.outcome == "failed":
         return run.error or "the step fails"
-    step = next((step for step in run.steps if step.step == run.failed_step), None)
+    step = run.wrong_step
     if step is None or step.difference is None:
         return run.reason or "the logits differ"
-    if not step.difference.finite:
-        return "logits are not finite"
-    size = f"{step.difference.relative:.2g} standard deviations of the logits"
-    return f"logits off by {size} from the run without a cache under the target"
+    size = _describe_size(step.difference)
+    return size + " from the run without a cache under the target" * step.difference.finite
 
 
 def _describe_cause(run: Run, target: Target) -> str:
     """What goes wrong, with the sizes of the step."""
+    if run.outcome == "died":
+        return f"the process of {target.words} ends in {run.experiment}, which passes in the local runtime"
+    if run.outcome != "failed":
+        return f"the logits of {run.experiment} are wrong with {target.words}, and right in the local runtime"
     failed = run.failed_step or 0
-    match run.outcome:
-        case "died":
-            return f"the process of {target.words} ends in {run.experiment}, which passes in the local runtime"
-        case "failed":
-            last = next((step for step in run.steps if step.step == failed), None)
-            fed = f" on {last.new_tokens} new tokens and a past of {last.past_length}" if last is not None else ""
-            return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes in the local runtime"
-        case _:
-            return f"the logits of {run.experiment} are wrong with {target.words}, and right in the local runtime"
+    last = next((step for step in run.steps if step.step == failed), None)
+    fed = f" on {last.new_tokens} new tokens and a past of {last.past_length}" if last is not None else ""
+    return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes in the local runtime"
 
 
 def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault]:
@@ -173,35 +141,28 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Iterator[Fault
         return
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     name = judged if judged in apart else min(apart)
-    severity, use = _rate(name)
+    severity, use = _rate(context, name)
     shapes = _find_other_shape(context.find_run(name), result.run(name))
-    yield Fault(
-        severity=severity,
-        subject=tuple(sorted(apart)),
-        apart=(result.target.asked, "other logits"),
-        where=f"{name}, step {apart[name].step}, under {result.target.words}",
-        declared=f"the logits of {_name_local(context)}",
-        observed=shapes or _describe_gap(apart[name]),
-        cause=f"{result.target.words} gives other {'shapes' if shapes else 'logits'} than the local runtime",
-        repair=ANOTHER,
-        use=use,
-    )
+    cause = f"{result.target.words} gives other {'shapes' if shapes else 'logits'} than the local runtime"
+    fault = Fault(severity, tuple(sorted(apart)), cause, ANOTHER, use=use, apart=(result.target.asked, "other logits"))
+    difference = apart[name].difference
+    observed = _describe_size(difference) if difference is not None else "another number of logits"
+    fault = fault.compare(f"the logits of {_name_local(context)}", shapes or observed)
+    yield fault.also(where=f"{name}, step {apart[name].step}, under {result.target.words}")
 
 
-def _describe_gap(gap: LogitsGap) -> str:
-    if gap.difference is None:
-        return "another number of logits"
-    if not gap.difference.finite:
+def _describe_size(difference: LogitsDifference) -> str:
+    if not difference.finite:
         return "logits are not finite"
-    return f"logits off by {gap.difference.relative:.2g} standard deviations of the logits"
+    return f"logits off by {difference.relative:.2g} standard deviations of the logits"
 
 
 def _find_other_shape(here: Run | None, there: Run | None) -> str | None:
     """The first output with another shape under the target."""
-    theirs = {step.step: step.returned for step in there.steps} if there is not None else {}
+    theirs = {(step.step, name): one for step in (there.steps if there else ()) for name, one in step.returned.items()}
     for step in here.steps if here is not None else ():
         for name, seen in step.returned.items():
-            other = theirs.get(step.step, {}).get(name)
+            other = theirs.get((step.step, name))
             if other is not None and other.shape != seen.shape:
                 shown, mine = describe(other.dtype, other.shape), describe(seen.dtype, seen.shape)
                 return f"step {step.step} returns {name} as {shown}, and as {mine} in the local runtime"

@@ -1,8 +1,5 @@
 """The file exceeds a limit of a target: its IR version, its opset, or an operator.
 
-What it means: every release of onnxruntime has a largest IR version and a largest ONNX opset that it opens, and a fixed
-set of operators and attributes beyond the standard.
-
 How it is decided: by a table that was measured by opening small models in every release (docs/targets.md), for each
 `--target`. Without a target, the installed runtime is compared if it refuses the file, and `inspect` compares with the
 newest release of the table. The limits of a release that is not in the table are measured when it is run. If the target
@@ -17,7 +14,6 @@ Source: ONNX Runtime, docs/Versioning.md, for the rule; the numbers are measured
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.diagnose.context import TargetContext
@@ -55,9 +51,7 @@ def ir_too_new(context: TargetContext) -> Iterator[Fault]:
     """
     found = _find_excesses(context, lambda asked, limits: asked.ir > limits.ir)
     what = f"IR version {max((excess.demands.ir for excess in found), default=0)}"
-    yield from _report_excesses(
-        context, found, what, lambda excess: f"supports up to {excess.limits.ir}", confirmed=True
-    )
+    yield from _report_excesses(context, found, what, lambda one: f"supports up to {one.limits.ir}", confirmed=True)
 
 
 @check("KV402", "opset-too-new", "targets")
@@ -88,7 +82,7 @@ def operator_unsupported(context: TargetContext) -> Iterator[Fault]:
         return f"has no {', no '.join(excess.demands.describe_lacking(excess.limits))}"
 
     for fault in _report_excesses(context, found, what, describe):
-        yield replace(fault, apart=(*fault.apart, *lacking))
+        yield fault.also(apart=(*fault.apart, *lacking))
 
 
 def _report_excesses(
@@ -107,21 +101,14 @@ def _report_excesses(
     observed = [f"{shorten_names(files)}: {what}"]
     observed += [f"{target.words} {takes(excess)}" for target, excess in targets.items()]
     named = shorten_names(tuple(target.words for target in targets))
-    yield Fault(
-        severity="error",
-        file=context.decode_file if context.decode_file in files else files[0],
-        subject=files,
-        where=f"file {shorten_names(files)}",
-        apart=tuple(target.asked for target in targets if target in context.targets),
-        declared=f"a model for {named}",
-        observed="; ".join(observed),
-        cause=f"{what}: too new for {named}",
-        repair=context.advise_graph_repair(
-            "lowers the versions where the operators of the file allow it, and names what prevents more"
-        ),
-        effects=(f"{refused.target.words} refuses the file: {refused.text}",) if refused is not None else (),
-        confidence="confirmed" if confirmed or refused is not None else "suspected",
-    )
+    advice = "lowers the versions where the operators of the file allow it, and names what prevents more"
+    fault = Fault("error", files, f"{what}: too new for {named}", context.advise_graph_repair(advice))
+    fault = fault.compare(f"a model for {named}", "; ".join(observed)).also(where=f"file {shorten_names(files)}")
+    fault = fault.also(apart=tuple(target.asked for target in targets if target in context.targets))
+    fault = fault.also(file=context.decode_file if context.decode_file in files else files[0])
+    if refused is not None:
+        fault = fault.also(effects=(f"{refused.target.words} refuses the file: {refused.text}",))
+    yield fault.also(confidence="confirmed" if confirmed or refused is not None else "suspected")
 
 
 def _find_excesses(context: TargetContext, exceeds: Callable[[Demands, ReleaseLimits], bool]) -> list[LimitExceeded]:

@@ -1,7 +1,5 @@
 """A past that no output fills, or a present that no input takes.
 
-What it means: past inputs and present outputs do not pair over the whole set of files.
-
 Reproduce: compare the names of past inputs and present outputs over all files of the export.
 
 Repair: add the missing file, or export again with the task that ends in `-with-past`.
@@ -33,23 +31,15 @@ def past_without_present(context: ContractContext) -> Iterator[Fault]:
         return  # the operator fills the slots of the graphs within it
     unread, repeated = unread_in_loops(context), find_repeated(context)
     empty = [lack.subject for lack in find_unfilled(contract) if lack.subject not in repeated]
-    lost = [
-        slot.past
-        for slot in contract.slots
-        if slot.filled_by is not None and slot.present is None and slot.kind == "self-attention"
-    ]
+    filled = (slot for slot in contract.of_kind("self-attention") if slot.filled_by is not None)
+    lost = [slot.past for slot in filled if slot.present is None]
     for pasts, observed in ((empty, "no output of any file fills it"), (lost, "no decode step returns it")):
         subject = tuple(past for past in pasts if past not in unread)
         if subject:
-            yield Fault(
-                severity="error",
-                subject=subject,
-                where=f"inputs of {context.decode_file}",
-                declared=f"a present output for {shorten_names(subject)}",
-                observed=observed,
-                cause="no output can be fed to this past",
-                repair=context.advise_graph_repair("or export again, with a present output for each past"),
-            )
+            advice = context.advise_graph_repair("or export again, with a present output for each past")
+            fault = Fault("error", subject, "no output can be fed to this past", advice)
+            fault = fault.compare(f"a present output for {shorten_names(subject)}", observed)
+            yield fault.also(where=f"inputs of {context.decode_file}")
     refuse_unread(unread, [past for past in (*empty, *lost) if past in unread])
 
 
@@ -66,19 +56,10 @@ def present_without_past(context: ContractContext) -> Iterator[Fault]:
         return
     if any(port.shape is None or not port.dtype for port in contract.graph("decode").inputs):
         return  # one of them may be the past; contract-unknown reports it
-    read = {name for slot in contract.slots for name in (slot.present, slot.filled_by)} | unread_in_loops(
-        context
-    ).keys()
+    read = {*unread_in_loops(context), *(name for slot in contract.slots for name in (slot.present, slot.filled_by))}
     for graph in contract.graphs.values():
         unread = tuple(port.name for port in graph.outputs if port.role == "present" and port.name not in read)
         if unread:
-            yield Fault(
-                severity="error",
-                file=graph.file,
-                subject=unread,
-                where=f"outputs of {graph.file}",
-                declared=f"a past input that takes {shorten_names(unread)}",
-                observed="no graph of the export has one",
-                cause="no input takes the cache that this graph returns",
-                repair=EXPORT_AGAIN,
-            )
+            cause = "no input takes the cache that this graph returns"
+            fault = Fault("error", unread, cause, EXPORT_AGAIN, file=graph.file, where=f"outputs of {graph.file}")
+            yield fault.compare(f"a past input that takes {shorten_names(unread)}", "no graph of the export has one")

@@ -17,13 +17,8 @@ from kvdoctor.findings import Advice, Fault, check
 @check("KV001", "unreadable", "file", incomplete=True)
 def unreadable(context: FileContext) -> Iterator[Fault]:
     """A file that cannot be read."""
-    if context.file.problem is None:
-        return
-    yield Fault(
-        severity="error",
-        subject=(context.file.name,),
-        declared="an ONNX model",
-        observed=context.file.problem.reason,
-        cause="the file cannot be read as an ONNX model, so nothing in it was checked",
-        repair=Advice("caller", context.file.problem.advice),
-    )
+    problem = context.file.problem
+    if problem is not None:
+        cause = "the file cannot be read as an ONNX model, so nothing in it was checked"
+        fault = Fault("error", (context.file.name,), cause, Advice("caller", problem.advice))
+        yield fault.compare("an ONNX model", problem.reason)

@@ -3,7 +3,7 @@
 What it means: the model decodes token by token, but `--require` names a use that its inputs and outputs do not allow,
 whatever the loop does. Speculative decoding needs the logits of each draft, and takes refused drafts back: the logits
 of the last token alone, states of recurrent layers and convolutions, and windows that drop old tokens stand in the way.
-A prefix that several sequences share is repeated along the batch: a cache without such an axis cannot be.
+A prefix that several sequences share is repeated along the batch, which the cache must have.
 
 How it is decided: by the cache contract, without a run. Where nothing stands in the way, the experiments of that use
 decide.
@@ -31,25 +31,16 @@ def use_impossible(context: ContractContext) -> Iterator[Fault]:
         yield from _judge_draft(context.draft)
     if not context.required or context.contract.missing or not context.contract.slots:
         return
-    from kvdoctor.decode.experiments import uses  # with numpy, which no inspection needs
-
     ports = {port.name: port for graph in context.contract.graphs.values() for port in (*graph.inputs, *graph.outputs)}
-    for use in uses().values():
+    for use in context.uses.values():
         if use.required not in context.required or use.obstacles is None:
             continue
         for obstacle in use.obstacles(context.contract):
-            port = ports.get(obstacle.names[0])
-            yield Fault(
-                severity="error",
-                subject=obstacle.names,
-                where=shorten_names(obstacle.names),
-                declared=f"--require {use.required}",
-                observed=describe(port.dtype, port.shape) if port is not None else "no such input or output",
-                cause=f"{use.required} cannot work: {obstacle.reason}",
-                repair=Advice("re-export", obstacle.advice),
-                use=use.required,
-                apart=(use.required or "",),
-            )
+            port, cause = ports.get(obstacle.names[0]), f"{use.required} cannot work: {obstacle.reason}"
+            fault = Fault("error", obstacle.names, cause, Advice("re-export", obstacle.advice), use=use.required)
+            observed = describe(port.dtype, port.shape) if port is not None else "no such input or output"
+            fault = fault.compare(f"--require {use.required}", observed)
+            yield fault.also(where=shorten_names(obstacle.names), apart=(use.required or "",))
 
 
 def _judge_draft(draft: DraftModel) -> Iterator[Fault]:
@@ -57,14 +48,8 @@ def _judge_draft(draft: DraftModel) -> Iterator[Fault]:
     from kvdoctor.decode.experiments.multi_turn import find_uncut
 
     for obstacle in find_uncut(draft.contract):
-        yield Fault(
-            severity="warning",
-            subject=obstacle.names,
-            where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}",
-            declared="a draft that takes refused tokens back",
-            observed=f"{draft.contract.graph('decode').file}: {obstacle.names[0]}",
-            cause=f"the cache of the draft cannot be cut back: {obstacle.reason}",
-            repair=Advice("caller", obstacle.advice),
-            use="speculation",
-            apart=("draft",),
-        )
+        cause = f"the cache of the draft cannot be cut back: {obstacle.reason}"
+        fault = Fault("warning", obstacle.names, cause, Advice("caller", obstacle.advice), use="speculation")
+        observed = f"{draft.contract.graph('decode').file}: {obstacle.names[0]}"
+        fault = fault.compare("a draft that takes refused tokens back", observed)
+        yield fault.also(where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}", apart=("draft",))

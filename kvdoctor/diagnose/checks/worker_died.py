@@ -10,7 +10,6 @@ Repair: if a limit was reached, raise it; if the runtime crashed, use another ve
 
 from collections.abc import Iterator
 
-from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, check
 
@@ -22,28 +21,19 @@ FEED_BACK = ("plain-loop", "late-cache")
 def worker_died(context: RunContext) -> Iterator[Fault]:
     """Runs in which the process ended, one finding for each way in which it did."""
     ended: dict[str, list[str]] = {}
+    held = context.find_run("held-loop")
+    # KV203 explains a crash of a loop that feeds an emptied cache back, where the held loop passes.
+    explained = FEED_BACK if context.emptied_slots and held is not None and held.outcome == "passed" else ()
     for run in context.runs:
-        if run.outcome == "died" and not _emptied_cache_explains(context, run):
+        if run.outcome == "died" and run.experiment not in explained:
             ended.setdefault(run.died_by or "?", []).append(run.experiment)
     for how, experiments in ended.items():
         first = context.find_run(experiments[0])
         limit = {"timeout": "--timeout SECONDS", "memory": "--max-memory MIB"}.get(how)
-        yield Fault(
-            severity="error",
-            subject=tuple(experiments),
-            where=f"experiment {', '.join(experiments)}",
-            declared="an answer from the runtime",
-            observed=f"the process {first.reason if first else how}",
-            cause=f"the runtime did not finish within the {'time' if how == 'timeout' else 'memory'} limit"
-            if limit
-            else "the runtime crashed on this model",
-            repair=Advice(
-                "caller", f"raise the limit: {limit}" if limit else "try another onnxruntime, or export again"
-            ),
-        )
-
-
-def _emptied_cache_explains(context: RunContext, run: Run) -> bool:
-    """Whether KV203 explains the crash: the loop feeds an emptied cache back, and the held loop passes."""
-    held = context.find_run("held-loop")
-    return bool(context.emptied_slots) and run.experiment in FEED_BACK and held is not None and held.outcome == "passed"
+        cause, advice = "the runtime crashed on this model", "try another onnxruntime, or export again"
+        if limit:
+            cause = f"the runtime did not finish within the {'time' if how == 'timeout' else 'memory'} limit"
+            advice = f"raise the limit: {limit}"
+        fault = Fault("error", tuple(experiments), cause, Advice("caller", advice))
+        fault = fault.compare("an answer from the runtime", f"the process {first.reason if first else how}")
+        yield fault.also(where=f"experiment {', '.join(experiments)}")

@@ -1,7 +1,5 @@
 """Logits are right in the usual loop, and wrong at other lengths or with several new tokens.
 
-What it means: the loop of a few single tokens gives the logits of the reference run; other lengths do not.
-
 How it is decided: one step at each past from 1 to 39, steps, chunks and prefills around each number that the graph
 compares a length with, and one step after 49 tokens; chunks of 3 tokens, and of 2 in a batch of 2. All logits are
 compared with those of one call over the same tokens without a cache. A cause that has a check of its own is reported by
@@ -9,18 +7,14 @@ that check.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `each-length`, `near-thresholds`, `far-thresholds`, `long-past`,
 `chunk`, `second-turn` and `chunks-near-thresholds`; the table of each run lists the past of every step.
-
-Repair: look at the numbers of the graph that the wrong lengths begin at, or export again with other sample sizes. For
-chunks: feed one token per step once there is a cache.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, CHUNKS, find_faulty_uses, find_named_cause, leave_to_other
-from kvdoctor.diagnose.checks._faults import CauseText, build_difference, report_cause, severity_of
+from kvdoctor.diagnose.checks._faults import OFF, CauseText, build_use_difference, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import Explained
 from kvdoctor.findings import Advice, Fault, check
@@ -33,7 +27,6 @@ OTHER_TOKEN = CauseText(
     declared="logits of each token that depend on it",
     advice="export again; until then feed one token a call, the prompt as well",
 )
-OTHER_SIZES = Advice("re-export", "export again with other sample sizes, and test the result")
 ONE_TOKEN = Advice("caller", "feed one token per step once there is a cache, or export again")
 
 
@@ -45,12 +38,11 @@ def wrong_at_lengths(context: RunContext) -> Iterator[Fault]:
     past it does not. The fault begins at a length, or is at one alone: a table that ends, a mask or a window of a fixed
     size, a branch that is taken from some length on. It is an error, since every sequence gets there.
 
-    Repair: look at the numbers of the graph at which the wrong lengths begin, or export again with other sample sizes.
+    Repair: correct the node that the evidence names, or a number of the graph at which the wrong lengths begin, or
+    export again.
     """
     for run, use in _unnamed(context, AT_LENGTHS):
-        cause = f"with {use.words}, logits with the cache differ from logits without it"
-        fault = build_difference(context, run, severity_of(run, use), cause)
-        yield replace(fault, use=use.required, repair=OTHER_SIZES, effects=tuple(_describe_lengths(context, run)))
+        yield build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
 
 
 @check("KV309", "chunk-differs", "runs")
@@ -66,8 +58,7 @@ def chunk_differs(context: RunContext) -> Iterator[Fault]:
     """
     yield from report_cause(context, "chunk-differs", OTHER_TOKEN)
     for run, use in _unnamed(context, CHUNKS):
-        cause = f"with {use.words}, logits with the cache differ from logits without it"
-        yield replace(build_difference(context, run, use.severity, cause), use=use.required, repair=ONE_TOKEN)
+        yield build_use_difference(context, run, use, f", {OFF}").also(repair=ONE_TOKEN)
 
 
 def _unnamed(context: RunContext, experiments: tuple[str, ...]) -> "Iterator[tuple[Run, Use]]":
@@ -81,10 +72,7 @@ def _unnamed(context: RunContext, experiments: tuple[str, ...]) -> "Iterator[tup
 
 
 def _describe_lengths(context: RunContext, run: Run) -> Iterator[str]:
-    """One line: the shortest past at which a single step is wrong, and how many shorter ones are right.
-
-    A wrong step leaves wrong entries in the cache, so that longer ones may be wrong for that alone.
-    """
+    """The first past at which a single step is wrong; later ones may be so for the entries that it left."""
     single = [step for step in run.steps if step.phase == "decode" and step.new_tokens == 1 and step.difference]
     wrong = {s.past_length for s in single if s.difference and not s.difference.relative <= context.tolerance.fails}
     right = {step.past_length for step in single if wrong and step.past_length < min(wrong)}

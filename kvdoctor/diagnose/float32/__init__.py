@@ -9,13 +9,13 @@ written to a private folder; user files are only read.
 
 import math
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import DECODING, CacheContract, Port
+from kvdoctor.contract import DECODING, CacheContract, Port, Slot
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
 from kvdoctor.decode.tolerances import MOST_BY_ROUNDING, MOST_OF_CONTROL
@@ -25,6 +25,7 @@ from kvdoctor.diagnose.float32.quantization import unround_integers, unround_sca
 from kvdoctor.diagnose.float32.widen import widen
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import NotChecked
+from kvdoctor.model.external_data import ExternalFile
 from kvdoctor.model.output_folder import copy_whole
 from kvdoctor.model.precision import exactness_of
 from kvdoctor.model.proto import ModelProto
@@ -33,13 +34,15 @@ from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.process import MIB
+from kvdoctor.runtime.scratch import scratch_folder
 
 SETTINGS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 """Keeps ONNX Runtime from rounding where the graph does not: MatMulNBits nodes that it fuses itself compute in float32.
 Source: onnxruntime_session_options_config_keys.h; a version that does not know the key ignores it."""
-NARROW = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
-WIDE = 4
+WIDE, WIDENED = 4, {"float16", "bfloat16", "int8", "uint8", "float"}
+"""Bytes of an element of float32, and the types of weights that become float32."""
 FLOAT16 = {"float16", "bfloat16"}
+Typed = TypeVar("Typed", Port, Slot)
 ALWAYS = 256 * MIB
 """Bytes of float32 weights up to which every model that rounds is run again: that takes a second or two."""
 WHEN_UNCLEAR = 2048 * MIB
@@ -52,27 +55,15 @@ INDEPENDENT_OF_ROUNDING = {"same-feed", "dummy-past-runs", "encoder-rows", OWN_S
 float32 copy adds nothing."""
 
 
-@record
-class Float32Copy:
-    """The folder of the copy, and the contract to run it by."""
-
-    folder: Path
-    contract: CacheContract
-
-
 def unrounded_bytes(files: Iterable[OnnxFile]) -> int:
     """Bytes that the weights of some files take in float32."""
-    total = 0
-    for file in files:
-        for scope in file.view.scopes() if file.view else ():
-            for tensor in scope.graph.initializer:
-                kind = ELEMENT_TYPES.get(tensor.data_type, "")
-                total += math.prod(tensor.dims) * (WIDE if kind in NARROW or kind == "float" else 0)
-    return total
+    scopes = (scope for file in files if file.view for scope in file.view.scopes())
+    tensors = (tensor for scope in scopes for tensor in scope.graph.initializer)
+    return sum(WIDE * math.prod(one.dims) for one in tensors if ELEMENT_TYPES.get(one.data_type) in WIDENED)
 
 
-def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, target: Path) -> Float32Copy:
-    """Write the float32 copy of a stack's files into an existing empty folder.
+def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, target: Path) -> CacheContract:
+    """Write the float32 copy of a stack's files into an existing empty folder, and give the contract to run it by.
 
     Raises:
         CannotCheck: the rounding cannot be taken out, or there is no room; the message says why.
@@ -82,7 +73,8 @@ def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, targe
     decoding = {contract.phases[phase].graph for phase in DECODING}
     views = []
     try:
-        _demand_room(chosen, target)
+        sizes = [file.path.stat().st_size for file in chosen]
+        demand_room(sizes, (external for file in chosen for external in file.external), target)
         for file in chosen:
             model = _unround(file, contract)
             place = target / file.name
@@ -100,7 +92,7 @@ def write_float32_copy(files: Iterable[OnnxFile], contract: CacheContract, targe
     exactness = exactness_of([view for _, view in views], widened.slots, without_rounding=True)
     if exactness != "float":
         raise CannotCheck(f"it would still round ({exactness})")
-    return Float32Copy(target, replace(widened, exactness=exactness))
+    return replace(widened, exactness=exactness)
 
 
 def _unround(file: OnnxFile, contract: CacheContract) -> ModelProto:
@@ -114,29 +106,24 @@ def _unround(file: OnnxFile, contract: CacheContract) -> ModelProto:
     return model
 
 
-def _demand_room(files: list[OnnxFile], target: Path) -> None:
-    sizes = [file.path.stat().st_size for file in files]
-    sizes += {external.path: external.bytes or 0 for file in files for external in file.external}.values()
-    if sum(sizes) * 1.1 > shutil.disk_usage(target).free:
-        raise CannotCheck(f"{target.parent} has no room for a copy of {sum(sizes) >> 20} MiB")
+def demand_room(sizes: Iterable[int], external: Iterable[ExternalFile], target: Path) -> None:
+    """Raise `CannotCheck` where there is no room for files of these sizes and for external data, each file once."""
+    size = sum(sizes) + sum({one.path: one.bytes or 0 for one in external}.values())
+    if size * 1.1 > shutil.disk_usage(target).free:
+        raise CannotCheck(f"{target.parent} has no room for a copy of {size >> 20} MiB")
 
 
 def _widen_contract(contract: CacheContract) -> CacheContract:
     """The contract with float32 where the graphs had fewer bits."""
-    return replace(
-        contract,
-        graphs={
-            name: replace(
-                graph, inputs=tuple(map(_widen_port, graph.inputs)), outputs=tuple(map(_widen_port, graph.outputs))
-            )
-            for name, graph in contract.graphs.items()
-        },
-        slots=tuple(replace(slot, dtype="float") if slot.dtype in FLOAT16 else slot for slot in contract.slots),
-    )
 
+    def widened(typed: Iterable[Typed]) -> tuple[Typed, ...]:
+        return tuple(replace(one, dtype="float") if one.dtype in FLOAT16 else one for one in typed)
 
-def _widen_port(port: Port) -> Port:
-    return replace(port, dtype="float") if port.dtype in FLOAT16 else port
+    graphs = {
+        name: replace(graph, inputs=widened(graph.inputs), outputs=widened(graph.outputs))
+        for name, graph in contract.graphs.items()
+    }
+    return replace(contract, graphs=graphs, slots=widened(contract.slots))
 
 
 @record(slots=False)
@@ -150,24 +137,23 @@ class Float32Rerun:
 
 
 def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Options, runtime: Runtime) -> Float32Rerun:
-    """Repeat the judged experiments of a stack on its float32 copy, if it rounds and that is worth its price.
-
-    `job` is the one that was carried out on the stack itself. With `--thorough` the size of the copy does not matter.
-    """
+    """Repeat the judged experiments of `job` on the float32 copy of a stack, if it rounds and that is worth it."""
     runs, contract = context.runs, context.contract
     names = tuple(name for name in _select_experiments(context) if name in job.experiments)
     unclear = any(run.outcome in UNCLEAR for run in runs if run.experiment in names)
     if not names or (contract.exactness == "float" and not (unclear and context.rounded_presents)):
         return Float32Rerun(runs)
-    if reason := _refuse_size(context, options, unclear):
-        return Float32Rerun(runs, _note(context, reason) if unclear else ())
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
+    reason = _refuse_size(context, options, unclear)
+    with scratch_folder() as folder:
         try:
-            copy = write_float32_copy(context.folder.files, contract, Path(folder))
+            copy = write_float32_copy(context.folder.files, contract, Path(folder)) if reason is None else contract
         except CannotCheck as error:
-            text = f"there is no float32 copy: {error}"
-            return Float32Rerun(runs, _note(context, text) if unclear else ())
-        results = runtime.examine(_build_copy_job(job, copy, names), options.progress)
+            reason = f"there is no float32 copy: {error}"
+        if reason is not None:
+            return Float32Rerun(runs, _note(context, reason) if unclear else ())
+        again = replace(job, folder=Path(folder), contract=copy, experiments=names, scratch=Path(folder), added=())
+        again = replace(again, keep_logits=None, keep_calls=None, settings=SETTINGS, timed=False)
+        results = runtime.examine(again, options.progress)
     merged, notes = _merge_all(context, results)
     return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)
 
@@ -197,21 +183,6 @@ def _refuse_size(context: ContractContext, options: Options, unclear: bool) -> s
     if size > most and not options.thorough:
         return f"its float32 copy takes {size // MIB} MiB, and is only run with --thorough"
     return None
-
-
-def _build_copy_job(job: ExperimentJob, copy: Float32Copy, names: tuple[str, ...]) -> ExperimentJob:
-    return replace(
-        job,
-        folder=copy.folder,
-        contract=copy.contract,
-        experiments=names,
-        keep_logits=None,
-        keep_calls=None,
-        scratch=copy.folder,
-        added=(),
-        settings=SETTINGS,
-        timed=False,
-    )
 
 
 def _merge_all(context: ContractContext, results: StackResults) -> tuple[tuple[Run, ...], tuple[NotChecked, ...]]:
@@ -245,18 +216,8 @@ def find_rounding_limit(context: ContractContext) -> float:
     return max(context.tolerance.passes, min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects)]))
 
 
-def _find_too_coarse(run: Run, limit: float) -> int | None:
-    """The first step beyond the limit where at least every second one on a cache is; one alone may be a coincidence."""
-    cached = [step for step in run.steps if step.phase == "decode" and step.difference is not None]
-    beyond = [step.step for step in cached if step.difference and not step.difference.relative <= limit]
-    return beyond[0] if beyond and 2 * len(beyond) >= len(cached) else None
-
-
 def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
-    """A run with the result of the float32 copy, which decides if it is clear.
-
-    `limit` is how far what the model rounds may move the logits.
-    """
+    """A run with the result of its float32 copy, which decides if clear; `limit` is what rounding may do to logits."""
     from kvdoctor.decode.experiments import by_name
 
     if copy is None:
@@ -268,9 +229,12 @@ def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
     if copy.outcome == "differs":
         merged = replace(run, cause=copy.cause, growth=copy.growth, unrounded=_summarize(run, copy))
         return merged if run.outcome == "differs" else replace(merged, outcome="differs", failed_step=copy.failed_step)
-    if copy.outcome == "passed" and (step := _find_too_coarse(run, limit)) is not None:
+    # At least every second step on a cache is beyond the limit; one alone may be a coincidence.
+    cached = [step for step in run.steps if step.phase == "decode" and step.difference is not None]
+    beyond = [step.step for step in cached if step.difference and not step.difference.relative <= limit]
+    if copy.outcome == "passed" and beyond and 2 * len(beyond) >= len(cached):
         coarse = replace(_summarize(run, copy), too_coarse=True)
-        return replace(run, outcome="differs", failed_step=step, cause=None, unrounded=coarse)
+        return replace(run, outcome="differs", failed_step=beyond[0], cause=None, unrounded=coarse)
     # A cause that only the rounded model shows is none.
     return replace(run, cause=None, unrounded=_summarize(run, copy))
 

@@ -11,7 +11,7 @@ from kvdoctor.diagnose.float32.widen import FLOAT, cast, unrounded_name
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
-from kvdoctor.model.traverse import Readers, find_attribute, names_in, readers
+from kvdoctor.model.traverse import find_attribute, names_in, readers
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
 
 FLOAT8 = {"float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"}
@@ -45,31 +45,23 @@ def _find_pairs(chains: dict[str, ProcessedPresent]) -> set[str]:
     graph = next((one.graph for one in chains.values()), GraphProto())
     read, returned = readers(graph), {value.name for value in graph.output}
     nodes = [node for one in chains.values() for node in one.nodes if has(node.op_type, "quantize")]
-    return {node.output[0] for node in nodes if node.output[0] not in returned and _is_undone(node, read)}
-
-
-def _is_undone(node: NodeProto, read: Readers) -> bool:
-    """Whether all that reads what a QuantizeLinear makes is its counterpart."""
-    found = read.get(node.output[0], ())
-    return bool(found) and all(
-        has(other.op_type, "dequantize") and at == 0 and _scale_of(other) == _scale_of(node) for other, at in found
-    )
+    found = set()
+    for node in (node for node in nodes if node.output[0] not in returned):
+        others = read.get(node.output[0], ())
+        undone = (has(o.op_type, "dequantize") and at == 0 and _scale_of(o) == _scale_of(node) for o, at in others)
+        found |= {node.output[0]} if others and all(undone) else set()
+    return found
 
 
 def _scale_of(node: NodeProto) -> tuple[object, ...]:
     """The names of scale and zero point, and the numbers that have one in common."""
     given = (find_attribute(node, name) for name in DEFAULTS)
-    shared = (
-        value.i if value is not None else default for value, default in zip(given, DEFAULTS.values(), strict=True)
-    )
-    return (*(name for name in node.input[1:] if name), *shared)
+    pairs = zip(given, DEFAULTS.values(), strict=True)
+    return (*filter(None, node.input[1:]), *(value.i if value is not None else default for value, default in pairs))
 
 
 class _ChainRewriter:
-    """Rewrites what stands between the attention and one present.
-
-    `whole` are the values that were whole numbers of a float type, `real` those that were integers.
-    """
+    """Rewrites what rounds one present. `whole` were whole numbers of a float type, `real` were integers."""
 
     def __init__(self, processed: ProcessedPresent, pairs: set[str], known: set[str], keep_float8: bool) -> None:
         self.nodes, self.scope = processed.nodes, Scope(processed.graph, "")

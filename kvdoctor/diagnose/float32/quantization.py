@@ -11,7 +11,7 @@ belongs to the mathematics of the graph and stays; the rounding goes.
 import struct
 from collections.abc import Iterator
 
-from kvdoctor.diagnose.float32.widen import FLOAT, cast, unrounded_name
+from kvdoctor.diagnose.float32.widen import FLOAT, cast, put_nodes, unrounded_name
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import has
 from kvdoctor.model.precision import DYNAMIC, INT8_LEVEL, activations_rounded
@@ -30,9 +30,7 @@ def unround_integers(model: ModelProto) -> None:
     Raises:
         CannotCheck: an operator that is no product reads a quantized value, or an operator rounds internally.
     """
-    view = GraphView(model)
-    used = set(view.operators)
-    if used & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
+    if set(GraphView(model).operators) & {*DYNAMIC, *PRODUCTS, "MatMulIntegerToFloat"}:
         _IntegerRewriter(model).run()
         for graph in graphs_in(model.graph):
             del graph.value_info[:]  # they may declare integers
@@ -41,13 +39,7 @@ def unround_integers(model: ModelProto) -> None:
             if node.op_type in DYNAMIC:
                 raise CannotCheck(f"the operator {node.op_type} rounds internally")
             if node.op_type == "MatMulNBits":
-                _compute_in_float(node)
-
-
-def _compute_in_float(node: NodeProto) -> None:
-    kept = [a for a in node.attribute if a.name != "accuracy_level" or a.i < INT8_LEVEL]
-    del node.attribute[:]
-    node.attribute.extend(kept)
+                put_nodes(node.attribute, [a for a in node.attribute if a.name != "accuracy_level" or a.i < INT8_LEVEL])
 
 
 class _IntegerRewriter:
@@ -65,11 +57,7 @@ class _IntegerRewriter:
         self.real = {node.output[0] for node in every if has(node.op_type, "quantize-dynamically")}
         self._refuse_other_readers(every)
         for nodes in node_lists(self.model):
-            changed: list[NodeProto] = []
-            for node in nodes:
-                changed += self._rewrite(node)
-            del nodes[:]
-            nodes.extend(changed)
+            put_nodes(nodes, [made for node in nodes for made in self._rewrite(node)])
 
     def _refuse_other_readers(self, every: list[NodeProto]) -> None:
         products = {node.output[0] for node in every if node.op_type in PRODUCTS and self.real & {*node.input[:2]}}
@@ -172,8 +160,7 @@ def unround_scales(model: ModelProto) -> None:
                 changed.append(NodeProto(op_type="Identity", input=[node.input[0]], output=list(node.output)))
             else:
                 changed.append(node)
-        del nodes[:]
-        nodes.extend(changed)
+        put_nodes(nodes, changed)
     for graph in graphs_in(model.graph):
         del graph.value_info[:]  # they may declare integers
 

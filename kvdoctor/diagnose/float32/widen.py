@@ -4,6 +4,7 @@ Large weights stay as they are stored, under another name, and a Cast restores t
 opens the file. Small ones, such as those of shapes and scales, are widened in place.
 """
 
+import math
 import struct
 from typing import Any
 
@@ -18,7 +19,6 @@ HALF, BRAIN = int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
 NARROW = {HALF, BRAIN}
 SMALL = 64
 """Elements up to which a constant is widened in place."""
-
 TYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "output_datatype", "softmax_precision", "stash_type", "qk_dtype"}
 """Attributes that name an element type. Sources: the operator schemas of ONNX and of ONNX Runtime."""
 
@@ -51,9 +51,11 @@ def widen(model: ModelProto) -> None:
             _widen_type(value.type)
         for attribute in function.attribute_proto:
             _widen_attribute(attribute, attribute.name in parameters)
-    for nodes in node_lists(model):
-        for node in nodes:
-            _widen_node(node, parameters)
+    for node in (node for nodes in node_lists(model) for node in nodes):
+        if has(node.op_type, "reinterpret"):  # its meaning depends on the width of a number
+            raise CannotCheck(f"the operator {node.op_type} reads the bits of numbers")
+        for attribute in node.attribute:
+            _widen_attribute(attribute, attribute.name in TYPE_ATTRIBUTES or attribute.name in parameters)
 
 
 def _widen_type(kind: Any) -> None:
@@ -76,27 +78,20 @@ def _widen_initializers(graph: GraphProto, known: set[str]) -> None:
         if tensor.data_type not in NARROW:
             continue
         outside = tensor.data_location == TensorProto.EXTERNAL
-        if tensor.name in inputs or (not outside and _count(tensor) <= SMALL):
+        if tensor.name in inputs or (not outside and math.prod(tensor.dims) <= SMALL):
             _widen_tensor(tensor)
         else:
             stored = unrounded_name(tensor.name, known)
             casts.append(cast(stored, tensor.name))
             tensor.name = stored
-    _put_first(graph.node, casts)
+    if casts:
+        put_nodes(graph.node, [*casts, *graph.node])
 
 
-def _put_first(nodes: Any, first: list[NodeProto]) -> None:
-    if first:
-        rest = list(nodes)
-        del nodes[:]
-        nodes.extend([*first, *rest])
-
-
-def _widen_node(node: NodeProto, parameters: set[str]) -> None:
-    if has(node.op_type, "reinterpret"):  # its meaning depends on the width of a number
-        raise CannotCheck(f"the operator {node.op_type} reads the bits of numbers")
-    for attribute in node.attribute:
-        _widen_attribute(attribute, attribute.name in TYPE_ATTRIBUTES or attribute.name in parameters)
+def put_nodes(nodes: Any, changed: list[NodeProto]) -> None:
+    """Replace all nodes of a list in a message."""
+    del nodes[:]
+    nodes.extend(changed)
 
 
 def _widen_attribute(attribute: AttributeProto, names_type: bool) -> None:
@@ -129,29 +124,16 @@ def _widen_tensor(tensor: TensorProto) -> None:
         return
     if tensor.data_location == TensorProto.EXTERNAL:
         raise CannotCheck(f"the value of {tensor.name!r} is stored outside the file, where it cannot be cast")
-    half, count = tensor.data_type == HALF, _count(tensor)
+    import numpy as np  # only where there is something to widen: an inspection loads none
+
+    half, count = tensor.data_type == HALF, math.prod(tensor.dims)
     stored = tensor.raw_data or struct.pack(f"<{len(tensor.int32_data)}H", *(n & 0xFFFF for n in tensor.int32_data))
     if len(stored) != 2 * count:
         raise CannotCheck(f"the tensor {tensor.name!r} holds {len(stored)} bytes, its dims need {2 * count}")
     tensor.ClearField("int32_data")
-    tensor.raw_data = _floats(stored, half)
+    whole = np.frombuffer(stored, "<f2").astype("<f4") if half else np.frombuffer(stored, "<u2").astype("<u4") << 16
+    tensor.raw_data = whole.tobytes()
     tensor.data_type = FLOAT
-
-
-def _floats(stored: bytes, half: bool) -> bytes:
-    """float16 or bfloat16 as float32, little endian."""
-    import numpy as np  # only where there is something to widen: an inspection loads none
-
-    if half:
-        return np.frombuffer(stored, "<f2").astype("<f4").tobytes()
-    return (np.frombuffer(stored, "<u2").astype("<u4") << 16).tobytes()
-
-
-def _count(tensor: TensorProto) -> int:
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
-    return count
 
 
 def _wide(kind: int) -> int:

@@ -51,10 +51,7 @@ def change_entries(graph: FlatFile, values: Iterable[str]) -> bool:
 
 @record(slots=False)
 class _SlotWay:
-    """The way of one slot through a graph; `cached` are the values that depend on its past.
-
-    `views` are the operators that change nothing; `packed` says that one takes the part out of the past.
-    """
+    """The way of one slot: `cached` depend on its past, `views` change nothing, `packed` pasts hold several parts."""
 
     graph: FlatFile
     past: str
@@ -76,7 +73,7 @@ class _SlotWay:
             read = [node for node in self.list_changes(used) if not (self.packed and node.has("pick"))]
         if same and read:
             node = read[0].in_file.shown
-            return "cache-misread", f"{self.past} is changed on its way to the attention, first by {node}"
+            return "cache-misread", f"{self.past} is changed before it is used, first by {node}"
         if same and any(node.has("select") for node in self.graph.flat.before([present], stored.makes)):
             return (
                 "new-entries-wrong",

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from kvdoctor.contract import CacheContract, PhaseName, Slot
 from kvdoctor.decode.messages import TrialModel
-from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor, Step
+from kvdoctor.decode.runs import FaultLocation, FaultSource, Step
 from kvdoctor.diagnose.locate.cache_sides import change_entries, find_wrong_side
 from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, Take
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner
 from kvdoctor.diagnose.locate.match_values import FlatFile
 from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
-from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, layers_of_pasts, locate_at
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operator_of
 from kvdoctor.records import record
@@ -20,7 +20,6 @@ from kvdoctor.report.wording import shorten_names
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
 LEVELS = ("basic", "extended", "all")
-
 MOST_DEVIATIONS = 1e6
 """Standard deviations beyond which they are no measure: equal numbers have none."""
 
@@ -50,71 +49,34 @@ class DifferenceSearch:
     passes: float
 
     def locate(self) -> FaultLocation:
-        """Locate the fault.
-
-        Raises:
-            CannotCheck: it cannot be found.
-            TrialFailed: the runtime does not run the graph with other outputs.
-        """
-        sides = self._sides()
-        search = DivergenceSearch(self.runner, sides)
-        divergence = search.run()
-        if divergence is None:
-            return self._locate_outside(search.pairs[sides.logits[0]][1])
-        if divergence.node is None:
-            return self._describe_cache(search)
-        return self._describe(sides.left, divergence, self._find_exchanged(search, divergence))
-
-    def _sides(self) -> CallPair:
+        """Locate the fault; the errors are those of `DivergenceSearch.run`."""
         flat = self.runner.flatten(self.left.file, self.left.taken)
         same = (self.left.file, self.left.taken) == (self.right.file, self.right.taken)
         other = flat if same else self.runner.flatten(self.right.file, self.right.taken)
-        left, right = self._graph(flat, self.left), self._graph(other, self.right)
-        logits = [self._logits_value(f, self.contract.graph(p.name).port("logits")) for f, p in self._both(flat, other)]
-        return CallPair(
-            left=left,
-            right=right,
-            left_feeds=self.feeds[0],
-            right_feeds=self.feeds[1],
-            logits=(logits[0], logits[1]),
-            new=self.step.new_tokens,
-            total=self.total,
-            batch=self._batch(),
-            passes=self.passes,
-            caches=self._caches(other),
-        )
+        left, right = self._graph(flat, self.left, self.feeds[0]), self._graph(other, self.right, self.feeds[1])
+        fed = ((port, self.step.fed.get(port.name)) for port in self.contract.graph(self.left.name).inputs)
+        rows = (seen.shape[port.axes.index("batch")] for port, seen in fed if seen is not None and "batch" in port.axes)
+        sizes = (self.step.new_tokens, self.total, next(rows, 1))
+        search = DivergenceSearch(self.runner, CallPair(left, right, *sizes, self.passes, self._caches(other)))
+        divergence = search.run()
+        if divergence is None:
+            return self._locate_outside(search.pairs[left.logits][1])
+        if divergence.node is None:
+            return self._describe_cache(search)
+        return self._describe(left, divergence, self._find_exchanged(search, divergence))
 
-    def _both(
-        self, flat: RunnableGraph, other: RunnableGraph
-    ) -> tuple[tuple[RunnableGraph, PhaseGraph], tuple[RunnableGraph, PhaseGraph]]:
-        return (flat, self.left), (other, self.right)
-
-    @staticmethod
-    def _logits_value(flat: RunnableGraph, port: object) -> str:
-        name = getattr(port, "name", "")
-        if name not in flat.results:
+    def _graph(self, flat: RunnableGraph, phase: PhaseGraph, feeds: Path) -> FlatFile:
+        graph = self.contract.graph(phase.name)
+        ports, logits = graph.inputs, graph.port("logits")
+        if logits is None or logits.name not in flat.results:
             raise CannotCheck("a graph returns no logits")
-        return flat.results[name]
-
-    def _batch(self) -> int:
-        for port in self.contract.graph(self.left.name).inputs:
-            if "batch" in port.axes and port.name in self.step.fed:
-                return self.step.fed[port.name].shape[port.axes.index("batch")]
-        return 1
-
-    def _graph(self, flat: RunnableGraph, phase: PhaseGraph) -> FlatFile:
-        ports = self.contract.graph(phase.name).inputs
         roles = [port.role for port in ports]
-        named = {
-            port.name: f"{port.role} {roles[:index].count(port.role)}"
-            for index, port in enumerate(ports)
-            if port.role != "past"
-        }
+        numbered = {port.name: f"{port.role} {roles[:at].count(port.role)}" for at, port in enumerate(ports)}
+        named = {port.name: numbered[port.name] for port in ports if port.role != "past"}
         content = tuple(port.name for port in ports if port.role in CONTENT)
-        slots = {
-            slot.past: value for slot in self.contract.slots if (value := self._cache_value(flat, slot, phase.name))
-        }
-        return FlatFile(flat, phase.file, named, content, slots)
+        held = {slot.past: self._cache_value(flat, slot, phase.name) for slot in self.contract.slots}
+        slots = {past: value for past, value in held.items() if value}
+        return FlatFile(flat, named, content, slots, feeds, flat.results[logits.name])
 
     def _cache_value(self, flat: RunnableGraph, slot: Slot, phase: PhaseName) -> str | None:
         """The value of a graph that holds the whole cache of a slot."""
@@ -160,16 +122,14 @@ class DifferenceSearch:
         if divergence.compared < divergence.values:
             compared = f"{divergence.compared} of {divergence.values} intermediate tensors could be compared"
             lines.append(f"{compared}; the earliest divergence may be before it")
-        seen = {flat.label(name): self._fed(flat, name) for name in node.inputs if name}
-        return FaultLocation(
-            node=node.in_file,
-            scope=node.path.removesuffix(", "),
+        fed = [name for name in node.inputs if name in self.step.fed and name not in flat.producers]
+        return locate_at(
+            node,
+            words,
+            source,
             layer=node.layer(layers_of_pasts(self.contract)),
-            shapes={name: one for name, one in seen.items() if one is not None},
+            shapes={flat.label(name): self.step.fed[name] for name in fed},
             provenance=tuple(lines),
-            frozen_by=None,
-            source=source,
-            words=words,
             cause=cause,
         )
 
@@ -205,30 +165,19 @@ class DifferenceSearch:
             return f"its output is {off}, and so are later values", ""
         return f"no single node stands out: differences grow from node to node, and its output is {off}", ""
 
-    def _fed(self, flat: RunnableGraph, name: str) -> ObservedTensor | None:
-        return self.step.fed.get(name) if name not in flat.producers else None
-
     def _describe_cache(self, search: DivergenceSearch) -> FaultLocation:
         """Say which slots of the cache that was fed are wrong, and whether they hold the entries of others."""
-        wrong = search.differing_caches()
         caches = search.sides.caches
+        wrong = [name for name in caches if search.differs(name)]
         holders = [(name, search.holders(name, caches[name][1])) for name in wrong[:2]]
         lines = [f"the entries expected in {name} are in {found[0]}" for name, found in holders if found]
         returned = f", as step {self.before.step} returned it" if self.before else ""
         slot = next((slot for slot in self.contract.slots if slot.past == wrong[0]), None)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         words = f"the past fed as {wrong[0]}{more} differs from the cache of the run without one{returned}"
-        return FaultLocation(
-            node=None,
-            scope="",
-            layer=slot.layer if slot else None,
-            shapes={name: self.step.fed[name] for name in wrong[:4]},
-            provenance=tuple(lines),
-            frozen_by=None,
-            source="graph",
-            words=words,
-            cause="new-entries-wrong",
-        )
+        shapes, layer = {name: self.step.fed[name] for name in wrong[:4]}, slot.layer if slot else None
+        cause = "new-entries-wrong"
+        return locate_at(None, words, "graph", layer=layer, shapes=shapes, provenance=tuple(lines), cause=cause)
 
     def _locate_outside(self, take: Take) -> FaultLocation:
         """Find the optimization level or the provider at fault: without optimization nothing differs."""
@@ -238,12 +187,10 @@ class DifferenceSearch:
                 if self.provider != "CPUExecutionProvider" and not self._wrong(
                     names, level, "CPUExecutionProvider", take
                 ):
-                    return locate_outside_graph(
-                        "kernel", f"the same step is right on the CPU and wrong on {self.provider}"
-                    )
+                    return locate_at(None, f"the same step is right on the CPU and wrong on {self.provider}", "kernel")
                 found = find_pass(lambda disabled: not self._wrong(names, level, None, take, disabled))  # noqa: B023
                 words = f"the step is wrong from optimization level {level!r} on, and right below it"
-                return locate_outside_graph("optimization", words + name_pass(found))
+                return locate_at(None, words + name_pass(found), "optimization")
         raise CannotCheck("run alone, the step returns the logits of the run without a cache")
 
     def _wrong(
@@ -264,16 +211,10 @@ def name_numbers(flat: RunnableGraph, value: str) -> str:
     """The check whose fault wrong numbers are: of positions, or of a mask; empty where they are neither."""
     reached = {value}
     for node in flat.nodes:
-        places = operator_of(node.op).places
-        if any(node.input(at) in reached for at in places):
+        if any(node.input(at) in reached for at in operator_of(node.op).places):
             return "positions-not-offset"
         if not reached.isdisjoint(node.reads):
             if node.has("compare"):
                 return "mask-not-offset"
             reached.update(node.makes)
     return ""
-
-
-def locate_outside_graph(source: FaultSource, words: str) -> FaultLocation:
-    """The location of a fault that no node of the graph has."""
-    return FaultLocation(None, "", None, {}, (), None, source, words)

@@ -9,23 +9,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvdoctor.contract import Axis
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.runs import FaultLocation, FaultSource, ObservedTensor
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, ObservedValues, TrialFailed
 from kvdoctor.diagnose.locate.origins import Origins, SizeSource, describe_origin
-from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, locate_at
 from kvdoctor.model.node_sizes import AxisOf, NodeSizes, NumberOf, find_unequal
 from kvdoctor.model.operator_axes import axes_of, read_equation
 from kvdoctor.model.operators import has, ports_of
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.records import record
 from kvdoctor.report.wording import format_count
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.calls import Array
-
 
 MOST_PROOFS = 4
 """Fed lengths that are changed to see whether an axis depends on them."""
@@ -87,11 +85,9 @@ def _reshape(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None
     if into is None or numbers is None:
         return None
     copies = not node.number("allowzero", 0)
-    wrong = [i for i, n in enumerate(numbers) if n == 0 and copies and i >= len(into)]
+    wrong = [Suspect(target, i, True) for i, n in enumerate(numbers) if n == 0 and copies and i >= len(into)]
     if wrong:
-        return [
-            Suspect(target, i, True) for i in wrong
-        ], f"the target {list(numbers)} copies an axis that does not exist"
+        return wrong, f"the target {list(numbers)} copies an axis that does not exist"
     wanted = [into[i] if n == 0 and copies else n for i, n in enumerate(numbers)]
     fixed, total = prod(n for n in wanted if n != -1), prod(into)
     if (-1 not in wanted and fixed == total) or (-1 in wanted and fixed and total % fixed == 0):
@@ -144,10 +140,8 @@ def _conv(node: RunnableNode, o: Origins) -> tuple[list[Suspect], str] | None:
     for place in range(places):
         reach = (weight[place + 2] - 1) * spread[place] + 1
         if data[place + 2] + pads[place] + pads[place + places] < reach:
-            size = data[place + 2]
-            return [
-                Suspect(node.inputs[0], place + 2, fits=reach)
-            ], f"an axis of length {size} is shorter than the reach of the kernel, {reach}"
+            text = f"an axis of length {data[place + 2]} is shorter than the reach of the kernel, {reach}"
+            return [Suspect(node.inputs[0], place + 2, fits=reach)], text
     return None
 
 
@@ -185,59 +179,45 @@ class FailingNode:
 
     runner: GraphRunner
     flat: RunnableGraph
-    source: Path
     node: RunnableNode
-    feeds: "Mapping[str, Array]"
+    feeds: Mapping[str, Array]
     axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=dict)
     carried: Mapping[str, str] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
 
     def locate(self, feeds: Path) -> FaultLocation:
-        """Describe the fault.
-
-        Raises:
-            CannotCheck: the worker process crashed, or time is up.
-        """
+        """Describe the fault; `CannotCheck` where the worker process crashed, or time is up."""
         known = self._known(feeds)
         origins = Origins(self.flat, known, {name: tuple(array.shape) for name, array in self.feeds.items()})
         suspects, clash = find_conflict(self.node, origins)
         if not suspects:
-            suspects = [
-                Suspect(name, axis) for name in self._computed() for axis in range(len(origins.shape(name) or ()))
-            ]
-        sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in suspects]
+            computed = [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
+            suspects = [Suspect(name, axis) for name in computed for axis in range(len(origins.shape(name) or ()))]
+        sourced = self._trace(origins, suspects)
         if not clash:
             sourced = [(suspect, sources) for suspect, sources in sourced if _moves(sources)]
         elif not self._names_void(sourced):
-            sourced += self._find_emptied(origins)
+            # Axes of length 0 that come from a feed without elements may have caused the conflict.
+            emptied = self._trace(origins, find_empty_axes(self.node, origins))
+            sourced += [one for one in emptied if self._names_void([one])]
         made = [name for name in self.node.makes if name]
         empty = bool(clash) and self._names_void(sourced) and self._makes(made, self._filled)
         frozen = _find_frozen(sourced) if clash and not empty else None
         source, words = self._assign_source(origins, sourced, frozen, clash)
-        return FaultLocation(
-            node=self.node.in_file,
-            scope=self.node.path.removesuffix(", "),
+        return locate_at(
+            self.node,
+            words,
+            source,
             layer=self.node.layer(self.layers),
             shapes={self.flat.label(name): self._seen(known, name) for name in self.node.inputs if name},
             provenance=tuple(dict.fromkeys(self._describe(origins, *one) for one in sourced)),
             frozen_by=frozen,
-            source=source,
-            words=words,
         )
-
-    def _find_emptied(self, origins: Origins) -> list[SourcedSuspect]:
-        """Axes of length 0 that come from a feed without elements: they may have caused the conflict."""
-        empty = find_empty_axes(self.node, origins)
-        sourced = [(suspect, self._drop_refuted(suspect, self._sources(origins, suspect))) for suspect in empty]
-        return [one for one in sourced if self._names_void([one])]
-
-    def _computed(self) -> list[str]:
-        return [n for n in dict.fromkeys(self.node.reads) if n in self.flat.producers or n in self.feeds]
 
     def _known(self, feeds: Path) -> ObservedValues:
         reads = [name for name in self.node.reads if name in self.flat.producers]
         before = [name for node in self.flat.before(reads) for name in node.makes]
-        known = self.runner.known(self.flat, self.source, before, feeds, reads) if before else ObservedValues()
+        known = self.runner.known(self.flat, before, feeds, reads) if before else ObservedValues()
         for name, array in self.feeds.items():
             if array.dtype.kind in "iub" and array.size <= SHORT:
                 known.numbers[name] = tuple(int(number) for number in array.ravel())
@@ -247,21 +227,16 @@ class FailingNode:
         if name in known.shapes:
             return known.observed(name)
         if name in self.feeds:
-            kind = {"float32": "float", "float64": "double"}.get(
-                self.feeds[name].dtype.name, self.feeds[name].dtype.name
-            )
+            kind = self.feeds[name].dtype.name
+            kind = {"float32": "float", "float64": "double"}.get(kind, kind)
             return ObservedTensor(kind, tuple(self.feeds[name].shape))
         tensor = self.flat.constants.get(name)
-        return (
-            ObservedTensor("?", ())
-            if tensor is None
-            else ObservedTensor(ELEMENT_TYPES.get(tensor.data_type, "?"), tuple(tensor.dims))
-        )
+        kind, shape = (ELEMENT_TYPES.get(tensor.data_type, "?"), tuple(tensor.dims)) if tensor else ("?", ())
+        return ObservedTensor(kind, shape)
 
-    @staticmethod
-    def _sources(origins: Origins, suspect: Suspect) -> list[SizeSource]:
-        way = origins.of_number if suspect.is_number else origins.of_axis
-        return way(suspect.value, suspect.axis)
+    def _trace(self, origins: Origins, suspects: list[Suspect]) -> list[SourcedSuspect]:
+        found = ((one, origins.of(one.value, one.axis, one.is_number)) for one in suspects)
+        return [(suspect, self._drop_refuted(suspect, sources)) for suspect, sources in found]
 
     def _drop_refuted(self, suspect: Suspect, sources: list[SizeSource]) -> list[SizeSource]:
         """The sources without the fed lengths that the axis does not depend on, as feeding another length shows."""
@@ -276,19 +251,16 @@ class FailingNode:
         return [source for source in sources if source not in refuted]
 
     def _depends_on(self, suspect: Suspect, source: SizeSource) -> bool | None:
-        """Whether an axis depends on a fed length; None where the graph does not get that far with another one.
-
-        That length alone is changed first, then all that a longer past, more tokens, ... would change.
-        """
+        """Whether an axis depends on a fed length, changed alone, then with all that count the same."""
         kind = self._kind(source)
         for feeds in (self._resized(source, source.size + 1), self._longer(kind) if kind else None):
             if feeds is not None and (moved := self._moves_with(suspect, feeds)) is not None:
                 return moved
         return None
 
-    def _moves_with(self, suspect: Suspect, feeds: "dict[str, Array]") -> bool | None:
+    def _moves_with(self, suspect: Suspect, feeds: dict[str, Array]) -> bool | None:
         """Whether an axis has another length on other feeds; None where the graph does not get that far with them."""
-        variant = self.runner.variant(self.flat, self.source, shapes=[suspect.value])
+        variant = self.runner.variant(self.flat, shapes=[suspect.value])
         with contextlib.suppress(TrialFailed):
             after = self.runner.run(variant, self.runner.feeds(feeds))[suspect.value].values or ()
             before = self.runner.run(variant, self.runner.feeds(self.feeds))[suspect.value].values or ()
@@ -296,7 +268,7 @@ class FailingNode:
         return None
 
     @cached_property
-    def _filled(self) -> "dict[str, Array]":
+    def _filled(self) -> dict[str, Array]:
         """The feeds, with all empty ones as long as other inputs that count the same: each alone empties the value."""
         feeds = dict(self.feeds)
         for name, axes in self.axes.items():
@@ -306,15 +278,15 @@ class FailingNode:
                     feeds[name] = _resized(feeds[name], axis, sizes[0])
         return feeds
 
-    def _makes(self, values: Sequence[str], feeds: "dict[str, Array]") -> bool:
+    def _makes(self, values: Sequence[str], feeds: dict[str, Array]) -> bool:
         """Whether the graph computes some values on other feeds."""
         try:
-            self.runner.run(self.runner.variant(self.flat, self.source, shapes=values), self.runner.feeds(feeds))
+            self.runner.run(self.runner.variant(self.flat, shapes=values), self.runner.feeds(feeds))
         except TrialFailed:
             return False
         return True
 
-    def _longer(self, kind: Axis) -> "dict[str, Array]":
+    def _longer(self, kind: Axis) -> dict[str, Array]:
         """The feeds of a call with one more of what an axis counts."""
         longer = (kind, "total") if kind in ("past", "new") else (kind,)
         feeds = dict(self.feeds)
@@ -324,7 +296,7 @@ class FailingNode:
                     feeds[name] = _resized(feeds[name], axis, feeds[name].shape[axis] + 1)
         return feeds
 
-    def _resized(self, source: SizeSource, size: int) -> "dict[str, Array]":
+    def _resized(self, source: SizeSource, size: int) -> dict[str, Array]:
         return {**self.feeds, source.name: _resized(self.feeds[source.name], source.axis, size)}
 
     def _describe(self, origins: Origins, suspect: Suspect, sources: list[SizeSource]) -> str:
@@ -390,10 +362,8 @@ class FailingNode:
         return any(self._is_void(source) for _, sources in sourced for source in sources)
 
 
-def _resized(array: "Array", axis: int, size: int) -> "Array":
+def _resized(array: Array, axis: int, size: int) -> Array:
     """Another length of one axis: its entries over again, zeros where there are none."""
-    import numpy as np
-
     length = array.shape[axis]
     if length:
         longer: Array = np.take(array, np.arange(size) % length, axis=axis)

@@ -6,10 +6,9 @@ the logits right when the reference value replaces it: that is an experiment, an
 caches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
 from kvdoctor.decode.messages import ValueDifference
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, side
@@ -21,7 +20,6 @@ from kvdoctor.records import record
 
 MOST_BYTES = 48 << 20
 """Bytes that the values of one portion may take, in each run."""
-
 MOST_VALUES = 600
 MOST_PATCHES = 8
 SUDDEN = 20.0
@@ -32,7 +30,7 @@ Take = list[list[int] | None]
 
 @record(slots=False)
 class CallPair:
-    """The two calls: graphs, feeds, the names of the logits, and sizes in tokens and sequences.
+    """The two calls, and sizes in tokens and sequences.
 
     `caches` gives the past inputs and the value of the other graph that holds the same entries. `passes` is the largest
     difference that counts as equal, in standard deviations.
@@ -40,9 +38,6 @@ class CallPair:
 
     left: FlatFile
     right: FlatFile
-    left_feeds: Path
-    right_feeds: Path
-    logits: tuple[str, str]
     new: int
     total: int
     batch: int
@@ -97,13 +92,12 @@ class DivergenceSearch:
         self.pairs = dict(self.sides.caches) | self._pair_entries(listed)
         order = [name for node in left.flat.nodes for name in node.makes if name in self.pairs]
         order = [*self.sides.caches, *order]
-        if self.sides.logits[0] not in self.pairs:
+        if left.logits not in self.pairs:
             raise CannotCheck("the logits of the two runs could not be matched")
         first = self._find_first(order)
         if first is None:
             return None
-        node = left.flat.producers.get(first)
-        root = self._find_root(first)
+        node, root, told = left.flat.producers.get(first), self._find_root(first), left.token_dependent
         numbers = self.found[root] if root is not None else None
         return Divergence(
             node=node,
@@ -112,38 +106,29 @@ class DivergenceSearch:
             sudden=self._is_sudden(first),
             root=root,
             numbers=(numbers.actual, numbers.expected) if numbers and numbers.actual and numbers.expected else None,
-            compared=sum(name in left.token_dependent and name in left.flat.producers for name in order),
-            values=sum(name in left.token_dependent for node in left.flat.nodes for name in node.makes),
-            equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self._differs(n)),
+            compared=sum(name in told and name in left.flat.producers for name in order),
+            values=sum(name in told for node in left.flat.nodes for name in node.makes),
+            equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self.differs(n)),
             switches=self._find_switches() if root is None or numbers is None or not numbers.actual else (),
         )
-
-    def differing_caches(self) -> list[str]:
-        """The pasts that were fed and differ from the cache of the other run."""
-        return [name for name in self.sides.caches if self._differs(name)]
 
     def holders(self, value: str, take: Take) -> list[str]:
         """The pasts that hold the first entries of the counterpart of a value."""
         sides = self.sides
         names, other = list(sides.caches), self.pairs[value][0]
-        left = self.runner.variant(sides.left.flat, sides.left.source, values=names)
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=[other])
-        pairs = [(left.outputs[name], right.outputs[other], take) for name in names]
-        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
-        return [
-            name for name, facts in zip(names, results, strict=True) if facts and 0 <= facts.relative <= sides.passes
-        ]
+        found = self._compare_values([(name, other, take) for name in names])
+        return [name for name, facts in zip(names, found, strict=True) if facts and 0 <= facts.relative <= sides.passes]
 
     def _pair_entries(self, listed: list[tuple[str, str]]) -> dict[str, tuple[str, Take]]:
         """The pairs whose sizes show which entries correspond."""
         sides, fit = self.sides, dict[str, tuple[str, Take]]()
-        own = self.runner.sizes(sides.left.flat, sides.left.source, [one for one, _ in listed], sides.left_feeds)
-        whole = self.runner.sizes(sides.right.flat, sides.right.source, [two for _, two in listed], sides.right_feeds)
+        own = self.runner.sizes(sides.left.flat, [one for one, _ in listed], sides.left.feeds)
+        whole = self.runner.sizes(sides.right.flat, [two for _, two in listed], sides.right.feeds)
         self.sizes = own
         for one, two in listed:
             if one in own and two in whole:
                 rules = match_entries(own[one], whole[two], sides.new, sides.total, sides.batch)
-                if rules is not None and (any(rules) or len(own[one]) > 1 or one == sides.logits[0]):
+                if rules is not None and (any(rules) or len(own[one]) > 1 or one == sides.left.logits):
                     fit[one] = (two, rules)
         return fit
 
@@ -155,7 +140,7 @@ class DivergenceSearch:
             names = [order[index] for index in portion]
             self._compare(names)
             for name in names:
-                if name in token_dependent and self._differs(name) and self.found[name].actual is None:
+                if name in token_dependent and self.differs(name) and self.found[name].actual is None:
                     if self._is_sudden(name):
                         return name
                     gradual = gradual or name
@@ -163,18 +148,27 @@ class DivergenceSearch:
 
     def _is_wrong(self, name: str) -> bool:
         """Whether a value is wrong, and not only of a different length: integers must belong to single tokens."""
-        return self._differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
+        return self.differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
 
     def _compare(self, names: list[str]) -> None:
-        sides = self.sides
-        left = self.runner.variant(sides.left.flat, sides.left.source, values=names)
-        others = list(dict.fromkeys(self.pairs[name][0] for name in names))
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=others)
-        pairs = [(left.outputs[n], right.outputs[self.pairs[n][0]], self.pairs[n][1]) for n in names]
-        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs)
+        results = self._compare_values([(name, *self.pairs[name]) for name in names])
         self.found |= {name: facts for name, facts in zip(names, results, strict=True) if facts is not None}
 
-    def _differs(self, name: str) -> bool:
+    def _compare_values(
+        self, wanted: list[tuple[str, str, Take]], replaced: Sequence[str] = ()
+    ) -> tuple[ValueDifference | None, ...]:
+        """Compare values of the left graph with values of the right one; some are replaced by their counterparts."""
+        sides, flat = self.sides, self.sides.left.flat
+        given = {name: element_type(self.found[name].dtype) for name in replaced if name in flat.producers}
+        left = self.runner.variant(flat, values=[one for one, _, _ in wanted], given=given)
+        others = dict.fromkeys([*(self.pairs[name][0] for name in replaced), *(two for _, two, _ in wanted)])
+        right = self.runner.variant(sides.right.flat, values=others)
+        pairs = [(left.outputs[one], right.outputs[two], take) for one, two, take in wanted]
+        inject = [(name, right.outputs[self.pairs[name][0]], self.pairs[name][1]) for name in replaced]
+        return self.runner.compare(side(left, sides.left.feeds), side(right, sides.right.feeds), pairs, inject)
+
+    def differs(self, name: str) -> bool:
+        """Whether a value was compared, and is not that of the other run."""
         facts = self.found.get(name)
         return facts is not None and not 0 <= facts.relative <= self.sides.passes
 
@@ -188,7 +182,7 @@ class DivergenceSearch:
 
     def _find_root(self, first: str) -> str | None:
         """The first value from another one on, itself included, whose reference value makes the logits right."""
-        if first == self.sides.logits[0]:
+        if first == self.sides.left.logits:
             return None
         flat, found = self.sides.left.flat, {first}
         waiting = [first]
@@ -207,37 +201,24 @@ class DivergenceSearch:
         if left.flat is not right.flat:
             return ()
         names = find_switches(left)
-        known = (self.runner.sizes(s.flat, s.source, names, f) for s, f in self._both())
-        own, whole = known if names else ({}, {})
+        feeds = (left.feeds, right.feeds)
+        own, whole = (self.runner.sizes(left.flat, names, one) for one in feeds) if names else ({}, {})
         names = [name for name in names if name in own and own[name] == whole.get(name)]
         self.pairs |= {name: (name, [None] * len(own[name])) for name in names}
         if names:
             self._compare(names)
-        chosen = tuple(name for name in names if self._differs(name))
+        chosen = tuple(name for name in names if self.differs(name))
         return chosen if chosen and self._makes_logits_right(*chosen) else ()
-
-    def _both(self) -> tuple[tuple[FlatFile, Path], tuple[FlatFile, Path]]:
-        return (self.sides.left, self.sides.left_feeds), (self.sides.right, self.sides.right_feeds)
 
     def _makes_logits_right(self, *names: str) -> bool:
         """Whether the logits are right where the reference values replace some values."""
-        sides, flat = self.sides, self.sides.left.flat
-        given = {name: element_type(self.found[name].dtype) for name in names if name in flat.producers}
-        left = self.runner.variant(flat, sides.left.source, values=[sides.logits[0]], given=given)
-        others = dict.fromkeys(self.pairs[name][0] for name in names)
-        right = self.runner.variant(sides.right.flat, sides.right.source, values=[*others, sides.logits[1]])
-        two, take = self.pairs[sides.logits[0]]
-        pairs = [(left.outputs[sides.logits[0]], right.outputs[two], take)]
-        inject = [(name, right.outputs[self.pairs[name][0]], self.pairs[name][1]) for name in names]
-        results = self.runner.compare(side(left, sides.left_feeds), side(right, sides.right_feeds), pairs, inject)
-        return bool(results[0] is not None and 0 <= results[0].relative <= self.sides.passes)
+        logits = self.sides.left.logits
+        found = self._compare_values([(logits, *self.pairs[logits])], names)[0]
+        return found is not None and 0 <= found.relative <= self.sides.passes
 
 
 def find_switches(graph: FlatFile) -> list[str]:
-    """Values that are chosen by comparing lengths, whatever the tokens are, and that token-dependent ones rest on.
-
-    What chooses between a cache and something else is none: in a run without a cache it chooses otherwise.
-    """
+    """Values chosen by comparing lengths, which token-dependent ones rest on; not what chooses between caches."""
     flat, told = graph.flat, graph.token_dependent
     compared = [name for node in flat.nodes if node.has("compare", "clamp") for name in node.makes if name not in told]
     chosen = flat.depending_on(compared) - told

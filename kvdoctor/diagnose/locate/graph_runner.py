@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[str, str, Sequence[Sequence[int] | None]]
 """An output of the left model, the corresponding one of the right, and the entries to take of it (`ValuePair`)."""
-
 SHORT = 64
 """Elements of a tensor up to which its numbers are read: shapes, axes, positions."""
-
 SECONDS = 45.0
 """How long the search for one fault may take."""
 
@@ -73,12 +71,12 @@ class GraphRunner:
 
     def flatten(self, source: Path, taken: Mapping[str, bool]) -> RunnableGraph:
         """The flat graph of a file; `taken` says which branch an `If` takes, by the first value that it makes."""
-        return flatten(self.model(source), taken)
+        return flatten(self.model(source), taken, source)
 
-    def variant(self, flat: RunnableGraph, source: Path, **wanted: Any) -> Variant:
+    def variant(self, flat: RunnableGraph, **wanted: Any) -> Variant:
         """Write a part of a graph; see `write_variant`."""
         self.written += 1
-        return write_variant(flat, source, self.folder / f"variant{self.written}.onnx", **wanted)
+        return write_variant(flat, self.folder / f"variant{self.written}.onnx", **wanted)
 
     def feeds(self, arrays: "Mapping[str, Array]") -> Path:
         """Write feeds for a call of our own."""
@@ -105,39 +103,32 @@ class GraphRunner:
         job = CompareJob(left, right, *(tuple(map(_make_pair, one)) for one in (pairs, inject)), provider=self.provider)
         return self._trial(job).differences
 
-    def sizes(
-        self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path
-    ) -> dict[str, tuple[int, ...]]:
+    def sizes(self, flat: RunnableGraph, values: Iterable[str], feeds: Path) -> dict[str, tuple[int, ...]]:
         """The shapes of values, without reading the values."""
         wanted = [value for value in dict.fromkeys(values) if flat.is_tensor(value)]
-        found = self.run(self.variant(flat, source, shapes=wanted), feeds)
+        found = self.run(self.variant(flat, shapes=wanted), feeds)
         return {value: output.values or () for value, output in found.items()}
 
     def known(
-        self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path, whole: Iterable[str] = ()
+        self, flat: RunnableGraph, values: Iterable[str], feeds: Path, whole: Iterable[str] = ()
     ) -> ObservedValues:
-        """Sizes of values, and types and numbers of those that are short or wanted `whole`.
-
-        Two runs: the first shows which values are short, so that no others are held in memory.
-        """
-        known = ObservedValues(self.sizes(flat, source, values, feeds))
+        """Sizes of values, and types and numbers of short or `whole` ones: two runs, so that no others are held."""
+        known = ObservedValues(self.sizes(flat, values, feeds))
         short = {value for value, shape in known.shapes.items() if len(shape) < 2 and prod(shape) <= SHORT}
         short |= {value for value in whole if value in known.shapes}
-        for value, output in self.run(self.variant(flat, source, values=sorted(short)), feeds).items():
+        for value, output in self.run(self.variant(flat, values=sorted(short)), feeds).items():
             known.dtypes[value] = output.dtype
             if output.values is not None:
                 known.numbers[value] = output.values
         return known
 
-    def arrays(
-        self, flat: RunnableGraph, source: Path, values: Iterable[str], feeds: Path, level: str = "off"
-    ) -> "dict[str, Array]":
+    def arrays(self, flat: RunnableGraph, values: Iterable[str], feeds: Path) -> "dict[str, Array]":
         """The values themselves, through a file of the private folder: the caller bounds their size."""
         from kvdoctor.decode.calls import load_call
 
-        variant = self.variant(flat, source, values=values)
+        variant = self.variant(flat, values=values)
         kept = variant.path.with_suffix(".values.npz")
-        self._trial(TrialJob(side(variant, feeds, level), provider=self.provider, keep=kept))
+        self._trial(TrialJob(side(variant, feeds), provider=self.provider, keep=kept))
         found = load_call(kept)
         kept.unlink()
         return {value: found[output] for value, output in variant.outputs.items() if output in found}
@@ -156,9 +147,9 @@ class GraphRunner:
         return done
 
 
-def side(variant: Variant, feeds: Path, level: str = "off") -> TrialModel:
+def side(variant: Variant, feeds: Path) -> TrialModel:
     """A variant and the feeds of its call, as the worker reads them."""
-    return TrialModel(variant.path, variant.root, feeds, level)
+    return TrialModel(variant.path, variant.root, feeds, "off")
 
 
 def _make_pair(pair: Pair) -> ValuePair:

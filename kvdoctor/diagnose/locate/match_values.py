@@ -31,17 +31,18 @@ Key = tuple[object, ...]
 
 @record(slots=False)
 class FlatFile:
-    """A flat graph with the file it is from, its inputs by role, and its caches.
+    """A flat graph with its inputs by role, and its caches.
 
     `content` are the inputs with token content: tokens, encoder states and pasts. `slots` gives the values that hold
-    the whole cache of a slot.
+    the whole cache of a slot. `feeds` is the file of a call, and `logits` the value that its logits are.
     """
 
     flat: RunnableGraph
-    source: Path
     roles: Mapping[str, str]
     content: tuple[str, ...]
     slots: Mapping[str, str]
+    feeds: Path
+    logits: str
 
     @cached_property
     def token_dependent(self) -> set[str]:
@@ -86,7 +87,7 @@ class _Numbering:
         self.used = Counter(name for node in graph.flat.nodes for name in set(node.reads))
         behind = {name: slot for slot, name in graph.slots.items()}
         for name, tensor in graph.flat.constants.items():
-            self.keys[name] = ("constant", content(tensor, graph.source))
+            self.keys[name] = ("constant", content(tensor, graph.flat.source))
         for name, slot in behind.items():
             self.keys[name] = ("slot", slot)
         for node in graph.flat.nodes:
@@ -160,10 +161,7 @@ def _digest(*parts: object) -> str:
 def match_entries(
     shape: Sequence[int], whole: Sequence[int], new: int, total: int, batch: int
 ) -> list[list[int] | None] | None:
-    """The part of a value of the run without a cache that a step of `new` tokens computes too; None where unclear.
-
-    For each axis None (all of it) or [parts, start, count]: it counts new tokens in the step, and all in the other run.
-    """
+    """The part of a whole value that a step computes too: for each axis None (all) or [parts, start, count]."""
     if len(shape) != len(whole):
         return None
     rules: list[list[int] | None] = []

@@ -16,25 +16,27 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.runs import FaultLocation, PartDifference
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner
-from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode
+from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode, locate_at
 from kvdoctor.diagnose.node_source import module_of
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operators_with
 from kvdoctor.records import record
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.calls import Array
-
+from kvdoctor.report.wording import shorten_names
 
 NORM = re.compile(r"norm|\bln_|(?:^|[._])ln\d?(?:[._]|$)", re.IGNORECASE)
-CROSS = re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE)
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-MIXER = re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE)
-MLP = re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE)
+KINDS = {
+    "cross-attention": re.compile(r"encoder_attn|cross_?attn|EncDecAttention|cross_attention", re.IGNORECASE),
+    "attention": re.compile(r"attn|attention", re.IGNORECASE),
+    "mixer": re.compile(r"mixer|mamba|linear_attn|conv", re.IGNORECASE),
+    "MLP": re.compile(r"mlp|ffn?|feed_?forward|fc\d?|dense|moe|experts", re.IGNORECASE),
+}
+"""Parts of a layer by the names of their modules, the most special first."""
 MOST_BYTES = 512 << 20
 """Bytes of values of the graph that are read at once."""
 SENSITIVE = 0.1
@@ -57,8 +59,8 @@ class Module:
 
     names: tuple[str, ...]
     kind: str
-    given: "Array | None"
-    gave: "Array | None"
+    given: Array | None
+    gave: Array | None
 
     @property
     def name(self) -> str:
@@ -90,11 +92,8 @@ def list_parts(call: ModuleCall, differences: Mapping[str, float], limit: float)
             continue
         relative, worst = differences[module.name], found.get(key, 0.0)
         found[key] = -1.0 if min(relative, worst) < 0 else max(relative, worst)
-    off = [key for key, relative in found.items() if not 0 <= relative <= limit]
-    return tuple(
-        PartDifference(name, layer, float(f"{relative:.3g}"), (layer, name) in off)
-        for (layer, name), relative in found.items()
-    )
+    rounded = ((key, relative, float(f"{relative:.3g}")) for key, relative in found.items())
+    return tuple(PartDifference(name, at, short, not 0 <= off <= limit) for (at, name), off, short in rounded)
 
 
 def part_of(names: tuple[str, ...], embedding: str, head: str) -> tuple[int | None, str] | None:
@@ -108,12 +107,9 @@ def part_of(names: tuple[str, ...], embedding: str, head: str) -> tuple[int | No
         return (None, "final norm") if last and NORM.search(last) and "embed" not in last else None
     rest = [part for part in names[0][match.end() :].split(".") if part]
     for part in rest:
-        if not NORM.search(part):
-            for pattern, kind in ((CROSS, "cross-attention"), (ATTENTION, "attention"), (MIXER, "mixer"), (MLP, "MLP")):
-                if pattern.search(part):
-                    return int(match[1]), kind
-        elif part is rest[-1]:
-            return int(match[1]), part
+        kinds = [kind for kind, pattern in KINDS.items() if pattern.search(part)] if not NORM.search(part) else []
+        if kinds or (part is rest[-1] and NORM.search(part)):
+            return int(match[1]), next(iter(kinds), part)
     return None
 
 
@@ -141,19 +137,13 @@ class ModuleSearch:
     """Compares one call of a graph without a cache with the modules of a checkpoint."""
 
     runner: GraphRunner
-    source: Path
     flat: RunnableGraph
     call: ModuleCall
     passes: float
-    arrays: "dict[str, Array]" = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
 
     def compare(self) -> ModuleComparison:
-        """Compare all modules that can be found.
-
-        Raises:
-            CannotCheck: no module can be found, or the graph cannot be run.
-            TrialFailed: the runtime does not run the graph with other outputs.
-        """
+        """Compare all modules that can be found; `CannotCheck` where none can, otherwise as `GraphRunner` says."""
         if not any(module.name and LAYER.search(module.name) for module in self._named.values()):
             raise CannotCheck("no node of the graph is named after a module of the checkpoint")
         self.arrays = self._read()
@@ -207,12 +197,8 @@ class ModuleSearch:
         """The values made inside a module that are read outside, or returned."""
         nodes = self._inside.get(module.name, [])
         inside, results = {node.index for node in nodes}, set(self.flat.results.values())
-        return [
-            name
-            for node in nodes
-            for name in node.makes
-            if name in results or not self._readers.get(name, set()) <= inside
-        ]
+        made = (name for node in nodes for name in node.makes)
+        return [name for name in made if name in results or not self._readers.get(name, set()) <= inside]
 
     def _entering(self, nodes: Iterable[RunnableNode]) -> list[str]:
         """The values that nodes read and do not make; no constants."""
@@ -221,22 +207,21 @@ class ModuleSearch:
         read = dict.fromkeys(name for node in nodes for name in node.reads)
         return [name for name in read if name not in made and name not in self.flat.constants]
 
-    def _read(self) -> "dict[str, Array]":
+    def _read(self) -> dict[str, Array]:
         """The values that have as many elements as something that a module was given or gave."""
-        wanted = {
-            array.size for module in self.call.modules for array in (module.given, module.gave) if array is not None
-        }
+        seen = (array for module in self.call.modules for array in (module.given, module.gave))
+        wanted = {array.size for array in seen if array is not None}
         values = [name for node in self.flat.nodes for name in node.makes]
         fed = self._entering(self.flat.nodes)
-        sizes = self.runner.sizes(self.flat, self.source, [*fed, *values], self.call.feeds)
+        sizes = self.runner.sizes(self.flat, [*fed, *values], self.call.feeds)
         chosen, total = [], 0
         for name, shape in sizes.items():
             total += 4 * prod(shape) if prod(shape) in wanted else 0
             if prod(shape) in wanted and prod(shape) > 1 and total <= MOST_BYTES:
                 chosen.append(name)
-        return self.runner.arrays(self.flat, self.source, chosen, self.call.feeds)
+        return self.runner.arrays(self.flat, chosen, self.call.feeds)
 
-    def _closest(self, names: Iterable[str], expected: "Array | None") -> tuple[float, str] | None:
+    def _closest(self, names: Iterable[str], expected: Array | None) -> tuple[float, str] | None:
         """The value closest to an array: its difference and its name."""
         if expected is None:
             return None
@@ -261,8 +246,7 @@ class ModuleSearch:
 
     def _off_before(self, module: Module) -> float | None:
         """How far the inputs of a module are off; None where they cannot be found."""
-        nodes = self._inside.get(module.name, [])
-        found = self._closest(self._entering(nodes), module.given)
+        found = self._closest(self._entering(self._inside.get(module.name, [])), module.given)
         return found[0] if found is not None else None
 
     def _locate(self, wrong: Sequence[Placed], placed: Sequence[Placed]) -> FaultLocation:
@@ -284,42 +268,26 @@ class ModuleSearch:
         equal |= {name for name in self._entering(self._inside.get(at.name, [])) if name in self.arrays or at.name}
         targets = [first.value] if at is first.module else self._entering(self._inside[first.module.name])
         between = self.flat.before([name for name in targets if name not in equal], equal)
-        nodes = [node for node in between if not self._is_of_lengths(node)] or between
+        # Nodes that compute sizes and the like are left out: nothing of what they make depends on what was fed.
+        fed = self.flat.depending_on(self._entering(self.flat.nodes))
+        computing = [node for node in between if not node.has("measure", "constant", "fill")]
+        nodes = [node for node in computing if fed & set(node.makes)] or between
         nodes = [node for node in nodes if node.op not in MOVING] or nodes
         off = "finite in other entries" if first.relative < 0 else f"off by {first.relative:.2g} standard deviations"
-        if at is first.module:
-            words = f"the inputs of {at.shown} agree, and its output is {off}"
-        else:
-            words = (
-                f"the inputs of {at.shown} agree, and those of {first.module.shown} in it do not: its output is {off}"
-            )
+        inner = "its" if at is first.module else f"those of {first.module.shown} in it do not: its"
+        words = f"the inputs of {at.shown} agree, and {inner} output is {off}"
         if not sudden:
             words = f"no single module stands out: differences grow, and the output of {first.module.shown} is {off}"
-        place = nodes[0] if nodes else None
         match = LAYER.search(first.module.name)
-        listed = ", ".join(node.in_file.shown for node in nodes[:SHOWN_NODES])
-        more = f" and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
-        return FaultLocation(
-            node=place.in_file if place is not None else None,
-            scope=place.path.removesuffix(", ") if place is not None else "",
+        listed = shorten_names([node.in_file.shown for node in nodes], SHOWN_NODES)
+        compute = "this node computes" if len(nodes) == 1 else "these nodes compute"
+        return locate_at(
+            next(iter(nodes), None),
+            words,
+            "graph" if sudden else "precision",
             layer=int(match[1]) if match else None,
-            shapes={},
-            provenance=(f"{'this node computes' if len(nodes) == 1 else 'these nodes compute'} it: {listed}{more}",)
-            if nodes
-            else (),
-            frozen_by=None,
-            source="graph" if sudden else "precision",
-            words=words,
+            provenance=(f"{compute} it: {listed}",) if nodes else (),
         )
-
-    def _is_of_lengths(self, node: RunnableNode) -> bool:
-        """Whether a node computes sizes and the like: nothing of its outputs depends on what was fed."""
-        return node.has("measure", "constant", "fill") or not self._fed_values & set(node.makes)
-
-    @cached_property
-    def _fed_values(self) -> set[str]:
-        """Values that depend on the content of what was fed."""
-        return self.flat.depending_on(self._entering(self.flat.nodes))
 
 
 def _around(scope: str) -> Iterable[str]:
@@ -336,10 +304,8 @@ def _rank(relative: float) -> float:
     return float("inf") if relative < 0 else relative
 
 
-def measure(actual: "Array", expected: "Array") -> float:
+def measure(actual: Array, expected: Array) -> float:
     """The largest difference in standard deviations of the expected values; -1 where one side alone is not finite."""
-    import numpy as np
-
     got, want = actual.astype(np.float64), expected.astype(np.float64)
     both = np.isfinite(got) & np.isfinite(want)
     if not (both | (got == want) | (np.isnan(got) & np.isnan(want))).all():
@@ -352,10 +318,7 @@ def measure(actual: "Array", expected: "Array") -> float:
 
 
 def match_scopes(scopes: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
-    """The module of each scope that has one: the leading parts are left out that make most names equal.
-
-    Only names of modules inside layers count: `lm_head` alone shows no relation.
-    """
+    """The module of each scope that has one, without the leading parts that make most names of layers equal."""
     found = sorted({scope for scope in scopes if scope})
     best: dict[str, str] = {}
     for more, less in sorted(product(_leading(found), _leading(modules)), key=lambda pair: len(pair[0] + pair[1])):
@@ -372,11 +335,9 @@ def _count_layered(matched: Mapping[str, str]) -> int:
 
 def _leading(names: Iterable[str]) -> list[str]:
     """What may be left out at the front of names, the empty text first."""
-    counted = Counter(
-        ".".join(parts[:length]) + "."
-        for parts in (name.split(".") for name in names)
-        for length in range(1, min(MOST_LEADING, len(parts) - 1) + 1)
-    )
+    split = (name.split(".") for name in names)
+    starts = (parts[:length] for parts in split for length in range(1, min(MOST_LEADING, len(parts) - 1) + 1))
+    counted = Counter(".".join(start) + "." for start in starts)
     return ["", *(prefix for prefix, _ in counted.most_common(6))]
 
 

@@ -12,109 +12,40 @@ from kvdoctor.errors import CannotCheck
 
 Holds = Callable[[tuple[str, ...]], bool]
 """Whether the step is right with these passes disabled."""
-
 PASSES: tuple[str, ...] = (
-    "ConstantFolding",
-    "CommonSubexpressionElimination",
-    "ConstantSharing",
-    "ShapeInputMerge",
-    "PropagateCastOps",
-    "RemoveDuplicateCastTransformer",
-    "CastFloat16Transformer",
-    "CastElimination",
-    "CastChainElimination",
-    "EliminateIdentity",
-    "EliminateSlice",
-    "EliminateDropout",
-    "UnsqueezeElimination",
-    "ExpandElimination",
-    "NoopElimination",
-    "PreShapeNodeElimination",
-    "DivMulFusion",
-    "GemmSumFusion",
-    "GemmTransposeFusion",
-    "NotWhereFusion",
-    "ConvAddFusion",
-    "ConvMulFusion",
-    "ConvBNFusion",
-    "PadFusion",
-    "FuseReluClip",
-    "ReluQuantRewrite",
-    "ClipQuantRewrite",
-    "MatMul_BatchNormalization_Fusion",
-    "LabelEncoderFusion",
-    "MatMulAddFusion",
-    "ReshapeFusion",
-    "GatherToSplitFusion",
-    "GatherToSliceFusion",
-    "GemmActivationFusion",
-    "TransposeOptimizer",
-    "DoubleQDQPairsRemover",
-    "QDQPropagationTransformer",
-    "WeightBiasQuantization",
-    "EnsureUniqueDQForNodeUnit",
-    "FuseFp16InitializerToFp32NodeTransformer",
-    "LayerNormFusion",
-    "LayerNormFusionL1",
-    "LayerNormFusionL2",
-    "SimplifiedLayerNormFusion",
-    "SkipLayerNormFusion",
-    "BiasSkipLayerNormFusion",
-    "EmbedLayerNormFusion",
-    "AttentionFusion",
-    "GroupQueryAttentionFusion",
-    "GroupQueryAttentionPreNormFusion",
-    "GeluFusion",
-    "GeluFusionL1",
-    "GeluFusionL2",
-    "BiasGeluFusion",
-    "FastGeluFusion",
-    "QuickGeluFusion",
-    "GeluApproximation",
-    "SwiGluFusion",
-    "BiasSoftmaxFusion",
-    "BiasDropoutFusion",
-    "MatmulTransposeFusion",
-    "MatMulScaleFusion",
-    "MatMulActivationFusion",
-    "MatMulIntegerToFloatFusion",
-    "DynamicQuantizeMatMulFusion",
-    "DQMatMulNBitsFusion",
-    "MatMulNBitsFusion",
-    "MatMulNBitsMlpFusion",
-    "MatMulNBitsQkvFusion",
-    "MatMulNBitsQLoRAFusion",
-    "QDQSelectorActionTransformer",
-    "QDQS8ToU8Transformer",
-    "QDQFinalCleanupTransformer",
-    "Avx2WeightS8ToU8Transformer",
-    "ConvActivationFusion",
-    "ConvAddActivationFusion",
-    "NchwcTransformer",
-    "NhwcTransformer",
+    *("ConstantFolding", "CommonSubexpressionElimination", "ConstantSharing", "ShapeInputMerge", "PropagateCastOps"),
+    *("RemoveDuplicateCastTransformer", "CastFloat16Transformer", "CastElimination", "CastChainElimination"),
+    *("EliminateIdentity", "EliminateSlice", "EliminateDropout", "UnsqueezeElimination", "ExpandElimination"),
+    *("NoopElimination", "PreShapeNodeElimination", "DivMulFusion", "GemmSumFusion", "GemmTransposeFusion"),
+    *("NotWhereFusion", "ConvAddFusion", "ConvMulFusion", "ConvBNFusion", "PadFusion", "FuseReluClip"),
+    *("ReluQuantRewrite", "ClipQuantRewrite", "MatMul_BatchNormalization_Fusion", "LabelEncoderFusion"),
+    *("MatMulAddFusion", "ReshapeFusion", "GatherToSplitFusion", "GatherToSliceFusion", "GemmActivationFusion"),
+    *("TransposeOptimizer", "DoubleQDQPairsRemover", "QDQPropagationTransformer", "WeightBiasQuantization"),
+    *("EnsureUniqueDQForNodeUnit", "FuseFp16InitializerToFp32NodeTransformer", "LayerNormFusion"),
+    *("LayerNormFusionL1", "LayerNormFusionL2", "SimplifiedLayerNormFusion", "SkipLayerNormFusion"),
+    *("BiasSkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion", "GroupQueryAttentionFusion"),
+    *("GroupQueryAttentionPreNormFusion", "GeluFusion", "GeluFusionL1", "GeluFusionL2", "BiasGeluFusion"),
+    *("FastGeluFusion", "QuickGeluFusion", "GeluApproximation", "SwiGluFusion", "BiasSoftmaxFusion"),
+    *("BiasDropoutFusion", "MatmulTransposeFusion", "MatMulScaleFusion", "MatMulActivationFusion"),
+    *("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion", "DQMatMulNBitsFusion", "MatMulNBitsFusion"),
+    *("MatMulNBitsMlpFusion", "MatMulNBitsQkvFusion", "MatMulNBitsQLoRAFusion", "QDQSelectorActionTransformer"),
+    *("QDQS8ToU8Transformer", "QDQFinalCleanupTransformer", "Avx2WeightS8ToU8Transformer", "ConvActivationFusion"),
+    *("ConvAddActivationFusion", "NchwcTransformer", "NhwcTransformer"),
 )
 
 
 def find_pass(is_right: Holds) -> str | None:
-    """The pass without which the step is right; None where no single one of those that are known makes it so.
-
-    About seven sessions are opened: the passes are halved. A fault that needs one of two passes has none by itself. A
-    search that is cut short finds none, and the level stays known.
-    """
+    """The single pass without which the step is right, found by halving in about seven sessions; None where none is."""
+    left = PASSES
     try:
-        return _halve(is_right)
+        if not is_right(left):
+            return None
+        while len(left) > 1:
+            first, second = left[: len(left) // 2], left[len(left) // 2 :]
+            left = first if is_right(first) else second
+        return left[0] if is_right(left) else None
     except (CannotCheck, TrialFailed):
         return None
-
-
-def _halve(is_right: Holds) -> str | None:
-    left = PASSES
-    if not is_right(left):
-        return None
-    while len(left) > 1:
-        first, second = left[: len(left) // 2], left[len(left) // 2 :]
-        left = first if is_right(first) else second
-    return left[0] if is_right(left) else None
 
 
 def name_pass(found: str | None) -> str:

@@ -49,31 +49,26 @@ class Origins:
     def __post_init__(self) -> None:
         self.steps = 0
 
-    def of_axis(self, value: str, axis: int) -> list[SizeSource]:
-        """The sources of the size of an axis."""
+    def of(self, value: str, at: int, is_number: bool) -> list[SizeSource]:
+        """The sources of the size of an axis, or of a number in a short tensor of integers; each end once."""
         self.steps = 0
-        return _unique(self._axis(value, axis, frozenset()))
-
-    def of_number(self, value: str, index: int) -> list[SizeSource]:
-        """The sources of a number in a short tensor of integers."""
-        self.steps = 0
-        return _unique(self._number(value, index, frozenset()))
+        found: dict[tuple[str, str, int], SizeSource] = {}
+        for source in (self._number if is_number else self._axis)(value, at, frozenset()):
+            key = (source.kind, source.name, source.axis)
+            if key not in found or len(source.through) < len(found[key].through):  # of two ways the shorter
+                found[key] = source
+        return list(found.values())
 
     def shape(self, value: str) -> tuple[int, ...] | None:
         """The sizes of a value, where they are known."""
-        if value in self.known.shapes:
-            return self.known.shapes[value]
-        if value in self.fed:
-            return self.fed[value]
         tensor = self.flat.constants.get(value)
-        return tuple(tensor.dims) if tensor is not None else None
+        constant = tuple(tensor.dims) if tensor is not None else None
+        return self.known.shapes.get(value, self.fed.get(value, constant))
 
     def numbers(self, value: str) -> tuple[int, ...] | None:
         """The numbers of a short tensor of integers, where they are known."""
-        if value in self.known.numbers:
-            return self.known.numbers[value]
-        tensor = self.flat.constants.get(value)
-        return integers(tensor) if tensor is not None else None
+        known, tensor = self.known.numbers.get(value), self.flat.constants.get(value)
+        return integers(tensor) if known is None and tensor is not None else known
 
     def node_sizes(self, node: RunnableNode) -> NodeSizes:
         """A node with what is known of its inputs."""
@@ -162,9 +157,7 @@ class Origins:
         if value in self.fed:
             return [SizeSource("fed value", value, index, numbers[index])]
         node = self.flat.producers.get(value)
-        if node is None:
-            return [SizeSource("constant", self.flat.label(value), index, numbers[index], text=self._text(value))]
-        if node.has("constant", "fill"):
+        if node is None or node.has("constant", "fill"):
             return [SizeSource("constant", self.flat.label(value), index, numbers[index], text=str(list(numbers)))]
         known = self.node_sizes(node)
         made = numbers_of(known) or ()
@@ -179,24 +172,9 @@ class Origins:
             if known:
                 yield NumberOf(at, index if known == count else 0)
 
-    def _text(self, value: str) -> str:
-        numbers = self.numbers(value)
-        return str(list(numbers)) if numbers is not None else ""
-
 
 def _by(source: SizeSource, node: RunnableNode) -> SizeSource:
-    name = str(node.proto.name) or node.op
-    return replace(source, through=(*source.through, name))
-
-
-def _unique(sources: list[SizeSource]) -> list[SizeSource]:
-    """Each end once; of two ways the shorter."""
-    found: dict[tuple[str, str, int], SizeSource] = {}
-    for source in sources:
-        key = (source.kind, source.name, source.axis)
-        if key not in found or len(source.through) < len(found[key].through):
-            found[key] = source
-    return list(found.values())
+    return replace(source, through=(*source.through, str(node.proto.name) or node.op))
 
 
 def describe_origin(size: int, sources: Sequence[SizeSource]) -> str:

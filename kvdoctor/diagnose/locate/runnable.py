@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.runs import Node
+from kvdoctor.decode.runs import FaultLocation, FaultSource, Node
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.external_data import external_tensors
@@ -43,17 +43,13 @@ from kvdoctor.records import record
 
 MOST_NODES = 200_000
 """Nodes after functions are written out: more are not worth the minutes that running them again takes."""
-
 LAYER = re.compile(r"(?:^|[./_])(?:layers?|h|blocks?|decoder_layers?)[./_]?(\d+)(?=[./_]|$)")
 """How exporters number layers in names: `/model/layers.0/...`, `transformer.h.3.`, `block.1`."""
 
 
 @dataclass(slots=True, eq=False)
 class RunnableNode(FlatNode):
-    """A flat node with its copy to be run, under flat names; the name of the copy is unique.
-
-    `path` says in which branches and functions it stands, `captures` what its own bodies read from around them.
-    """
+    """A flat node with its copy under flat names, its path of branches and functions, and what its bodies capture."""
 
     copy: NodeProto = field(default_factory=NodeProto)
     path: str = ""
@@ -75,10 +71,7 @@ class RunnableNode(FlatNode):
         return Node(str(self.proto.name) or next(iter(self.proto.output), ""), self.op)
 
     def layer(self, pasts: Mapping[str, int]) -> int | None:
-        """Its layer: by its name, else that of a past which it reads itself.
-
-        What a node is computed from does not tell: a layer's projections depend on the pasts of earlier ones alone.
-        """
+        """Its layer: by its name, else that of a past which it reads itself; what it is computed from does not tell."""
         found = (LAYER.search(name) for name in (self.proto.name, *self.proto.output))
         named = next((int(match[1]) for match in found if match), None)
         return named if named is not None else next((pasts[name] for name in self.reads if name in pasts), None)
@@ -91,8 +84,9 @@ def layers_of_pasts(contract: CacheContract) -> dict[str, int]:
 
 @dataclass
 class RunnableGraph(FlatGraph[RunnableNode]):
-    """A flat graph of a model. `labels` gives what the file calls a value, where that is another name."""
+    """The flat graph of the model in `source`. `labels` gives what the file calls a value, if it has another name."""
 
+    source: Path = Path()
     model: ModelProto = field(default_factory=ModelProto)
     labels: dict[str, str] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=dict)
@@ -147,8 +141,8 @@ class RunnableGraph(FlatGraph[RunnableNode]):
         return [node for node in self.nodes if node.index in found]
 
 
-def flatten(model: ModelProto, taken: Mapping[str, bool]) -> RunnableGraph:
-    """Write a model out. `taken` says which branch an `If` takes, by the first value that it makes.
+def flatten(model: ModelProto, taken: Mapping[str, bool], source: Path) -> RunnableGraph:
+    """Write out the model of a file. `taken` says which branch an `If` takes, by the first value that it makes.
 
     Raises:
         CannotCheck: the graph cannot be written out.
@@ -167,7 +161,7 @@ def flatten(model: ModelProto, taken: Mapping[str, bool]) -> RunnableGraph:
     for index, node in enumerate(nodes):
         node.index, node.copy.name = index, f"n{index}"
     results = {value.name: names.of(value.name, value.name) for value in model.graph.output}
-    return RunnableGraph(nodes, writer.constants, results, model, writer.labels, writer.opsets)
+    return RunnableGraph(nodes, writer.constants, results, source, model, writer.labels, writer.opsets)
 
 
 class _RunnableWriter(Flattener[RunnableNode]):
@@ -241,6 +235,14 @@ def _rename_captures(body: GraphProto, names: ScopeNames, call: Mapping[str, Att
     return captured
 
 
+def locate_at(node: RunnableNode | None, words: str, source: FaultSource, **more: Any) -> FaultLocation:
+    """The location of a fault at a node, None where no node of the graph has it."""
+    place = None if node is None else node.in_file
+    none: dict[str, Any] = {"layer": None, "shapes": {}, "provenance": (), "frozen_by": None}
+    scope = node.path.removesuffix(", ") if node is not None else ""
+    return FaultLocation(node=place, scope=scope, source=source, words=words, **(none | more))
+
+
 @record(slots=False)
 class Variant:
     """A model on disk: its file, the folder its weights are named from, and its outputs by the value they tell of."""
@@ -251,17 +253,12 @@ class Variant:
 
 
 def read_located(path: Path) -> ModelProto:
-    """Read a model whose weights stay where they are.
-
-    Raises:
-        UnreadableError: the file cannot be read.
-    """
+    """Read a model whose weights stay where they are; raises `UnreadableError`."""
     return read_skeleton(path, located=True).model
 
 
-def write_variant(  # noqa: PLR0913 - by keyword
+def write_variant(
     flat: RunnableGraph,
-    source: Path,
     to: Path,
     *,
     shapes: Iterable[str] = (),
@@ -287,30 +284,25 @@ def write_variant(  # noqa: PLR0913 - by keyword
     for name, tensor in flat.constants.items():
         if name in reads and name not in given:
             if payload_left_out(tensor):
-                raise CannotCheck(
-                    f"the values of {tensor.name!r} are in no form that an external reference can point to"
-                )
+                form = "in no form that an external reference can point to"
+                raise CannotCheck(f"the values of {tensor.name!r} are {form}")
             copy = graph.initializer.add()
             copy.CopyFrom(tensor)
             copy.name = name
     # Declared sizes are left out: they may lie, and some calls are made with other ones on purpose.
     kinds = {v.name: v.type.tensor_type.elem_type for v in flat.model.graph.input if v.name not in flat.constants}
-    graph.input.extend(_typed(name, number) for name, number in (kinds | dict(given)).items() if name in reads)
+    for name, number in (kinds | dict(given)).items():
+        if name in reads:
+            graph.input.add(name=name).type.tensor_type.elem_type = number
     graph.output.extend(ValueInfoProto(name=name) for name in outputs.values())
     model = ModelProto(ir_version=max(flat.model.ir_version, 4), graph=graph)
     for domain, version in flat.opsets.items():
         model.opset_import.add(domain=domain, version=version)
     if flat.keeps_calls:
         model.functions.extend(flat.model.functions)
-    root = share_root(model, source)
+    root = share_root(model, flat.source)
     to.write_bytes(model.SerializeToString())
     return Variant(to, root, outputs)
-
-
-def _typed(name: str, number: int) -> ValueInfoProto:
-    value = ValueInfoProto(name=name)
-    value.type.tensor_type.elem_type = number
-    return value
 
 
 def share_root(model: ModelProto, source: Path) -> Path:

@@ -8,20 +8,20 @@ from pathlib import Path
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.messages import TrialModel
-from kvdoctor.decode.runs import FaultLocation, Run, Step
+from kvdoctor.decode.runs import FaultLocation, Run
 from kvdoctor.decode.tolerances import Tolerance
-from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, locate_outside_graph
+from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph
 from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, TrialFailed
 from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
-from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts
+from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
 
 MOST_ROUNDS = 6
 """Times that a branch which a failing `If` takes is written out, or another node is seen to fail first."""
-
 LEVELS = ("off", "basic", "extended", "all")
 
 
@@ -35,6 +35,11 @@ class LocateContext:
     provider: str
     calls: Path
     tolerance: Tolerance
+
+    @classmethod
+    def of(cls, context: ContractContext, runtime: Runtime, provider: str, calls: Path) -> "LocateContext":
+        """What is known of a stack that was run."""
+        return cls(context.stack, context.contract, runtime, provider, calls, context.tolerance)
 
 
 def locate_fault(run: Run, context: LocateContext) -> Run:
@@ -76,17 +81,16 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
     file = file_of(context, phase)
     called = TrialModel(file.absolute(), None, feeds, run.level)
     if run.passes_with == "no-buffer-reuse":
-        return locate_outside_graph("buffer-reuse", "the same call passes when the runtime reuses no buffers")
+        return locate_at(None, "the same call passes when the runtime reuses no buffers", "buffer-reuse")
     if run.passes_with == "no-optimization":
         level = next((level for level in LEVELS if not _runs(runner, replace(called, level=level))), "all")
         found = find_pass(lambda disabled: _runs(runner, replace(called, level=level, disabled=disabled)))
         words = f"the call fails from optimization level {level!r} on"
-        return locate_outside_graph("optimization", words + name_pass(found))
+        return locate_at(None, words + name_pass(found), "optimization")
     flat, node = FailureSearch(runner, file, feeds, branches_taken(context, phase)).node()
     axes = {port.name: port.axes for port in context.contract.graph(phase).inputs}
-    carried = _describe_carried_pasts(run, context.contract)
-    sizes = FailingNode(runner, flat, file, node, load_call(feeds), axes, carried, layers_of_pasts(context.contract))
-    place = sizes.locate(feeds)
+    carried, layers = _describe_carried_pasts(run, context.contract), layers_of_pasts(context.contract)
+    place = FailingNode(runner, flat, node, load_call(feeds), axes, carried, layers).locate(feeds)
     if context.provider != "CPUExecutionProvider" and _runs(runner, replace(called, provider="CPUExecutionProvider")):
         return replace(place, source="kernel", words=f"the same call passes on the CPU, not on {context.provider}")
     return place
@@ -94,26 +98,18 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
 
 def _locate_difference(run: Run, context: LocateContext, runner: GraphRunner, feeds: Path) -> FaultLocation:
     reference = context.calls / f"{run.experiment}-reference.npz"
-    index = next((i for i, step in enumerate(run.steps) if step.step == run.failed_step), None)
-    if index is None or not reference.is_file():
+    step = run.wrong_step
+    if step is None or not reference.is_file():
         raise CannotCheck("no reference run covers this step, so no node was searched for")
-    step = run.steps[index]
+    index = run.steps.index(step)
     left, right = (
         PhaseGraph(name, file_of(context, name), branches_taken(context, name))
         for name in (("decode" if step.phase == "decode" else "prefill"), "prefill")
     )
-    return DifferenceSearch(
-        runner=runner,
-        contract=context.contract,
-        step=step,
-        before=run.steps[index - 1] if index else None,
-        total=step.new_tokens + (step.past_length if step.phase == "decode" else 0),
-        left=left,
-        right=right,
-        feeds=(feeds, reference),
-        provider=context.provider,
-        passes=context.tolerance.passes,
-    ).locate()
+    before = run.steps[index - 1] if index else None
+    total = step.new_tokens + step.past_length * (step.phase == "decode")
+    limit, files = context.tolerance.passes, (left, right, (feeds, reference))
+    return DifferenceSearch(runner, context.contract, step, before, total, *files, context.provider, limit).locate()
 
 
 def _runs(runner: GraphRunner, model: TrialModel) -> bool:
@@ -150,15 +146,10 @@ def _describe_carried_pasts(run: Run, contract: CacheContract) -> Mapping[str, s
     return {
         slot.past: f"step {before.step} returned it as {name}"
         for slot in contract.slots
-        if (name := _returned_name(before, slot.filled_by, slot.present)) is not None
+        if (name := slot.present if before.phase == "decode" else slot.filled_by) in before.returned
         and slot.past in last.fed
-        and last.fed[slot.past] == before.returned[name]
+        and last.fed[slot.past] == before.returned[name or ""]
     }
-
-
-def _returned_name(before: Step, filled_by: str | None, present: str | None) -> str | None:
-    name = present if before.phase == "decode" else filled_by
-    return name if name in before.returned else None
 
 
 @dataclass
@@ -171,11 +162,7 @@ class FailureSearch:
     taken: dict[str, bool]
 
     def node(self) -> tuple[RunnableGraph, RunnableNode]:
-        """Find the node, in the graph written out as deep as the node is nested.
-
-        Raises:
-            CannotCheck: it cannot be found.
-        """
+        """Find the node, in the graph written out as deep as it is nested; `CannotCheck` where it cannot be found."""
         for _ in range(MOST_ROUNDS):
             flat = self.runner.flatten(self.source, self.taken)
             node = self._find_first(flat)
@@ -200,7 +187,7 @@ class FailureSearch:
     def _find_failing(self, flat: RunnableGraph, wanted: list[str]) -> RunnableNode | None:
         """The node that fails while some values are computed, None where all can be."""
         try:
-            self.runner.run(self.runner.variant(flat, self.source, shapes=wanted), self.feeds)
+            self.runner.run(self.runner.variant(flat, shapes=wanted), self.feeds)
         except TrialFailed as failure:
             named = [flat.by_name[name] for name in failure.names if name in flat.by_name]
             return named[-1] if named else self._halve(flat, wanted)
@@ -214,7 +201,7 @@ class FailureSearch:
             middle = (runs + fails) // 2
             values = [name for node in nodes[:middle] for name in node.makes]
             try:
-                self.runner.run(self.runner.variant(flat, self.source, shapes=values), self.feeds)
+                self.runner.run(self.runner.variant(flat, shapes=values), self.feeds)
                 runs = middle
             except TrialFailed:
                 fails = middle
@@ -227,6 +214,6 @@ class FailureSearch:
         if not node.has("branch") or node.domain or not node.makes:
             return None
         condition = node.inputs[0]
-        variant = self.runner.variant(flat, self.source, values=[condition])
+        variant = self.runner.variant(flat, values=[condition])
         numbers = self.runner.run(variant, self.feeds)[condition].values
         return bool(numbers[0]) if numbers else None

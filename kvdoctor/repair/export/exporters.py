@@ -12,6 +12,9 @@ from kvdoctor.repair.export.source_model import SourceFacts
 from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import GENAI, TORCH, TRANSFORMERS, Requirements
 
+Flags = tuple[dict[str, Any], tuple[ExportChoice, ...]]
+"""The flags of a script, and the reason for each."""
+
 
 @record
 class Exporter:
@@ -30,15 +33,16 @@ class Exporter:
     writes: tuple[str, ...]
     dtypes: tuple[str, ...]
     opsets: tuple[int, int] | None
-    flags: Callable[[SourceFacts], tuple[dict[str, Any], tuple[ExportChoice, ...]]]
+    flags: Callable[[SourceFacts], Flags]
     takes_task: bool = False
     own_layout: bool = False
 
 
 PAIR = "decoder-with-past"
+OF_TRANSFORMERS_5 = (f"torch=={TORCH}", "transformers==5.23.0", "onnx==1.23.2")
 
 
-def choose_merge(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:
+def choose_merge(source: SourceFacts) -> Flags:
     """Whether the two decoders are merged: as in the model that is replaced."""
     if PAIR in source.roles and "decoder-merged" not in source.roles:
         return {"merge": False}, (ExportChoice("merge", "no", f"{source.name} is a pair of decoders"),)
@@ -52,15 +56,8 @@ OPTIMUM = Exporter(
     script="with_optimum.py",
     needs=Requirements(
         (
-            f"torch=={TORCH}",
-            f"transformers=={TRANSFORMERS}",
-            "optimum==2.1.0",
-            "optimum-onnx==0.1.0",
-            "onnx==1.23.2",
-            "onnxruntime==1.31.1",
-            "accelerate==1.15.0",
-            "numpy==2.4.6",
-            "protobuf==7.36.2",
+            *(f"torch=={TORCH}", f"transformers=={TRANSFORMERS}", "optimum==2.1.0", "optimum-onnx==0.1.0"),
+            *("onnx==1.23.2", "onnxruntime==1.31.1", "accelerate==1.15.0", "numpy==2.4.6", "protobuf==7.36.2"),
         ),
         ("torch", "transformers", "optimum.exporters.onnx.convert", "onnx", "onnxruntime"),
         "optimum",
@@ -79,19 +76,18 @@ afterwards.
 
 SIZES = {"rows": 3, "prompt": 7, "source": 9, "decoder_tokens": 4}
 """Two new tokens are traced with a past of 4 or 7 tokens: all sizes differ."""
+FREEZES = "one would freeze their number at 1"
 FROZEN = {"past-axis-frozen", "batch-axis-frozen", "sequence-axis-frozen"}
 
 
-def choose_sample(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:
+def choose_sample(source: SourceFacts) -> Flags:
     """Samples that freeze no axis, with padding so that the graphs take the mask."""
     frozen = sorted(FROZEN.intersection(source.faults))
     why = f"{', '.join(frozen)} in {source.name}" if frozen else "torch treats lengths of 0 and 1 as constants"
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in SIZES.items())
     choices = (
         ExportChoice("sample", sizes, why),
-        ExportChoice(
-            "new tokens", "2 per step, unless a recurrent state forbids it", "one would freeze their number at 1"
-        ),
+        ExportChoice("new tokens", "2 per step, unless a recurrent state forbids it", FREEZES),
         ExportChoice("padding", "in the sample", "a mask of ones is left out of the graphs"),
     )
     return {**SIZES, "multi_token": True, "padded": True}, choices
@@ -102,14 +98,7 @@ TRANSFORMERS_5 = Exporter(
     summary="prefill.onnx and decode.onnx, and encoder.onnx if there is one, with the names of transformers 5",
     script="with_transformers.py",
     needs=Requirements(
-        (
-            f"torch=={TORCH}",
-            "transformers==5.23.0",
-            "onnx==1.23.2",
-            "onnxscript==0.7.2",
-            "onnx-ir==1.1.0",
-            "numpy==2.4.6",
-        ),
+        (*OF_TRANSFORMERS_5, "onnxscript==0.7.2", "onnx-ir==1.1.0", "numpy==2.4.6"),
         ("torch", "transformers.exporters", "onnxscript", "onnx_ir"),
         "transformers",
     ),
@@ -125,11 +114,10 @@ starts with one token, freezes the past at 1. kvdoctor's samples have lengths of
 """
 
 
-def choose_kernels(source: SourceFacts) -> tuple[dict[str, Any], tuple[ExportChoice, ...]]:  # noqa: ARG001 - the signature of all exporters
+def choose_kernels(source: SourceFacts) -> Flags:  # noqa: ARG001 - the signature of all exporters
     """The kernels that the graph is built for."""
-    return {"provider": "cpu"}, (
-        ExportChoice("kernels", "for the CPU", "the export is diagnosed and proved on the CPU"),
-    )
+    why = "the export is diagnosed and proved on the CPU"
+    return {"provider": "cpu"}, (ExportChoice("kernels", "for the CPU", why),)
 
 
 ONNXRUNTIME_GENAI = Exporter(
@@ -137,13 +125,7 @@ ONNXRUNTIME_GENAI = Exporter(
     summary="model.onnx and genai_config.json for onnxruntime-genai",
     script="with_genai.py",
     needs=Requirements(
-        (
-            f"torch=={TORCH}",
-            "transformers==5.23.0",
-            "onnx==1.23.2",
-            "onnx-ir==1.1.0",
-            *GENAI,
-        ),
+        (*OF_TRANSFORMERS_5, "onnx-ir==1.1.0", *GENAI),
         ("torch", "transformers", "onnxruntime_genai.models.builder", "onnx_ir"),
         "genai",
     ),
@@ -163,9 +145,5 @@ EXPORTERS = (OPTIMUM, TRANSFORMERS_5, ONNXRUNTIME_GENAI)
 
 
 def find_exporter(name: str) -> Exporter:
-    """The exporter of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The exporter of that name. Raises KeyError: there is none."""
     return {exporter.name: exporter for exporter in EXPORTERS}[name]

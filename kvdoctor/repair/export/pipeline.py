@@ -9,14 +9,14 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.decode.runs import LOOPS, Run
+from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES, open_folder
+from kvdoctor.decode.runs import LOOPS
+from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.diagnose.build_report import environment
 from kvdoctor.diagnose.checkpoint import GREEDY, NAME, Checkpoint
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
@@ -53,9 +53,9 @@ from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
 from kvdoctor.report.repair_record import ExportRecord, Proof, RepairRecord
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
-MOST_CONFIG_BYTES = 8 << 20
 Announce = Callable[[str], None]
 MOST_LOGS = 100
 """Logs of failed exports that stay next to one OUT; none is overwritten."""
@@ -83,17 +83,13 @@ def refuse_impossible(request: RepairRequest, checkpoint: str, offline: bool) ->
 def _refuse_unfit_checkpoint(shown: str, folder: Path) -> None:
     file = folder / "config.json"
     try:
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            raise UsageError(f"config.json of {shown!r} is larger than 8 MiB, which no config of a checkpoint is")
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        config: Any = json.loads(read_side_file(file, MOST_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"config.json of {shown!r} cannot be read ({type(error).__name__}); give a checkpoint"
-        ) from None
+        why = f"cannot be read ({type(error).__name__}); give a checkpoint"
+        raise UsageError(f"config.json of {shown!r} {why}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UsageError(
-            f"config.json of {shown!r} names no model_type; --from takes a folder that save_pretrained wrote"
-        )
+        why = "names no model_type; --from takes a folder that save_pretrained wrote"
+        raise UsageError(f"config.json of {shown!r} {why}")
     if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
         onnx = next(folder.rglob("*.onnx"), None)
         hint = f"it holds an ONNX export ({onnx.name}), and" if onnx is not None else "it has a config.json, and"
@@ -110,14 +106,11 @@ def _refuse_unfit_options(export: ReExportChoices, exporter: Exporter) -> None:
     if export.task is not None and not exporter.takes_task:
         takers = ", ".join(other.name for other in EXPORTERS if other.takes_task)
         raise UsageError(f"--task is for the exporter {takers}; {name} takes the task from the checkpoint")
-    if export.opset is None:
-        return
-    if exporter.opsets is None:
+    if export.opset is not None and exporter.opsets is None:
         raise UsageError(f"--opset: the exporter {name} writes an opset of its own choice; leave it out")
-    if not exporter.opsets[0] <= export.opset <= exporter.opsets[1]:
-        raise UsageError(
-            f"--opset {export.opset}: the exporter {name} writes {exporter.opsets[0]} to {exporter.opsets[1]}"
-        )
+    lowest, highest = exporter.opsets or (0, 0)
+    if export.opset is not None and not lowest <= export.opset <= highest:
+        raise UsageError(f"--opset {export.opset}: the exporter {name} writes {lowest} to {highest}")
 
 
 @record(slots=False)
@@ -164,7 +157,7 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
         raise UsageError("give --from CHECKPOINT to export from a checkpoint")
     refuse_unknown_repairs(request.how.fix)
     refuse_impossible(request, checkpoint, options.offline)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         session = _ExportSession(request, checkpoint, options, runtime, Path(scratch), listener)
         source = _read_source(session)
         with _export_folder(session) as folder:
@@ -191,9 +184,7 @@ def _read_source(session: _ExportSession) -> SourceModel:
     if path is None:
         return no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
-    return read_source(
-        step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice)).to_dict()
-    )
+    return read_source(step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice)))
 
 
 @contextlib.contextmanager
@@ -227,19 +218,30 @@ def _repair_export(
     before = _diagnose(session, session.plain_options, folder, "before")
     opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.how.fix)
     copy_export(replace(opened, shown=str(folder)), target)
-    repair = RepairSession(
-        session.plain_options, session.runtime, session.scratch, opened, before, session.shown, target, "."
-    )
-    first = apply_repairs(opened, before.report, choice, session.runtime, session.plain_options)
+    options, runtime = session.plain_options, session.runtime
+    repair = RepairSession(options, runtime, session.scratch, opened, before, session.shown, target, ".")
+    first = apply_repairs(opened, before.report, choice, runtime, options)
     outcome = Outcome(before, before, (), first.not_repaired, ())
-    if first.applied:
-        outcome = repair_and_prove(repair, first, choice)
+    outcome = repair_and_prove(repair, first, choice) if first.applied else outcome
     session.announce("comparing it with PyTorch")
     compared = replace(session.options, reference=session.checkpoint)
     after = _diagnose(session, compared, target, "compared")
     proof = (*outcome.proof, *_prove_export(after.report, {entry.stack for entry in outcome.proof}))
     outcome = replace(outcome, after=after, proof=proof)
-    record = _make_record(source, exported, before.report, after.report, deleted)
+    plan = exported.plan
+    record = ExportRecord(
+        checkpoint=after.report.arguments["reference"],
+        exporter=plan.exporter.name,
+        way=exported.way,
+        requirements=plan.exporter.needs.requirements,
+        versions=exported.versions,
+        choices=plan.choices,
+        failures=exported.failures,
+        findings=before.report.findings,
+        ports=tuple(compare_ports(source, after.report.model.files)),
+        left_out=deleted,
+        recipe=FOLDER,
+    )
     return _report(session, source, repair, outcome, record), outcome.holds
 
 
@@ -267,35 +269,13 @@ def _prove_export(after: Report, repaired: set[str]) -> Iterator[Proof]:
             yield Proof(stack.name, f"{run.experiment} passes", run.shows == "passed", f"{len(run.steps)} steps")
         if not loops:
             yield Proof(stack.name, "plain-loop passes", False, "no loop could be run")
-        yield from _compare_with_pytorch(stack.name, runs, after)
-
-
-def _compare_with_pytorch(stack: str, runs: dict[str, Run], after: Report) -> Iterator[Proof]:
-    missing = next((e.reason for e in after.not_checked if e.code == "KV320" and e.stack == stack), "")
-    for experiment, claim in PYTORCH_CLAIMS.items():
-        run = runs.get(experiment)
-        holds = run is not None and run.outcome == "passed" and run.reason is not None
-        reason = (run.reason if run is not None else None) or missing or "it was not compared with the checkpoint"
-        yield Proof(stack, claim, holds, missing if not holds and missing else reason)
-
-
-def _make_record(
-    source: SourceModel, exported: ExportedModel, before: Report, after: Report, deleted: tuple[str, ...]
-) -> ExportRecord:
-    plan = exported.plan
-    return ExportRecord(
-        checkpoint=after.arguments["reference"],
-        exporter=plan.exporter.name,
-        way=exported.way,
-        requirements=plan.exporter.needs.requirements,
-        versions=exported.versions,
-        choices=plan.choices,
-        failures=exported.failures,
-        findings=before.findings,
-        ports=tuple(compare_ports(source, tuple(after.to_dict()["model"]["files"]))),
-        left_out=deleted,
-        recipe=FOLDER,
-    )
+        missing = next((e.reason for e in after.not_checked if e.code == "KV320" and e.stack == stack.name), "")
+        for experiment, claim in PYTORCH_CLAIMS.items():
+            compared = runs.get(experiment)
+            holds = compared is not None and compared.outcome == "passed" and compared.reason is not None
+            reason = (compared.reason if compared is not None else None) or missing
+            reason = missing if not holds and missing else reason or "it was not compared with the checkpoint"
+            yield Proof(stack.name, claim, holds, reason)
 
 
 def _report(
@@ -317,15 +297,9 @@ def _report(
         export=export if written else replace(export, recipe=None),
         undo=(f"To undo, delete the folder {request.out}",) if written else (),
     )
-    arguments = report.arguments | {
-        "from": asked.from_,
-        "exporter": asked.exporter,
-        "opset": asked.opset,
-        "dtype": asked.dtype,
-        "task": asked.task,
-        "because": asked.because,
-        "offline": session.options.offline,
-    }
+    names = ("exporter", "opset", "dtype", "task", "because")
+    given = {"from": asked.from_, **{name: getattr(asked, name) for name in names}}
+    arguments = {**report.arguments, **given, "offline": session.options.offline}
     verdict = report.verdict if record.after is None else record.after.verdict
     return replace(report, verdict=verdict, repair=record, arguments=arguments)
 

@@ -50,10 +50,8 @@ def list_plans(request: ReExportChoices, source: SourceFacts) -> Iterator[Export
     yield first
     if first.opset is not None and request.opset is None:
         because = f"with the opset {first.opset} of {source.name} it fails"
-        choices = tuple(
-            c if c.what != "opset" else ExportChoice("opset", "the exporter's own", because) for c in first.choices
-        )
-        yield replace(first, opset=None, choices=choices)
+        own = ExportChoice("opset", "the exporter's own", because)
+        yield replace(first, opset=None, choices=tuple(own if c.what == "opset" else c for c in first.choices))
     if request.exporter is None and request.task is None:
         for other in EXPORTERS:
             if other.name != exporter.name and not other.own_layout and _supports(other, request):
@@ -68,12 +66,10 @@ def _choose_exporter(request: ReExportChoices, source: SourceFacts) -> tuple[Exp
         if layout is not None and _supports(exporter, request):
             return exporter, f"{source.name} has its layout, {layout}"
     default = next(exporter for exporter in EXPORTERS if _supports(exporter, request))
-    if source.layouts:
-        return (
-            default,
-            f"no exporter writes the layout of {source.name}, {source.layouts[0]}; most loops know these names",
-        )
-    return default, "nothing else was asked for, and most loops know its names"
+    if not source.layouts:
+        return default, "nothing else was asked for, and most loops know its names"
+    layout = f"the layout of {source.name}, {source.layouts[0]}"
+    return default, f"no exporter writes {layout}; most loops know these names"
 
 
 def _supports(exporter: Exporter, request: ReExportChoices) -> bool:
@@ -166,7 +162,9 @@ def run_first_working(plans: Iterable[ExportPlan], workspace: ExportWorkspace) -
             message = str(reason).replace(str(workspace.folder), "OUT")
             failures.append(f"{name} ({plan.dtype}, opset {plan.opset or 'of its own'}): {message}")
             workspace.log.write(f"# {failures[-1]}\n")
-            advice = _advice(plan)
+            others = [one.name for one in EXPORTERS if one is not plan.exporter and plan.dtype in one.dtypes]
+            ways = [f"--exporter {' or '.join(others)}", *(["--dtype fp32"] if plan.dtype != "fp32" else [])]
+            advice = f"; try {', or '.join(ways)}"
             if reason.facts.get("stage") == "weights":
                 advice = "; give a checkpoint whose config and weights belong together, as save_pretrained writes it"
                 break
@@ -174,15 +172,12 @@ def run_first_working(plans: Iterable[ExportPlan], workspace: ExportWorkspace) -
             if any(workspace.folder.rglob("*.onnx")):
                 return ExportedModel(plan, way, versions, tuple(failures))
             failures.append(f"{name}: it wrote no ONNX file")
-        _empty(workspace.folder)
+        for path in workspace.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     raise ExportFailed("; ".join(failures) + advice)
-
-
-def _advice(plan: ExportPlan) -> str:
-    """Other options to try after an exporter failed."""
-    others = [one.name for one in EXPORTERS if one is not plan.exporter and plan.dtype in one.dtypes]
-    ways = [f"--exporter {' or '.join(others)}", *(["--dtype fp32"] if plan.dtype != "fp32" else [])]
-    return f"; try {', or '.join(ways)}"
 
 
 def script_arguments(plan: ExportPlan, checkpoint: str, out: str, local: bool = False) -> dict[str, Any]:
@@ -212,13 +207,15 @@ def write_recipe(target: Path, made: ExportedModel, checkpoint: str, log: Path) 
         shutil.copyfile(SCRIPTS / script, folder / script)
     shutil.copyfile(log, folder / "log.txt")
     arguments = script_arguments(plan, checkpoint, "out")
-    (folder / "arguments.json").write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8", newline="\n")
     versions = "".join(f"# {name} {version} was used\n" for name, version in sorted(made.versions.items()))
     pins = "\n".join(plan.exporter.needs.requirements)
-    (folder / "requirements.txt").write_text(
-        f"# had by: {made.way}\n{versions}{pins}\n", encoding="utf-8", newline="\n"
-    )
-    (folder / "command.txt").write_text(f"pip install -r requirements.txt\n{COMMAND}\n", encoding="utf-8", newline="\n")
+    texts = {
+        "arguments.json": json.dumps(arguments, indent=2),
+        "requirements.txt": f"# had by: {made.way}\n{versions}{pins}",
+        "command.txt": f"pip install -r requirements.txt\n{COMMAND}",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(f"{text}\n", encoding="utf-8", newline="\n")
 
 
 def _run_exporter(plan: ExportPlan, workspace: ExportWorkspace) -> tuple[str, dict[str, str]]:
@@ -232,11 +229,3 @@ def _run_exporter(plan: ExportPlan, workspace: ExportWorkspace) -> tuple[str, di
         return script.way, {str(name): str(version) for name, version in answer["versions"].items()}
     finally:
         script.stop()
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

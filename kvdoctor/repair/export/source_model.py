@@ -1,19 +1,17 @@
 """The model that an export replaces: its facts, from a diagnosis or an earlier report, and the interface to keep."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.contract import describe
 from kvdoctor.errors import UsageError
-from kvdoctor.findings import Finding
-from kvdoctor.records import from_plain, record
-from kvdoctor.report.document import SCHEMA
-from kvdoctor.report.facts import Verdict
+from kvdoctor.records import record
+from kvdoctor.report.document import Report
+from kvdoctor.report.facts import FileFacts
+from kvdoctor.report.json_format import read_report
 from kvdoctor.report.repair_record import PortChange, RepairSide
-
-MOST_BYTES = 256 << 20
 
 
 @record
@@ -38,7 +36,7 @@ class SourceModel:
 
     facts: SourceFacts
     before: RepairSide
-    files: tuple[dict[str, Any], ...]
+    files: tuple[FileFacts, ...]
 
 
 def no_source(checkpoint: str) -> SourceModel:
@@ -46,31 +44,19 @@ def no_source(checkpoint: str) -> SourceModel:
     return SourceModel(SourceFacts(name=checkpoint), RepairSide("nothing-found", ()), ())
 
 
-def read_source(document: dict[str, Any]) -> SourceModel:
-    """Read a report, as `--format json` writes it.
-
-    Raises:
-        UsageError: it is not a report of this version of kvdoctor.
-    """
-    try:
-        model, stacks = document["model"], [stack for stack in document["stacks"] if stack["contract"]]
-        findings = tuple(from_plain(Finding, entry) for entry in document["findings"])
-        verdict = _verdict(document["verdict"])
-        files = tuple(dict(file) for file in model["files"])
-        return SourceModel(
-            SourceFacts(
-                name=str(model["path"]),
-                layouts=tuple(str(stack["layout"]) for stack in stacks),
-                roles=tuple(dict.fromkeys(str(file["role"]) for file in files)),
-                opset=max(_opsets(files), default=None),
-                dtype=next((str(slot["dtype"]) for stack in stacks for slot in stack["contract"]["slots"]), None),
-                faults=tuple(dict.fromkeys(f.name for f in findings if f.severity != "note")),
-            ),
-            RepairSide(verdict, findings),
-            files,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"it is not a report of a model ({type(error).__name__}: {str(error)[:200]})") from None
+def read_source(report: Report) -> SourceModel:
+    """The facts in a report."""
+    files, contracts = report.model.files, [stack.contract for stack in report.stacks if stack.contract is not None]
+    decoders = (file.opsets for file in files if "decoder" in file.role)
+    facts = SourceFacts(
+        name=report.model.path,
+        layouts=tuple(stack.layout for stack in report.stacks if stack.contract is not None),
+        roles=tuple(dict.fromkeys(file.role for file in files)),
+        opset=max(filter(None, (opsets.get("", opsets.get("ai.onnx")) for opsets in decoders)), default=None),
+        dtype=next((slot.dtype for contract in contracts for slot in contract.slots), None),
+        faults=tuple(dict.fromkeys(found.name for found in report.findings if found.severity != "note")),
+    )
+    return SourceModel(facts, RepairSide(report.verdict, report.findings), files)
 
 
 def read_because(path: str) -> SourceModel:
@@ -79,34 +65,10 @@ def read_because(path: str) -> SourceModel:
     Raises:
         UsageError: it cannot be read, or is not a report; the message says how to write one.
     """
-    advice = "; `kvdoctor step-test MODEL --output json=REPORT.json` writes one"
     try:
-        if Path(path).stat().st_size > MOST_BYTES:
-            raise UsageError(f"--because {path!r} is larger than 256 MiB{advice}")
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--because {path!r} cannot be read ({type(error).__name__}){advice}") from None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise UsageError(f"--because {path!r} is not a report with the schema {SCHEMA}{advice}")
-    try:
-        return read_source(document)
+        return read_source(read_report(path))
     except UsageError as reason:
-        raise UsageError(f"--because {path!r}: {reason}{advice}") from None
-
-
-def _verdict(word: Any) -> Verdict:
-    if word not in get_args(Verdict):
-        raise ValueError(f"verdict {word!r}")
-    found: Verdict = word
-    return found
-
-
-def _opsets(files: tuple[dict[str, Any], ...]) -> Iterator[int]:
-    for file in files:
-        if "decoder" in str(file["role"]):
-            version = file["opsets"].get("", file["opsets"].get("ai.onnx"))
-            if isinstance(version, int):
-                yield version
+        raise UsageError(f"--because {reason}") from None
 
 
 DECODERS = ("decoder-merged", "decoder", "decoder-with-past")
@@ -130,49 +92,30 @@ def delete_surplus_decoders(folder: Path, known: SourceModel) -> tuple[str, ...]
     return tuple(file.name for file in surplus)
 
 
-def compare_ports(known: SourceModel, files: tuple[dict[str, Any], ...]) -> Iterator[PortChange]:
+def compare_ports(known: SourceModel, files: tuple[FileFacts, ...]) -> Iterator[PortChange]:
     """Inputs and outputs that differ from the replaced model, in files of the same name or role."""
     for file in files:
-        before = _find_counterpart(file, known.files, files)
-        if before is None:
-            continue
-        for kind in ("inputs", "outputs"):
-            was, now = ({str(port["name"]): port for port in each.get(kind) or ()} for each in (before, file))
-            for name in dict.fromkeys([*was, *now]):
-                if not _is_compatible(was.get(name), now.get(name)):
-                    yield PortChange(
-                        str(file["path"]), name, _describe_port(was.get(name)), _describe_port(now.get(name))
-                    )
-
-
-def _find_counterpart(
-    file: dict[str, Any], old: tuple[dict[str, Any], ...], new: tuple[dict[str, Any], ...]
-) -> dict[str, Any] | None:
-    named = next((other for other in old if other["path"] == file["path"]), None)
-    if named is not None:
-        return named
-    same = [other for other in old if other["role"] == file["role"]]
-    alone = sum(other["role"] == file["role"] for other in new) == 1
-    return same[0] if len(same) == 1 and alone else None
+        named = [other for other in known.files if other.path == file.path]
+        same = [other for other in known.files if other.role == file.role]
+        alone = len(same) == 1 and sum(other.role == file.role for other in files) == 1
+        for before in (named or (same if alone else []))[:1]:
+            for sides in ((before.inputs, file.inputs), (before.outputs, file.outputs)):
+                was, now = ({str(port["name"]): port for port in ports} for ports in sides)
+                for name in dict.fromkeys([*was, *now]):
+                    if not _is_compatible(was.get(name), now.get(name)):
+                        types = (None if port is None else _describe(port) for port in (was.get(name), now.get(name)))
+                        yield PortChange(file.path, name, *types)
 
 
 def _is_compatible(was: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
     """Whether a caller feeds and reads both in the same way; names of free axes do not matter."""
-    if was is None or now is None:
+    if was is None or now is None or was.get("dtype") != now.get("dtype"):
         return False
     old, new = was.get("shape"), now.get("shape")
-    if was.get("dtype") != now.get("dtype"):
-        return False
     if old is None or new is None:
         return True
-    return len(old) == len(new) and all(
-        before == after or not isinstance(after, int) for before, after in zip(old, new, strict=True)
-    )
+    return len(old) == len(new) and all(a == b or not isinstance(b, int) for a, b in zip(old, new, strict=True))
 
 
-def _describe_port(port: dict[str, Any] | None) -> str | None:
-    if port is None:
-        return None
-    shape = port.get("shape")
-    sizes = "" if shape is None else f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
-    return f"{port.get('dtype')}{sizes}"
+def _describe(port: dict[str, Any]) -> str:
+    return str(port.get("dtype")) if port.get("shape") is None else describe(str(port.get("dtype")), port["shape"])

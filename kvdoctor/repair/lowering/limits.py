@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from kvdoctor.errors import KvdoctorError
-from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
@@ -69,14 +69,8 @@ def exceeds(view: GraphView, want: VersionLimit) -> bool:
 OLDEST = 4
 """Earlier versions require every initializer to be a graph input, which changes the contract with the caller."""
 
-SINCE = {
-    9: ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ"),
-    10: ("UINT4", "INT4"),
-    11: ("FLOAT4E2M1",),
-    12: ("FLOAT8E8M0",),
-    13: ("UINT2", "INT2"),
-    14: ("FLOAT6E2M3", "FLOAT6E3M2"),
-}
+SINCE = {9: ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ"), 10: ("UINT4", "INT4")}
+SINCE |= {11: ("FLOAT4E2M1",), 12: ("FLOAT8E8M0",), 13: ("UINT2", "INT2"), 14: ("FLOAT6E2M3", "FLOAT6E3M2")}
 TYPES = dict(TensorProto.DataType.items())
 NEEDS = {TYPES[name]: (version, name) for version, names in SINCE.items() for name in names if name in TYPES}
 
@@ -115,17 +109,13 @@ def _needs_of_graph(graph: GraphProto) -> Iterator[Need]:
     for tensor in graph.initializer:
         yield from _needs_of_type(tensor.data_type, f"weight {tensor.name}")
     for value in (*graph.input, *graph.output, *graph.value_info):
-        yield from _needs_of_value(value)
+        kind = value.type.WhichOneof("value")
+        if kind in ("optional_type", "sparse_tensor_type"):
+            yield 8, f"{value.name}, which is optional or sparse,"
+        if kind == "tensor_type":
+            yield from _needs_of_type(value.type.tensor_type.elem_type, value.name)
     for node in graph.node:
         yield from _needs_of_node(node)
-
-
-def _needs_of_value(value: ValueInfoProto) -> Iterator[Need]:
-    kind = value.type.WhichOneof("value")
-    if kind in ("optional_type", "sparse_tensor_type"):
-        yield 8, f"{value.name}, which is optional or sparse,"
-    if kind == "tensor_type":
-        yield from _needs_of_type(value.type.tensor_type.elem_type, value.name)
 
 
 def _needs_of_node(node: NodeProto) -> Iterator[Need]:
@@ -134,16 +124,11 @@ def _needs_of_node(node: NodeProto) -> Iterator[Need]:
     if _has(node, "device_configurations") and len(node.device_configurations):
         yield 11, f"node {node.name} is placed on a device, which"
     for attribute in node.attribute:
-        yield from _needs_of_attribute(node, attribute)
-
-
-def _needs_of_attribute(node: NodeProto, attribute: AttributeProto) -> Iterator[Need]:
-    if attribute.HasField("t"):
-        yield from _needs_of_type(attribute.t.data_type, f"constant of node {node.name}")
-    if attribute.name in ("to", "output_dtype", "dtype"):
-        yield from _needs_of_type(attribute.i, f"{node.op_type} {node.name}")
-    for body in bodies_of(attribute):
-        if body.sparse_initializer:
+        if attribute.HasField("t"):
+            yield from _needs_of_type(attribute.t.data_type, f"constant of node {node.name}")
+        if attribute.name in ("to", "output_dtype", "dtype"):
+            yield from _needs_of_type(attribute.i, f"{node.op_type} {node.name}")
+        if any(body.sparse_initializer for body in bodies_of(attribute)):
             yield 6, "a sparse weight"
 
 

@@ -9,14 +9,16 @@ attribute that it does not know, and inputs beyond those that it knows even if t
 Source: the operator schemas of ONNX Runtime 1.31 (docs/ContribOperators.md).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import onnx
 from onnx import IR_VERSION, helper
 
+from kvdoctor.model.edit import keep_only
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto
 from kvdoctor.model.traverse import STANDARD, all_nodes, opset_version
-from kvdoctor.repair.lowering.limits import CannotChangeVersion, VersionLimit, find_oldest_ir
+from kvdoctor.repair.lowering.limits import CannotChangeVersion, VersionLimit, Way, find_oldest_ir
 from kvdoctor.repair.lowering.opset import replace_nodes, rewrite_nodes
 from kvdoctor.report.repair_record import Change
 from kvdoctor.runtime.targets.limits import CONTRIB_IN_STANDARD, INPUTS, describe_feature, tested_operators
@@ -28,18 +30,11 @@ NO_OTHER_FORM = (
     "kvdoctor re-export MODEL --from CHECKPOINT -o OUT --exporter optimum"
 )
 MS = "com.microsoft"
+GROUPED: dict[str, object] = dict.fromkeys(("do_rotary", "rotary_interleaved", "qk_output", "kv_cache_bit_width"), 0)
+GROUPED |= {"softcap": 0.0, "smooth_softmax": (-1, 0), "local_window_size": -1}
+GROUPED |= {"k_quant_type": b"NONE", "v_quant_type": b"NONE"}
 SILENT: dict[str, dict[str, object]] = {
-    "GroupQueryAttention": {
-        "softcap": 0.0,
-        "smooth_softmax": (-1, 0),
-        "local_window_size": -1,
-        "do_rotary": 0,
-        "rotary_interleaved": 0,
-        "qk_output": 0,
-        "k_quant_type": b"NONE",
-        "v_quant_type": b"NONE",
-        "kv_cache_bit_width": 0,
-    },
+    "GroupQueryAttention": GROUPED,
     "MultiHeadAttention": {"unidirectional": 0},
     "RotaryEmbedding": {"is_packed_batching": 0, "num_heads": 0, "rotary_embedding_dim": 0},
     "MatMulNBits": {"accuracy_level": 0, "weight_prepacked": 0},
@@ -54,41 +49,29 @@ def find_unsupported(model: ModelProto, unsupported: frozenset[str]) -> tuple[st
     for node in all_nodes(model):
         attributes = {attribute.name for attribute in node.attribute if not _is_silent(node, attribute)}
         domain = node.domain if node.domain not in STANDARD else CONTRIB_IN_STANDARD
-        features = [
-            f for f in tested_operators().other(domain, node.op_type, attributes, _filled(node)) if f in unsupported
-        ]
-        for feature in features[:1]:
+        filled = max((number for number, name in enumerate(node.input, 1) if name), default=0)
+        features = tested_operators().other(domain, node.op_type, attributes, filled)
+        for feature in [feature for feature in features if feature in unsupported][:1]:
             found[feature] = found.get(feature, 0) + 1
-    return tuple(
-        f"{describe_feature(feature)} is not supported by the target ({count} x)" for feature, count in found.items()
-    )
+    return tuple(f"{describe_feature(one)} is not supported by the target ({count} x)" for one, count in found.items())
 
 
 def drop_silent_attributes(model: ModelProto, unsupported: frozenset[str], file: str) -> list[Change]:
     """Drop attributes with the default meaning that a target does not know. Changes the model."""
-    dropped: dict[str, int] = {}
+    dropped = Counter[str]()
     for node in all_nodes(model) if unsupported else ():
         if node.domain != MS:
             continue
         for index in reversed(range(len(node.attribute))):
             attribute = node.attribute[index]
-            feature = f"{MS}:{node.op_type}.{attribute.name}"
-            if feature in unsupported and _is_silent(node, attribute):
-                dropped[feature] = dropped.get(feature, 0) + 1
+            if f"{MS}:{node.op_type}.{attribute.name}" in unsupported and _is_silent(node, attribute):
+                dropped[f"{node.op_type}.{attribute.name}"] += 1
                 del node.attribute[index]
         while f"{MS}:{node.op_type}.{INPUTS}{len(node.input)}" in unsupported and not node.input[-1]:
-            label = f"empty input of {node.op_type}"
-            dropped[label] = dropped.get(label, 0) + 1
+            dropped[f"empty input of {node.op_type}"] += 1
             del node.input[-1]
-    return [
-        Change(file, f"{count} x {feature.rpartition(':')[2]}", "has the default meaning", "removed")
-        for feature, count in dropped.items()
-    ]
-
-
-def _filled(node: NodeProto) -> int:
-    """The number of inputs up to the last that is not empty."""
-    return max((number for number, name in enumerate(node.input, 1) if name), default=0)
+    default = "has the default meaning"
+    return [Change(file, f"{count} x {what}", default, "removed") for what, count in dropped.items()]
 
 
 def _is_silent(node: NodeProto, attribute: AttributeProto) -> bool:
@@ -110,7 +93,9 @@ def lower_model(model: ModelProto, want: VersionLimit, file: str) -> tuple[Chang
     replaced = rewrite_nodes(model, want.opset, "lowered") if want.opset is not None else []
     if want.ir is not None:
         refuse_older_ir(model, want.ir)
-    changes = [*replace_nodes(model, replaced, file), *_lower_imports(model, want, file)]
+    changes = [*replace_nodes(model, replaced, file)]
+    if want.opset is not None:
+        changes += _change_imports(model, want.opset, "lowered", file)
     changes += drop_silent_attributes(model, want.unsupported, file)
     if want.ir is not None and model.ir_version > want.ir:
         changes += set_ir(model, want.ir, file)
@@ -135,18 +120,12 @@ def set_ir(model: ModelProto, ir: int, file: str) -> list[Change]:
     return [change]
 
 
-def _lower_imports(model: ModelProto, want: VersionLimit, file: str) -> list[Change]:
-    changes = []
-    places = [
-        ("opset", model.opset_import),
-        *((f"opset of function {f.name}", f.opset_import) for f in model.functions),
-    ]
-    for where, imports in places:
-        for entry in imports:
-            if want.opset is not None and entry.domain in STANDARD and entry.version > want.opset:
-                changes.append(Change(file, where, str(entry.version), str(want.opset)))
-                entry.version = want.opset
-    return changes
+def _change_imports(model: ModelProto, opset: int, way: Way, file: str) -> Iterator[Change]:
+    functions = ((f"opset of function {f.name}", f.opset_import) for f in model.functions)
+    for where, entry in ((w, e) for w, imports in (("opset", model.opset_import), *functions) for e in imports):
+        if entry.domain in STANDARD and (entry.version > opset if way == "lowered" else entry.version < opset):
+            yield Change(file, where, str(entry.version), str(opset))
+            entry.version = opset
 
 
 def change_versions(model: ModelProto, ir: int | None, opset: int | None, file: str) -> tuple[Change, ...]:
@@ -159,16 +138,15 @@ def change_versions(model: ModelProto, ir: int | None, opset: int | None, file: 
         CannotChangeVersion: something has no form there; the model is as it was.
     """
     if ir is not None and model.ir_version < ir > IR_VERSION:
-        raise CannotChangeVersion(
-            (f"IR version {ir} is newer than onnx {onnx.__version__} knows",), "pip install -U onnx", "raised"
-        )
+        known = f"IR version {ir} is newer than onnx {onnx.__version__} knows"
+        raise CannotChangeVersion((known,), "pip install -U onnx", "raised")
     if opset is None or opset <= opset_version(model.opset_import):
         changes = [*lower_model(model, VersionLimit(ir=ir, opset=opset), file)]
     else:
         if ir is not None:
             refuse_older_ir(model, ir)
         replaced = rewrite_nodes(model, opset, "raised")
-        changes = [*replace_nodes(model, replaced, file), *_raise_imports(model, opset, file)]
+        changes = [*replace_nodes(model, replaced, file), *_change_imports(model, opset, "raised", file)]
         least = helper.find_min_ir_version_for([helper.make_opsetid("", opset)], ignore_unknown=True)
         ir = ir or max(model.ir_version, least)
         changes += set_ir(model, ir, file) if ir < model.ir_version else []
@@ -177,25 +155,11 @@ def change_versions(model: ModelProto, ir: int | None, opset: int | None, file: 
     return tuple(changes)
 
 
-def _raise_imports(model: ModelProto, opset: int, file: str) -> Iterator[Change]:
-    places = [
-        ("opset", model.opset_import),
-        *((f"opset of function {f.name}", f.opset_import) for f in model.functions),
-    ]
-    for where, imports in places:
-        for entry in imports:
-            if entry.domain in STANDARD and entry.version < opset:
-                yield Change(file, where, str(entry.version), str(opset))
-                entry.version = opset
-
-
 def _fix_weights(model: ModelProto, ir: int, file: str) -> Iterator[Change]:
     """Take weights from the inputs: older versions list all of them there, newer ones let the caller replace those."""
     if model.ir_version >= WEIGHTS_ALONE or ir < WEIGHTS_ALONE:
         return
-    weights = {tensor.name for tensor in model.graph.initializer}
-    kept = [value for value in model.graph.input if value.name not in weights]
-    if count := len(model.graph.input) - len(kept):
-        del model.graph.input[:]
-        model.graph.input.extend(kept)
+    weights, before = {tensor.name for tensor in model.graph.initializer}, len(model.graph.input)
+    keep_only(model.graph.input, lambda value: value.name not in weights)
+    if count := before - len(model.graph.input):
         yield Change(file, "inputs", f"{count} weights among them", "the weights are no inputs")

@@ -8,6 +8,8 @@ The converter is not given a whole model: in onnx 1.23 it then loses the local f
 and passes on operators whose meaning changed.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 
 import onnx
@@ -84,20 +86,17 @@ def rewrite_nodes(model: onnx.ModelProto, opset: int, way: Way) -> list[Rewritte
         if by is not None:
             replaced.append(RewrittenNode(site.body, node, by, site.place))
     if blocks:
-        raise CannotChangeVersion(
-            tuple(f"{reason} (node {shorten_names(tuple(nodes))})" for reason, nodes in blocks.items()),
-            f"export again at that opset: kvdoctor re-export MODEL --from CHECKPOINT -o OUT --opset {opset}",
-            way,
-        )
+        reasons = tuple(f"{reason} (node {shorten_names(tuple(nodes))})" for reason, nodes in blocks.items())
+        again = f"kvdoctor re-export MODEL --from CHECKPOINT -o OUT --opset {opset}"
+        raise CannotChangeVersion(reasons, f"export again at that opset: {again}", way)
     return replaced
 
 
 def replace_nodes(model: onnx.ModelProto, replaced: list[RewrittenNode], file: str) -> Iterator[Change]:
     """Replace the old nodes by the new ones, and remove the constants that only the old ones needed."""
-    counts: dict[tuple[str, str, str], int] = {}
-    left = {name for one in replaced for name in one.node.input} - {
-        name for one in replaced for node in one.by for name in node.input
-    }
+    counts = Counter[tuple[str, str, str]]()
+    left = {name for one in replaced for name in one.node.input}
+    left -= {name for one in replaced for node in one.by for name in node.input}
     for one in replaced:
         before, after = _describe_node(one.node), " -> ".join(_describe_node(node) for node in one.by)
         index = next(i for i, node in enumerate(one.body.node) if node is one.node)
@@ -105,7 +104,7 @@ def replace_nodes(model: onnx.ModelProto, replaced: list[RewrittenNode], file: s
         for offset, node in enumerate(one.by):
             one.body.node.insert(index + offset, node)
         if before != after:
-            counts[one.place, before, after] = counts.get((one.place, before, after), 0) + 1
+            counts[one.place, before, after] += 1
     for (place, before, after), count in counts.items():
         yield Change(file, f"{count} x {before.partition(' ')[0]}, {place}", before, after)
     drop_unread_constants(model, left)
@@ -144,9 +143,8 @@ def _sites(model: onnx.ModelProto, opset: int, way: Way) -> Iterator[tuple[_Site
 
 def _differs_between(node: onnx.NodeProto, version: int, opset: int) -> bool:
     """Whether a standard operator differs in the other opset. Operators unknown to ONNX belong to the runtime."""
-    if node.domain not in STANDARD or not defs.has(node.op_type):
-        return False
-    return _since(node.op_type, version) != _since(node.op_type, opset)
+    is_standard = node.domain in STANDARD and defs.has(node.op_type)
+    return is_standard and _since(node.op_type, version) != _since(node.op_type, opset)
 
 
 def _since(operator: str, version: int) -> int | None:
@@ -207,11 +205,11 @@ def _isolate_node(node: onnx.NodeProto, site: _Site) -> onnx.ModelProto:
     constants, inputs = [], []
     for name in dict.fromkeys(name for name in node.input if name):
         tensor = site.scope.constant(name) if site.scope is not None else None
-        if tensor is not None and _is_small(tensor):
-            kept = onnx.TensorProto()
-            kept.CopyFrom(tensor)
-            kept.name = name
-            constants.append(kept)
+        inside = tensor is not None and tensor.data_location != onnx.TensorProto.EXTERNAL
+        if tensor is not None and inside and math.prod(tensor.dims) <= MOST_CONSTANT:
+            constants.append(onnx.TensorProto())
+            constants[-1].CopyFrom(tensor)
+            constants[-1].name = name
         else:
             inputs.append(_declare_value(name, site))
     outputs = [_declare_value(name, site) for name in node.output if name]
@@ -220,13 +218,6 @@ def _isolate_node(node: onnx.NodeProto, site: _Site) -> onnx.ModelProto:
     graph = helper.make_graph([copy], "one node", inputs, outputs, constants)
     imports = [helper.make_opsetid("", site.opset)]
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
-
-
-def _is_small(tensor: onnx.TensorProto) -> bool:
-    count = 1
-    for size in tensor.dims:
-        count *= size
-    return count <= MOST_CONSTANT and tensor.data_location != onnx.TensorProto.EXTERNAL
 
 
 def _declare_value(name: str, site: _Site) -> onnx.ValueInfoProto:
@@ -307,23 +298,16 @@ def _without_weights(graph: onnx.GraphProto) -> onnx.GraphProto:
         else:
             bare.value_info.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     for node in graph.node:
-        copy = bare.node.add()
-        copy.op_type, copy.domain, copy.name = node.op_type, node.domain, node.name
+        copy = bare.node.add(op_type=node.op_type, domain=node.domain, name=node.name)
         copy.input.extend(node.input)
         copy.output.extend(node.output)
         for attribute in node.attribute:
-            _add_attribute(copy, attribute)
+            mine = copy.attribute.add(name=attribute.name, type=attribute.type)
+            if attribute.HasField("g"):
+                mine.g.CopyFrom(_without_weights(attribute.g))
+            elif attribute.HasField("t") and attribute.t.ByteSize() > MOST_BYTES:
+                mine.t.data_type = attribute.t.data_type
+                mine.t.dims.extend(attribute.t.dims)
+            else:
+                mine.CopyFrom(attribute)
     return bare
-
-
-def _add_attribute(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> None:
-    mine = node.attribute.add()
-    if attribute.HasField("g"):
-        mine.name, mine.type = attribute.name, attribute.type
-        mine.g.CopyFrom(_without_weights(attribute.g))
-    elif attribute.HasField("t") and attribute.t.ByteSize() > MOST_BYTES:
-        mine.name, mine.type = attribute.name, attribute.type
-        mine.t.data_type = attribute.t.data_type
-        mine.t.dims.extend(attribute.t.dims)
-    else:
-        mine.CopyFrom(attribute)

@@ -13,10 +13,10 @@ from typing import Any
 import onnx
 from onnx import defs, helper
 
+from kvdoctor.model.edit import keep_only
+
 OTHER_MEANING = {
-    "Softmax": (13,),
-    "LogSoftmax": (13,),
-    "Hardmax": (13,),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), (13,)),
     "BatchNormalization": (14,),
     "RoiAlign": (16,),
     "Resize": (11, 13, 18, 19),
@@ -42,7 +42,9 @@ def fit_to_schema(
     `own` is the opset of the node, `types` are those of the inputs, None where unknown.
     """
     now, then = (defs.get_schema(node.op_type, version, "") for version in (own, other))
-    if then.deprecated or means_other(node, own, other) or _lacks_lengths(node, own, other):
+    # A Split into equal parts says nothing of their number, which a newer version needs.
+    lacks_lengths = node.op_type == LENGTHS[0] and own < LENGTHS_SINCE <= other and not any(node.input[1:])
+    if then.deprecated or means_other(node, own, other) or lacks_lengths:
         return None
     if not _same_ports(node, now, then) or not _types_allowed(then, types):
         return None
@@ -62,22 +64,12 @@ def means_other(node: onnx.NodeProto, own: int, other: int) -> bool:
     return any(older < version <= newer and version not in kept for version in OTHER_MEANING.get(node.op_type, ()))
 
 
-def _lacks_lengths(node: onnx.NodeProto, own: int, other: int) -> bool:
-    """Whether a node is a Split into equal parts, whose number a newer version needs."""
-    return node.op_type == LENGTHS[0] and own < LENGTHS_SINCE <= other and not any(node.input[1:])
-
-
 def drop_default_attributes(node: onnx.NodeProto, own: int, other: int) -> onnx.NodeProto:
     """The node without attributes that the schema of another opset does not know, where they have their default."""
     now, then = (defs.get_schema(node.op_type, version, "") for version in (own, other))
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
-    del bare.attribute[:]
-    bare.attribute.extend(
-        attribute
-        for attribute in node.attribute
-        if attribute.name in then.attributes or not _has_default_meaning(node, attribute, now)
-    )
+    keep_only(bare.attribute, lambda one: one.name in then.attributes or not _has_default_meaning(node, one, now))
     return bare
 
 

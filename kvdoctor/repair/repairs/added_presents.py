@@ -6,16 +6,14 @@ Ensures: the joined value is a further output, declared like the past with a len
 """
 
 from kvdoctor.analysis.dialects.dialect import find_dialect
-from kvdoctor.contract import Slot, describe
+from kvdoctor.contract import Slot
 from kvdoctor.model.edit import describe_maker, new_name, rename_values
-from kvdoctor.model.proto import GraphProto, NodeProto, ValueInfoProto
+from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import own_names
-from kvdoctor.model.view import GraphView, declared
 from kvdoctor.repair.repairs.axis_names import name_of_new_axis
 from kvdoctor.repair.repairs.joined_presents import JoinedValues
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared
 
 INSTEAD = "export again with an output for each past"
 
@@ -43,35 +41,28 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
         context.cannot(
             "the past inputs without a present are no caches of tokens, or their first value is not computed", INSTEAD
         )
-    return tuple(
-        _add_present(view, slot, name, value, (file, name_of_new_axis(context))) for slot, name, value in found
-    )
+    return tuple(_add_present(context, file, *one) for one in found)
 
 
-def _add_present(view: GraphView, slot: Slot, name: str, value: str, at: tuple[str, str]) -> Change:
-    graph, (file, new) = view.model.graph, at
+def _add_present(context: RepairContext, file: str, slot: Slot, name: str, value: str) -> Change:
+    model = context.model(file)
+    graph, new = model.graph, name_of_new_axis(context)
     text = f"from {describe_maker(graph, value)}"
     if value != name:
         if name in own_names(graph):
-            rename_values(graph, {name: new_name(view.model, f"{name}.inner")})
-        node = NodeProto(op_type="Identity", name=new_name(view.model, f"{name}.added"), input=[value], output=[name])
+            rename_values(graph, {name: new_name(model, f"{name}.inner")})
+        node = NodeProto(op_type="Identity", name=new_name(model, f"{name}.added"), input=[value], output=[name])
         graph.node.append(node)
         text = f"Identity({value}), {text}"
-    shown = declared(_declare_output(graph, slot, name, new))
-    text = f"{describe(shown.dtype, shown.shape)}, {text}"
-    return Change(file, f"main graph, outputs, {name!r}", f"no output returns {slot.past}", text)
-
-
-def _declare_output(graph: GraphProto, slot: Slot, name: str, new: str) -> ValueInfoProto:
-    past = next(value for value in graph.input if value.name == slot.past)
-    output: ValueInfoProto = graph.output.add()
-    output.CopyFrom(past)
+    output = graph.output.add()
+    output.CopyFrom(find_declared(graph.input, slot.past))
     output.name = name
     dim = output.type.tensor_type.shape.dim[slot.axes.index("past")]
     length = dim.dim_param or "past_sequence_length"
     dim.Clear()
     dim.dim_param = f"{length} + {new}"
-    return output
+    text = f"{describe_type(output)}, {text}"
+    return Change(file, f"main graph, outputs, {name!r}", f"no output returns {slot.past}", text)
 
 
-REPAIR = Repair(name="added-presents", checks=("past-without-present",), stage="slots", keeps="first-step", apply=apply)
+REPAIR = Repair("added-presents", ("past-without-present",), "slots", "first-step", apply)

@@ -16,17 +16,15 @@ from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node, name_node
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Repair every operator of the files that the findings name."""
     changes: list[Change] = []
-    for file in dict.fromkeys(finding.file for finding in context.found("attention-cache-half-wired") if finding.file):
-        if file in context.files:
-            for scope in list(context.view(file).scopes()):
-                changes += _repair_operators(context.model(file), scope, file)
+    for file in context.files_of("attention-cache-half-wired"):
+        for scope in list(context.view(file).scopes()):
+            changes += _repair_operators(context.model(file), scope, file)
     return tuple(changes)
 
 
@@ -69,11 +67,4 @@ def _subtract_one(model: ModelProto, graph: GraphProto, node: NodeProto, total: 
     return name
 
 
-REPAIR = Repair(
-    name="attention-ports",
-    checks=("attention-cache-half-wired",),
-    stage="session",
-    keeps="own",
-    apply=apply,
-    advice=(),
-)
+REPAIR = Repair("attention-ports", ("attention-cache-half-wired",), "session", "own", apply)

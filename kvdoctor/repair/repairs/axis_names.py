@@ -8,14 +8,13 @@ the shapes declared inside the graph are removed, which no runtime needs. The co
 
 from collections.abc import Iterator
 
-from kvdoctor.contract import Slot, describe
+from kvdoctor.contract import Slot
 from kvdoctor.model.edit import describe_graph
 from kvdoctor.model.proto import ValueInfoProto
 from kvdoctor.model.traverse import graphs_in
-from kvdoctor.model.view import GraphView, declared
+from kvdoctor.model.view import GraphView
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
@@ -43,25 +42,23 @@ def name_of_new_axis(context: RepairContext) -> str:
 
 def _rename_axis(view: GraphView, slot: Slot, new: str, file: str) -> Iterator[Change]:
     axis = slot.axes.index("past")
-    past = next(value for value in view.model.graph.input if value.name == slot.past)
-    output = next((value for value in view.model.graph.output if value.name == slot.present), None)
-    if output is None or (name := _axis_name(past, axis)) is None:
+    past = find_declared(view.model.graph.input, slot.past)
+    output = find_declared(view.model.graph.output, slot.present)
+    if output is None or not (name := _axis_name(past, axis)):
         return
     scope, inner_name = view.behind(output.name)
-    graph = scope.graph
-    inner = next((value for value in graph.output if value.name == inner_name), output)
-    for place, value in {"main graph": output, describe_graph(view, graph): inner}.items():
+    inner = find_declared(scope.graph.output, inner_name) or output
+    for place, value in {"main graph": output, describe_graph(view, scope.graph): inner}.items():
         if _axis_name(value, axis) == name:
-            before = describe(declared(value).dtype, declared(value).shape)
+            before = describe_type(value)
             value.type.tensor_type.shape.dim[axis].dim_param = f"{name} + {new}"
-            after = describe(declared(value).dtype, declared(value).shape)
-            yield Change(file, f"{place}, output {value.name!r}", before, after)
+            yield Change(file, f"{place}, output {value.name!r}", before, describe_type(value))
 
 
-def _axis_name(value: ValueInfoProto, axis: int) -> str | None:
-    """The symbolic name of an axis."""
-    dims = value.type.tensor_type.shape.dim
-    return str(dims[axis].dim_param) or None if axis < len(dims) else None
+def _axis_name(value: ValueInfoProto | None, axis: int) -> str:
+    """The symbolic name of an axis, empty if it has none."""
+    dims = value.type.tensor_type.shape.dim if value is not None else ()
+    return str(dims[axis].dim_param) if axis < len(dims) else ""
 
 
-REPAIR = Repair(name="axis-names", checks=("axis-name-collision",), stage="names", keeps="bits", apply=apply)
+REPAIR = Repair("axis-names", ("axis-name-collision",), "names", "bits", apply)

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 
 from kvdoctor.model.edit import fresh_name
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import Readers, describe_node, output_of, own_names, readers
+from kvdoctor.model.proto import TensorProto
+from kvdoctor.model.traverse import describe_node, output_of, own_names, readers
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 SCALE, WEIGHT, ZERO_POINT = 1, 0, 2
 
@@ -28,11 +27,10 @@ SCALE, WEIGHT, ZERO_POINT = 1, 0, 2
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Search every branch of the files that the runtime does not load."""
     changes: list[Change] = []
-    for file in dict.fromkeys(finding.file for finding in context.found("session-refused") if finding.file):
-        if file in context.files:
-            for scope in list(context.view(file).scopes()):
-                if scope.outer is not None:
-                    changes += _copy_scales(scope, file)
+    for file in context.files_of("session-refused"):
+        for scope in list(context.view(file).scopes()):
+            if scope.outer is not None:
+                changes += _copy_scales(scope, file)
     if not changes:
         context.cannot("no quantized MatMul takes its scale from outside its branch: the runtime has another reason")
     return tuple(changes)
@@ -42,60 +40,40 @@ def _copy_scales(scope: Scope, file: str) -> Iterator[Change]:
     copied: dict[str, str] = {}
     reads = readers(scope.graph)
     for node in scope.graph.node:
-        if not has(node.op_type, "dequantize") or (transposed := _reaches_product(reads, node)) is None:
+        following = [reader for reader, _ in reads.get(output_of(node), ())]
+        transposed = [reader for reader in following if has(reader.op_type, "permute")]
+        further = [reader for one in transposed for reader, _ in reads.get(output_of(one), ())]
+        direct, reached = (any(has(one.op_type, "product") for one in some) for some in (following, further))
+        if not has(node.op_type, "dequantize") or not (direct or reached):
             continue
-        wanted = (SCALE, ZERO_POINT) if transposed else (SCALE, ZERO_POINT, WEIGHT)
+        wanted = (SCALE, ZERO_POINT, WEIGHT) if direct else (SCALE, ZERO_POINT)
         for at in wanted:
             tensor = _find_outer(scope, node.input[at]) if at < len(node.input) else None
             if tensor is None:
                 continue
             if tensor.name not in copied:
-                copied[tensor.name] = _copy_tensor(scope.graph, tensor)
+                copy = scope.graph.initializer.add()
+                copy.CopyFrom(tensor)
+                copy.name = fresh_name(f"{tensor.name}.branch", own_names(scope.graph))
+                copied[tensor.name] = str(copy.name)
             before = node.input[at]
             node.input[at] = copied[tensor.name]
             word = {SCALE: "scale", WEIGHT: "weight", ZERO_POINT: "zero point"}[at]
             title = f"{scope.path}, {describe_node(node)}, {word}"
-            yield Change(
-                file, title, f"{before}, of the enclosing graph", f"{copied[tensor.name]}, a copy in the branch"
-            )
-
-
-def _reaches_product(reads: Readers, node: NodeProto) -> bool | None:
-    """Whether a node reaches a MatMul by a Transpose alone; None where it reaches none."""
-    following = [reader for reader, _ in reads.get(output_of(node), ())]
-    if any(has(reader.op_type, "product") for reader in following):
-        return False
-    transposed = [reader for reader in following if has(reader.op_type, "permute")]
-    further = (each for reader in transposed for each, _ in reads.get(output_of(reader), ()))
-    return True if any(has(each.op_type, "product") for each in further) else None
+            after = f"{copied[tensor.name]}, a copy in the branch"
+            yield Change(file, title, f"{before}, of the enclosing graph", after)
 
 
 def _find_outer(scope: Scope, name: str) -> TensorProto | None:
     """The initializer of an enclosing graph that a name refers to."""
-    if name in own_names(scope.graph):
-        return None
-    around = scope.outer
-    while around is not None:
+    around = scope if name not in own_names(scope.graph) else None
+    while around is not None and (around := around.outer) is not None:
         if name in around.initializers:
             return around.initializers[name]
         if name in own_names(around.graph):
             return None
-        around = around.outer
     return None
 
 
-def _copy_tensor(graph: GraphProto, tensor: TensorProto) -> str:
-    copy = graph.initializer.add()
-    copy.CopyFrom(tensor)
-    copy.name = fresh_name(f"{tensor.name}.branch", own_names(graph))
-    return str(copy.name)
-
-
-REPAIR = Repair(
-    name="branch-scales",
-    checks=("session-refused",),
-    stage="session",
-    keeps="bits",
-    apply=apply,
-    advice=("Load the session at the optimization level basic, if it loads there.",),
-)
+ADVICE = ("Load the session at the optimization level basic, if it loads there.",)
+REPAIR = Repair("branch-scales", ("session-refused",), "session", "bits", apply, ADVICE)

@@ -7,15 +7,13 @@ so.
 
 from collections.abc import Iterator
 
-from kvdoctor.contract import describe
 from kvdoctor.model.edit import describe_graph, describe_maker, new_name, return_value
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto
 from kvdoctor.model.traverse import input_of, producer
 from kvdoctor.model.view import GraphView, Scope, declared
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared, forget_declaration
 
 FLOATS = ("float", "float16", "bfloat16", "double")
 
@@ -42,46 +40,32 @@ def _repair_output(view: GraphView, file: str, cached: bool, output: str, wanted
     value = next(value for value in model.graph.output if value.name == output)
     scope, name = view.behind(output, cached)
     graph = scope.graph
-    inner = next((value for value in graph.output if value.name == name), value)
-    if inner.type.tensor_type.elem_type == wanted and value.type.tensor_type.elem_type == wanted:
+    inner = find_declared(graph.output, name) or value
+    types = inner.type.tensor_type, value.type.tensor_type
+    if all(one.elem_type == wanted for one in types):
         return
-    old = describe(declared(inner).dtype, declared(inner).shape)
-    before, place = describe_maker(graph, name), describe_graph(view, graph)
-    if inner.type.tensor_type.elem_type != wanted:
+    before, place = f"{describe_maker(graph, name)} {describe_type(inner)}", describe_graph(view, graph)
+    if types[0].elem_type != wanted:
         _cast_output(model, graph, name, wanted)
-    for each in (inner, value):
-        each.type.tensor_type.elem_type = wanted
-    now = declared(inner)
-    yield Change(
-        file,
-        f"{place}, output {output!r}",
-        f"{before} {old}",
-        f"{describe_maker(graph, name)} {describe(now.dtype, now.shape)}",
-    )
+    for one in types:
+        one.elem_type = wanted
+    after = f"{describe_maker(graph, name)} {describe_type(inner)}"
+    yield Change(file, f"{place}, output {output!r}", before, after)
 
 
 def _cast_output(model: ModelProto, graph: GraphProto, name: str, wanted: int) -> None:
     """Cast a returned value; an earlier Cast of it is bypassed, so that nothing is rounded twice."""
-    for index in reversed([index for index, known in enumerate(graph.value_info) if known.name == name]):
-        del graph.value_info[index]
+    forget_declaration(graph, name)
     source = Scope(graph, "").through(name)
     maker = producer(graph, source)
     source = input_of(maker, 0) if maker is not None and has(maker.op_type, "cast") else name
     made = new_name(model, f"{name}.cast")
-    to = AttributeProto(name="to", type=AttributeProto.INT, i=wanted)
     return_value(model, graph, name, source)
     last = producer(graph, name)
     assert last is not None  # noqa: S101 - it was just made
-    last.op_type = "Cast"
-    last.name = made
-    last.attribute.append(to)
+    last.op_type, last.name = "Cast", made
+    last.attribute.add(name="to", type=AttributeProto.INT, i=wanted)
 
 
-REPAIR = Repair(
-    name="cache-casts",
-    checks=("cache-dtype-mismatch",),
-    stage="slots",
-    keeps="first-step",
-    apply=apply,
-    advice=("Cast each present to the element type of its past before you feed it.",),
-)
+ADVICE = ("Cast each present to the element type of its past before you feed it.",)
+REPAIR = Repair("cache-casts", ("cache-dtype-mismatch",), "slots", "first-step", apply, ADVICE)

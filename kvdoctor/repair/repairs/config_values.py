@@ -6,6 +6,7 @@ Ensures: those keys, and no others, have the values of the graph; end tokens are
 values are left and reported.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -15,18 +16,16 @@ from kvdoctor.analysis.configs import DECODER_PARTS
 from kvdoctor.diagnose.checks.side_cars.config_json import config_json
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
-from kvdoctor.diagnose.checks.side_cars.stop_tokens import END, generation_stops
+from kvdoctor.diagnose.checks.side_cars.tokenizer import END, generation_stops
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 COMPARED: dict[str, Callable[[ContractContext], list[Disagreement]]] = {
     "config.json": config_json,
     "genai_config.json": genai_config,
     "generation_config.json": generation_stops,
 }
-
 
 NO_WINDOW = "no window"
 """The right value that the comparison gives if the graph has no window."""
@@ -49,26 +48,20 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
 
 def _correct_keys(name: str, content: dict[str, Any], found: list[Disagreement]) -> Iterator[Change]:
     for one in found:
-        holder, key = _find_holder(name, content, one.key)
         if one.right == NO_WINDOW:
-            yield from _remove_entry(name, *_find_holder(name, content, one.key.rpartition(".")[0]), one)
+            holder, key = _find_holder(name, content, one.key.rpartition(".")[0])
+            if holder is not None and key in holder:
+                now = f"removed, since the graph shows {one.observed}"
+                yield Change(name, one.key, json.dumps(holder.pop(key)), now)
             continue
+        holder, key = _find_holder(name, content, one.key)
         value = _parse_value(one.right)
         if holder is None or value is None or (key not in holder and key != END) or holder.get(key) == value:
             continue
         before = json.dumps(holder[key]) if key in holder else "left out"
         holder[key] = value
-        yield Change(name, one.key, before, f"{json.dumps(value)}, {_reason(one)}")
-
-
-def _reason(one: Disagreement) -> str:
-    return f"since {one.against} {'shows' if one.against == 'the graph' else 'has'} {one.observed}"
-
-
-def _remove_entry(name: str, holder: dict[str, Any] | None, key: str, one: Disagreement) -> Iterator[Change]:
-    """Remove an entry from a config."""
-    if holder is not None and key in holder:
-        yield Change(name, one.key, json.dumps(holder.pop(key)), f"removed, since the graph shows {one.observed}")
+        says = "shows" if one.against == "the graph" else "has"
+        yield Change(name, one.key, before, f"{json.dumps(value)}, since {one.against} {says} {one.observed}")
 
 
 def _find_holder(name: str, content: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
@@ -90,20 +83,11 @@ def _parse_value(right: str) -> int | bool | str | list[int] | None:
         return [int(number) for number in re.findall(r"\d+", right)]
     if right in ("true", "false"):
         return right == "true"
-    if right.startswith('"'):
-        try:
-            text = json.loads(right)
-        except ValueError:
-            return None
+    with contextlib.suppress(ValueError):
+        text = json.loads(right) if right.startswith('"') else None
         return text if isinstance(text, str) else None
     return None
 
 
-REPAIR = Repair(
-    name="config-values",
-    checks=("config-disagrees",),
-    stage="side-cars",
-    keeps="bits",
-    apply=apply,
-    advice=("Take names and sizes from the graph (`kvdoctor contract MODEL`), not from the config.",),
-)
+ADVICE = ("Take names and sizes from the graph (`kvdoctor contract MODEL`), not from the config.",)
+REPAIR = Repair("config-values", ("config-disagrees",), "side-cars", "bits", apply, ADVICE)

@@ -5,29 +5,27 @@ a -1 together with a 0, or a computed 0 that the operator takes for "copy this a
 Ensures: the target gives the same axes for an empty past as for every other length; nothing else is changed.
 """
 
+import math
+
 from kvdoctor.contract import Graph
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import describe_node
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, compare_with_original, find_graph, list_changes
+from kvdoctor.repair.shapes.agreement import compare_with_original, find_graph, list_changes
 from kvdoctor.repair.shapes.facts import WalkedReshape
-from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, Edit, read_declared_sizes, set_allowzero
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, read_declared_sizes, set_allowzero
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import Term, read_lengths, whole
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, Term, read_lengths, whole
 from kvdoctor.repair.shapes.writing import Writer
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Rewrite the targets of such Reshapes in the graph of the first step."""
     file = context.file_of("prefill")
-    try:
-        edits = accept_empty_past(context.model(file), find_graph(context, file))
-    except CannotFree as reason:
-        raise CannotRepair(str(reason), EXPORT_AGAIN) from None
+    edits = accept_empty_past(context.model(file), find_graph(context, file))
     if not edits:
-        raise CannotRepair(
+        context.cannot(
             "no Reshape fails for an empty past, and operators that do cannot be changed to accept one", EXPORT_AGAIN
         )
     compare_with_original(context, file)
@@ -66,26 +64,13 @@ def is_right_when_empty(one: WalkedReshape, said: tuple[Term, ...], allowzero: b
     size = reading.facts.size
     into, wanted, entries = ([size(t.replaced(nothing)) for t in terms] for terms in (one.into, one.out, said))
     filled = [into[i] if n == 0 and not allowzero and i < len(into) else n for i, n in enumerate(entries)]
-    total, rest, guess = 1, 1, None
-    for number in into:
-        total *= number
-    for at, number in enumerate(filled):
-        if number == -1:
-            guess = at
-        else:
-            rest *= number
-    if guess is not None:
+    if -1 in filled:
+        total, rest = math.prod(into), -math.prod(filled)
         if rest == 0 or total % rest:
             return False
-        filled[guess] = total // rest
+        filled[filled.index(-1)] = total // rest
     return filled == wanted
 
 
-REPAIR = Repair(
-    name="empty-past",
-    checks=("empty-past-rejected",),
-    stage="axes",
-    keeps="bits",
-    apply=apply,
-    advice=("Feed the first step a past of one row that the attention mask hides, if the model has a mask.",),
-)
+ADVICE = ("Feed the first step a past of one row that the attention mask hides, if the model has a mask.",)
+REPAIR = Repair("empty-past", ("empty-past-rejected",), "axes", "bits", apply, ADVICE)

@@ -6,19 +6,15 @@ second the mean. If the constant is multiplied or divided somewhere, only those 
 Ensures: such constants are finite where they are read; everything else stays as it is.
 """
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node
 from kvdoctor.model.view import Scope
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
-
-if TYPE_CHECKING:
-    import numpy as np
+from kvdoctor.repair.workspace import Change, RepairContext
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 PRODUCTS = operators_with("scale", "product")
@@ -32,7 +28,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     files = dict.fromkeys(file for _, file in context.graphs())
     found = [(file, *read) for file in files for read in _find_infinite(context, file)]
     if not found:
-        raise CannotRepair("no constant is infinite: the numbers become infinite during the computation", IN_FLOAT32)
+        context.cannot("no constant is infinite: the numbers become infinite during the computation", IN_FLOAT32)
     products = [one for one in found if one[2].op_type in PRODUCTS]
     return tuple(_make_finite(context, *one) for one in products or found)
 
@@ -50,42 +46,26 @@ def _find_infinite(context: RepairContext, file: str) -> Iterator[tuple[Scope, N
 def _is_infinite(context: RepairContext, file: str, tensor: TensorProto) -> bool:
     import numpy as np
 
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
-    if tensor.data_type not in FLOATS or not 0 < count <= MOST_VALUES:
-        return False
-    return bool(np.isinf(context.values(file, tensor)).any())
+    small = tensor.data_type in FLOATS and 0 < math.prod(tensor.dims) <= MOST_VALUES
+    return small and bool(np.isinf(context.values(file, tensor)).any())
 
 
 def _make_finite(context: RepairContext, file: str, scope: Scope, node: NodeProto, at: int) -> Change:
+    import numpy as np
     from onnx import numpy_helper
 
     tensor = scope.constant(node.input[at])
     if tensor is None:
-        raise CannotRepair(f"{node.input[at]!r} is no longer a constant")
+        context.cannot(f"{node.input[at]!r} is no longer a constant")
     values = context.values(file, tensor)
-    name = f"{node.input[at]}.finite"
-    if all(one.name != name for one in scope.graph.initializer):
-        scope.graph.initializer.append(numpy_helper.from_array(_clip(values), name))
-    node.input[at] = name
-    where = f"{describe_node(node)}, input {at}"
-    return Change(file, where, str(values.ravel()[:4].tolist()), str(_clip(values).ravel()[:4].tolist()))
-
-
-def _clip(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    import numpy as np
-
     limits = np.finfo(values.dtype)
-    clipped: np.ndarray[Any, Any] = np.clip(values, limits.min, limits.max)
-    return clipped
+    clipped, name = np.clip(values, limits.min, limits.max), f"{node.input[at]}.finite"
+    if all(one.name != name for one in scope.graph.initializer):
+        scope.graph.initializer.append(numpy_helper.from_array(clipped, name))
+    node.input[at] = name
+    before, after = (str(some.ravel()[:4].tolist()) for some in (values, clipped))
+    return Change(file, f"{describe_node(node)}, input {at}", before, after)
 
 
-REPAIR = Repair(
-    name="finite-constants",
-    checks=("non-finite",),
-    stage="values",
-    keeps="first-step",
-    apply=apply,
-    advice=("Without a change to the model: no row of a mask may hide every token.",),
-)
+ADVICE = ("Without a change to the model: no row of a mask may hide every token.",)
+REPAIR = Repair("finite-constants", ("non-finite",), "values", "first-step", apply, ADVICE)

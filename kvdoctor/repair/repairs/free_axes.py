@@ -8,31 +8,27 @@ Ensures: inputs and outputs declare the length by a name; the numbers that stood
 the inputs; at the traced length every output is equal to the original's, bit for bit.
 """
 
+from collections.abc import Callable
+
 from kvdoctor.contract import Axis
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.agreement import free_axis
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
+
+AXES: tuple[tuple[str, str, Axis, str], ...] = (
+    ("free-batch", "batch-axis-frozen", "batch", "the number of sequences"),
+    ("free-past", "past-axis-frozen", "past", "the length of the past"),
+    ("free-sequence", "sequence-axis-frozen", "new", "the number of new tokens"),
+)
+ADVICE = ("Without a change to the model: only steps at exactly that length work.",)
+TITLE = "Frees {} if it is declared or baked into the graph as a number."
 
 
-def _declare_repair(name: str, check: str, axis: Axis, what: str) -> Repair:
-    def apply(context: RepairContext) -> tuple[Change, ...]:
-        """Free the axis in every graph that the check names."""
-        return free_axis(context, check, axis)
-
-    return Repair(
-        name=name,
-        checks=(check,),
-        stage="axes",
-        keeps="sizes",
-        apply=apply,
-        advice=("Without a change to the model: only steps at exactly that length work.",),
-        title=f"Frees {what} if it is declared or baked into the graph as a number.",
-    )
+def _freeing(check: str, axis: Axis) -> Callable[[RepairContext], tuple[Change, ...]]:
+    return lambda context: free_axis(context, check, axis)
 
 
-REPAIRS = (
-    _declare_repair("free-batch", "batch-axis-frozen", "batch", "the number of sequences"),
-    _declare_repair("free-past", "past-axis-frozen", "past", "the length of the past"),
-    _declare_repair("free-sequence", "sequence-axis-frozen", "new", "the number of new tokens"),
+REPAIRS = tuple(
+    Repair(name, (check,), "axes", "sizes", _freeing(check, axis), ADVICE, TITLE.format(what))
+    for name, check, axis, what in AXES
 )

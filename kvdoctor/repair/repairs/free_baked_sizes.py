@@ -16,11 +16,10 @@ from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import name_node
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, compare_with_original, find_graph, list_changes
-from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, Edit, Values, read_declared_sizes
-from kvdoctor.repair.shapes.terms import CHOSEN, read_lengths
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.shapes.agreement import compare_with_original, find_graph, list_changes
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, Values, read_declared_sizes
+from kvdoctor.repair.shapes.terms import CHOSEN, CannotFree, read_lengths
+from kvdoctor.repair.workspace import Change, RepairContext
 
 CHECKS = ("step-fails", "chunk-fails")
 
@@ -28,12 +27,8 @@ CHECKS = ("step-fails", "chunk-fails")
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Free the baked-in lengths of each file in which a step fails."""
     made: tuple[Change, ...] = ()
-    for file in dict.fromkeys(f.file for f in context.found(*CHECKS) if f.file is not None):
-        model = context.model(file)
-        try:
-            found = free_baked_lengths(model, find_graph(context, file), partial(context.values, file))
-        except CannotFree as reason:
-            raise CannotRepair(str(reason), EXPORT_AGAIN) from None
+    for file in context.files_of(*CHECKS):
+        found = free_baked_lengths(context.model(file), find_graph(context, file), partial(context.values, file))
         compare_with_original(context, file, found.traced)
         made += list_changes(file, found.edits)
     return made
@@ -60,7 +55,11 @@ def free_baked_lengths(model: ModelProto, graph: Graph, values: Values) -> Freed
     """
     supposed, current = dict[Axis, int](), _walk_supposing(model, graph, {}, values)
     if not current.conflicts:
-        raise CannotFree(_explain_no_conflict(current))
+        text = "no number in the graph conflicts with a length that it declares as open"
+        for node, size in sorted(current.walk.notes.ends, key=lambda end: end[1])[:1]:
+            text += f'; Slice "{name_node(node)}" takes rows of a table that has {size}'
+            text += ", and further rows are not in the file"
+        raise CannotFree(text)
     while current.conflicts and len(supposed) < MOST_LENGTHS:
         tried = [(more, _walk_supposing(model, graph, more, values)) for more in _suggest_sizes(current, supposed)]
         better = [(more, one) for more, one in tried if len(one.conflicts) < len(current.conflicts)]
@@ -72,15 +71,6 @@ def free_baked_lengths(model: ModelProto, graph: Graph, values: Values) -> Freed
             f'in {conflict.node.op_type} "{conflict.node.name}" {conflict.words}, and no traced length explains it'
         )
     return FreedSizes(current.run(), supposed)
-
-
-def _explain_no_conflict(current: AxisFreeing) -> str:
-    text = "no number in the graph conflicts with a length that it declares as open"
-    if not current.walk.notes.ends:
-        return text
-    node, size = min(current.walk.notes.ends, key=lambda end: end[1])
-    cut = f'Slice "{name_node(node)}" takes rows of a table that has {size}'
-    return f"{text}; {cut}, and further rows are not in the file"
 
 
 def _walk_supposing(model: ModelProto, graph: Graph, sizes: dict[Axis, int], values: Values) -> AxisFreeing:
@@ -102,11 +92,5 @@ def _suggest_sizes(current: AxisFreeing, supposed: dict[Axis, int]) -> Iterator[
                     yield {**supposed, kind: number}
 
 
-REPAIR = Repair(
-    name="free-baked-sizes",
-    checks=CHECKS,
-    stage="axes",
-    keeps="bits",
-    apply=apply,
-    advice=("Without a change to the model: only calls at the traced sizes work.",),
-)
+ADVICE = ("Without a change to the model: only calls at the traced sizes work.",)
+REPAIR = Repair("free-baked-sizes", CHECKS, "axes", "bits", apply, ADVICE)

@@ -14,8 +14,7 @@ from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.traverse import Readers, input_of, needed_for, output_of, producers, readers
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 INSTEAD = "export again, so that present = past followed by the new tokens"
 
@@ -71,21 +70,14 @@ class JoinedValues:
 
     def find(self, slot: Slot) -> list[str]:
         """The values that hold the past of a slot followed by the new entries, and that the logits depend on."""
-        found = list[str]()
-        for value in self._find_aliases(slot.past):
+        found, names = list[str](), [slot.past]
+        for value in names:  # and its copies by Identity
             for node, index in self.readers.get(value, ()):
                 made = _joined_output(node, index)
                 if made and made not in found and not self.used.isdisjoint(node.output):
                     found.append(made)
+                names += [output_of(node)] if has(node.op_type, "copy") and output_of(node) else []
         return found
-
-    def _find_aliases(self, name: str) -> list[str]:
-        """A value and its copies by Identity."""
-        names = [name]
-        for known in names:
-            copies = (node for node, _ in self.readers.get(known, ()) if has(node.op_type, "copy"))
-            names += filter(None, map(output_of, copies))
-        return names
 
 
 def _joined_output(node: NodeProto, index: int) -> str | None:
@@ -110,20 +102,9 @@ def _skip_identities(made: Mapping[str, NodeProto], name: str) -> str:
     return name
 
 
-REPAIR = Repair(
-    name="joined-presents",
-    checks=(
-        "cached-differs",
-        "cache-misread",
-        "new-entries-wrong",
-        "present-drops-past",
-        "present-does-not-grow",
-        "present-rewrites-past",
-        "layers-swapped",
-        "key-value-swapped",
-    ),
-    stage="slots",
-    keeps="first-step",
-    apply=apply,
-    advice=("If only the past is missing (present-drops-past), append the returned entries to your cache.",),
+CHECKS = (
+    *("cached-differs", "cache-misread", "new-entries-wrong", "present-drops-past", "present-does-not-grow"),
+    *("present-rewrites-past", "layers-swapped", "key-value-swapped"),
 )
+ADVICE = ("If only the past is missing (present-drops-past), append the returned entries to your cache.",)
+REPAIR = Repair("joined-presents", CHECKS, "slots", "first-step", apply, ADVICE)

@@ -11,8 +11,7 @@ from dataclasses import replace
 from kvdoctor.repair.lowering.limits import LOWERED_CHECKS, CannotChangeVersion, exceeds, limit_for_targets
 from kvdoctor.repair.lowering.lower import lower_model
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
 from kvdoctor.runtime.release_environments import measure_limits_beside
 from kvdoctor.runtime.targets import of_release
 
@@ -21,13 +20,10 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     """Lower the files of a stack, including the encoder next to the decoder."""
     here = context.running.versions.get("onnxruntime")
     targets = context.options.targets or ((of_release(here),) if here else ())
-    want = limit_for_targets(
-        tuple(measure_limits_beside(target, context.running, context.options.offline) for target in targets)
-    )
-    if not context.found("operator-unsupported"):
-        want = replace(
-            want, unsupported=frozenset()
-        )  # the check found that the targets have all operators, whatever the table says
+    measured = (measure_limits_beside(target, context.running, context.options.offline) for target in targets)
+    want = limit_for_targets(tuple(measured))
+    if not context.found("operator-unsupported"):  # the targets have all operators, whatever the table says
+        want = replace(want, unsupported=frozenset())
     changes: list[Change] = []
     for name in context.files:
         if want.is_anything and exceeds(context.view(name), want):
@@ -38,11 +34,6 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-REPAIR = Repair(
-    name="lowered",
-    checks=LOWERED_CHECKS,  # ir-too-new, opset-too-new, operator-unsupported: `load_for_check` looks for the names here
-    stage="session",
-    keeps="bits",
-    apply=apply,
-    advice=("Run the model under an onnxruntime that takes its IR version and opset; docs/targets.md has the table.",),
-)
+ADVICE = ("Run the model under an onnxruntime that takes its IR version and opset; docs/targets.md has the table.",)
+# ir-too-new, opset-too-new, operator-unsupported: `load_for_check` looks for the names here
+REPAIR = Repair("lowered", LOWERED_CHECKS, "session", "bits", apply, ADVICE)

@@ -16,13 +16,12 @@ from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.shapes.agreement import EXPORT_AGAIN, find_graph, list_changes
-from kvdoctor.repair.shapes.facts import ConstantUse, Dims, GraphScope, NodeInputs
+from kvdoctor.repair.shapes.agreement import find_graph, list_changes
+from kvdoctor.repair.shapes.facts import Dims, GraphScope, NodeInputs
 from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_place, read_declared_sizes
-from kvdoctor.repair.shapes.terms import Term, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, Term, read_lengths, symbol, whole
 from kvdoctor.repair.shapes.writing import Writer
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 PAST, NEW = symbol("past"), symbol("new")
 TOTAL = PAST + NEW
@@ -54,9 +53,6 @@ class Offsets:
         changed = change(r)
         return Edit(describe_place(r.node, r.scope.path), before, changed) if changed else None
 
-    def _numbers(self, r: NodeInputs, index: int) -> list[Term] | None:
-        return self._settle(r.at(index).numbers)
-
     def _settle(self, numbers: Dims | None) -> list[Term] | None:
         if numbers is None or None in numbers:
             return None
@@ -64,20 +60,16 @@ class Offsets:
 
     def _range(self, r: NodeInputs) -> str | None:
         """A Range from 0 to the number of new tokens."""
-        start, end = self._numbers(r, 0), self._numbers(r, 1)
+        start, end = (self._settle(r.at(index).numbers) for index in (0, 1))
         if start != [whole(0)] or end != [NEW] or self._compared(r.node) != self.of_mask or self._is_offset(r):
             return None
-        r.node.input[0] = self._scalar(PAST, r)
-        r.node.input[1] = self._scalar(TOTAL, r)
+        for index, term in enumerate((PAST, TOTAL)):
+            r.node.input[index] = self.writer.shaped([term], [1] * len(r.at(0).shape or ()), 7)
         return "past to past + new"
-
-    def _scalar(self, term: Term, r: NodeInputs) -> str:
-        dims = tuple(r.at(0).shape or ())
-        return self.writer.shaped([term], [1] * len(dims), 7)
 
     def _slice(self, r: NodeInputs) -> str | None:
         """The first rows of a square table of zeros and ones, or of a table of positions."""
-        data, starts, ends = r.at(0), self._numbers(r, 1), self._numbers(r, 2)
+        data, (starts, ends) = r.at(0), (self._settle(r.at(index).numbers) for index in (1, 2))
         if data.table is None or data.shape is None or starts is None or ends is None:
             return None
         axes = r.facts.known_numbers(r.at(3)) if r.has(3) else tuple(range(len(starts)))
@@ -85,21 +77,17 @@ class Offsets:
         for at, axis in enumerate(axes or ()):
             if starts[at] != whole(0) or ends[at] != NEW:
                 continue
-            if axis % rank == rank - 2 and self._is_square(data.table) == self.of_mask:
+            square = tuple(data.table.tensor.dims[-2:])[:-1] == tuple(data.table.tensor.dims[-1:])
+            if axis % rank == rank - 2 and square == self.of_mask:
                 starts[at], ends[at] = PAST, TOTAL
                 done.append("rows past to past + new")
-            elif axis % rank == rank - 1 and self.of_mask and self._is_square(data.table):
+            elif axis % rank == rank - 1 and self.of_mask and square:
                 ends[at] = TOTAL
                 done.append("columns 0 to past + new")
         if done:
             for index, terms in ((1, starts), (2, ends)):
                 r.node.input[index] = self.writer.vector([n if (n := t.number) is not None else t for t in terms])
         return " and ".join(done) or None
-
-    @staticmethod
-    def _is_square(table: ConstantUse) -> bool:
-        dims = tuple(table.tensor.dims)
-        return len(dims) >= 2 and dims[-1] == dims[-2]
 
     def _trilu(self, r: NodeInputs) -> str | None:
         """A triangle from the first column on, over more columns than rows."""
@@ -160,41 +148,28 @@ def offset(model: ModelProto, graph: Graph, of_mask: bool, only_clashing: bool =
     return edits
 
 
-def offset_mask(context: RepairContext) -> tuple[Change, ...]:
-    """Count the rows of the mask from the past on, in the graph that decodes."""
+def apply(context: RepairContext, of_mask: bool) -> tuple[Change, ...]:
+    """Count the rows of the mask, or the new tokens, from the past on, in the graph that decodes."""
     file = context.file_of("decode")
-    failing = not context.found("mask-not-offset")
-    edits = offset(context.model(file), find_graph(context, file), of_mask=True, only_clashing=failing)
+    failing = of_mask and not context.found("mask-not-offset")
+    edits = offset(context.model(file), find_graph(context, file), of_mask, only_clashing=failing)
     if not edits:
-        raise CannotRepair("no node of the graph counts the rows of a mask from 0", EXPORT_AGAIN)
+        counted = "the rows of a mask" if of_mask else "positions"
+        context.cannot(f"no node of the graph counts {counted} from 0", EXPORT_AGAIN)
     return list_changes(file, edits)
 
 
-def offset_positions(context: RepairContext) -> tuple[Change, ...]:
-    """Number the new tokens from the past on, in the graph that decodes."""
-    file = context.file_of("decode")
-    edits = offset(context.model(file), find_graph(context, file), of_mask=False)
-    if not edits:
-        raise CannotRepair("no node of the graph counts positions from 0", EXPORT_AGAIN)
-    return list_changes(file, edits)
+def _mask(context: RepairContext) -> tuple[Change, ...]:
+    return apply(context, of_mask=True)
 
 
+def _positions(context: RepairContext) -> tuple[Change, ...]:
+    return apply(context, of_mask=False)
+
+
+ADVICE = ("Without a change to the model: after the first step, feed one new token at a time.",)
+TITLES = [f"Counts {what} from the length of the past on." for what in ("the rows of a causal mask", "positions")]
 REPAIRS = (
-    Repair(
-        name="offset-mask",
-        checks=("mask-not-offset", "chunk-fails"),
-        stage="values",
-        keeps="first-step",
-        apply=offset_mask,
-        advice=("Without a change to the model: after the first step, feed one new token at a time.",),
-        title="Counts the rows of a causal mask from the length of the past on.",
-    ),
-    Repair(
-        name="offset-positions",
-        checks=("positions-not-offset",),
-        stage="values",
-        keeps="first-step",
-        apply=offset_positions,
-        title="Counts positions from the length of the past on.",
-    ),
+    Repair("offset-mask", ("mask-not-offset", "chunk-fails"), "values", "first-step", _mask, ADVICE, TITLES[0]),
+    Repair("offset-positions", ("positions-not-offset",), "values", "first-step", _positions, title=TITLES[1]),
 )

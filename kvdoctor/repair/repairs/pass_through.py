@@ -8,13 +8,11 @@ initializers and declarations stay as they are.
 An `Identity` is needed because a branch may not return a value of the enclosing graph directly (ONNX, operator `If`).
 """
 
-from kvdoctor.contract import Slot, describe
+from kvdoctor.contract import Slot
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import constant_tensor
-from kvdoctor.model.view import GraphView, Scope, declared
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared, forget_declaration
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
@@ -25,7 +23,8 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     behind = {slot.past: view.behind(slot.present or "") for slot in contract.slots if slot.emptied}
     if context.found("present-rewrites-past"):
         held = (slot for slot in contract.slots if slot.kind == "cross-attention" and slot.carry == "hold")
-        behind |= {slot.past: found for slot in held if (found := _find_other_origin(view, slot)) is not None}
+        origins = {slot.past: view.behind(slot.present) for slot in held if slot.present in view.outputs}
+        behind |= {past: (scope, name) for past, (scope, name) in origins.items() if scope.through(name) != past}
     place = f'If "{view.branches[1].node.name}", cached branch' if view.branches else "main graph"
     changes: list[Change] = []
     for slot in contract.slots:
@@ -35,19 +34,10 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-def _find_other_origin(view: GraphView, slot: Slot) -> tuple[Scope, str] | None:
-    """The origin of a present that must be its past, if it is something else."""
-    if slot.present is None or slot.present not in view.outputs:
-        return None
-    scope, name = view.behind(slot.present)
-    return None if scope.through(name) == slot.past else (scope, name)
-
-
 def _pass_through(model: ModelProto, graph: GraphProto, slot: Slot, name: str, at: tuple[str, str]) -> list[Change]:
     file, place = at
-    past = next(value for value in model.graph.input if value.name == slot.past)
-    output = next((value for value in graph.output if value.name == name), None)
-    if output is None:
+    past, output = find_declared(model.graph.input, slot.past), find_declared(graph.output, name)
+    if past is None or output is None:
         return []
     before, index = _remove(graph, name)
     if sum(value.name == name for value in graph.output) > 1:
@@ -57,7 +47,7 @@ def _pass_through(model: ModelProto, graph: GraphProto, slot: Slot, name: str, a
     graph.node.insert(index, node)
     changes = [Change(file, f"{place}, output {output.name!r}", before, f"Identity({slot.past})")]
     changes += _declare(graph, output, past, f"{place}, declared output {output.name!r}", file)
-    if (outer := next((v for v in model.graph.output if v.name == slot.present), None)) is not None:
+    if (outer := find_declared(model.graph.output, slot.present)) is not None:
         changes += _declare(model.graph, outer, past, f"declared output {slot.present!r}", file)
     return changes
 
@@ -67,7 +57,8 @@ def _remove(graph: GraphProto, name: str) -> tuple[str, int]:
     shared = sum(value.name == name for value in graph.output) > 1
     for index, node in enumerate(graph.node):
         if name in node.output:
-            text = f"{node.op_type} {_describe_dims(node)}".strip()
+            value = constant_tensor(node)
+            text = node.op_type if value is None else f"{node.op_type} {list(value.dims)}"
             if not shared:
                 del graph.node[index]
             return text, index
@@ -80,31 +71,19 @@ def _remove(graph: GraphProto, name: str) -> tuple[str, int]:
     return "value of the enclosing graph", 0
 
 
-def _describe_dims(node: NodeProto) -> str:
-    value = constant_tensor(node)
-    return "" if value is None else str(list(value.dims))
-
-
 def _declare(graph: GraphProto, output: ValueInfoProto, past: ValueInfoProto, where: str, file: str) -> list[Change]:
     """Declare an output like the past, and drop other declarations of it."""
-    for index in reversed([i for i, value in enumerate(graph.value_info) if value.name == output.name]):
-        del graph.value_info[index]
-    old, new = declared(output), declared(past)
-    if (old.dtype, old.shape) == (new.dtype, new.shape):
+    forget_declaration(graph, output.name)
+    old, new = describe_type(output), describe_type(past)
+    if old == new:
         return []
     output.type.CopyFrom(past.type)
-    return [Change(file, where, describe(old.dtype, old.shape), describe(new.dtype, new.shape))]
+    return [Change(file, where, old, new)]
 
 
-REPAIR = Repair(
-    name="pass-through",
-    checks=("cross-cache-emptied", "present-rewrites-past"),
-    stage="slots",
-    keeps="bits",
-    apply=apply,
-    advice=(
-        "Keep the cross-attention outputs (present.*.encoder.*) of the first step, and feed those values at every "
-        "later step.",
-        "Feed back: only the self-attention outputs (present.*.decoder.*); never a tensor whose shape contains a zero.",
-    ),
+ADVICE = (
+    "Keep the cross-attention outputs (present.*.encoder.*) of the first step, and feed those values at every "
+    "later step.",
+    "Feed back: only the self-attention outputs (present.*.decoder.*); never a tensor whose shape contains a zero.",
 )
+REPAIR = Repair("pass-through", ("cross-cache-emptied", "present-rewrites-past"), "slots", "bits", apply, ADVICE)

@@ -12,8 +12,7 @@ from kvdoctor.contract import Slot
 from kvdoctor.model.edit import describe_graph, describe_maker, return_value
 from kvdoctor.model.view import GraphView
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 INSTEAD = "export again, so that each present is the value that the attention used"
 
@@ -40,18 +39,9 @@ def _repair_output(view: GraphView, slot: Slot, output: str, at: tuple[str, bool
         return
     before = describe_maker(found.graph, found.name)
     return_value(view.model, found.graph, found.name, found.used)
-    yield Change(
-        file,
-        f"{describe_graph(view, found.graph)}, output {output!r}",
-        before,
-        f"Identity({found.used}), which the attention uses",
-    )
+    where = f"{describe_graph(view, found.graph)}, output {output!r}"
+    yield Change(file, where, before, f"Identity({found.used}), which the attention uses")
 
 
-REPAIR = Repair(
-    name="plain-presents",
-    checks=("cached-differs", "cache-misread", "new-entries-wrong", "present-rewrites-past"),
-    stage="slots",
-    keeps="first-step",
-    apply=apply,
-)
+CHECKS = ("cached-differs", "cache-misread", "new-entries-wrong", "present-rewrites-past")
+REPAIR = Repair("plain-presents", CHECKS, "slots", "first-step", apply)

@@ -1,7 +1,7 @@
 """What a repair declares, and the list of all repairs: each module here that defines `REPAIR` or `REPAIRS`."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Literal
 
@@ -55,16 +55,14 @@ class Repair:
     @property
     def summary(self) -> str:
         """What the repair does, in one line."""
-        if self.title:
-            return self.title
         documentation = importlib.import_module(self.apply.__module__).__doc__ or ""
-        return documentation.partition("\n")[0]
+        return self.title or documentation.partition("\n")[0]
 
 
 @cache
 def load() -> tuple[Repair, ...]:
     """All repairs, in the order in which they are applied."""
-    return _sort(repair for module in find_modules(PACKAGE) for repair in _read_module(module))
+    return _read_modules(find_modules(PACKAGE))
 
 
 def load_for_check(check: str) -> tuple[Repair, ...]:
@@ -73,27 +71,18 @@ def load_for_check(check: str) -> tuple[Repair, ...]:
     Only modules with the name of the check in their source are loaded: all of them together load numpy and onnx, which
     takes longer than the rest of an inspection.
     """
-    modules = find_modules(PACKAGE, check)
-    return _sort(repair for module in modules for repair in _read_module(module) if check in repair.checks)
+    return tuple(repair for repair in _read_modules(find_modules(PACKAGE, check)) if check in repair.checks)
 
 
-def _sort(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
+def _read_modules(names: Iterable[str]) -> tuple[Repair, ...]:
+    repairs: list[Repair] = []
+    for module in map(importlib.import_module, names):
+        repairs += (*getattr(module, "REPAIRS", ()), *([module.REPAIR] if hasattr(module, "REPAIR") else []))
     return tuple(sorted(repairs, key=lambda repair: (STAGES.index(repair.stage), repair.name)))
 
 
-def _read_module(name: str) -> Iterator[Repair]:
-    module = importlib.import_module(name)
-    yield from getattr(module, "REPAIRS", ())
-    if hasattr(module, "REPAIR"):
-        yield module.REPAIR
-
-
 def refuse_unknown_repairs(names: tuple[str, ...]) -> None:
-    """Refuse a repair that does not exist.
-
-    Raises:
-        UsageError: with the nearest name, and all of them.
-    """
+    """Refuse a repair that does not exist. Raises UsageError: with the nearest name, and all of them."""
     known = [repair.name for repair in load()]
     for name in names:
         if "=" in name:

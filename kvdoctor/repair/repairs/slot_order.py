@@ -13,8 +13,7 @@ from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.edit import describe_graph, describe_maker, rename_reads, rename_values
 from kvdoctor.model.traverse import producer
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 INSTEAD = "rename the outputs, or export again with the output names in the order the graph returns them"
 Content = tuple[str, str, int]
@@ -24,20 +23,15 @@ Content = tuple[str, str, int]
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Swap inputs of the decode step and outputs of the first step that contradict their names."""
     contract = context.drivable
-    named = _content_by_name(contract)
-    if not named:
+    if not (named := _content_by_name(contract)):
         context.cannot("the names do not tell which slot holds keys and which values", INSTEAD)
     used = {s.past: (s.kind, s.used_as, s.used_at) for s in contract.slots if s.used_as and s.used_at is not None}
     made = {s.past: (s.kind, s.made_as, s.made_at) for s in contract.slots if s.made_as and s.made_at is not None}
     crossed_in, crossed_out = (_find_swaps(named, found) for found in (used, made))
     if crossed_in and crossed_in == crossed_out:
         return ()  # all graphs have the same swap: the fault is in the outputs of the steps
-    changes: list[Change] = []
-    if crossed_in:
-        changes += _swap_inputs(context, crossed_in)
-    if crossed_out:
-        changes += _swap_outputs(context, contract, crossed_out)
-    return tuple(changes)
+    inputs = _swap_inputs(context, crossed_in) if crossed_in else []
+    return (*inputs, *(_swap_outputs(context, contract, crossed_out) if crossed_out else []))
 
 
 def _content_by_name(contract: CacheContract) -> dict[str, Content]:
@@ -53,11 +47,11 @@ def _content_by_name(contract: CacheContract) -> dict[str, Content]:
     return found
 
 
-def _find_swaps(named: dict[str, Content], found: Mapping[str, tuple[str, str, int]]) -> dict[str, str]:
+def _find_swaps(named: dict[str, Content], found: Mapping[str, Content]) -> dict[str, str]:
     """For each slot with the content of another one, that other one; empty if slots are not simply swapped."""
     owner = {content: past for past, content in named.items()}
-    trade = {past: owner[content] for past, content in found.items() if past in named and content in owner}
-    trade = {past: other for past, other in trade.items() if past != other}
+    owners = {past: owner[content] for past, content in found.items() if past in named and content in owner}
+    trade = {past: other for past, other in owners.items() if past != other}
     return trade if set(trade) == set(trade.values()) else {}
 
 
@@ -94,11 +88,5 @@ def _swap_outputs(context: RepairContext, contract: CacheContract, trade: dict[s
     ]
 
 
-REPAIR = Repair(
-    name="slot-order",
-    checks=("key-value-swapped", "layers-swapped"),
-    stage="ports",
-    keeps="first-step",
-    apply=apply,
-    advice=("Feed each present to the past that the graph uses it as, whatever its name is.",),
-)
+ADVICE = ("Feed each present to the past that the graph uses it as, whatever its name is.",)
+REPAIR = Repair("slot-order", ("key-value-swapped", "layers-swapped"), "ports", "first-step", apply, ADVICE)

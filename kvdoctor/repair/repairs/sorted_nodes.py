@@ -10,8 +10,7 @@ from kvdoctor.model.edit import fresh_name, node_order, sort_nodes
 from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.view import GraphView
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
@@ -30,9 +29,8 @@ def _sort_and_name(context: RepairContext, file: str) -> Iterator[Change]:
             yield Change(file, f"{scope.path}, order of nodes", f"{moved} before its inputs", "sorted topologically")
         if renamed := _name_uniquely(scope.graph.node):
             shown = "; ".join(renamed[:3]) + (f"; and {len(renamed) - 3} more" if len(renamed) > 3 else "")
-            yield Change(
-                file, f"{scope.path}, names of nodes", f"{len(renamed)} nodes share the name of another", shown
-            )
+            shared = f"{len(renamed)} nodes share the name of another"
+            yield Change(file, f"{scope.path}, names of nodes", shared, shown)
 
 
 def _list_titles(graph: GraphProto) -> list[str]:
@@ -52,10 +50,4 @@ def _name_uniquely(nodes: "list[NodeProto]") -> list[str]:
     return renamed
 
 
-REPAIR = Repair(
-    name="sorted-nodes",
-    checks=("graph-unsorted", "session-refused", "invalid-graph"),
-    stage="file",
-    keeps="bits",
-    apply=apply,
-)
+REPAIR = Repair("sorted-nodes", ("graph-unsorted", "session-refused", "invalid-graph"), "file", "bits", apply)

@@ -9,15 +9,15 @@ hold one each; the others are removed. Values, nodes and outputs stay as they ar
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvdoctor.diagnose.checks.duplicate_weights import StoredWeight, alike, locate_weight
+from kvdoctor.diagnose.checks.duplicate_weights import alike, locate_weight
 from kvdoctor.model.edit import new_name, rename_reads
 from kvdoctor.model.operators import operators_with
-from kvdoctor.model.proto import ModelProto, TensorProto
+from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.traverse import graphs_in, nodes_in, own_names
 from kvdoctor.model.view import GraphView, Scope
+from kvdoctor.model.weights import Weight
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import RepairContext
-from kvdoctor.report.repair_record import Change
+from kvdoctor.repair.workspace import Change, RepairContext
 
 QUANTIZED = operators_with("weights", "quantize", "static")
 """Operators that need their weights in their own graph."""
@@ -25,11 +25,7 @@ QUANTIZED = operators_with("weights", "quantize", "static")
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
     """Merge the copies of every file that the findings name."""
-    changes: list[Change] = []
-    for file in dict.fromkeys(finding.file for finding in context.found("duplicate-weights") if finding.file):
-        if file in context.files:
-            changes += _merge_copies(context, file)
-    return tuple(changes)
+    return tuple(change for file in context.files_of("duplicate-weights") for change in _merge_copies(context, file))
 
 
 def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
@@ -37,10 +33,11 @@ def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
     inputs = {value.name for value in model.graph.input}
     places = {found.location: found.path for found in source.external if found.bytes is not None}
     held: dict[int, tuple[Scope, TensorProto]] = {}
-    weights: list[StoredWeight] = []
+    weights: list[Weight] = []
     quantized: dict[int, set[str]] = {}
     for scope in GraphView(model).scopes():
-        quantized[id(scope.graph)] = _find_read_quantized(scope)
+        nodes = (node for node in nodes_in(scope.graph.node) if node.op_type in QUANTIZED)
+        quantized[id(scope.graph)] = {name for node in nodes for name in node.input}  # read at any depth
         for tensor in scope.graph.initializer:
             weight = locate_weight(tensor, {**places, source.path.name: Path(source.path)})
             if weight is not None and tensor.name not in inputs:
@@ -66,12 +63,6 @@ def _group_mergeable(
     yield from by_graph.values()
 
 
-def _find_read_quantized(scope: Scope) -> set[str]:
-    """The values that quantized operators of a graph read, at any depth."""
-    nodes = (node for node in nodes_in(scope.graph.node) if node.op_type in QUANTIZED)
-    return {name for node in nodes for name in node.input}
-
-
 def _tie(context: RepairContext, file: str, copies: list[tuple[Scope, TensorProto]], length: int) -> Change:
     model = context.model(file)
     depths = [scope.path.count(",") if scope.outer is not None else -1 for scope, _ in copies]
@@ -83,9 +74,11 @@ def _tie(context: RepairContext, file: str, copies: list[tuple[Scope, TensorProt
         hoisted = model.graph.initializer.add()
         hoisted.CopyFrom(kept)
         hoisted.name = name
-    elif len(outermost) > 1:
+    elif len(outermost) > 1 and any(name in own_names(body) for body in list(graphs_in(keeper.graph))[1:]):
         # A branch with a value of that name would hide the weight.
-        name = _rename_if_hidden(model, keeper, kept)
+        kept.name = new_name(model, f"{name}.tied")
+        rename_reads(keeper.graph, {name: kept.name})
+        name = str(kept.name)
     for scope, tensor in copies:
         old = str(tensor.name)
         if scope.graph is keeper.graph and tensor is kept and name == old:
@@ -97,13 +90,4 @@ def _tie(context: RepairContext, file: str, copies: list[tuple[Scope, TensorProt
     return Change(file, "initializers", f"{len(copies)} copies: {', '.join(names)}", f"one, {name!r}; {saved}")
 
 
-def _rename_if_hidden(model: ModelProto, keeper: Scope, kept: TensorProto) -> str:
-    name = str(kept.name)
-    if any(name in own_names(body) for body in list(graphs_in(keeper.graph))[1:]):
-        old, name = name, new_name(model, f"{name}.tied")
-        rename_reads(keeper.graph, {old: name})
-        kept.name = name
-    return name
-
-
-REPAIR = Repair(name="tied-weights", checks=("duplicate-weights",), stage="weights", keeps="bits", apply=apply)
+REPAIR = Repair("tied-weights", ("duplicate-weights",), "weights", "bits", apply)

@@ -1,9 +1,11 @@
 """Frees an axis of a file, and compares the changed graph with the original at the traced sizes, bit for bit."""
 
-import tempfile
+import math
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdoctor.contract import Axis, Graph, Port
 from kvdoctor.decode.messages import CompareJob, TrialJob, ValuePair
@@ -11,90 +13,44 @@ from kvdoctor.diagnose.locate.graph_runner import side
 from kvdoctor.diagnose.locate.runnable import Variant, read_located, share_root
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.proto import ModelProto
-from kvdoctor.repair.shapes.freeing import CannotFree, Edit, free_axes
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
-from kvdoctor.report.repair_record import Change
-from kvdoctor.runtime.client import Runtime
+from kvdoctor.repair.shapes.freeing import Edit, free_axes
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, size_of
+from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
+from kvdoctor.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import numpy as np
 
-    Array = np.ndarray[Any, Any]
+    from kvdoctor.decode.calls import Array
 
 
 SMALL: dict[Axis, int] = {"batch": 2, "past": 5, "new": 3, "encoder": 7}
 """Sizes for open axes."""
 
 SEED = 7
+BYTES_EACH = 24
+"""Bytes that a number fed takes at most: drawn as float64, converted, and packed for the worker."""
 
 
-class OutputsDiffer(Exception):
-    """The changed graph returns other outputs, or does not run; the message says which."""
-
-
-def compare_at_traced_sizes(  # noqa: PLR0913 - by keyword
-    source: Path,
-    changed: ModelProto,
-    graph: Graph,
-    *,
-    runtime: Runtime,
-    provider: str,
-    sizes: Mapping[Axis, int] | None = None,
-) -> int:
-    """Run the file and its changed copy on the same feeds, in every branch, and compare every output.
-
-    Feeds are synthetic; both sides get the same. `sizes` are those at which the original is known to run.
-
-    Returns:
-        The number of calls that were compared; a call that the original itself refuses does not count.
+def synthesize_feeds(
+    graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None, most: int = sys.maxsize
+) -> "dict[str, Array]":
+    """Synthetic feeds in the sizes that the inputs declare.
 
     Raises:
-        OutputsDiffer: the outputs differ.
-        WorkerDied: the worker process crashed.
+        CannotRepair: they would take more than `most` bytes.
     """
-    from kvdoctor.decode.calls import save_call
-
-    with tempfile.TemporaryDirectory(prefix="kvdoctor-") as folder:
-        copy = ModelProto()
-        copy.CopyFrom(changed)
-        sides = [
-            _write_variant(m, source, Path(folder, f"{n}.onnx"))
-            for m, n in ((read_located(source), "old"), (copy, "new"))
-        ]
-        compared = 0
-        for switch in (True, False) if graph.port("branch_switch") else (True,):
-            feeds = Path(folder, f"feeds{int(switch)}.npz")
-            save_call(feeds, synthesize_feeds(graph, switch, sizes))
-            pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
-            done = runtime.trial(CompareJob(side(sides[0], feeds), side(sides[1], feeds), pairs, provider=provider))
-            if done.error is not None:
-                alone = runtime.trial(TrialJob(side(sides[0], feeds), provider=provider))
-                if alone.error is not None:
-                    continue
-                raise OutputsDiffer(f"at the traced sizes it no longer runs: {done.error}")
-            compared += 1
-            for pair, found in zip(pairs, done.differences, strict=True):
-                if found is None or found.relative != 0:
-                    raise OutputsDiffer(f"at the traced sizes the output {pair.left} differs from the original's")
-    return compared
-
-
-def _write_variant(model: ModelProto, source: Path, to: Path) -> Variant:
-    root = share_root(model, source)
-    to.write_bytes(model.SerializeToString())
-    return Variant(to, root, {})
-
-
-def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | None = None) -> "dict[str, Array]":
-    """Synthetic feeds in the sizes that the inputs declare."""
     import numpy as np
 
     from kvdoctor.decode.calls import NUMPY_TYPES
 
     random, sizes = np.random.default_rng(SEED), _choose_sizes(graph, given or {})
     feeds: dict[str, Array] = {}
+    shapes = {port.name: _choose_shape(port, sizes) for port in graph.inputs}
+    if sum(map(math.prod, shapes.values())) * BYTES_EACH > most:
+        raise CannotRepair("its inputs are too large to be fed within the memory limit", EXPORT_AGAIN)
     for port in graph.inputs:
-        shape = _choose_shape(port, sizes)
+        shape = shapes[port.name]
         if port.dtype == "bool":
             feeds[port.name] = np.full(shape, switch)
         elif port.dtype.startswith(("int", "uint")):
@@ -107,13 +63,9 @@ def synthesize_feeds(graph: Graph, switch: bool, given: Mapping[Axis, int] | Non
 def _choose_sizes(graph: Graph, given: Mapping[Axis, int]) -> dict[Axis, int]:
     found = {**SMALL, **given}
     for kind in SMALL:
-        numbers = [
-            int(dim)
-            for port in graph.inputs
-            for axis, dim in zip(port.axes, port.shape or (), strict=False)
-            if axis == kind and (isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal()))
-        ]
-        found[kind] = min(numbers, default=found[kind])
+        axes = (axis for port in graph.inputs for axis in zip(port.axes, port.shape or (), strict=False))
+        numbers = (size_of(dim) for axis, dim in axes if axis == kind)
+        found[kind] = min((number for number in numbers if number is not None), default=found[kind])
     if not any("past" in port.axes for port in graph.inputs):
         found["past"] = 0
     return found
@@ -123,8 +75,8 @@ def _choose_shape(port: Port, sizes: dict[Axis, int]) -> list[int]:
     shape = []
     for at, dim in enumerate(port.shape or ()):
         axis = port.axes[at] if at < len(port.axes) else "fixed"
-        if isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal()):
-            shape.append(int(dim))
+        if (number := size_of(dim)) is not None:
+            shape.append(number)
         elif axis == "total":
             shape.append(sizes["past"] + sizes["new"])
         else:
@@ -148,32 +100,22 @@ def _synthesize_integers(
     return np.ones(shape)
 
 
-EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
-
-
 def free_axis(context: RepairContext, check: str, kind: Axis) -> tuple[Change, ...]:
     """Free one kind of axis in every file for which the check reports it as a warning or an error.
 
     Raises:
-        CannotRepair: a graph does not tell what it has to compute at other lengths.
+        CannotRepair: a graph does not tell what it has to compute at other lengths, or it then returns other outputs.
     """
     files = dict.fromkeys(f.file for f in context.found(check) if f.severity != "note" and f.file is not None)
-    return tuple(change for file in files for change in _free_axes_of_file(context, file, (kind,)))
+    return tuple(change for file in files for change in _free_axis_of_file(context, file, kind))
 
 
-def _free_axes_of_file(context: RepairContext, file: str, kinds: tuple[Axis, ...]) -> tuple[Change, ...]:
-    """Free axes of one file, and compare it with the original at the traced sizes.
-
-    Raises:
-        CannotRepair: the graph does not tell how, or the result returns other outputs.
-    """
+def _free_axis_of_file(context: RepairContext, file: str, kind: Axis) -> tuple[Change, ...]:
+    """Free an axis of one file, and compare it with the original at the traced sizes."""
     graph, model = find_graph(context, file), context.model(file)
     if any(slot.window is not None or slot.trimmed for slot in context.drivable.slots):
         raise CannotRepair("a window hides older tokens, and a traced mask does not show its width", EXPORT_AGAIN)
-    try:
-        edits = free_axes(model, graph, kinds, lambda tensor: context.values(file, tensor))
-    except CannotFree as reason:
-        raise CannotRepair(str(reason), EXPORT_AGAIN) from None
+    edits = free_axes(model, graph, (kind,), partial(context.values, file))
     if edits and not compare_with_original(context, file):
         raise CannotRepair(f"{file} runs at no size, so the change cannot be compared with the original", EXPORT_AGAIN)
     return list_changes(file, edits)
@@ -185,21 +127,54 @@ def find_graph(context: RepairContext, file: str) -> Graph:
 
 
 def compare_with_original(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None = None) -> int:
-    """Compare a changed file with the original at the sizes that the original accepts; gives the number of calls.
+    """Run a file and its changed copy on the same synthetic feeds, in every branch, and compare every output.
+
+    `sizes` are those at which the original is known to run.
+
+    Returns:
+        The number of calls that were compared; a call that the original itself refuses does not count.
 
     Raises:
-        CannotRepair: the outputs differ at those sizes.
+        CannotRepair: the outputs differ, or the worker process crashed.
     """
-    source, graph = Path(context.copy.file(file).path), find_graph(context, file)
     try:
-        provider = context.options.provider
-        return compare_at_traced_sizes(
-            source, context.model(file), graph, runtime=context.running, provider=provider, sizes=sizes
-        )
-    except OutputsDiffer as reason:
-        raise CannotRepair(f"the change of {file} was rejected: {reason}", EXPORT_AGAIN) from None
+        compared, reason = _compare_calls(context, file, sizes)
     except WorkerDied as death:
         raise CannotRepair(f"the worker process crashed on the changed graph: {death.how}", EXPORT_AGAIN) from None
+    if reason is not None:
+        context.cannot(f"the change of {file} was rejected: at the traced sizes {reason}", EXPORT_AGAIN)
+    return compared
+
+
+def _compare_calls(context: RepairContext, file: str, sizes: Mapping[Axis, int] | None) -> tuple[int, str | None]:
+    """The number of calls that agree, and what differs in the first that does not."""
+    from kvdoctor.decode.calls import save_call
+
+    source, graph = Path(context.copy.file(file).path), find_graph(context, file)
+    runtime, provider = context.running, context.options.provider
+    changed = ModelProto()
+    changed.CopyFrom(context.model(file))
+    with scratch_folder() as folder:
+        variants = []
+        for model, name in ((read_located(source), "old"), (changed, "new")):
+            variants.append(Variant(Path(folder, f"{name}.onnx"), share_root(model, source), {}))
+            variants[-1].path.write_bytes(model.SerializeToString())
+        compared = 0
+        for switch in (True, False) if graph.port("branch_switch") else (True,):
+            feeds = Path(folder, f"feeds{int(switch)}.npz")
+            save_call(feeds, synthesize_feeds(graph, switch, sizes, runtime.limits.memory_limit()))
+            sides = tuple(side(variant, feeds) for variant in variants)
+            pairs = tuple(ValuePair(port.name, port.name) for port in graph.outputs)
+            done = runtime.trial(CompareJob(sides[0], sides[1], pairs, provider=provider))
+            if done.error is not None and runtime.trial(TrialJob(sides[0], provider=provider)).error is not None:
+                continue
+            if done.error is not None:
+                return compared, f"it no longer runs: {done.error}"
+            compared += 1
+            for pair, found in zip(pairs, done.differences, strict=True):
+                if found is None or found.relative != 0:
+                    return compared, f"the output {pair.left} differs from the original's"
+    return compared, None
 
 
 def list_changes(file: str, edits: tuple[Edit, ...]) -> tuple[Change, ...]:

@@ -104,8 +104,7 @@ class ShapeFacts:
     def real(self, term: Term) -> Term:
         """The term in real symbols: stand-ins that are not bound are numbers."""
         term = self.open(term)
-        numbers = {name: whole(self.baked[name].value) for name in term.symbols if name in self.baked}
-        return term.replaced(numbers)
+        return term.replaced({name: whole(self.baked[name].value) for name in term.symbols & self.baked.keys()})
 
     def size(self, term: Term) -> int:
         """Its size in the file."""
@@ -141,8 +140,7 @@ class ShapeFacts:
 
 def read_constant(facts: ShapeFacts, site: ConstantUse, numbers: tuple[int, ...] | None) -> ValueFacts:
     """The facts on a constant as a node reads it."""
-    tensor = site.tensor
-    dims = tuple(int(dim) for dim in tensor.dims)
+    dims = tuple(int(dim) for dim in site.tensor.dims)
     axes = tuple(facts.stand_in(site, "axis", at, dim) if dim > 0 else whole(dim) for at, dim in enumerate(dims))
     if numbers is None or prod(dims) > MOST_NUMBERS:
         return ValueFacts(axes, fed=False, table=site, even=prod(dims) == 1)
@@ -162,23 +160,17 @@ class GraphScope:
 
     def known(self, name: str) -> ValueFacts | None:
         """The facts on a value, None if a constant of an inner graph has that name."""
-        scope: GraphScope | None = self
-        while scope is not None:
-            if name in scope.values:
-                return scope.values[name]
-            if name in scope.constants:
-                return None
-            scope = scope.outer
-        return UNKNOWN
+        if name in self.values:
+            return self.values[name]
+        if name in self.constants:
+            return None
+        return UNKNOWN if self.outer is None else self.outer.known(name)
 
     def constant(self, name: str) -> TensorProto | None:
         """The tensor of a constant."""
-        scope: GraphScope | None = self
-        while scope is not None:
-            if name in scope.constants:
-                return scope.constants[name]
-            scope = scope.outer
-        return None
+        if name in self.constants or self.outer is None:
+            return self.constants.get(name)
+        return self.outer.constant(name)
 
 
 @dataclass(eq=False)

@@ -12,34 +12,24 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.model.edit import drop_unread_constants
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import bodies_of, describe_node
-from kvdoctor.model.view import integers
+from kvdoctor.model.traverse import describe_node, find_attribute, subgraphs
+from kvdoctor.model.view import declared, integers
 from kvdoctor.records import record
-from kvdoctor.repair.shapes.facts import BakedNumber, ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
+from kvdoctor.repair.shapes.facts import ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
+from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Table, Writer
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+    from kvdoctor.decode.calls import Array
 
 Values = Callable[[TensorProto], "Array"]
 
 
 def no_values(tensor: TensorProto) -> "Array":
-    """For callers that only read a graph.
-
-    Raises:
-        CannotFree: always.
-    """
+    """For callers that only read a graph. Raises CannotFree: always."""
     raise CannotFree(f"the values of {tensor.name!r} are not available")
-
-
-class CannotFree(Exception):
-    """The graph does not tell what it has to compute at another length; the message says why."""
 
 
 @record
@@ -71,11 +61,7 @@ class AxisFreeing:
         return self.lengths.settled(self.facts.real(term))
 
     def run(self) -> tuple[Edit, ...]:
-        """Make all changes.
-
-        Raises:
-            CannotFree: the graph does not tell how; the model may be changed in part.
-        """
+        """Make all changes. Raises CannotFree: the graph does not tell how; the model may be changed in part."""
         for conflict in self.conflicts[:1]:
             place = describe_place(conflict.node, conflict.scope)
             raise CannotFree(f"in {place} {conflict.words}; the graph does not tell which is meant")
@@ -92,7 +78,8 @@ class AxisFreeing:
     @property
     def conflicts(self) -> list[SizeConflict]:
         """The nodes at which sizes meet that cannot agree at all lengths."""
-        return [conflict for conflict in self.facts.conflicts if not self._agrees_when_settled(conflict.sizes)]
+        pairs = [(one, [self.settled(term) for term in one.sizes]) for one in self.facts.conflicts]
+        return [one for one, sizes in pairs if len(sizes) != 2 or sizes[0] != sizes[1]]
 
     def _refuse_rows(self) -> None:
         """Refuse values that were computed for the position of the one traced token.
@@ -113,24 +100,13 @@ class AxisFreeing:
                 "it was computed for that position, and its values at others, are not in the file"
             )
 
-    def _agrees_when_settled(self, sizes: tuple[Term, ...]) -> bool:
-        return len(sizes) == 2 and self.settled(sizes[0]) == self.settled(sizes[1])
-
     def _is_mask_row(self, site: "ConstantUse | None") -> bool:
         """Whether a row has a column for each cached token, and several rows are needed."""
         if site is None or "new" not in self.lengths.freed:
             return False
-        for stand_in, term in self._by_site().get(id(site.node), ()):
-            if stand_in.site.index == site.index and stand_in.kind == "axis" and "past" in term.symbols:
-                return True
-        return False
-
-    def _by_site(self) -> "dict[int, list[tuple[BakedNumber, Term]]]":
-        found = dict[int, list[tuple[BakedNumber, Term]]]()
-        for name, term in self.facts.bound.items():
-            stand_in = self.facts.baked[name]
-            found.setdefault(id(stand_in.site.node), []).append((stand_in, self.settled(term)))
-        return found
+        bound = ((self.facts.baked[name], term) for name, term in self.facts.bound.items())
+        here = ((one, term) for one, term in bound if one.site.node is site.node and one.site.index == site.index)
+        return any(one.kind == "axis" and "past" in self.settled(term).symbols for one, term in here)
 
     def _bound(self) -> "list[tuple[ConstantUse, dict[tuple[str, int], Term]]]":
         """Each use of a constant with the terms that its numbers and axes stand for."""
@@ -156,13 +132,13 @@ class AxisFreeing:
                     f"{before}, which {describe_place(site.node, site.scope)} reads, was computed for {sizes}: its "
                     "values do not show those at other lengths, and what it was computed from is not in the file"
                 )
-            site.node.input[site.index] = found.value
-            self.edits.append(Edit(where, before, found.words))
+            site.node.input[site.index], after = found
+            self.edits.append(Edit(where, before, after))
             return
         numbers: list[int | Term] = list(integers(site.tensor) or ())
         reshaped = self.walk.notes.reshapes.get(id(site.node))
         if site.node.op_type == "Reshape" and site.index == 1 and reshaped is not None:
-            allowzero = any(a.name == "allowzero" and a.i for a in site.node.attribute)
+            allowzero = bool((given := find_attribute(site.node, "allowzero")) and given.i)
             into, out = (tuple(map(self.settled, terms)) for terms in (reshaped.into, reshaped.out))
             target = write_target(into, out, allowzero, frozenset(("past",)))
             numbers = list(target.entries)
@@ -171,8 +147,7 @@ class AxisFreeing:
         else:
             for (_, at), term in entries.items():
                 numbers[at] = self._entry(site, at, term)
-        value = writer.shaped(numbers, tuple(site.tensor.dims), site.tensor.data_type)
-        site.node.input[site.index] = value
+        site.node.input[site.index] = writer.shaped(numbers, tuple(site.tensor.dims), site.tensor.data_type)
         self.edits.append(Edit(where, before, f"[{', '.join(map(str, numbers))}]"))
 
     def _entry(self, site: ConstantUse, at: int, term: Term) -> int | Term:
@@ -188,33 +163,28 @@ class AxisFreeing:
     def _declare(self) -> None:
         names = dict[str, str]()
         for value in self.model.graph.input:
-            for term, dim in zip(
-                self.lengths.inputs.get(value.name, ()), value.type.tensor_type.shape.dim, strict=False
-            ):
+            terms = self.lengths.inputs.get(value.name, ())
+            for term, dim in zip(terms, value.type.tensor_type.shape.dim, strict=False):
                 if dim.dim_param and not dim.dim_param.isdecimal() and str(term) in self.lengths.traced:
                     names.setdefault(str(term), dim.dim_param)
         for value in self.model.graph.input:
-            terms = self.lengths.inputs.get(value.name)
-            self._declare_one(value, terms, f"input {value.name!r}", names)
+            self._declare_one(value, self.lengths.inputs.get(value.name), f"input {value.name!r}", names)
         self._declare_graph(self.model.graph, self.main, names)
 
     def _declare_graph(self, graph: GraphProto, inside: GraphScope, names: dict[str, str]) -> None:
         for value in graph.output:
             known = inside.known(value.name)
-            shown = f"output {value.name!r}" if inside is self.main else None
-            self._declare_one(value, known.shape if known is not None else None, shown, names)
+            where = f"output {value.name!r}" if inside is self.main else None
+            self._declare_one(value, known.shape if known is not None else None, where, names)
         for index in reversed(range(len(graph.value_info))):
             known = inside.known(graph.value_info[index].name)
             if known is None or known.shape is None:
                 del graph.value_info[index]  # the declaration may no longer be right
             else:
                 self._declare_one(graph.value_info[index], known.shape, None, names)
-        for node in graph.node:
-            for attribute in node.attribute:
-                for body in bodies_of(attribute):
-                    inner = self.walk.scopes.get(id(body))
-                    if inner is not None:
-                        self._declare_graph(body, inner, names)
+        for body in (body for node in graph.node for body in subgraphs(node)):
+            if (inner := self.walk.scopes.get(id(body))) is not None:
+                self._declare_graph(body, inner, names)
 
     def _declare_one(self, value: ValueInfoProto, terms: Any, where: str | None, names: dict[str, str]) -> None:
         dims = value.type.tensor_type.shape.dim
@@ -254,25 +224,18 @@ def free_axes(model: ModelProto, graph: Graph, kinds: Iterable[Axis], values: Va
 
 def read_declared_sizes(model: ModelProto) -> "dict[str, tuple[int | str | None, ...]]":
     """The sizes that a model declares for its inputs now."""
-    from kvdoctor.model.view import declared
-
     found = {value.name: declared(value).shape for value in model.graph.input}
     return {name: shape for name, shape in found.items() if shape is not None}
 
 
 def set_allowzero(node: NodeProto, opset: int) -> None:
-    """Make the zeros in the target of a Reshape mean 0.
-
-    Raises:
-        CannotFree: the opset has no such option.
-    """
+    """Make the zeros in the target of a Reshape mean 0. Raises CannotFree: the opset has no such option."""
     if opset < 14:
         raise CannotFree(f'Reshape "{node.name}" needs allowzero, which exists from opset 14 on')
-    for attribute in node.attribute:
-        if attribute.name == "allowzero":
-            attribute.i = 1
-            return
-    node.attribute.add(name="allowzero", i=1, type=2)
+    if (given := find_attribute(node, "allowzero")) is not None:
+        given.i = 1
+    else:
+        node.attribute.add(name="allowzero", i=1, type=2)
 
 
 def describe_place(node: NodeProto, scope: str) -> str:

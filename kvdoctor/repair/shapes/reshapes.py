@@ -5,6 +5,7 @@ rest, which is impossible if the rest contains a 0 (ONNX operator Reshape; ONNX 
 """
 
 from collections.abc import Callable
+from math import prod
 
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import Dims, NodeInputs, ValueFacts, WalkedReshape
@@ -60,7 +61,7 @@ def _find_group(
     """The fewest leading axes and entries that have the same product in the file."""
     i = j = 1
     while i <= len(into) and j <= len(target):
-        left, right = _product_of(into[:i], size), _product_of(target[:j], size)
+        left, right = prod(map(size, into[:i])), prod(map(size, target[:j]))
         if left == right:
             return into[:i], target[:j]
         if left < right:
@@ -68,13 +69,6 @@ def _find_group(
         else:
             j += 1
     return None
-
-
-def _product_of(terms: tuple[Term, ...], size: Size) -> int:
-    found = 1
-    for term in terms:
-        found *= size(term)
-    return found
 
 
 def _solve_group(left: tuple[Term, ...], right: tuple[Term, ...], size: Size, guess: int | None) -> list[Term] | None:
@@ -114,15 +108,9 @@ def write_target(
     into: tuple[Term, ...], out: tuple[Term, ...], allowzero: bool, may_be_empty: frozenset[str]
 ) -> ReshapeTarget:
     """A target that gives these axes at every length, also if the lengths in `may_be_empty` are 0."""
-    entries: list[int | Term] = []
-    for at, term in enumerate(out):
-        number = term.number
-        if number is not None:
-            entries.append(number)
-        elif not allowzero and at < len(into) and into[at] == term:
-            entries.append(0)
-        else:
-            entries.append(term)
+    plain: list[int | Term] = [n if (n := term.number) is not None else term for term in out]
+    copied = [not allowzero and at < len(into) and into[at] == term for at, term in enumerate(out)]
+    entries = [0 if same and isinstance(one, Term) else one for one, same in zip(plain, copied, strict=True)]
     terms = [entry for entry in entries if isinstance(entry, Term)]
     empties = [term for term in out if vanishes(term, may_be_empty)]
     if len(terms) == 1 and (not empties or empties == terms):
@@ -130,7 +118,7 @@ def write_target(
     if allowzero or not any(vanishes(term, may_be_empty) for term in terms):
         return ReshapeTarget(tuple(entries), allowzero)
     # A computed 0 must mean 0, so no axis may be copied.
-    return ReshapeTarget(tuple(n if n is not None else term for term in out for n in (term.number,)), True)
+    return ReshapeTarget(tuple(plain), True)
 
 
 def vanishes(term: Term, empty: frozenset[str]) -> bool:
@@ -191,11 +179,8 @@ def _reshape_to(r: NodeInputs, into: Dims, target: Dims) -> Dims | None:
         said[guess] = whole(total // rest)
     out = align_target(axes, tuple(said), guess, size)
     if out is None:
-        r.note_conflict(
-            f"the meaning of {list(map(str, entries))} cannot be determined for axes of {list(map(str, axes))}",
-            *axes,
-            *entries,
-        )
+        said_text, axes_text = list(map(str, entries)), list(map(str, axes))
+        r.note_conflict(f"the meaning of {said_text} cannot be determined for axes of {axes_text}", *axes, *entries)
         return None
     for at, term in enumerate(out):
         mine = opened[at]

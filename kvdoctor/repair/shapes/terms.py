@@ -1,14 +1,31 @@
 """Sizes as terms, such as `past + 2*new`, and the lengths of a graph's inputs that a caller may choose."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from math import prod
+from operator import mul
 
 from kvdoctor.contract import Axis, Dim, Graph, Port
 from kvdoctor.records import record
+from kvdoctor.repair.workspace import CannotRepair
 
 Monomial = tuple[str, ...]
+
+MOST_PARTS, MOST_FACTORS = 4096, 64
+"""Parts of a polynomial and symbols of a part: those of real graphs have a few; others double with each product."""
+
+
+EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
+
+
+class CannotFree(CannotRepair):
+    """The graph does not tell what it has to compute at another length; the message says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, EXPORT_AGAIN)
 
 
 @record(slots=False)
@@ -36,9 +53,10 @@ class Term:
         return self + other * whole(-1)
 
     def __mul__(self, other: "Term") -> "Term":
-        return _collect(
-            [(tuple(sorted(a + b)), m * n) for a, m in self.parts for b, n in other.parts],
-        )
+        factors = [max((len(monomial) for monomial, _ in term.parts), default=0) for term in (self, other)]
+        if len(self.parts) * len(other.parts) > MOST_PARTS or sum(factors) > MOST_FACTORS:
+            raise CannotFree("a size in the graph is a product of too many lengths")
+        return _collect([(tuple(sorted(a + b)), m * n) for a, m in self.parts for b, n in other.parts])
 
     def divided(self, by: "Term") -> "Term | None":
         """The quotient, or None if the division leaves a remainder."""
@@ -50,10 +68,11 @@ class Term:
             if not left.parts:
                 return quotient
             monomial, number = left.parts[-1]
-            rest = _without(monomial, lead)
-            if rest is None or number % factor:
+            rest = Counter(monomial)
+            rest.subtract(lead)
+            if min(rest.values(), default=0) < 0 or number % factor:
                 return None
-            piece = Term(((rest, number // factor),))
+            piece = Term(((tuple(sorted(rest.elements())), number // factor),))
             quotient, left = quotient + piece, left - piece * by
         return None
 
@@ -63,21 +82,12 @@ class Term:
             return self
         found = whole(0)
         for monomial, number in self.parts:
-            piece = whole(number)
-            for name in monomial:
-                piece = piece * by.get(name, symbol(name))
-            found = found + piece
+            found = found + whole(number) * product([by.get(name, symbol(name)) for name in monomial])
         return found
 
     def at(self, sizes: Mapping[str, int]) -> int:
         """Its value for given sizes of all symbols."""
-        total = 0
-        for monomial, number in self.parts:
-            product = number
-            for name in monomial:
-                product *= sizes[name]
-            total += product
-        return total
+        return sum(number * prod(sizes[name] for name in monomial) for monomial, number in self.parts)
 
     def __str__(self) -> str:
         words = []
@@ -101,10 +111,7 @@ def symbol(name: str) -> Term:
 
 def product(terms: "list[Term] | tuple[Term, ...]") -> Term:
     """All of them multiplied."""
-    found = whole(1)
-    for term in terms:
-        found = found * term
-    return found
+    return reduce(mul, terms, whole(1))
 
 
 def _collect(parts: "list[tuple[Monomial, int]]") -> Term:
@@ -114,15 +121,6 @@ def _collect(parts: "list[tuple[Monomial, int]]") -> Term:
     # Longest first within one order, so that the last part leads a division.
     kept = [(monomial, number) for monomial, number in sums.items() if number]
     return Term(tuple(sorted(kept, key=lambda part: (len(part[0]), part[0]))))
-
-
-def _without(monomial: Monomial, lead: Monomial) -> Monomial | None:
-    left = list(monomial)
-    for name in lead:
-        if name not in left:
-            return None
-        left.remove(name)
-    return tuple(left)
 
 
 CHOSEN: tuple[Axis, ...] = ("batch", "past", "new", "encoder")
@@ -144,7 +142,7 @@ class ConflictingSizes(Exception):
     """Two inputs declare different numbers for one length."""
 
 
-@record(slots=False)
+@dataclass
 class Lengths:
     """The axes of a graph's inputs as terms, and the size of each symbol in the file as it is.
 
@@ -152,12 +150,12 @@ class Lengths:
     the values of those that stay numbers, `mixed` those with a number in one input and a name in another.
     """
 
-    inputs: dict[str, tuple[Term, ...]]
-    traced: dict[str, int]
-    where: dict[str, tuple[str, int]]
-    freed: frozenset[str]
-    fixed: dict[str, int]
-    mixed: frozenset[str]
+    inputs: dict[str, tuple[Term, ...]] = field(default_factory=dict)
+    traced: dict[str, int] = field(default_factory=dict)
+    where: dict[str, tuple[str, int]] = field(default_factory=dict)
+    freed: set[str] = field(default_factory=set)
+    fixed: dict[str, int] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
 
     def settled(self, term: Term) -> Term:
         """The term with numbers for the lengths that stay fixed."""
@@ -178,80 +176,58 @@ def read_lengths(
     Raises:
         ConflictingSizes: a length to free has two numbers.
     """
-    graph = replace(
-        graph, inputs=tuple(replace(port, shape=declared.get(port.name, port.shape)) for port in graph.inputs)
-    )
-    found = _LengthReader(iter(PRIMES))
+    ports = [replace(port, shape=declared.get(port.name, port.shape)) for port in graph.inputs]
+    found, primes = Lengths(), iter(PRIMES)
     for kind in CHOSEN:
-        found.kind(graph, kind, kind in set(free), (supposed or {}).get(kind))
-    inputs = {port.name: found.axes(port) for port in graph.inputs if port.shape is not None}
-    return Lengths(inputs, found.traced, found.where, frozenset(found.freed), found.fixed, frozenset(found.mixed))
+        _read_kind(found, ports, kind, kind in set(free), (supposed or {}).get(kind) or primes)
+    found.inputs = {port.name: tuple(_read_axes(found, port, primes)) for port in ports if port.shape is not None}
+    return found
 
 
-@dataclass
-class _LengthReader:
-    """Reads the inputs, one kind of axis after the other."""
+def _read_kind(found: Lengths, ports: list[Port], kind: Axis, wanted: bool, supposed: int | Iterator[int]) -> None:
+    """Read one kind of axis; it is freed if it is a number or `supposed` to have been one."""
+    # Token ids are read before other inputs.
+    whole_ports = [port for port in ports if port.shape is not None and len(port.axes) == len(port.shape)]
+    ordered = sorted(whole_ports, key=lambda port: port.role != "token_ids")
+    sized = ((port.name, at, port.shape) for port in ordered for at, axis in enumerate(port.axes) if axis == kind)
+    dims = [(name, at, size_of(shape[at])) for name, at, shape in sized if shape is not None]
+    numbers = sorted({number for _, _, number in dims if number is not None})
+    if not dims:
+        return
+    found.where[kind] = dims[0][:2]
+    if not numbers:
+        found.traced[kind] = supposed if isinstance(supposed, int) else next(supposed)
+        found.freed |= {kind} if isinstance(supposed, int) else set()
+        return
+    if len(numbers) > 1 and wanted:
+        raise ConflictingSizes(f"{kind} is declared as {' and '.join(map(str, numbers))}")
+    found.traced[kind] = numbers[0]
+    if wanted:
+        found.freed.add(kind)
+    elif all(number is not None for _, _, number in dims):
+        found.fixed[kind] = numbers[0]
+    else:
+        found.mixed.add(kind)
 
-    primes: Iterator[int]
-    traced: dict[str, int] = field(default_factory=dict)
-    where: dict[str, tuple[str, int]] = field(default_factory=dict)
-    freed: set[str] = field(default_factory=set)
-    fixed: dict[str, int] = field(default_factory=dict)
-    mixed: set[str] = field(default_factory=set)
 
-    def kind(self, graph: Graph, kind: Axis, wanted: bool, supposed: int | None) -> None:
-        """Read one kind; it is freed if it is a number or assumed to have been one."""
-        # Token ids are read before other inputs.
-        ports = sorted(graph.inputs, key=lambda port: port.role != "token_ids")
-        dims = [(port.name, at, dim) for port in ports for at, dim in _axes_of_kind(port, kind)]
-        numbers = sorted({number for _, _, dim in dims if (number := _number(dim)) is not None})
-        if not dims:
-            return
-        self.where[kind] = dims[0][:2]
-        if not numbers:
-            self.traced[kind] = supposed or next(self.primes)
-            self.freed |= {kind} if supposed else set()
-            return
-        if len(numbers) > 1 and wanted:
-            raise ConflictingSizes(f"{kind} is declared as {' and '.join(map(str, numbers))}")
-        self.traced[kind] = numbers[0]
-        if wanted:
-            self.freed.add(kind)
-        elif all(_number(dim) is not None for _, _, dim in dims):
-            self.fixed[kind] = numbers[0]
+def _read_axes(found: Lengths, port: Port, primes: Iterator[int]) -> Iterator[Term]:
+    """The axes of one input."""
+    for at, dim in enumerate(port.shape or ()):
+        kind = port.axes[at] if at < len(port.axes) else "fixed"
+        if kind == "total" and "new" in found.traced:
+            yield symbol("past") + symbol("new") if "past" in found.traced else symbol("new")
+        elif kind in CHOSEN and kind in found.traced:
+            yield symbol(kind)
+        elif (number := size_of(dim)) is not None:
+            yield whole(number)
         else:
-            self.mixed.add(kind)
-
-    def axes(self, port: Port) -> tuple[Term, ...]:
-        """The axes of one input."""
-        terms = []
-        for at, dim in enumerate(port.shape or ()):
-            term = _term(port.axes[at] if at < len(port.axes) else "fixed", self.traced)
-            number = _number(dim)
-            if term is None and number is not None:
-                term = whole(number)
-            if term is None:
-                name = str(dim) if dim is not None else f"{port.name}.{at}"
-                self.traced.setdefault(name, next(self.primes, PRIMES[-1] + len(self.traced)))
-                self.where.setdefault(name, (port.name, at))
-                term = symbol(name)
-            terms.append(term)
-        return tuple(terms)
+            name = str(dim) if dim is not None else f"{port.name}.{at}"
+            found.traced.setdefault(name, next(primes, PRIMES[-1] + len(found.traced)))
+            found.where.setdefault(name, (port.name, at))
+            yield symbol(name)
 
 
-def _term(kind: Axis, traced: dict[str, int]) -> Term | None:
-    if kind == "total" and "new" in traced:
-        return symbol("past") + symbol("new") if "past" in traced else symbol("new")
-    return symbol(kind) if kind in CHOSEN and kind in traced else None
-
-
-def _axes_of_kind(port: Port, kind: Axis) -> list[tuple[int, Dim]]:
-    if port.shape is None or len(port.axes) != len(port.shape):
-        return []
-    return [(at, dim) for at, (axis, dim) in enumerate(zip(port.axes, port.shape, strict=True)) if axis == kind]
-
-
-def _number(dim: Dim) -> int | None:
+def size_of(dim: Dim) -> int | None:
     """A declared size that is a number; the exporter of transformers writes some numbers as names."""
     if isinstance(dim, int) or (isinstance(dim, str) and dim.isdecimal() and dim.isascii()):
         return int(dim)

@@ -84,14 +84,15 @@ def _infer_numbers(r: NodeInputs, known: NodeSizes) -> tuple[Dims | None, tuple[
     made = numbers_of(known)
     if made is None or len(made) > MOST_NUMBERS:
         return None, ()
-    numbers, other = (tuple(_infer_size(r, size) for size in sizes) for sizes in (made, [_other(r, s) for s in made]))
+
+    def decline(size: Size) -> Size:
+        if isinstance(size, Computed) and size.how == "choice" and _infer_size(r, size.parts[0]) is None:
+            return size.parts[2]
+        return size
+
+    numbers, other = (tuple(_infer_size(r, size) for size in sizes) for sizes in (made, map(decline, made)))
     same = made == tuple(NumberOf(0, at) for at in range(len(r.at(0).numbers or ())))
     return numbers, (other,) if other != numbers else r.at(0).others if same else ()
-
-
-def _other(r: NodeInputs, size: Size) -> Size:
-    undecided = isinstance(size, Computed) and size.how == "choice" and _infer_size(r, size.parts[0]) is None
-    return size.parts[2] if undecided and isinstance(size, Computed) else size
 
 
 def _infer_size(r: NodeInputs, size: Size) -> Term | None:
@@ -108,13 +109,15 @@ def _combine(r: NodeInputs, how: How, parts: list[Term | None]) -> Term | None:
     """A size that is computed from others."""
     if how == "broadcast":
         return _broadcast_axis(r, parts)
-    if how in ("equal", "letter"):
-        return _equal_axis(r, parts)
-    if how == "part":
+    if how == "part" or (how == "choice" and (parts[0] is None or parts[0].parts)):
         return parts[1]
     if how == "choice":
-        return parts[1] if parts[0] is None or parts[0].parts else parts[2]
+        return parts[2]
     known = [part for part in parts if part is not None]
+    if how in ("equal", "letter"):  # axes that must be equal: that of a length, if one is
+        for other in known[1:]:
+            require_equal(r, known[0], other)
+        return next((term for term in known if r.facts.real(term).symbols), known[0] if known else None)
     rule = _OF_TERMS.get(how)
     return rule(r, known) if rule is not None and len(known) == len(parts) else None
 
@@ -140,14 +143,6 @@ def _same(r: NodeInputs, known: list[Term]) -> Term | None:
         return whole(int(difference.number == 0))
     signs = {number > 0 for _, number in difference.parts}
     return whole(0) if len(signs) == 1 and () in [monomial for monomial, _ in difference.parts] else None
-
-
-def _equal_axis(r: NodeInputs, column: list[Term | None]) -> Term | None:
-    """Axes that must be equal: that of a length, if one is."""
-    known = [term for term in column if term is not None]
-    for other in known[1:]:
-        require_equal(r, known[0], other)
-    return next((term for term in known if r.facts.real(term).symbols), known[0] if known else None)
 
 
 _OF_TERMS: dict[How, Callable[[NodeInputs, list[Term]], Term | None]] = {
@@ -185,10 +180,8 @@ def _stands_for(r: NodeInputs, term: Term, kept: Term) -> bool:
     return bool(free) and all(one.kind == "number" for one in free) and r.facts.size(r.facts.real(kept)) == 1
 
 
-def require_equal(r: NodeInputs, one: Term | None, other: Term | None) -> None:
+def require_equal(r: NodeInputs, one: Term, other: Term) -> None:
     """Require two sizes to be equal."""
-    if one is None or other is None:
-        return
     if r.facts.agree(one, other) is None:
         left, right = r.facts.real(one), r.facts.real(other)
         r.note_conflict(f"{left} and {right} must be equal", left, right)
@@ -199,8 +192,11 @@ def _note_candidates(r: NodeInputs, given: list[ValueFacts], dims: Dims) -> None
     rows = r.notes.rows
     if rows is None or not any(known.fed for known in given):
         return
+    per_sequence = (whole(1), symbol("batch"))  # the same entry for all positions
     for known in given:
-        if known.fed or known.even or known.shape is None or _has_entry_per_sequence(r, known):
+        if known.fed or known.even or known.shape is None:
+            continue
+        if all(dim is not None and r.facts.real(dim) in per_sequence for dim in known.shape):
             continue
         for axis, dim in enumerate(known.shape):
             whole_dim = dims[len(dims) - len(known.shape) + axis]
@@ -208,12 +204,6 @@ def _note_candidates(r: NodeInputs, given: list[ValueFacts], dims: Dims) -> None
                 continue
             if r.facts.real(dim) == whole(1) and r.facts.size(rows) == 1:
                 r.notes.candidates.append(TraceCandidate(known.table, r.node, r.scope.path, axis))
-
-
-def _has_entry_per_sequence(r: NodeInputs, known: ValueFacts) -> bool:
-    """Whether a value has one entry for each sequence, the same for all positions."""
-    sizes = [None if dim is None else r.facts.real(dim) for dim in known.shape or ()]
-    return all(size is not None and size in (whole(1), symbol("batch")) for size in sizes)
 
 
 MOST_ROUNDS = 8
@@ -274,9 +264,8 @@ class ShapeWalk:
         if has(node.op_type, "branch") and not node.domain:
             self._branches(node, inside)
             return
-        reading = NodeInputs(
-            node, [self._read(node, i, name, inside) for i, name in enumerate(node.input)], self.notes, inside
-        )
+        given = [self._read(node, index, name, inside) for index, name in enumerate(node.input)]
+        reading = NodeInputs(node, given, self.notes, inside)
         for name, known in zip(node.output, self._made(reading), strict=False):
             if name:
                 inside.values[name] = known
@@ -296,7 +285,11 @@ class ShapeWalk:
     def _made(self, reading: NodeInputs) -> list[ValueFacts]:
         key = (reading.node.domain, reading.node.op_type)
         if reading.node.domain not in STANDARD or has(reading.node.op_type, "attend", "rotate", "write"):
-            self._note_constants(reading)
+            # An operator that holds a whole attention takes positions and lengths as they are given.
+            for index, known in enumerate(reading.inputs):
+                if known is not None and not known.fed and known.numbers:
+                    candidate = TraceCandidate(known.table, reading.node, reading.scope.path, index)
+                    self.notes.candidates.append(candidate)
         if reading.node.op_type in COUNTING:
             self.notes.counting.append(reading)
         shapes = operator_of(reading.node.op_type).shapes
@@ -305,12 +298,6 @@ class ShapeWalk:
         found = [UNKNOWN] * len(reading.node.output) if key in self.functions else infer_outputs(reading)
         even = reading.node.op_type in EVEN and all(known.even for known in given)
         return [replace(known, fed=fed and self._counts(known), even=even) for known in found]
-
-    def _note_constants(self, reading: NodeInputs) -> None:
-        """An operator that holds a whole attention takes positions and lengths as they are given."""
-        for index, known in enumerate(reading.inputs):
-            if known is not None and not known.fed and known.numbers:
-                self.notes.candidates.append(TraceCandidate(known.table, reading.node, reading.scope.path, index))
 
     def _counts(self, known: ValueFacts) -> bool:
         """Whether numbers depend on how many tokens there are; those of the batch are the same for all tokens."""
@@ -327,9 +314,7 @@ class ShapeWalk:
                 self._graph(body, inner)
                 results.append([inner.known(value.name) or UNKNOWN for value in body.output])
         for index, name in enumerate(node.output):
-            shapes = [
-                self._opened(infer_outputs[index]) if index < len(infer_outputs) else None for infer_outputs in results
-            ]
+            shapes = [self._opened(made[index]) if index < len(made) else None for made in results]
             same = shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
             if name:
                 inside.values[name] = ValueFacts(same)

@@ -18,9 +18,7 @@ from kvdoctor.records import record
 from kvdoctor.repair.shapes.terms import Lengths, Term, symbol, whole
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+    from kvdoctor.decode.calls import Array
 
 
 @dataclass(eq=False)
@@ -96,11 +94,8 @@ class Writer(GraphWriter):
             return self.numbers([entry for entry in entries if isinstance(entry, int)], dims)
         found = self.vector(entries)
         if len(dims) != 1:
-            found = self.node(
-                f"{found.removeprefix(self.prefix + '.')}.as{list(dims)}".replace(" ", ""),
-                "Reshape",
-                [found, self.numbers(dims)],
-            )
+            key = f"{found.removeprefix(self.prefix + '.')}.as{list(dims)}".replace(" ", "")
+            found = self.node(key, "Reshape", [found, self.numbers(dims)])
         if element != TensorProto.INT64:
             kind = "int32" if element == TensorProto.INT32 else f"type{element}"
             found = self.node(f"{found.removeprefix(self.prefix + '.')}.{kind}", "Cast", [found], to=element)
@@ -133,12 +128,8 @@ BROADCASTING = operators_with("broadcast", "cast", "copy", "logic") | {"Expand",
 """Readers that broadcast an axis of 1 to any length."""
 
 
-@record(slots=False)
-class RewrittenConstant:
-    """The replacement of a constant: the value to read, and a description."""
-
-    value: str
-    words: str
+Rewritten = tuple[str, str]
+"""The replacement of a constant: the value to read, and a description."""
 
 
 @record(slots=False)
@@ -150,8 +141,10 @@ class Table:
     node: NodeProto
     size: "Any"
 
-    def rewritten(self, writer: Writer) -> RewrittenConstant | None:
+    def rewritten(self, writer: Writer) -> Rewritten | None:
         """A replacement that is right at every length; None if the values do not show the rule."""
+        from onnx import numpy_helper
+
         if self.node.op_type == "GatherND":
             return self._in_place(writer)
         values, left = self.values, dict(self.axes)
@@ -160,7 +153,11 @@ class Table:
                 values = values.take([0], axis)
                 del left[axis]
         if not left:
-            return self._one_for_all(writer, values)
+            name = writer.tensor("row", numpy_helper.from_array(values))
+            if self.node.op_type not in BROADCASTING:
+                dims = [self.axes.get(axis, int(size)) for axis, size in enumerate(values.shape)]
+                name = writer.node(f"{name}.expanded", "Expand", [name, writer.vector(dims)])
+            return name, f"{list(values.shape)}, one for all"
         are_last = len(left) == 2 and set(left) == {values.ndim - 2, values.ndim - 1}
         if are_last and values.size == values.shape[-2] * values.shape[-1]:
             return self._causal(writer, values, left)
@@ -168,18 +165,7 @@ class Table:
             return self._counted(writer, values, *next(iter(left.items())))
         return None
 
-    def _one_for_all(self, writer: Writer, values: "Array") -> RewrittenConstant:
-        from onnx import numpy_helper
-
-        name = writer.tensor("row", numpy_helper.from_array(values))
-        if self.node.op_type not in BROADCASTING:
-            name = writer.node(f"{name}.expanded", "Expand", [name, writer.vector(self._dims(values))])
-        return RewrittenConstant(name, f"{list(values.shape)}, one for all")
-
-    def _dims(self, values: "Array") -> "Sequence[int | Term]":
-        return [self.axes.get(axis, int(size)) for axis, size in enumerate(values.shape)]
-
-    def _causal(self, writer: Writer, values: "Array", left: dict[int, Term]) -> RewrittenConstant | None:
+    def _causal(self, writer: Writer, values: "Array", left: dict[int, Term]) -> Rewritten | None:
         """A causal mask: rows are new tokens, columns all cached tokens; a row sees no later position."""
         import numpy as np
         from onnx import numpy_helper
@@ -198,24 +184,22 @@ class Table:
         found = writer.node("causal", "LessOrEqual", [writer.count_up(whole(0), columns), places_of_rows])
         key = f"causal.{shown}.{hidden}"
         if values.dtype != np.bool_:
-            two = [
-                writer.tensor(word, numpy_helper.from_array(np.asarray(v)))
-                for word, v in (("shown", shown), ("hidden", hidden))
-            ]
-            found = writer.node(key, "Where", [found, *two])
+            two = {"shown": shown, "hidden": hidden}
+            made = [writer.tensor(word, numpy_helper.from_array(np.asarray(v))) for word, v in two.items()]
+            found = writer.node(key, "Where", [found, *made])
         elif not shown:
             found = writer.node(key, "Not", [found])
         if values.ndim > 2:
             target = writer.vector([*[1] * (values.ndim - 2), rows, columns])
             found = writer.node(f"{key}.of{values.ndim}", "Reshape", [found, target])
-        return RewrittenConstant(found, f"the causal mask of {rows} rows and {columns} columns")
+        return found, f"the causal mask of {rows} rows and {columns} columns"
 
-    def _counted(self, writer: Writer, values: "Array", axis: int, length: Term) -> RewrittenConstant | None:
+    def _counted(self, writer: Writer, values: "Array", axis: int, length: Term) -> Rewritten | None:
         """Positions that count up from 0 or from the length of the past."""
         import numpy as np
 
         numbers = values.reshape(-1)
-        starts = {0: whole(0), self.size(symbol("past")): symbol("past")} if "past" in writer.lengths.traced else {}
+        starts = {self.size(symbol("past")): symbol("past")} if "past" in writer.lengths.traced else {}
         start = {**starts, 0: whole(0)}.get(int(numbers[0]))
         if start is None or len(numbers) < 2 or not np.array_equal(numbers, numbers[0] + np.arange(len(numbers))):
             return None
@@ -224,12 +208,11 @@ class Table:
         found = writer.count_up(start, length)
         if values.ndim > 1:
             target = [length if at == axis else 1 for at in range(values.ndim)]
-            found = writer.node(
-                f"range.{start}.{length}.of{values.ndim}.{axis}", "Reshape", [found, writer.vector(target)]
-            )
-        return RewrittenConstant(found, f"{start} to {start + length}, counted")
+            key = f"range.{start}.{length}.of{values.ndim}.{axis}"
+            found = writer.node(key, "Reshape", [found, writer.vector(target)])
+        return found, f"{start} to {start + length}, counted"
 
-    def _in_place(self, writer: Writer) -> RewrittenConstant | None:
+    def _in_place(self, writer: Writer) -> Rewritten | None:
         """Indexes of a GatherND that pick each entry in its own place: a Reshape of the data."""
         import numpy as np
 
@@ -245,4 +228,4 @@ class Table:
         target = writer.vector([self.axes.get(axis, int(size)) for axis, size in enumerate(grid)])
         self.node.op_type = "Reshape"
         del self.node.attribute[:]
-        return RewrittenConstant(target, "a Reshape, because every index picks its own entry")
+        return target, "a Reshape, because every index picks its own entry"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.experiments import by_name
@@ -11,7 +11,7 @@ from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
 from kvdoctor.report.page.contract_diagram import Group, group_slots
-from kvdoctor.report.page.elements import PagePosition, appendix, chip, fold, scrollable, table
+from kvdoctor.report.page.elements import PagePosition, appendix, chip, drawing, fold, scrollable, table
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.sections.cache_lengths import STATE_TEXTS, CacheLength, trace_slot
 from kvdoctor.report.sections.stack import CHARTED, find_step_seconds
@@ -26,6 +26,7 @@ LOWEST, HIGHEST = -7, 0
 BAR_WIDTH, AMOUNT, BAR_HEIGHT, GAP = 170, 76, 16, 10
 CHARACTER = 6.6
 """Pixels of a letter, at most, in the usual faces."""
+T = TypeVar("T")
 CACHE_USES = {"cached": "with the cache", "uncached": "without the cache"}
 
 
@@ -37,26 +38,19 @@ def draw_differences(
     if not compared:
         return h("p", "No step was compared with a reference run.")
     longest = max(len(run.steps) for run in compared)
-    shown = _select_steps(longest)
+    shown, left_out = _select(range(longest))
     header: list[Content] = ["experiment", "outcome", *(str(step) for step in shown)]
     rows = [_row(run, shown) for run in compared[:MOST_RUNS]]
     sentences: list[Content] = [
         "Largest difference of the logits in each step, in standard deviations of the logits. For this arithmetic "
         f"({contract.exactness}), up to {tolerance.passes:g} passes and more than {tolerance.fails:g} is a fault."
     ]
-    if longest > len(shown):
-        sentences.append(f" {longest - len(shown)} steps in the middle are not shown.")
+    if left_out:
+        sentences.append(f" {left_out} steps in the middle are not shown.")
     if len(compared) > MOST_RUNS:
         sentences.append(f" {len(compared) - MOST_RUNS} more experiments are not shown.")
     caption = f"Difference from {' or '.join(sorted({run.yardstick for run in compared}))}, by step"
     return h("p", sentences), table(place.id("steps-heat"), caption, header, rows, "heat"), _scale()
-
-
-def _select_steps(count: int) -> list[int]:
-    if count <= MOST_STEPS:
-        return list(range(count))
-    half = MOST_STEPS // 2
-    return [*range(half), *range(count - half, count)]
 
 
 def _row(run: Run, shown: Sequence[int]) -> list[Content]:
@@ -119,15 +113,10 @@ def _of_run(run: Run, by_name: dict[str, Slot], label: str) -> Iterator[Content]
         f"off by at most {last.slots[worst]:.1e} standard deviations of the slot ({worst})"
     )
     rows = [(f"layer {n}", *(_short(row[n]) if n in row else "\u2013" for row in parts.values())) for n in numbers]
-    yield h(
-        "figure",
-        h("figcaption", caption, id=label),
-        [
-            scrollable(label, _strip(parts, numbers[start : start + IN_A_ROW], caption))
-            for start in range(0, len(numbers), IN_A_ROW)
-        ],
-        fold("The same as a table", table(f"{label}-table", caption, ("layer", *parts), rows)),
-    )
+    ranges = (numbers[start : start + IN_A_ROW] for start in range(0, len(numbers), IN_A_ROW))
+    strips = [scrollable(label, _strip(parts, some, caption)) for some in ranges]
+    same = fold("The same as a table", table(f"{label}-table", caption, ("layer", *parts), rows))
+    yield h("figure", h("figcaption", caption, id=label), strips, same)
 
 
 def _strip(parts: dict[str, dict[int, float]], numbers: Sequence[int], caption: str) -> Element:
@@ -145,7 +134,7 @@ def _strip(parts: dict[str, dict[int, float]], numbers: Sequence[int], caption: 
         if n % 4 == 0 or len(numbers) <= 8:
             drawn.append(h("text", n, x=LABELS + SQUARE * i + 8, y=ROW * len(parts) + 15, class_="tick"))
     label = f"{caption}. Layers {numbers[0]} to {numbers[-1]}; the table below has the numbers."
-    return h("svg", drawn, width=width, height=height, viewBox=f"0 0 {width} {height}", role="img", aria_label=label)
+    return drawing(width, height, label, drawn)
 
 
 def draw_times(place: PagePosition, report: Report, stack: str) -> Content:
@@ -191,9 +180,7 @@ def _bars(rows: list[tuple[str, float, str]], longest: float) -> Element:
         y += BAR_HEIGHT + (GAP if kind.startswith("uncached") else 4)
     width = left + BAR_WIDTH + AMOUNT
     label = "; ".join(f"{label}: {format_milliseconds(seconds)}" for label, seconds, _ in rows)
-    return h(
-        "svg", drawn, width=width, height=y, viewBox=f"0 0 {width} {y}", role="img", aria_label=label, class_="lane"
-    )
+    return drawing(width, y, label, drawn, class_="lane")
 
 
 MOST_LANES = 6
@@ -234,30 +221,21 @@ def _share_scale(runs: Sequence[Run], contract: CacheContract) -> Scale:
 
 def _legend() -> Element:
     """How to read the pictures."""
-    entries = (
-        ("fed", "fed into the step"),
-        ("new", "added by the step"),
-        ("held", "held: the value of step 0 is fed again"),
-        ("emptied", "emptied: the step returns the slot without elements"),
-        ("fails", "the step fails"),
-    )
-    items = (h("li", _swatch(kind), h("span", text)) for kind, text in entries)
-    return h(
-        "ul", items, h("li", h("span", "\u2192", class_="arrow-mark", aria_hidden="true"), "fed back"), class_="legend"
-    )
-
-
-def _swatch(kind: str) -> Element:
-    box = h("rect", x=1, y=1, width=16, height=12, class_=f"bar-{kind}")
-    shape = h("path", d="M4 3l9 9m0-9l-9 9", class_="cross") if kind == "fails" else box
-    return h("svg", shape, width=18, height=14, viewBox="0 0 18 14", aria_hidden="true", focusable="false")
+    entries = {"fed": "fed into the step", "new": "added by the step", "held": "held: the value of step 0 is fed again"}
+    entries |= {"emptied": "emptied: the step returns the slot without elements", "fails": "the step fails"}
+    items = []
+    for kind, text in entries.items():
+        box = h("rect", x=1, y=1, width=16, height=12, class_=f"bar-{kind}")
+        shape = h("path", d="M4 3l9 9m0-9l-9 9", class_="cross") if kind == "fails" else box
+        swatch = h("svg", shape, width=18, height=14, viewBox="0 0 18 14", aria_hidden="true", focusable="false")
+        items.append(h("li", swatch, h("span", text)))
+    arrow = h("span", "\u2192", class_="arrow-mark", aria_hidden="true")
+    return h("ul", items, h("li", arrow, "fed back"), class_="legend")
 
 
 def _figure(run: Run, contract: CacheContract, at: tuple[PagePosition, str], scale: Scale) -> Element:
     place, name = at
-    groups = group_slots(
-        contract.slots, lambda slot: tuple((c.fed, c.returned, c.state) for c in trace_slot(run, slot))
-    )
+    groups = group_slots(contract.slots, lambda one: tuple((c.fed, c.returned, c.state) for c in trace_slot(run, one)))
     lanes = [(group, trace_slot(run, group.first)) for group in groups]
     experiment = by_name().get(run.experiment)
     question = "the steps of the caller's own loop" if experiment is None else experiment.question
@@ -279,32 +257,23 @@ def _lane(group: Group, cells: Sequence[CacheLength], label: str, scale: Scale) 
     counts = "encoder states" if "encoder" in group.first.axes else "tokens"
     unit = f"length in {counts}" if group.first.length_axis is not None else "state of fixed size"
     title = h("p", h("strong", group.title), f" \u00b7 {group.count} \u00b7 {unit}", class_="lane-title", id=label)
-    drawn, skipped = _select_cells(cells)
+    drawn, skipped = _select(cells)
     width = max(GUTTER + CELL * (len(drawn) + (1 if skipped else 0)) + 8, LEAST_WIDTH)
     floor, highest = TALL + scale.top, scale.highest[group.first.kind]
-    height = floor + AXIS + 12
-    drawing = h(
-        "svg",
-        h("line", x1=GUTTER, x2=width - 4, y1=floor + 0.5, y2=floor + 0.5, class_="base"),
-        list(_draw(drawn, skipped, highest, floor)),
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width} {height}",
-        class_="lane" if len(drawn) <= NARROW else None,
-        role="img",
-        aria_label=_describe(group, cells, counts),
-    )
-    scroll = scrollable(label, drawing)
+    base = h("line", x1=GUTTER, x2=width - 4, y1=floor + 0.5, y2=floor + 0.5, class_="base")
+    steps = "; ".join(map(_describe, _select(cells)[0]))
+    text = f"{group.title}, {group.count}, length in {counts}. {steps}."
+    face, bars = "lane" if len(drawn) <= NARROW else None, list(_draw(drawn, skipped, highest, floor))
     omitted = h("p", f"{skipped} steps in the middle are not drawn.", class_="hint") if skipped else None
-    return title, scroll, omitted
+    return title, scrollable(label, drawing(width, floor + AXIS + 12, text, base, bars, class_=face)), omitted
 
 
-def _select_cells(cells: Sequence[CacheLength]) -> tuple[list[CacheLength], int]:
+def _select(steps: Sequence[T]) -> tuple[list[T], int]:
     """The first steps and the last ones, and how many are left out between them."""
-    if len(cells) <= MOST_STEPS:
-        return list(cells), 0
+    if len(steps) <= MOST_STEPS:
+        return list(steps), 0
     half = MOST_STEPS // 2
-    return [*cells[:half], *cells[-half:]], len(cells) - 2 * half
+    return [*steps[:half], *steps[-half:]], len(steps) - 2 * half
 
 
 def _draw(cells: Sequence[CacheLength], skipped: int, highest: int, floor: int) -> Iterator[Content]:
@@ -324,34 +293,29 @@ def _draw(cells: Sequence[CacheLength], skipped: int, highest: int, floor: int) 
 
 def _bar(x: float, floor: int, cell: CacheLength, highest: int) -> Iterator[Element]:
     """The bar of a step: what was fed, what was added on top of it, or what is wrong."""
-    middle = x + BAR / 2
-    fed = _height(cell.fed, highest)
+
+    def bar(kind: str, top: float, tall: float) -> Element:
+        return h("rect", x=x, y=floor - top, width=BAR, height=tall, class_=f"bar-{kind}")
+
+    def value(text: str | int, above: float, bad: bool = False) -> Element:
+        return h("text", text, x=x + BAR / 2, y=floor - above, class_="value bad" if bad else "value")
+
+    fed, returned = _height(cell.fed, highest), _height(cell.returned, highest)
     if cell.state == "fails":
-        yield h("rect", x=x, y=floor - max(fed, 2), width=BAR, height=max(fed, 2), class_="bar-fed")
-        top = floor - max(fed, 0)
-        yield h("path", d=f"M{x + 4:.0f} {top - 19:.0f}l14 14m0-14l-14 14", class_="cross")
-        yield h("text", "fails", x=middle, y=top - 25, class_="value bad")
-        return
-    returned = _height(cell.returned, highest)
-    if cell.state == "held":
-        yield h("rect", x=x, y=floor - fed, width=BAR, height=fed, class_="bar-held")
-        yield h("text", cell.fed if cell.fed is not None else "\u2013", x=middle, y=floor - fed - 5, class_="value")
-        return
-    if cell.state == "emptied":
+        yield bar("fed", max(fed, 2), max(fed, 2))
+        yield h("path", d=f"M{x + 4:.0f} {floor - fed - 19:.0f}l14 14m0-14l-14 14", class_="cross")
+        yield value("fails", fed + 25, bad=True)
+    elif cell.state == "held":
+        yield from (bar("held", fed, fed), value(cell.fed if cell.fed is not None else "\u2013", fed + 5))
+    elif cell.state == "emptied":
         tall = max(fed, 24)
-        yield h("rect", x=x, y=floor - tall, width=BAR, height=tall, class_="bar-emptied")
-        yield h("text", "0", x=middle, y=floor - tall / 2 + 4, class_="value bad")
-        yield h("text", "empty", x=middle, y=floor - tall - 5, class_="value bad")
-        return
-    if cell.returned is None:
-        tall = max(fed, 14)
-        yield h("rect", x=x, y=floor - tall, width=BAR, height=tall, class_="bar-fed")
-        return
-    below = min(fed, returned)
-    yield h("rect", x=x, y=floor - below, width=BAR, height=below, class_="bar-fed")
-    yield h("rect", x=x, y=floor - returned, width=BAR, height=returned - below, class_="bar-new")
-    bad = " bad" if cell.state == "shrunk" else ""
-    yield h("text", cell.returned, x=middle, y=floor - returned - 5, class_=f"value{bad}")
+        yield from (bar("emptied", tall, tall), value("0", tall / 2 - 4, bad=True), value("empty", tall + 5, bad=True))
+    elif cell.returned is None:
+        yield bar("fed", max(fed, 14), max(fed, 14))
+    else:
+        below = min(fed, returned)
+        yield from (bar("fed", below, below), bar("new", returned, returned - below))
+        yield value(cell.returned, returned + 5, bad=cell.state == "shrunk")
 
 
 def _height(length: int | None, highest: int) -> float:
@@ -367,13 +331,7 @@ def _arrow(x: float, y: int, before: CacheLength, cell: CacheLength) -> Element:
     return h("path", d=f"M{start:.0f} {y}H{end:.0f}m-4 -4l4 4l-4 4", class_=kind)
 
 
-def _describe(group: Group, cells: Sequence[CacheLength], counts: str) -> str:
-    """The picture in text, for who cannot see it."""
-    steps = [_step(cell) for cell in _select_cells(cells)[0]]
-    return f"{group.title}, {group.count}, length in {counts}. {'; '.join(steps)}."
-
-
-def _step(cell: CacheLength) -> str:
+def _describe(cell: CacheLength) -> str:
     fed = "nothing" if cell.fed is None else str(cell.fed)
     if cell.state in ("fails", "held", "not-returned"):
         return f"step {cell.step}: {fed} fed, {STATE_TEXTS[cell.state]}"

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from kvdoctor.contract import CacheContract, Port, Role, Slot
+from kvdoctor.contract import CacheContract, PhaseName, Port, Role, Slot
 from kvdoctor.records import record
 from kvdoctor.report.page.elements import PagePosition, scrollable
 from kvdoctor.report.page.markup import Content, Element, h
@@ -74,25 +74,17 @@ def merge_names(names: Iterable[str]) -> list[str]:
     for name in names:
         parts = DIGITS.split(name[:LONGEST_NAME])
         found.setdefault(tuple(parts[::2]), []).append(parts[1::2])
-    return [_pattern(parts, numbers) for parts, numbers in found.items()]
-
-
-def _pattern(parts: tuple[str, ...], numbers: list[list[str]]) -> str:
-    ranges = [_range([row[place] for row in numbers]) for place in range(len(parts) - 1)]
-    return "".join(piece for pair in zip(parts, [*ranges, ""], strict=True) for piece in pair)
+    merged = []
+    for texts, rows in found.items():
+        ranges = [_range(list(numbers)) for numbers in zip(*rows, strict=True)]
+        merged.append("".join(piece for pair in zip(texts, [*ranges, ""], strict=True) for piece in pair))
+    return merged
 
 
 def _range(numbers: list[str]) -> str:
-    """The lowest and the highest; what is too long for a number of a layer stays as it is."""
-    if len(set(numbers)) == 1:
-        return numbers[0]
-    low, high = min(numbers, key=_order), max(numbers, key=_order)
-    return f"{low}\u2026{high}"
-
-
-def _order(number: str) -> tuple[int, str]:
-    short = number.lstrip("0")
-    return len(short), short
+    """The lowest and the highest, however many digits they have."""
+    ordered = sorted(dict.fromkeys(numbers), key=lambda number: (len(number.lstrip("0")), number.lstrip("0")))
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]}\u2026{ordered[-1]}"
 
 
 def fit(text: str, characters: int) -> str:
@@ -123,7 +115,10 @@ def draw_contract(place: PagePosition, contract: CacheContract) -> Content:
     name = place.id("diagram")
     groups = group_slots(contract.slots)
     drawn: list[Content] = []
-    fed, given = _fed_box(contract), _given_box(contract)
+    decode = contract.graph("decode")
+    taken = [port for port in decode.inputs if port.role not in ("past", "auxiliary")]
+    fed = _ports_box(taken, "fed at every step", "fed at every step")
+    given = _ports_box([one for one in decode.outputs if one.role in GIVEN], "returned by every step", "no logits")
     graph = _graph_lines(contract)
     height = max(fed.height, given.height, 2 * PAD + LINE * len(graph))
     y = 22
@@ -155,18 +150,8 @@ def draw_contract(place: PagePosition, contract: CacheContract) -> Content:
     return scrollable(name, drawing)
 
 
-def _fed_box(contract: CacheContract) -> Box:
-    ports = [port for port in contract.graph("decode").inputs if port.role not in ("past", "auxiliary")]
-    return _ports_box(ports, "fed at every step")
-
-
-def _given_box(contract: CacheContract) -> Box:
-    ports = [port for port in contract.graph("decode").outputs if port.role in GIVEN]
-    return _ports_box(ports, "returned by every step") if ports else Box((("no logits", "box-title"),), "box")
-
-
-def _ports_box(ports: Sequence[Port], title: str) -> Box:
-    lines = [(title, "box-title"), *((fit(port.name, MONO), "mono") for port in ports[:MOST_FED])]
+def _ports_box(ports: Sequence[Port], title: str, none: str) -> Box:
+    lines = [(title if ports else none, "box-title"), *((fit(port.name, MONO), "mono") for port in ports[:MOST_FED])]
     if len(ports) > MOST_FED:
         lines.append((f"and {len(ports) - MOST_FED} more", "sans"))
     return Box(tuple(lines), "box")
@@ -174,17 +159,17 @@ def _ports_box(ports: Sequence[Port], title: str) -> Box:
 
 def _graph_lines(contract: CacheContract) -> list[tuple[str, str]]:
     """Which file or branch serves which step."""
-    lines: list[tuple[str, str]] = []
-    if "encode" in contract.phases:
-        lines += [("once, before:", "sans"), *_wrapped(contract.graph("encode").file, "mono")]
-    if "embed" in contract.phases:
-        lines += [("every step, before:", "sans"), *_wrapped(contract.graph("embed").file, "mono")]
-    for one in contract.features:
-        lines += [("rows for placeholders:", "sans"), *_wrapped(contract.graph(one.phase).file, "mono")]
+    before: dict[PhaseName, str] = {"encode": "once, before:", "embed": "every step, before:"}
+    files = [(title, phase) for phase, title in before.items() if phase in contract.phases]
+    files += [("rows for placeholders:", one.phase) for one in contract.features]
     prefill, decode = contract.phases["prefill"], contract.phases["decode"]
     if prefill.graph != decode.graph:
-        lines += [("step 0:", "sans"), *_wrapped(contract.graph("prefill").file, "mono")]
-        return [*lines, ("later steps:", "sans"), *_wrapped(contract.graph("decode").file, "mono")]
+        files += [("step 0:", "prefill"), ("later steps:", "decode")]
+    lines: list[tuple[str, str]] = []
+    for title, phase in files:
+        lines += [(title, "sans"), *_wrapped(contract.graph(phase).file, "mono")]
+    if prefill.graph != decode.graph:
+        return lines
     lines += _wrapped(contract.graph("decode").file, "mono strong")
     if prefill.switch is not None:
         switch = contract.graph("decode").port("branch_switch")
@@ -210,16 +195,12 @@ def _present_box(group: Group) -> Box:
     slot = group.first
     names = merge_names(slot.present for slot in group.slots if slot.present is not None)
     if slot.emptied:
-        return Box(
-            (("present, emptied", "box-title bad"), *_wide("later steps return it without elements"), *_names(names)),
-            "box faulty",
-        )
+        emptied = _wide("later steps return it without elements")
+        return Box((("present, emptied", "box-title bad"), *emptied, *_names(names)), "box faulty")
     if not names:
         filled = merge_names(slot.filled_by for slot in group.slots if slot.filled_by is not None)
-        made = {"encode": "computed by the encoder", "prefill": "computed by step 0"}.get(
-            slot.filled_in, "computed once"
-        )
-        first = made if filled else "given by the caller"
+        makers = {"encode": "computed by the encoder", "prefill": "computed by step 0"}
+        first = makers.get(slot.filled_in, "computed once") if filled else "given by the caller"
         return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
     return Box((("present", "box-title"), *_wide(GROWTH_TEXTS[slot.growth]), *_names(names)), "box present")
 
@@ -251,12 +232,11 @@ def _back(y: int, group: Group) -> Iterator[Element]:
     slot = group.first
     low, start, end = y + 20, RIGHT + BOX / 2, LEFT + BOX / 2
     kind = "carry keep" if slot.carry == "hold" else "carry"
-    if slot.carry == "hold":
-        text = "keep the value that the caller gave" if slot.is_given else CARRIED["hold"]
-        if slot.filled_in == "encode":
-            text = "keep the encoder's output, feed it at every step"
-    else:
-        text = CARRIED[slot.carry]
+    text = CARRIED[slot.carry]
+    if slot.carry == "hold" and slot.filled_in == "encode":
+        text = "keep the encoder's output, feed it at every step"
+    elif slot.carry == "hold" and slot.is_given:
+        text = "keep the value that the caller gave"
     yield h("path", d=f"M{start:.0f} {y}V{low}H{end:.0f}V{y + 6}m-5 5l5 -5l5 5", class_=kind)
     width = 6.6 * len(text) + 24
     middle = GRAPH + GRAPH_BOX / 2

@@ -12,7 +12,7 @@ from importlib.resources import files
 from kvdoctor._version import __version__
 from kvdoctor.records import record
 from kvdoctor.report.escaping import printable, shortened
-from kvdoctor.report.page.markup import Content, Element, h, text
+from kvdoctor.report.page.markup import Content, Element, Value, h, text
 from kvdoctor.report.wording import format_count
 
 LONGEST_CELL = 400
@@ -86,6 +86,12 @@ def scrollable(named_by: str, *content: Content) -> Element:
     return h("div", content, class_="scroll", role="group", aria_labelledby=named_by, tabindex=0)
 
 
+def drawing(width: int, height: float, label: str, *content: Content, **more: Value) -> Element:
+    """A picture of that size; `label` is the same in text, for who cannot see it."""
+    box = f"0 0 {width} {height}"
+    return h("svg", content, width=width, height=height, viewBox=box, role="img", aria_label=label, **more)
+
+
 def label_list(rows: Iterable[tuple[Content, Content]], class_: str = "facts") -> Element:
     """Labels with their texts; a label that repeats is empty."""
     return h("dl", (h("div", h("dt", label), h("dd", value)) for label, value in rows), class_=class_)
@@ -136,50 +142,33 @@ def read_style() -> str:
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
-def content_policy() -> str:
-    """The content security policy: nothing but the one style sheet with this SHA-256 (CSP level 3)."""
-    digest = base64.b64encode(hashlib.sha256(read_style().encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-
-
 def write_page(title: str, links: Iterable[tuple[str, Content]], *content: Content) -> str:
     """The whole document. `links` are ids on the page with the titles of the sections there."""
+    # Nothing but the one style sheet with this SHA-256 (CSP level 3).
+    digest = base64.b64encode(hashlib.sha256(read_style().encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     head = (
-        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{text(content_policy())}">\n'
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{text(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
         f"<title>{text(title)}</title>\n<style>{read_style()}</style>"
     )
     contents = h("ul", (h("li", h("a", word, href=f"#{name}")) for name, word in links))
-    body: tuple[Element, ...] = (
-        h("a", "Skip to the report", href="#report", class_="skip"),
-        h(
-            "div",
-            h("nav", h("p", "On this page", class_="nav-title"), contents, aria_label="On this page"),
-            h("main", content, id="report", tabindex=-1),
-            class_="frame",
-        ),
-        h("footer", _foot(), _printing()),
-    )
-    written = "".join(map(str, body))
+    nav = h("nav", h("p", "On this page", class_="nav-title"), contents, aria_label="On this page")
+    skip = h("a", "Skip to the report", href="#report", class_="skip")
+    main = h("div", nav, h("main", content, id="report", tabindex=-1), class_="frame")
+    written = "".join(map(str, (skip, main, h("footer", _foot()))))
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{written}\n</body>\n</html>\n'
 
 
-def _printing() -> Content:
-    """The box that decides how much is printed, without a script; on paper, that the page has more."""
+def _foot() -> Content:
+    """Who wrote it; the box that decides how much is printed, without a script; on paper, that the page has more."""
+    by = f"Written by kvdoctor {__version__}, which diagnoses ONNX decoders with a KV cache."
+    same = "This page has no script and loads nothing. The same report for programs: "
     rest = "contracts in text, differences by layer, experiments, steps, times, versions, options and files"
     box = h("input", type="checkbox", id=PRINT_ALL)
     return (
+        h("p", f"{by} {same}", h("code", "--format json"), "."),
         h("p", h("label", box, " Print all of this page: also ", rest, "."), class_="screen"),
         h("p", "The page has more than is printed here: ", rest, ".", class_="paper"),
-    )
-
-
-def _foot() -> Element:
-    return h(
-        "p",
-        f"Written by kvdoctor {__version__}, which diagnoses ONNX decoders with a KV cache. This page has no script "
-        "and loads nothing. The same report for programs: ",
-        h("code", "--format json"),
-        ".",
     )

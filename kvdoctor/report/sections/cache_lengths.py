@@ -39,22 +39,22 @@ class CacheLength:
 
 def trace_slot(run: Run, slot: Slot) -> tuple[CacheLength, ...]:
     """The slot in each step of the run. Tensors without elements have length 0, whatever their axes say."""
-    return tuple(_cell(run, step, slot) for step in run.steps)
-
-
-def _cell(run: Run, step: Step, slot: Slot) -> CacheLength:
-    fed = _length(step.fed.get(slot.past), slot)
-    name = slot.filled_by if step.phase == "prefill" else slot.present
-    seen = step.returned.get(name or "")
-    returned = _length(seen, slot)
-    return CacheLength(step.step, step.new_tokens, fed, returned, _state(run, step, slot, (fed, seen, returned)))
+    cells = []
+    for step in run.steps:
+        seen = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")
+        fed, returned = _length(step.fed.get(slot.past), slot), _length(seen, slot)
+        state = _state(run, step, slot, (fed, seen, returned))
+        cells.append(CacheLength(step.step, step.new_tokens, fed, returned, state))
+    return tuple(cells)
 
 
 def _state(run: Run, step: Step, slot: Slot, seen: tuple[int | None, ObservedTensor | None, int | None]) -> State:
     fed, tensor, returned = seen
     if not step.returned:
         return "fails"
-    if step.phase == "decode" and _is_held(run, slot):
+    # The plain loop feeds the value of step 0 again only to slots that are not returned.
+    feeds_again = slot.carry == "hold" and (slot.present is None or run.experiment != "plain-loop")
+    if step.phase == "decode" and feeds_again and not run.experiment.startswith(REPLAY):
         return "held"
     if tensor is None:
         return "not-returned"
@@ -65,13 +65,6 @@ def _state(run: Run, step: Step, slot: Slot, seen: tuple[int | None, ObservedTen
     if fed is None or returned is None or fed == returned:
         return "grown" if fed is None and returned else "same-length"
     return "grown" if returned > fed else "shrunk"
-
-
-def _is_held(run: Run, slot: Slot) -> bool:
-    """Whether the loop feeds the value of step 0 again: the plain loop keeps only slots that are not returned."""
-    if run.experiment.startswith(REPLAY) or slot.carry != "hold":
-        return False
-    return slot.present is None or run.experiment != "plain-loop"
 
 
 def _length(seen: ObservedTensor | None, slot: Slot) -> int | None:
@@ -104,7 +97,10 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
     if not run.steps or not contract.slots:
         return None
     kinds = list(dict.fromkeys(slot.kind for slot in contract.slots))
-    slots = [_find_first_wrong(run, contract.of_kind(kind)) for kind in kinds]
+    slots = []
+    for of_kind in map(contract.of_kind, kinds):
+        wrong_at = {at: slot for slot in reversed(of_kind) if (at := _first_wrong_step(run, slot)) is not None}
+        slots.append(wrong_at[min(wrong_at)] if wrong_at else of_kind[0])
     # The last step that is shown is the first wrong one.
     last = next((at for at, step in enumerate(run.steps) if step.step == run.failed_step), len(run.steps) - 1)
     rows = []
@@ -129,21 +125,14 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
     return CacheTable(title, ["step", *kinds, "logits"], rows, quote_error(run.error) if run.error else None, wrong)
 
 
-def _find_first_wrong(run: Run, slots: tuple[Slot, ...]) -> Slot:
-    wrong = ((at, slot) for slot in slots if (at := _first_wrong_step(run, slot)) is not None)
-    return min(wrong, key=lambda found: found[0], default=(0, slots[0]))[1]
-
-
 def _first_wrong_step(run: Run, slot: Slot) -> int | None:
-    return next((at for at, cell in enumerate(trace_slot(run, slot)) if _is_wrong(cell, run.steps[at], slot)), None)
-
-
-def _is_wrong(cell: CacheLength, step: Step, slot: Slot) -> bool:
-    """Whether the length of a slot is wrong whatever the logits are."""
-    if cell.state == "emptied":
-        return True
-    grows = slot.growth == "grow" and not slot.trimmed and step.phase == "decode" and "past" in slot.axes
-    return grows and cell.state in ("same-length", "shrunk")
+    """The first step in which the length of a slot is wrong whatever the logits are."""
+    grows = slot.growth == "grow" and not slot.trimmed and "past" in slot.axes
+    for at, cell in enumerate(trace_slot(run, slot)):
+        must_grow = grows and run.steps[at].phase == "decode"
+        if cell.state == "emptied" or (must_grow and cell.state in ("same-length", "shrunk")):
+            return at
+    return None
 
 
 def _find_wrong_cell(run: Run, slots: list[Slot], last: int) -> tuple[int, int] | None:

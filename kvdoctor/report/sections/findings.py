@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run, quote_error
 from kvdoctor.findings import Finding
 from kvdoctor.report.blocks import Block, Card, Cards, Lines, Section, Span, Table, Text, lines, table
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.escaping import cut, shortened
-from kvdoctor.report.sections.cache_lengths import CacheTable, tabulate_lengths
+from kvdoctor.report.sections.cache_lengths import tabulate_lengths
 from kvdoctor.report.wording.finding import (
     FindingGroup,
     format_issue,
@@ -52,58 +53,50 @@ def make_cards(found: Sequence[Finding], report: Report | None = None) -> Iterat
 
 def _make_card(group: FindingGroup, report: Report | None) -> Card:
     first = group.first
-    facts = [(label, _make_value(label, text)) for label, text in _list_group_facts(group)]
+    facts: list[tuple[str, Text]] = []
+    for label, text in _list_group_facts(group):
+        short = shortened(text, LONGEST)
+        facts.append((label, Span(short) if label in TYPED and TYPE.fullmatch(short) else short))
     left_out = len(facts) - MOST_FACTS
     facts[MOST_FACTS:] = [("", f"{left_out} more lines are in --format json")] if left_out > 0 else []
     if subjects := list(dict.fromkeys(name for finding in group.findings for name in finding.subject)):
         named = [part for name in subjects[:MOST_SUBJECTS] for part in (Span(shortened(name, 200)), " ")][:-1]
-        more = [f" and {len(subjects) - MOST_SUBJECTS} more"] if len(subjects) > MOST_SUBJECTS else []
-        facts.append(("concerns", (*named, *more)))
+        rest = [f" and {len(subjects) - MOST_SUBJECTS} more"] if len(subjects) > MOST_SUBJECTS else []
+        facts.append(("concerns", (*named, *rest)))
     facts += [("issue", (Span(one.url, "link"), format_issue(one).removeprefix(one.url))) for one in first.issues]
     fix = tuple((label, _make_advice(first, text)) for label, text in list_advice(first))
     picture, quote = draw_cache(report, first) if report is not None else (None, None)
-    return Card(
-        severity=first.severity,
-        code=first.code,
-        name=first.name,
-        place=format_places(group.places) if first.stack or len(group.places) > 1 else "",
-        cause=shortened(first.cause, LONGEST),
-        picture=picture,
-        quote=quote,
-        facts=tuple(facts),
-        fix=fix,
-        more=(("more", Span(f"kvdoctor explain {first.code}", "command")), ("fingerprint", _list_fingerprints(group))),
-        known=first.known is not None,
-    )
+    more = (("more", Span(f"kvdoctor explain {first.code}", "command")), ("fingerprint", _list_fingerprints(group)))
+    place = format_places(group.places) if first.stack or len(group.places) > 1 else ""
+    made = _start_card(first, place, LONGEST)
+    return replace(made, picture=picture, quote=quote, facts=tuple(facts), fix=fix, more=more)
+
+
+def _start_card(first: Finding, place: str, longest: int) -> Card:
+    cause, known = shortened(first.cause, longest), first.known is not None
+    return Card(first.severity, first.code, first.name, place, cause, known=known)
 
 
 def make_short_card(report: Report, group: FindingGroup, picture: bool) -> Card:
     """A finding as the first screen has it: what happens, the cause, the fix, and the other way out."""
     first = group.first
     drawn, quote = draw_cache(report, first) if picture else (None, None)
-    fix = tuple((label, _make_advice(first, text)) for label, text in list_fixes(first))
+    advice, command = first.repair, first.repair.command
+    fixes = (("fix", command), ("or", advice.instead)) if command else (("fix", advice.text),)
+    fix = tuple((label, _make_advice(first, text)) for label, text in fixes)
     more = (("more", f"kvdoctor explain {first.code}"),) if first.severity == "error" else ()
     place = first.file if len(group.findings) == 1 and first.file is not None else format_places(group.places)
-    return Card(
-        severity=first.severity,
-        code=first.code,
-        name=first.name,
-        place=place,
-        cause=shortened(first.cause, 300),
-        picture=drawn,
-        quote=quote,
-        facts=tuple((label, cut(text, LONGEST_FACT)) for label, text in _list_short_facts(first)),
-        fix=fix,
-        more=more,
-        known=first.known is not None,
-    )
+    facts = tuple((label, cut(text, LONGEST_FACT)) for label, text in _list_short_facts(first))
+    return replace(_start_card(first, place, 300), picture=drawn, quote=quote, facts=facts, fix=fix, more=more)
 
 
 def _list_short_facts(finding: Finding) -> Iterator[tuple[str, str]]:
     if (reason := known_reason(finding)) is not None:
         yield "known", reason
-    yield "observed", quote_observed(finding)
-    yield name_cause(finding)
+    # The end of a runtime's message stands in place of the whole, which -v has.
+    said = finding.error
+    yield "observed", finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
+    yield ("cause", finding.evidence[0]) if finding.evidence else ("where", finding.where)
     # A name such as /model/layers.0/mlp/Mul says the module itself.
     if any(source.line or source.kind for source in finding.sources):
         yield from (("module", text) for text in list_sources(finding))
@@ -122,11 +115,6 @@ def _list_group_facts(group: FindingGroup) -> Iterator[tuple[str, str]]:
     ]
     labels = list(dict.fromkeys(label for label, _ in (*first, *others)))
     yield from sorted((*first, *others), key=lambda line: labels.index(line[0]))
-
-
-def _make_value(label: str, text: str) -> Text:
-    short = shortened(text, LONGEST)
-    return Span(short) if label in TYPED and TYPE.fullmatch(short) else short
 
 
 def _make_advice(finding: Finding, text: str) -> Text:
@@ -166,29 +154,11 @@ def find_pictured(groups: Iterable[FindingGroup]) -> list[FindingGroup]:
     return pictured
 
 
-def name_cause(finding: Finding) -> tuple[str, str]:
-    """Label and text of what a finding rests on: its first evidence as `cause`, else `where` it is."""
-    return ("cause", finding.evidence[0]) if finding.evidence else ("where", finding.where)
-
-
-def quote_observed(finding: Finding) -> str:
-    """What was observed, with the end of a runtime's message in place of the whole, which -v has."""
-    said = finding.error
-    return finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
-
-
-def list_fixes(finding: Finding) -> Iterator[tuple[str, str]]:
-    """Label and text: the command as `fix` and the other way out as `or`; without a command the text is the fix."""
-    if finding.repair.command:
-        yield "fix", finding.repair.command
-        yield "or", finding.repair.instead
-    else:
-        yield "fix", finding.repair.text
-
-
 def draw_cache(report: Report, finding: Finding) -> tuple[Table | None, str | None]:
     """The cache of the run that shows a finding, and the message with which it ends."""
-    found = tabulate_cache(report, finding)
+    contract = next((stack.contract for stack in report.stacks if stack.name == finding.stack), None)
+    run = _find_run(report, finding)
+    found = tabulate_lengths(run, contract) if run is not None and contract is not None else None
     if found is None:
         return None, None
     rows: list[list[Text]] = [list(row) for row in found.rows]
@@ -196,13 +166,6 @@ def draw_cache(report: Report, finding: Finding) -> tuple[Table | None, str | No
         row, column = found.wrong
         rows[row][column] = Span(found.rows[row][column], "wrong")
     return table(found.header, rows, found.title, "step", "lengths"), found.quote
-
-
-def tabulate_cache(report: Report, finding: Finding) -> CacheTable | None:
-    """The steps of the run that shows a finding, with the length of each cache; None where no run does."""
-    contract = next((stack.contract for stack in report.stacks if stack.name == finding.stack), None)
-    run = _find_run(report, finding)
-    return tabulate_lengths(run, contract) if run is not None and contract is not None else None
 
 
 def _find_run(report: Report, finding: Finding) -> Run | None:
@@ -220,14 +183,12 @@ def _find_run(report: Report, finding: Finding) -> Run | None:
     if finding.use is not None:
         tried = [r for r in judged if (use := experiments[r.experiment].use) and use.required == finding.use]
         return next((run for run in tried if run.experiment == finding.experiment), next(iter(tried), None))
-    for run in judged:
-        if run.experiment == finding.experiment:
-            return run
     loops = [run for run in judged if run.experiment in LOOPS]
     if report.arguments.get("consumer") == "held":
         loops = [run for run in loops if run.experiment != "plain-loop"] or loops
     errors = [run for run in judged if (use := experiments[run.experiment].use) is None or use.severity == "error"]
-    return next(iter([*loops, *errors]), None)
+    shown = [run for run in judged if run.experiment == finding.experiment]
+    return next(iter([*shown, *loops, *errors]), None)
 
 
 def show_not_checked(report: Report) -> Section:
@@ -237,9 +198,7 @@ def show_not_checked(report: Report) -> Section:
     if (left_out := sum(len(group.entries) for group in groups[MOST_REASONS:])) > 0:
         reasons.append(f"{left_out} more checks are not shown here; --format json has all of them")
     ran = Lines(("Nothing that the verdict needs is open.",))
-    absent = (
-        f"no result: {group.title}: {shortened(group.reason, LONGEST_REASON)}"
-        for group in group_open_checks(report.absent)
-    )
+    left = group_open_checks(report.absent)
+    absent = (f"no result: {group.title}: {shortened(group.reason, LONGEST_REASON)}" for group in left)
     rest = Section("other checks and experiments without a result", tuple(lines(absent, "dim", True)), folded=True)
     return Section("not checked", (Lines(tuple(reasons), "open", True) if reasons else ran, rest), "not-checked")

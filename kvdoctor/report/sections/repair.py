@@ -8,7 +8,7 @@ from kvdoctor.report.blocks import Block, Diff, Lines, Section, Span, Style, Tex
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import CacheCost, CacheCosts, ExportRecord, NotRepaired, PortChange, RepairRecord
 from kvdoctor.report.sections.findings import make_cards
-from kvdoctor.report.wording import format_bytes, format_count, format_milliseconds
+from kvdoctor.report.wording import format_bytes, format_count, format_milliseconds, join_some
 from kvdoctor.report.wording.finding import format_name, format_places, group_findings
 
 MOST_PORTS, MOST_LISTED = 8, 20
@@ -22,8 +22,10 @@ def show_repair(report: Report, record: RepairRecord) -> Iterator[Section]:
     """The sections of the fix report, in their order."""
     yield Section("before and after", tuple(_show_sides(record)), "before-after")
     yield Section("findings before the repair", tuple(make_cards(record.before.findings)), "found")
-    if record.export is not None:
-        yield Section("new export", tuple(_show_export(record.export, record.source)), "exported")
+    if (export := record.export) is not None:
+        found = "Findings on the new export, before any repair:"
+        content = (*pairs(_describe_export(export, record.source)), Lines((found,)), *make_cards(export.findings))
+        yield Section("new export", (Lines((format_export_title(export),)), *content), "exported")
     yield Section("repairs", (_list_repairs(record),), "done")
     yield Section("changes", tuple(show_changes(record)), "changed")
     yield Section("proof", tuple(_show_proof(record)), "proof")
@@ -57,18 +59,8 @@ def _show_sides(record: RepairRecord) -> Iterator[Block]:
 
 def _name_findings(found: Sequence[Finding]) -> str:
     """The names of findings, those with the same facts once."""
-    groups = group_findings(found)
-    named = [f"{format_name(group.first)} ({format_places(group.places)})" for group in groups[:MOST_LISTED]]
-    more = [f"{len(groups) - MOST_LISTED} more"] if len(groups) > MOST_LISTED else []
-    return "; ".join([*named, *more]) or "no findings"
-
-
-def _show_export(export: ExportRecord, replaced: str) -> Iterator[Block]:
-    """How the model was exported again, and the findings on the new export before any repair."""
-    yield Lines((format_export_title(export),))
-    yield from pairs(_describe_export(export, replaced))
-    yield Lines(("Findings on the new export, before any repair:",))
-    yield from make_cards(export.findings)
+    named = [f"{format_name(group.first)} ({format_places(group.places)})" for group in group_findings(found)]
+    return join_some(named, MOST_LISTED, "; ", "; {} more") or "no findings"
 
 
 def format_export_title(record: ExportRecord) -> str:
@@ -79,10 +71,8 @@ def format_export_title(record: ExportRecord) -> str:
 
 def _describe_export(record: ExportRecord, replaced: str) -> Iterator[tuple[str, str]]:
     """Label and text: each choice with its reason, failed attempts, and the differences from the replaced model."""
-    for choice in record.choices:
-        yield choice.what, f"{choice.value}: {choice.because}"
-    for failure in record.failures:
-        yield "failed", failure
+    yield from ((choice.what, f"{choice.value}: {choice.because}") for choice in record.choices)
+    yield from (("failed", failure) for failure in record.failures)
     if record.left_out:
         yield "left out", f"{', '.join(record.left_out)}: {replaced} has no such file"
     for port in record.ports[:MOST_PORTS]:
@@ -127,14 +117,9 @@ def _show_proof(record: RepairRecord) -> Iterator[Block]:
     if not record.proof:
         yield Lines(("Nothing was changed, so there is nothing to prove.",))
         return
-    rows = [
-        (
-            Span("holds", "passed") if one.holds else Span("FAILS", "failed"),
-            f"{one.stack}: {one.claim}" + (f": {one.detail}" if one.detail else ""),
-        )
-        for one in record.proof
-    ]
-    yield table(("result", "claim about the copy"), rows, of="claim")
+    claims = [f"{one.stack}: {one.claim}" + (f": {one.detail}" if one.detail else "") for one in record.proof]
+    results = [Span("holds", "passed") if one.holds else Span("FAILS", "failed") for one in record.proof]
+    yield table(("result", "claim about the copy"), zip(results, claims, strict=True), of="claim")
     yield from lines(record.bases, listed=True)
 
 
@@ -147,11 +132,11 @@ def list_costs(report: Report) -> list[str]:
     found = [f"model files: {format_bytes(before)} before, {format_bytes(after)} after"]
     for stack, steps in cost.get("step_seconds", {}).items():
         for kind, how in (("cached", "with the cache"), ("uncached", "without the cache")):
-            of_kind = {label: both for label, both in steps.items() if label.startswith(f"{kind}:") and all(both)}
             timed = []
-            for label, (old, new) in of_kind.items():
-                times = f"{format_milliseconds(old)} before, {format_milliseconds(new)} after"
-                timed.append(f"at {label.partition(':')[2]} tokens {times}")
+            for label, both in steps.items():
+                if label.startswith(f"{kind}:") and all(both):
+                    old, new = map(format_milliseconds, both)
+                    timed.append(f"at {label.partition(':')[2]} tokens {old} before, {new} after")
             if timed:
                 found.append(f"{stack}: time of a step {how}: {'; '.join(timed)}")
     return found
@@ -176,10 +161,8 @@ def _explain_costs(costs: CacheCosts, whole: bool) -> Iterator[str]:
         option = f"--exact-layers {listed.replace(' ', '')}"
         yield f"layers that cost most of it, and had better stay as they are: {listed} ({option})"
     if whole and costs.cache_type != "float16" and len(costs.costs) > 1:
-        yield (
-            "a copy has a scale for each token and head; those for a channel, head or tensor are constants here, from "
-            "another random sequence"
-        )
+        constants = "those for a channel, head or tensor are constants here, from another random sequence"
+        yield f"a copy has a scale for each token and head; {constants}"
 
 
 def _name_costs(costs: CacheCosts) -> str:

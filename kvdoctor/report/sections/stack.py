@@ -159,15 +159,8 @@ def show_targets(report: Report, stack: StackFacts) -> Iterator[Section]:
         yield Section(title, (*found, *lines(list_target_releases(report), "dim")))
 
 
-KINDS: dict[SlotKind, str] = {
-    "self-attention": "self",
-    "cross-attention": "cross",
-    "hidden-memory": "hidden",
-    "encoder-states": "encoder",
-    "conv-state": "state",
-    "recurrent-state": "state",
-    "counter": "counter",
-}
+KINDS: dict[SlotKind, str] = {"self-attention": "self", "cross-attention": "cross", "hidden-memory": "hidden"}
+KINDS |= {"encoder-states": "encoder", "conv-state": "state", "recurrent-state": "state", "counter": "counter"}
 COUNTED = {
     "tokens": ("token", "tokens"),
     "capacity": ("token", "tokens, the fixed capacity"),
@@ -186,8 +179,7 @@ def is_plan_requested(arguments: dict[str, Any]) -> bool:
 def show_memory(stack: StackFacts) -> Iterator[Section]:
     """The plan of a stack, if it has a cache to plan."""
     if stack.cache is not None and stack.cache.parts:
-        rows = (*_describe_plan(stack.cache), *_list_assumptions(stack.cache))
-        yield Section(_format_title(stack.cache), tuple(pairs(rows)))
+        yield Section(_format_title(stack.cache), tuple(pairs(_describe_plan(stack.cache))))
 
 
 def _format_title(plan: MemoryPlan) -> str:
@@ -201,16 +193,16 @@ def _format_title(plan: MemoryPlan) -> str:
 
 
 def _describe_plan(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
-    """Label and text: the parts with their arithmetic, the sums, what is unknown, notes."""
-    for part in plan.parts[:MOST_PARTS]:
-        yield KINDS[part.kind], _part(part)
+    """Label and text: the parts with their arithmetic, the sums, what is unknown, notes, windows that are not known."""
+    yield from ((KINDS[part.kind], _part(part)) for part in plan.parts[:MOST_PARTS])
     if len(plan.parts) > MOST_PARTS:
         yield "", f"{len(plan.parts) - MOST_PARTS} more parts (all in --format json)"
     yield from _sums(plan)
-    for unknown in plan.unknown[:MOST_PARTS]:
-        yield "not known", f"{unknown.subject}: {unknown.reason}"
-    for note in plan.notes:
-        yield "note", note
+    yield from (("not known", f"{unknown.subject}: {unknown.reason}") for unknown in plan.unknown[:MOST_PARTS])
+    yield from (("note", note) for note in plan.notes)
+    attended = [part for part in plan.parts if part.kind == "self-attention"]
+    if attended and not any(part.window or part.growth == "ring" for part in attended):
+        yield "window", "no layer is known to have an attention window; keeping fewer tokens may change the logits"
 
 
 def _part(part: CachePart) -> str:
@@ -256,24 +248,12 @@ def _sums(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
 
 def _partial_sum(plan: MemoryPlan) -> str:
     """The known part of a sequence, and the options that give the rest."""
-    options = []
-    if any(part.counted == "tokens" and part.positions is None for part in plan.parts):
-        options.append("--context N")
-    if any(part.counted == "encoder-states" and part.positions is None for part in plan.parts):
-        options.append("--encoder-length N")
+    lacking = {part.counted for part in plan.parts if part.positions is None}
+    lengths = {"tokens": "--context N", "encoder-states": "--encoder-length N"}
+    options = [option for counted, option in lengths.items() if counted in lacking]
     known = sum(part.bytes for part in plan.parts if part.bytes is not None and not part.once_for_the_batch)
-    per = [
-        f"{format_bytes(part.bytes_per_position)} per {COUNTED[part.counted][0]}"
-        for part in plan.parts
-        if part.bytes is None and part.bytes_per_position is not None
-    ]
+    sizes = ((part.counted, part.bytes_per_position) for part in plan.parts if part.bytes is None)
+    per = [f"{format_bytes(size)} per {COUNTED[counted][0]}" for counted, size in sizes if size is not None]
     unknown = ["what is not known"] if plan.unknown else []
     text = " + ".join(([format_bytes(known)] if known else []) + per + unknown)
     return f"{text}; for the total, give {' and '.join(options)}" if options else text
-
-
-def _list_assumptions(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
-    """That a cache without windows must keep every token."""
-    attended = [part for part in plan.parts if part.kind == "self-attention"]
-    if attended and not any(part.window or part.growth == "ring" for part in attended):
-        yield "window", "no layer is known to have an attention window; keeping fewer tokens may change the logits"

@@ -32,7 +32,8 @@ def list_sections(report: Report) -> Iterator[Section]:
     yield from show_variants(report)
     yield from show_speed(report)
     yield from show_drafts(report)
-    yield from show_notes(report)
+    if report.notes:
+        yield Section("notes", tuple(lines(report.notes, listed=True)), "notes", extra=True)
     yield show_environment(report)
     yield from show_files(report)
 
@@ -43,12 +44,6 @@ def list_brief_sections(report: Report) -> Iterator[Section]:
     works, closely = describe_health(report)
     yield Section("what works", tuple(lines((*works, *closely), listed=True)), "works")
     yield show_not_checked(report)
-
-
-def show_notes(report: Report) -> Iterator[Section]:
-    """The notes of the report."""
-    if report.notes:
-        yield Section("notes", tuple(lines(report.notes, listed=True)), "notes", extra=True)
 
 
 def show_environment(report: Report) -> Section:
@@ -69,13 +64,8 @@ def show_files(report: Report) -> Iterator[Section]:
     files = report.model.files
     if not files:
         return
-    content: list[Block] = [
-        table(
-            ("file", "role", "size", "IR", "opsets", "producer"),
-            ((Span(row[0]), *row[1:]) for row in map(list_file_facts, files)),
-            of="file",
-        )
-    ]
+    rows: list[list[Text]] = [[Span(first), *rest] for first, *rest in map(list_file_facts, files)]
+    content: list[Block] = [table(("file", "role", "size", "IR", "opsets", "producer"), rows, of="file")]
     if hashed := [(Span(file.path), Span(file.sha256)) for file in files if file.sha256]:
         content.append(table(("file", "SHA-256"), hashed, of="file"))
     for file in files:

@@ -5,6 +5,8 @@ page is decided by the formats. Figures with units, counts with nouns and long l
 `summary` is quoted by the document itself, so it and its imports take `report.document` for types only.
 """
 
+from collections.abc import Sequence
+
 KIBI = 1024
 
 
@@ -30,6 +32,12 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def shorten_names(names: tuple[str, ...]) -> str:
-    """Name one of many: `present.0.encoder.key and 3 more`."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+def join_some(texts: Sequence[str], most: int, between: str = ", ", rest: str = " and {} more") -> str:
+    """The first of many, and how many are left out: `KV203, KV301 and 3 more`."""
+    left = len(texts) - most
+    return between.join(texts[:most]) + (rest.format(left) if left > 0 else "")
+
+
+def shorten_names(names: Sequence[str], most: int = 1) -> str:
+    """Name the first of many: `present.0.encoder.key and 3 more`."""
+    return join_some(names, most)

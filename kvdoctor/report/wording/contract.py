@@ -1,8 +1,7 @@
 """What the files of a model declare, in text: the files, their ports, and the cache contract of a stack."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from kvdoctor.contract import (
     DECODING,
@@ -18,7 +17,7 @@ from kvdoctor.contract import (
     describe,
 )
 from kvdoctor.report.facts import FileFacts, StackFacts
-from kvdoctor.report.wording import format_bytes, format_count, shorten_names
+from kvdoctor.report.wording import format_bytes, format_count, join_some, shorten_names
 
 GROWTH_TEXTS: dict[Growth, str] = {
     "grow": "grows by the new tokens",
@@ -66,21 +65,23 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "layout", f"{stack.layout}: {', '.join(stack.files)}"
     yield from _stages(contract)
     label = "cache"
-    for group in _group_alike(contract.slots):
+    # Slots that differ in their layer, or in being key or value, alone.
+    for group in _group(contract.slots, lambda one: (one.kind, one.growth, one.window, one.dtype, fixed_axes(one))):
         yield label, _slots(group)
         label = ""
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
     yield from (("reading", describe_reading(each)) for each in contract.ambiguities if each.settled or each.unknown)
-    if adapters := _adapters(contract):
-        yield "adapter", adapters
+    if adapters := [port.name for port in contract.graph("decode").inputs if port.role == "adapter"]:
+        yield "adapter", f"{len(adapters)} inputs, as {adapters[0]}: zeros without an adapter"
     if "embed" in contract.phases:
         yield "embed", _embedded(contract)
     for one in contract.features:
         yield one.phase, _rows(one, contract)
     for carry, (verb, rule) in CARRY_TEXTS.items():
-        for slots in _group_by_source([slot for slot in contract.slots if slot.carry == carry]):
+        carried = [slot for slot in contract.slots if slot.carry == carry]
+        for slots in _group(carried, lambda one: (one.kind, one.filled_in, one.is_given)):
             yield verb, _carry_rule(slots, rule)
     yield from _memory(stack)
     for part in contract.missing[:MOST_MISSING]:
@@ -159,20 +160,8 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
 
 
 OUTLINED = (
-    "layout",
-    "stages",
-    "cache",
-    "axes",
-    "first step",
-    "reading",
-    "embed",
-    "vision",
-    "audio",
-    "memory",
-    "logits",
-    "proved",
-    "not proved",
-    "missing",
+    *("layout", "stages", "cache", "axes", "first step", "reading"),
+    *("embed", "vision", "audio", "memory", "logits", "proved", "not proved", "missing"),
 )
 
 
@@ -181,8 +170,7 @@ def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]
     found: dict[str, dict[str, list[str]]] = {label: {} for label in OUTLINED}
     for stack in stacks:
         label = ""
-        described = [*describe_contract(stack), *describe_logits(stack), *describe_proof(stack)]
-        for title, text in described:
+        for title, text in (*describe_contract(stack), *describe_logits(stack), *describe_proof(stack)):
             label = title or label
             if label in found:
                 found[label].setdefault(text, []).append(stack.name)
@@ -196,22 +184,16 @@ def format_files(files: Sequence[FileFacts]) -> str:
     """`4 files, 881.9 KiB: IR 8, 9; opset ai.onnx 18; pytorch 2.13.0, optimum-onnx`."""
     size = format_bytes(sum(file.bytes for file in files))
     ir = dict.fromkeys(str(file.ir_version) for file in files if file.ir_version is not None)
-    opsets = dict.fromkeys(
-        f"{domain or 'ai.onnx'} {number}" for file in files for domain, number in file.opsets.items()
-    )
+    opsets = dict.fromkeys(f"{name or 'ai.onnx'} {number}" for one in files for name, number in one.opsets.items())
     producers = dict.fromkeys(file.producer for file in files if file.producer)
-    facts = (f"IR {', '.join(ir)}" if ir else "", f"opset {', '.join(opsets)}" if opsets else "", ", ".join(producers))
-    known = "; ".join(filter(None, (*facts, _format_oldest(files))))
-    return f"{format_count(len(files), 'file')}, {size}" + (f": {known}" if known else "")
-
-
-def _format_oldest(files: Sequence[FileFacts]) -> str:
-    """`needs onnxruntime 1.18.1 (opset 21)`: the release that opens all files, where an older one does not."""
+    facts = [f"IR {', '.join(ir)}" if ir else "", f"opset {', '.join(opsets)}" if opsets else "", ", ".join(producers)]
+    # The release that opens all files, where an older one does not.
     demanding = [file for file in files if file.oldest_runtime and file.oldest_because]
-    if not demanding or any(file.graph is not None and file.oldest_runtime is None for file in files):
-        return ""
-    worst = max(demanding, key=lambda file: [int(part) for part in str(file.oldest_runtime).split(".")])
-    return f"needs onnxruntime {worst.oldest_runtime} ({worst.oldest_because})"
+    if demanding and not any(file.graph is not None and file.oldest_runtime is None for file in files):
+        worst = max(demanding, key=lambda file: [int(part) for part in str(file.oldest_runtime).split(".")])
+        facts.append(f"needs onnxruntime {worst.oldest_runtime} ({worst.oldest_because})")
+    known = "; ".join(filter(None, facts))
+    return f"{format_count(len(files), 'file')}, {size}" + (f": {known}" if known else "")
 
 
 def list_slots(contract: CacheContract) -> Iterator[list[str]]:
@@ -230,8 +212,7 @@ def format_layers(slots: Sequence[Slot]) -> str:
         return f"layer {numbers[0]}"
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"layers {numbers[0]} to {numbers[-1]}"
-    more = f" and {len(numbers) - MOST_NUMBERED} more" if len(numbers) > MOST_NUMBERED else ""
-    return f"layers {', '.join(map(str, numbers[:MOST_NUMBERED]))}{more}"
+    return f"layers {join_some([*map(str, numbers)], MOST_NUMBERED)}"
 
 
 def format_slot_type(slot: Slot) -> str:
@@ -250,19 +231,11 @@ def fixed_axes(slot: Slot) -> tuple[object, ...]:
     return tuple(zip(slot.axes, numbers, strict=True))
 
 
-def _group_alike(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Slots that differ in their layer, or in being key or value, alone."""
-    groups: dict[tuple[object, ...], list[Slot]] = {}
+def _group(slots: Iterable[Slot], facts: Callable[[Slot], Hashable]) -> Iterable[list[Slot]]:
+    groups: dict[Hashable, list[Slot]] = {}
     for slot in slots:
-        groups.setdefault((slot.kind, slot.growth, slot.window, slot.dtype, fixed_axes(slot)), []).append(slot)
-    return list(groups.values())
-
-
-def _group_by_source(slots: Iterable[Slot]) -> list[list[Slot]]:
-    groups: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        groups.setdefault((slot.kind, slot.filled_in, slot.is_given), []).append(slot)
-    return list(groups.values())
+        groups.setdefault(facts(slot), []).append(slot)
+    return groups.values()
 
 
 def _slots(slots: list[Slot]) -> str:
@@ -276,18 +249,15 @@ def _slots(slots: list[Slot]) -> str:
 
 def _axes(contract: CacheContract) -> str:
     """The name of each dynamic axis, and the size of each fixed one."""
-    dynamic: dict[str, dict[str, None]] = {}
-    fixed: dict[str, dict[str, None]] = {}
+    kinds: dict[str, dict[str, dict[str, None]]] = {"dynamic": {}, "fixed": {}}
     for phase in contract.phases.values():
         for port in contract.graphs[phase.graph].inputs:
             for axis, size in zip(port.axes, port.shape or (), strict=False):
                 if axis != "fixed":
-                    (fixed if isinstance(size, int) else dynamic).setdefault(axis, {})[str(size or "unnamed")] = None
-    parts = []
-    for title, found in (("dynamic:", dynamic), ("fixed:", fixed)):
-        names = ", ".join(f"{axis} = {' or '.join(names)}" for axis, names in found.items())
-        parts += [f"{title} {names}"] if names else []
-    return "; ".join(parts)
+                    kind = "fixed" if isinstance(size, int) else "dynamic"
+                    kinds[kind].setdefault(axis, {})[str(size or "unnamed")] = None
+    sizes = {title: [f"{a} = {' or '.join(n)}" for a, n in found.items()] for title, found in kinds.items()}
+    return "; ".join(f"{title}: {', '.join(found)}" for title, found in sizes.items() if found)
 
 
 def _first_step(contract: CacheContract) -> str:
@@ -312,16 +282,11 @@ def _first_step(contract: CacheContract) -> str:
 
 def _fed(contract: CacheContract) -> str:
     """The inputs of every step besides the cache, and those of the first step on top."""
-    every = [port for port in contract.graph("decode").inputs if _is_fed(port)]
-    names = {port.name for port in every}
-    first = [port for port in contract.graph("prefill").inputs if _is_fed(port) and port.name not in names]
+    fed = (contract.graph(phase).inputs for phase in ("decode", "prefill"))
+    other = ("past", "branch_switch", "auxiliary", "adapter")
+    every, first = ([port for port in ports if port.role not in other] for ports in fed)
+    first = [port for port in first if port.name not in {one.name for one in every}]
     return f"every step: {_port_names(every)}" + (f"; first step also: {_port_names(first)}" if first else "")
-
-
-def _adapters(contract: CacheContract) -> str:
-    """How many inputs take the matrices of an adapter; empty where none does."""
-    found = [port for port in contract.graph("decode").inputs if port.role == "adapter"]
-    return f"{len(found)} inputs, as {found[0].name}: zeros without an adapter" if found else ""
 
 
 def _embedded(contract: CacheContract) -> str:
@@ -347,39 +312,29 @@ def _rows(one: Features, contract: CacheContract) -> str:
     return f"{graph.file} once, fed {', '.join(port.name for port in graph.inputs)}: {one.output} -> {places}{count}"
 
 
-def _is_fed(port: Port) -> bool:
-    return port.role not in ("past", "branch_switch", "auxiliary", "adapter")
-
-
 def _port_names(ports: list[Port]) -> str:
     """Names, with role and type where the name does not say the role."""
+    said = {"token_ids": "input_ids", "embeddings": "embeds", "encoder_states": "encoder_hidden_states"}
     made = []
     for port in ports:
         fed = "" if port.value is None else f", fed {port.value:g}"
         kind = f" ({port.role} {describe(port.dtype, port.shape)}{fed})"
-        made.append(port.name if _says_its_role(port) else port.name + kind)
+        is_said = said.get(port.role, port.role) in port.name or (port.role == "encoder_mask" and "mask" in port.name)
+        made.append(port.name if is_said else port.name + kind)
     return ", ".join(made)
-
-
-def _says_its_role(port: Port) -> bool:
-    names = {"token_ids": "input_ids", "embeddings": "embeds", "encoder_states": "encoder_hidden_states"}
-    return names.get(port.role, port.role) in port.name or (port.role == "encoder_mask" and "mask" in port.name)
 
 
 def _carry_rule(slots: list[Slot], rule: str) -> str:
     """The rule for the first slot where the others follow from it by their numbers and parts, else for each."""
-    rules = [_slot_rule(slot, rule) for slot in slots]
+    sources = {"prefill": "the first step", "encode": "the encoder", "decode": "the first step"}
+    rules = []
+    for slot in slots:
+        filled = f"{slot.filled_by} of {sources[slot.filled_in]}" if slot.filled_by else "the caller's value"
+        rules.append(rule.format(past=slot.past, present=slot.present or "nothing", filled_by=filled))
     patterns = {_pattern(text) for text in rules}
     if len(rules) == 1 or (len(patterns) == 1 and min(patterns)[1]):
         return rules[0] + (f" ({len(slots)} slots)" if len(slots) > 1 else "")
-    more = f"; {len(rules) - MOST_SLOTS} more (all in --format json)" if len(rules) > MOST_SLOTS else ""
-    return "; ".join(rules[:MOST_SLOTS]) + more
-
-
-def _slot_rule(slot: Slot, rule: str) -> str:
-    source = {"prefill": "the first step", "encode": "the encoder", "decode": "the first step"}[slot.filled_in]
-    filled = f"{slot.filled_by} of {source}" if slot.filled_by else "the caller's value"
-    return rule.format(past=slot.past, present=slot.present or "nothing", filled_by=filled)
+    return join_some(rules, MOST_SLOTS, "; ", "; {} more (all in --format json)")
 
 
 def _pattern(text: str) -> tuple[str, bool]:
@@ -394,12 +349,8 @@ def _memory(stack: StackFacts) -> Iterator[tuple[str, str]]:
     if size is None or size.bytes_per_token is None or not size.parts:
         return
     states = sum(part.bytes or 0 for part in size.parts if part.counted == "once")
-    sizes = (
-        (size.bytes_per_token, "per token"),
-        (size.bytes_per_encoder_state, "per encoder state"),
-        (states, "of states"),
-    )
-    text = ", ".join(f"{format_bytes(number)} {of}" for number, of in sizes if number)
+    sizes = {"per token": size.bytes_per_token, "per encoder state": size.bytes_per_encoder_state, "of states": states}
+    text = ", ".join(f"{format_bytes(number)} {of}" for of, number in sizes.items() if number)
     if size.bytes_at_context:
         text += f"; {format_bytes(size.bytes_at_context)} at the context of {size.context} tokens"
     if text:
@@ -420,12 +371,8 @@ def list_ports(file: FileFacts) -> Iterator[list[str]]:
         groups: dict[tuple[str, str], list[str]] = {}
         for port in ports:
             name = NUMBERED.sub("*", port["name"]) if re.search(r"\d", port["name"]) else port["name"]
-            groups.setdefault((_declared_type(port), name), []).append(port["name"])
+            dtype, shape = port["dtype"] or "?", port["shape"]
+            declared = f"{dtype}, no shape" if shape is None else describe(dtype, shape)
+            groups.setdefault((declared, name), []).append(port["name"])
         for (declared, _), names in groups.items():
-            yield [direction, shorten_names(tuple(names)), declared]
-
-
-def _declared_type(port: dict[str, Any]) -> str:
-    if port["shape"] is None:
-        return f"{port['dtype'] or '?'}, no shape"
-    return f"{port['dtype'] or '?'}[{', '.join('?' if size is None else str(size) for size in port['shape'])}]"
+            yield [direction, shorten_names(names), declared]

@@ -3,9 +3,10 @@
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from kvdoctor._version import __version__
-from kvdoctor.findings import Check, Finding, Issue, NodeSource, NotChecked
+from kvdoctor.findings import Check, Finding, Issue, NotChecked
 from kvdoctor.records import record
 from kvdoctor.report.escaping import cut
+from kvdoctor.report.wording import join_some
 
 HOME = "https://github.com/kvdoctor/kvdoctor"
 MOST_SOURCES, MOST_PLACES, LONGEST_PLACE = 4, 4, 60
@@ -25,24 +26,27 @@ def format_name(finding: Finding) -> str:
 
 def list_details(finding: Finding) -> Iterator[tuple[str, str]]:
     """The lines under a headline in their fixed order, as label and text; the label is empty where it repeats."""
-    yield from list_facts(finding)
-    yield from list_advice(finding)
-    for issue in finding.issues:
-        yield "issue", format_issue(issue)
+    yield from (*list_facts(finding), *list_advice(finding))
+    yield from (("issue", format_issue(issue)) for issue in finding.issues)
+
+
+def write_lines(finding: Finding) -> list[str]:
+    """The headline, and the lines under it."""
+    details = (f"{label}: {text}" if label else text for label, text in list_details(finding))
+    return [format_headline(finding), *details]
 
 
 def list_facts(finding: Finding) -> Iterator[tuple[str, str]]:
     """Where a finding is, what shows it, and what follows from it."""
     if (reason := known_reason(finding)) is not None:
         yield "known", reason
-    yield "where", _location(finding)
+    named = finding.file is None or finding.file in finding.where
+    yield "where", finding.where if named else f"{finding.file}, {finding.where}"
     yield from (("module", text) for text in list_sources(finding))
     yield "declared", finding.declared
     yield "observed", finding.observed
-    for reason in finding.evidence:
-        yield "evidence", reason
-    for consequence in finding.effects:
-        yield "effect", consequence
+    yield from (("evidence", reason) for reason in finding.evidence)
+    yield from (("effect", consequence) for consequence in finding.effects)
     if finding.confidence == "suspected":
         yield "confidence", "suspected, not confirmed by a run"
 
@@ -51,9 +55,7 @@ def list_advice(finding: Finding) -> Iterator[tuple[str, str]]:
     """The command that fixes it, and what else would."""
     if finding.repair.command:
         yield "fix", finding.repair.command
-        yield "", finding.repair.text
-    else:
-        yield "fix", finding.repair.text
+    yield "" if finding.repair.command else "fix", finding.repair.text
 
 
 def list_sources(finding: Finding) -> list[str]:
@@ -61,18 +63,15 @@ def list_sources(finding: Finding) -> list[str]:
 
     `model.layers.0.self_attn (LlamaAttention), llama/modeling_llama.py:257 forward`, or the known part of it.
     """
-    written = {source: _format_source(source) for source in finding.sources}
+    written = {}
+    for source in finding.sources:
+        module = "the model itself" if source.module == "" else source.module
+        within = f"{module} ({source.kind})" if source.kind else module
+        written[source] = ", ".join(filter(None, (within, source.line)))
     texts = list(dict.fromkeys(written.values()))
     if len(texts) > 1:
         texts = [f'"{source.node}" in {text}' for source, text in written.items()]
-    more = len(texts) - MOST_SOURCES
-    return [*texts[:MOST_SOURCES], *([f"and {more} more"] if more > 0 else [])]
-
-
-def _format_source(source: NodeSource) -> str:
-    module = "the model itself" if source.module == "" else source.module
-    within = f"{module} ({source.kind})" if source.kind else module
-    return ", ".join(filter(None, (within, source.line)))
+    return [*texts[:MOST_SOURCES], *([f"and {more} more"] if (more := len(texts) - MOST_SOURCES) > 0 else [])]
 
 
 def format_issue(issue: Issue) -> str:
@@ -88,12 +87,6 @@ def link_check(named: Finding | Check) -> str:
 def known_reason(finding: Finding) -> str | None:
     """The baseline's reason why a known finding does not count; None for a finding that counts."""
     return None if finding.known is None else str(finding.known)
-
-
-def _location(finding: Finding) -> str:
-    if finding.file is None or finding.file in finding.where:
-        return finding.where
-    return f"{finding.file}, {finding.where}"
 
 
 @record
@@ -158,6 +151,4 @@ def group_open_checks(entries: Iterable[NotChecked]) -> list[OpenChecks]:
 
 def format_places(places: Sequence[str]) -> str:
     """`merged, pair`; of many the first ones and a count."""
-    more = len(places) - MOST_PLACES
-    named = [cut(place, LONGEST_PLACE) for place in places[:MOST_PLACES]]
-    return ", ".join([*named, *([f"{more} more"] if more > 0 else [])]) or "the model"
+    return join_some([cut(place, LONGEST_PLACE) for place in places], MOST_PLACES, rest=", {} more") or "the model"

@@ -10,7 +10,7 @@ from kvdoctor.report.blocks import Span, Text
 from kvdoctor.report.document import TOTAL_SECONDS, Report, exit_code
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import Ground, StackFacts
-from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording import format_count, join_some
 from kvdoctor.report.wording.contract import describe_proof
 from kvdoctor.report.wording.finding import group_open_checks
 from kvdoctor.report.wording.runs import describe_comparisons, select_local_runs
@@ -78,11 +78,9 @@ def _count_uses(report: Report) -> str | None:
 
 def format_tally(report: Report) -> str:
     """The last line of a report: verdict, counts, uses that work, time and exit code."""
-    of_copy = ""
-    if report.repair is not None and report.repair.out is not None:
-        of_copy = "the copy is "
-    elif report.repair is not None and report.repair.proof and not report.repair.is_planned:
-        of_copy = "no copy was written; the original is "
+    of_copy, record = "", report.repair
+    if record is not None and (record.out is not None or (record.proof and not record.is_planned)):
+        of_copy = "the copy is " if record.out is not None else "no copy was written; the original is "
     found, seconds = format_counts(report), report.measured.get(TOTAL_SECONDS)
     parts = (
         of_copy + name_verdict(report) + (f": {found}" if found else ""),
@@ -95,7 +93,14 @@ def format_tally(report: Report) -> str:
 
 def list_working(report: Report) -> list[StackFacts]:
     """The stacks that work: a loop passed, no error is about them, and nothing essential stayed open."""
-    return [stack for stack in report.stacks if _is_working(report, stack)]
+    faulty = {finding.stack for finding in report.findings if finding.severity == "error"}
+    broken = faulty | {entry.stack for entry in report.not_checked if entry.essential and entry.stack is not None}
+    passed = {run.stack for stack in report.stacks for run in list_uses(report, stack) if _is_passed_loop(run)}
+    return [one for one in report.stacks if one.name in passed and not broken & {one.name, None}]
+
+
+def _is_passed_loop(run: Run) -> bool:
+    return run.experiment in LOOPS and run.shows == "passed"
 
 
 def describe_health(report: Report) -> tuple[list[str], list[str]]:
@@ -105,14 +110,14 @@ def describe_health(report: Report) -> tuple[list[str], list[str]]:
     """
     stacks, closely = list_working(report), dict[str, list[str]]()
     works = [
-        f"{_join_names(names)} {'work' if len(names) > 1 else 'works'}: {uses}"
+        f"{join_some(names, MOST_NAMES)} {'work' if len(names) > 1 else 'works'}: {uses}"
         for uses, names in _group_names(stacks, lambda stack: _name_uses(report, stack)).items()
     ]
     if report.verdict == "healthy":
         closely = _group_names(stacks, lambda stack: _describe_loop(report, stack))
     proved = _group_names([stack for stack in stacks if stack.proof], _name_proof) if closely else {}
     named = [
-        f"{_join_names(names)}: {one}" if len(texts) > 1 else one
+        f"{join_some(names, MOST_NAMES)}: {one}" if len(texts) > 1 else one
         for texts in (closely, proved)
         for one, names in texts.items()
     ]
@@ -141,18 +146,6 @@ def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], 
     for stack in stacks:
         found.setdefault(describe(stack), []).append(stack.name)
     return found
-
-
-def _join_names(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{', '.join(names[:MOST_NAMES])}{more}"
-
-
-def _is_working(report: Report, stack: StackFacts) -> bool:
-    passed = any(run.experiment in LOOPS and run.shows == "passed" for run in list_uses(report, stack))
-    faulty = any(finding.stack in (stack.name, None) and finding.severity == "error" for finding in report.findings)
-    unchecked = any(entry.stack == stack.name and entry.essential for entry in report.not_checked)
-    return passed and not (faulty or unchecked)
 
 
 def _name_uses(report: Report, stack: StackFacts) -> str:
@@ -205,7 +198,7 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
 
 def _describe_loop(report: Report, stack: StackFacts) -> str:
     """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; a corrupted cache gives 3.5)`."""
-    loop = next(run for run in list_uses(report, stack) if run.experiment in LOOPS and run.shows == "passed")
+    loop = next(filter(_is_passed_loop, list_uses(report, stack)))
     others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
     same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
     worst = max((step.difference.relative for step in loop.steps if step.difference is not None), default=0.0)
@@ -311,9 +304,8 @@ def _advise_by_runs(report: Report, model: str) -> Text | None:
 
 def list_unshown(report: Report) -> Iterator[str]:
     """`KV005 graph-unsorted`: the notes that the first screen only counts."""
-    for finding in report.findings:
-        if finding.severity == "note" and finding.known is None:
-            yield f"{finding.code} {finding.name}"
+    notes = (finding for finding in report.findings if finding.severity == "note" and finding.known is None)
+    yield from (f"{finding.code} {finding.name}" for finding in notes)
 
 
 def load_experiments(runs: Sequence[Run]) -> "Mapping[str, Experiment]":
@@ -327,10 +319,7 @@ def load_experiments(runs: Sequence[Run]) -> "Mapping[str, Experiment]":
 
 def _is_use(experiment: "Experiment | None") -> bool:
     """Whether a verdict rests on the experiment by itself: it explains no other, and is no known wrong workaround."""
-    extra = experiment is not None and experiment.thorough and experiment.use is None
-    return (
-        experiment is not None
-        and experiment.judged
-        and experiment.shown
-        and not (experiment.explains or experiment.on_request or extra)
-    )
+    if experiment is None or not (experiment.judged and experiment.shown):
+        return False
+    extra = experiment.thorough and experiment.use is None
+    return not (experiment.explains or experiment.on_request or extra)

@@ -7,19 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.decode.runs import (
-    HISTORY,
-    OWN_SESSION,
-    PLAIN_LOOP,
-    LogitsDifference,
-    ObservedTensor,
-    PartDifference,
-    Run,
-    Step,
-)
+from kvdoctor.decode.runs import HISTORY, OWN_SESSION, PLAIN_LOOP, LogitsDifference, PartDifference, Run, Step
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts
-from kvdoctor.report.wording import format_milliseconds
+from kvdoctor.report.wording import format_milliseconds, join_some
 
 HEADER = ["step", "max diff", "max diff, SD", "1 - cosine", "KL, nats", "top 1", "top 5"]
 FLOAT32 = "float32, SD"
@@ -28,8 +19,8 @@ MOST_PARTS = 12
 
 def format_outcome(run: Run) -> str:
     """`failed at step 2`, `passed`, ..."""
-    at = run.failed_step
-    return f"{run.outcome} at step {at}" if run.outcome in ("failed", "differs") and at is not None else run.outcome
+    at = run.failed_step if run.outcome in ("failed", "differs") else None
+    return run.outcome if at is None else f"{run.outcome} at step {at}"
 
 
 def format_difference(relative: float) -> str:
@@ -79,8 +70,7 @@ def describe_fault_location(run: Run) -> Iterator[tuple[str, str]]:
     yield "location", node + layer + (f", in {place.scope}" if place.scope else "")
     for name, seen in place.shapes.items():
         yield "input", f"{name} {describe(seen.dtype, seen.shape)}"
-    for line in place.provenance:
-        yield "evidence", line
+    yield from (("evidence", line) for line in place.provenance)
     if place.frozen_by is not None:
         yield "fixed by", place.frozen_by
     yield "fault in", f"{place.source}: {place.words}"
@@ -93,27 +83,24 @@ def tabulate_steps(run: Run, contract: CacheContract) -> tuple[list[str], list[l
     header = ["step", "past", "new", *slots, "logits"]
     rows = []
     for step in run.steps:
-        cells = [str(step.step), str(step.past_length), str(step.new_tokens)]
-        cells += [_past_and_present(step, contract.of_kind(kind)[0], run) for kind in kinds]
-        rows.append([*cells, format_logits(step)])
+        shapes = [_past_and_present(step, contract.of_kind(kind)[0], run) for kind in kinds]
+        rows.append([str(step.step), str(step.past_length), str(step.new_tokens), *shapes, format_logits(step)])
     return header, rows
 
 
 def _past_and_present(step: Step, slot: Slot, run: Run) -> str:
     given = step.fed.get(slot.past)
     # In the first graph of a pair another input may bear the name.
-    fed = _shape(given) if given is not None and len(given.shape) == len(slot.axes) else "-"
+    is_slot = given is not None and len(given.shape) == len(slot.axes)
+    fed = f"[{','.join(map(str, given.shape))}]" if given is not None and is_slot else "-"
     if not step.returned:
         return f"{fed} -> fails"
     name = slot.filled_by if step.phase == "prefill" else slot.present
     seen = step.returned.get(name or "")
     marks = [word for word, is_so in (("empty", seen and seen.empty), ("null", seen and seen.null)) if is_so]
     held = " held" if run.experiment == "held-loop" and slot.carry == "hold" and step.phase == "decode" else ""
-    return f"{fed}{held} -> {_shape(seen)}" + (f" {', '.join(marks)}" if marks else "")
-
-
-def _shape(seen: ObservedTensor | None) -> str:
-    return "none" if seen is None else f"[{','.join(map(str, seen.shape))}]"
+    back = "none" if seen is None else f"[{','.join(map(str, seen.shape))}]"
+    return f"{fed}{held} -> {back}" + (f" {', '.join(marks)}" if marks else "")
 
 
 def format_logits(step: Step) -> str:
@@ -159,42 +146,29 @@ def describe_parity(run: Run) -> Iterator[tuple[str, str]]:
         yield "rounding", text
     last = next((step for step in reversed(run.steps) if step.slots), None)
     if last is not None:
-        yield "cache", _cache_difference(last)
-
-
-def _cache_difference(last: Step) -> str:
-    worst = max(last.slots, key=lambda name: last.slots[name])
-    return (
-        f"after step {last.step}, {len(last.slots)} growing slots compared with those of one call over the same "
-        f"tokens: off by at most {last.slots[worst]:.1e} standard deviations of the slot ({worst})"
-    )
+        worst = max(last.slots, key=lambda name: last.slots[name])
+        off = f"off by at most {last.slots[worst]:.1e} standard deviations of the slot ({worst})"
+        compared = f"{len(last.slots)} growing slots compared with those of one call over the same tokens"
+        yield "cache", f"after step {last.step}, {compared}: {off}"
 
 
 def describe_growth(run: Run) -> str | None:
     """The trend of the difference over the steps; None where there are too few steps for one."""
     if run.growth is None:
         return None
+    if run.growth.shape != "linear":
+        return "does not grow with the steps" if run.growth.shape == "flat" else f"sets in at step {run.growth.step}"
     found = {step.step: step.difference.relative for step in run.steps if step.difference is not None}
-    match run.growth.shape:
-        case "flat":
-            return "does not grow with the steps"
-        case "linear":
-            first, last = found[min(found) + 1], found[max(found)]
-            return f"grows with the steps, from {first:.1e} to {last:.1e} standard deviations of the logits"
-        case _:
-            return f"sets in at step {run.growth.step}"
+    first, last = found[min(found) + 1], found[max(found)]
+    return f"grows with the steps, from {first:.1e} to {last:.1e} standard deviations of the logits"
 
 
 def describe_comparisons(runs: Iterable[Run]) -> str:
     """What the loop of a graph that takes one token a call was compared with."""
     passed = {run.experiment for run in runs if run.shows == "passed"}
-    words = {
-        PLAIN_LOOP: "a second pass",
-        OWN_SESSION: "a session of its own",
-        HISTORY: "other histories and states",
-        "batch": "each row of a batch alone",
-    }
-    found = [text for name, text in words.items() if name in passed]
+    texts = {PLAIN_LOOP: "a second pass", OWN_SESSION: "a session of its own", HISTORY: "other histories and states"}
+    texts["batch"] = "each row of a batch alone"
+    found = [text for name, text in texts.items() if name in passed]
     return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
@@ -205,16 +179,13 @@ def describe_rounding(run: Run) -> str:
         return ""
     if float32.outcome not in ("passed", "differs"):
         return f"a float32 copy of the model gives no clearer answer ({float32.outcome})"
+    sd = "standard deviations of the logits"
     if float32.outcome == "passed":
         worst = max((s.difference.relative for s in run.steps if s.difference is not None), default=0.0)
-        return (
-            f"a float32 copy of the model is within {float32.worst:.1e} standard deviations of the logits: "
-            f"the difference of up to {worst:.1e} is rounding alone"
-        )
-    return (
-        f"a float32 copy of the model is off by {float32.worst:.2g} standard deviations of the logits: this is more "
-        "than rounding, which alone leaves at most 2e-4"
-    )
+        within = f"a float32 copy of the model is within {float32.worst:.1e} {sd}"
+        return f"{within}: the difference of up to {worst:.1e} is rounding alone"
+    off = f"a float32 copy of the model is off by {float32.worst:.2g} {sd}"
+    return f"{off}: this is more than rounding, which alone leaves at most 2e-4"
 
 
 def describe_difference(run: Run, step: Step | None) -> str | None:
@@ -249,11 +220,13 @@ def format_cache_speedup(measured: dict[str, float]) -> str | None:
 def describe_parts(parts: Sequence[PartDifference]) -> str:
     """All parts in one line, in standard deviations; parts that agree before the first one that differs as one."""
     first = next((index for index, part in enumerate(parts) if part.differs), len(parts))
-    before, after = parts[:first], parts[first:]
-    listed = [_describe_equal_parts(before)] if before else []
-    listed += [f"{_name_part(part)} {_format_part(part)}" for part in after[:MOST_PARTS]]
-    more = f" and {len(after) - MOST_PARTS} more" if len(after) > MOST_PARTS else ""
-    return "; ".join(listed) + more
+    listed = []
+    if before := parts[:first]:
+        last = f" to {_name_part(before[-1])}" if len(before) > 1 else ""
+        worst = max(before, key=lambda part: part.relative)
+        listed.append(f"{_name_part(before[0])}{last} within {_format_part(worst)}")
+    listed += [f"{_name_part(part)} {_format_part(part)}" for part in parts[first:]]
+    return join_some(listed, MOST_PARTS + bool(before), "; ")
 
 
 def tabulate_parts(run: Run) -> tuple[list[str], list[list[str]]] | None:
@@ -270,13 +243,6 @@ def tabulate_parts(run: Run) -> tuple[list[str], list[list[str]]] | None:
     return ["layer", "part", "largest difference", ""], rows
 
 
-def _describe_equal_parts(parts: Iterable[PartDifference]) -> str:
-    parts = tuple(parts)
-    worst = max(parts, key=lambda part: part.relative)
-    ends = _name_part(parts[0]) if len(parts) == 1 else f"{_name_part(parts[0])} to {_name_part(parts[-1])}"
-    return f"{ends} within {_format_part(worst)}"
-
-
 def _name_part(part: PartDifference) -> str:
     return part.part if part.layer is None else f"layer {part.layer} {part.part}"
 
@@ -288,15 +254,8 @@ def _format_part(part: PartDifference) -> str:
 MOST_COLUMNS = 5
 """Runtimes next to one another on 80 columns."""
 
-OUTCOMES = {
-    "passed": "ok",
-    "failed": "FAILS",
-    "differs": "DIFFERS",
-    "died": "CRASHES",
-    "ambiguous": "unclear",
-    "inconclusive": "unclear",
-    "skipped": "-",
-}
+OUTCOMES = {"passed": "ok", "failed": "FAILS", "differs": "DIFFERS", "died": "CRASHES", "skipped": "-"}
+OUTCOMES |= dict.fromkeys(("ambiguous", "inconclusive"), "unclear")
 
 
 def select_local_runs(report: Report, stack: str) -> list[Run]:
@@ -312,24 +271,16 @@ def tabulate_targets(report: Report, stack: str) -> Iterator[tuple[list[str], li
     found = {target.runtime: target for target in report.targets}
     others = [target for runtime, target in found.items() if runtime != _local_runtime(report)]
     local = {run.experiment: run for run in select_local_runs(report, stack)}
+    of_stack = [run for run in report.runs if run.stack == stack]
     for start in range(0, max(len(others), 1), MOST_COLUMNS):
         columns = others[start : start + MOST_COLUMNS]
-        of_stack = [run for run in report.runs if run.stack == stack]
         runs = [{run.experiment: run for run in of_stack if run.target == target.runtime} for target in columns]
-        header = [
-            "experiment",
-            f"{_local_runtime(report).partition('==')[2]} (local)",
-            *(target.onnxruntime for target in columns),
-        ]
-        rows = [
-            [
-                name,
-                _cell(local.get(name)),
-                *(_target_cell(stack, t, known.get(name)) for t, known in zip(columns, runs, strict=True)),
-            ]
-            for name in _experiment_names(local, runs)
-        ]
-        yield header, rows
+        here = f"{_local_runtime(report).partition('==')[2]} (local)"
+        rows = []
+        for name in _experiment_names(local, runs):
+            cells = (_target_cell(stack, one, known.get(name)) for one, known in zip(columns, runs, strict=True))
+            rows.append([name, _cell(local.get(name)), *cells])
+        yield ["experiment", here, *(target.onnxruntime for target in columns)], rows
 
 
 def list_target_releases(report: Report) -> Iterator[str]:

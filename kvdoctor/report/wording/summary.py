@@ -7,7 +7,7 @@ from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding, reaches
 from kvdoctor.report.blocks import Span, Table, Text, table
 from kvdoctor.report.escaping import LONGEST_QUOTED, printable, shortened
-from kvdoctor.report.wording import format_count
+from kvdoctor.report.wording import format_count, join_some
 from kvdoctor.report.wording.finding import OpenChecks, format_headline, group_findings, list_details
 
 if TYPE_CHECKING:
@@ -96,23 +96,18 @@ def format_verdict(report: "Report") -> str:
 def format_gate_verdict(verdict: str, reports: "Sequence[Report]") -> str:
     """The verdict over all models, with the number of models by verdict, of known findings, and of cached reports."""
     known = [sum(finding.known is not None for finding in report.findings) for report in reports]
-    pairs = list(zip(reports, known, strict=True))
     healthy = sum(report.verdict == "healthy" for report in reports)
-    only_known = sum(report.verdict == "healthy" and count > 0 for report, count in pairs)
+    only_known = sum(one.verdict == "healthy" and count > 0 for one, count in zip(reports, known, strict=True))
     verdicts = ("unhealthy", "incomplete", "not-applicable", "nothing-found")
     numbers = {name.replace("-", " "): sum(report.verdict == name for report in reports) for name in verdicts}
     allowed = sum(report.allowance is not None for report in reports)
     cached = sum(bool(report.measured.get("cached")) for report in reports)
-    return "".join(
-        [
-            f"gate: {verdict.replace('-', ' ')}; {healthy} of {format_count(len(reports), 'model')} healthy",
-            f", {only_known} of them with known findings alone" if only_known else "",
-            *(f", {number} {word}" for word, number in numbers.items() if number),
-            f" ({allowed} allowed)" if allowed else "",
-            f"; {format_count(sum(known), 'known finding')}" if any(known) else "",
-            f"; {cached} unchanged and not run again" if cached else "",
-        ]
-    )
+    text = f"gate: {verdict.replace('-', ' ')}; {healthy} of {format_count(len(reports), 'model')} healthy"
+    text += f", {only_known} of them with known findings alone" if only_known else ""
+    text += "".join(f", {number} {word}" for word, number in numbers.items() if number)
+    text += f" ({allowed} allowed)" if allowed else ""
+    text += f"; {format_count(sum(known), 'known finding')}" if any(known) else ""
+    return text + (f"; {cached} unchanged and not run again" if cached else "")
 
 
 MOST_CODES = 6
@@ -126,10 +121,9 @@ def tabulate_models(reports: "Sequence[Report]", most: int) -> Table:
         word = ONLY_KNOWN if known and report.verdict == "healthy" else report.verdict.replace("-", " ")
         word += ", allowed" if report.allowance is not None else ""
         codes = list(dict.fromkeys(f.code for f in report.findings if f.severity != "note" and f.known is None))
-        more = f" and {len(codes) - MOST_CODES} more" if len(codes) > MOST_CODES else ""
         seconds = report.measured.get("total_seconds")
         time = "unchanged" if report.measured.get("cached") else format_seconds(seconds or 0.0) if seconds else ""
-        rows.append([Span(report.model.path), Span(word, report.verdict), ", ".join(codes[:MOST_CODES]) + more, time])
+        rows.append([Span(report.model.path), Span(word, report.verdict), join_some(codes, MOST_CODES), time])
     if len(reports) > most:
         rows.append([f"{len(reports) - most} more", "", "", ""])
     return table(("model", "verdict", "errors, warnings", "time"), rows, of="model")
@@ -144,7 +138,7 @@ def name_worst(report: "Report") -> str:
     """What keeps a model from being healthy, in brief: `KV203 cross-cache-emptied and 1 more`."""
     counted = list(dict.fromkeys(f"{found.code} {found.name}" for found in _find_counted(report)))
     if counted:
-        return counted[0] + (f" and {len(counted) - 1} more" if counted[1:] else "")
+        return join_some(counted, 1)
     reasons = [f"{entry.code} not checked: {entry.reason}" for entry in report.not_checked if entry.essential]
     return printable(shortened(reasons[0])) if reasons else name_verdict(report)
 

@@ -82,12 +82,13 @@ def parse_target(given: str) -> Target:
         raise UsageError(f"there is no runtime or binding {name!r}; {_nearest_name(name)}")
     if binding.follows_runtime:
         return Target(f"{binding.name}=={release}", _whole_release(binding.name, release), ())
-    onnxruntime = binding.runtime_of(release)
+    onnxruntime = binding.ships.get(release)
     if onnxruntime is None:
         raise UsageError(
             f"it is not known which onnxruntime {binding.name} {release} ships; {_nearest_release(binding, release)}"
         )
-    return Target(f"{binding.name}=={release}", onnxruntime, binding.hazards_of(release))
+    hazards = tuple(hazard for hazard, faulty in binding.hazards if release in faulty)
+    return Target(f"{binding.name}=={release}", onnxruntime, hazards)
 
 
 def _whole_release(name: str, release: str) -> str:
@@ -116,14 +117,13 @@ def line(release: str) -> str:
 
 
 def _nearest_name(name: str) -> str:
-    known = bindings.names()
-    by_word = {word.lower(): binding.name for binding in bindings.BINDINGS for word in binding.spellings}
-    close = similar_names(name.lower(), by_word, cutoff=0.5)
-    return f"did you mean {by_word[close[0]]}?" if close else f"it takes {', '.join(known)}"
+    by_word = {word.lower(): one.name for one in bindings.BINDINGS for word in (one.name, *one.also)}
+    close, known = similar_names(name.lower(), by_word, cutoff=0.5), ", ".join(one.name for one in bindings.BINDINGS)
+    return f"did you mean {by_word[close[0]]}?" if close else f"it takes {known}"
 
 
 def _nearest_release(binding: bindings.Binding, release: str) -> str:
-    close = similar_names(release, binding.releases, most=3, cutoff=0.3) or binding.releases[-3:]
+    close = similar_names(release, binding.ships, most=3, cutoff=0.3) or list(binding.ships)[-3:]
     known = ", ".join(f"{binding.name}=={each}" for each in sorted(close))
     return f"name the runtime itself, as in onnxruntime=={releases()[-1]}, or one of {known}"
 

@@ -5,7 +5,6 @@ none: name the runtime itself.
 """
 
 from dataclasses import field
-from functools import cached_property
 from typing import Literal
 
 from kvdoctor.records import record
@@ -27,8 +26,8 @@ class Hazard:
 class Binding:
     """A binding by the name that people use for it, and other spellings.
 
-    `ships` maps releases to the onnxruntime inside. One that `follows_runtime` has the numbers of the runtime.
-    `source` says where the numbers are from. `hazards` are faults with the releases that have them.
+    `ships` maps releases, from old to new, to the onnxruntime inside. One that `follows_runtime` has the numbers of the
+    runtime. `source` says where the numbers are from. `hazards` are faults with the releases that have them.
     """
 
     name: str
@@ -41,24 +40,6 @@ class Binding:
     def follows_runtime(self) -> bool:
         """Whether its releases are numbered as those of the runtime."""
         return not self.ships
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Its name and the others."""
-        return (self.name, *self.also)
-
-    @cached_property
-    def releases(self) -> tuple[str, ...]:
-        """The releases that are known, from old to new."""
-        return tuple(self.ships)
-
-    def runtime_of(self, release: str) -> str | None:
-        """The onnxruntime that a release ships."""
-        return self.ships.get(release)
-
-    def hazards_of(self, release: str) -> tuple[Hazard, ...]:
-        """The faults that a release has."""
-        return tuple(hazard for hazard, releases in self.hazards if release in releases)
 
 
 ORT_CRATE = {
@@ -94,11 +75,7 @@ REFUSES_TO_MAKE = Hazard(
 """Source: pykeio/ort commit e336d6b."""
 
 BINDINGS = (
-    Binding(
-        "onnxruntime",
-        "PyPI",
-        also=("onnxruntime-gpu", "onnxruntime-directml", "ort"),
-    ),
+    Binding("onnxruntime", "PyPI", also=("onnxruntime-gpu", "onnxruntime-directml", "ort")),
     Binding(
         "ort-crate",
         "the crate `ort` of Rust (pykeio/ort)",
@@ -158,9 +135,4 @@ BINDINGS = (
 def find(name: str) -> Binding | None:
     """The binding of that name, however it is spelt."""
     wanted = name.lower()
-    return next((b for b in BINDINGS if wanted in {spelling.lower() for spelling in b.spellings}), None)
-
-
-def names() -> list[str]:
-    """The names that a target may have."""
-    return [binding.name for binding in BINDINGS]
+    return next((b for b in BINDINGS if wanted in map(str.lower, (b.name, *b.also))), None)

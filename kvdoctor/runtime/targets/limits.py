@@ -49,10 +49,6 @@ class TestedOperators:
         fitting = [version for version in self.since.get(operator, ()) if version <= opset]
         return f"{operator}-{fitting[-1]}" if fitting else None
 
-    def by_attribute(self, domain: str, operator: str) -> bool:
-        """Whether what an operator asks for depends on its attributes or inputs."""
-        return bool(self.contrib.get(f"{domain}:{operator}"))
-
     def other(self, domain: str, operator: str, attributes: set[str], inputs: int) -> tuple[str, ...]:
         """The features that an operator of another domain is: itself, its attributes, the number of its inputs.
 
@@ -182,10 +178,9 @@ def _demands(view: GraphView) -> Demands:
         kind = node.domain, node.op_type, version
         if kind[:2] in own or kind in seen:
             continue
-        if not tested_operators().by_attribute(
-            CONTRIB_IN_STANDARD if node.domain in STANDARD else node.domain, node.op_type
-        ):
-            seen.add(kind)  # the next one asks for the same
+        domain = CONTRIB_IN_STANDARD if node.domain in STANDARD else node.domain
+        if not tested_operators().contrib.get(f"{domain}:{node.op_type}"):
+            seen.add(kind)  # whatever its attributes and inputs, the next one asks for the same
         for feature in _features(node, version):
             found.setdefault(feature, node.name)
     return Demands(int(view.model.ir_version), opset, found)

@@ -17,31 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 import onnxruntime as ort
 
+from kvdoctor.decode import messages
 from kvdoctor.decode.experiment_run import ExperimentRunner
 from kvdoctor.decode.experiments import Experiment, load
-from kvdoctor.decode.messages import (
-    CompareJob,
-    DigestJob,
-    Event,
-    ExperimentJob,
-    ExperimentStarted,
-    GradeJob,
-    Hello,
-    Job,
-    JobDone,
-    MeasureJob,
-    Obstacle,
-    RunDone,
-    SettleJob,
-    SpeedJob,
-    StepDone,
-    TrialJob,
-    WorkerError,
-    read_message,
-    read_until_gone,
-    take_pipes,
-    write_message,
-)
 from kvdoctor.decode.samples import Samples, read_arrays
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import UsageError
@@ -49,7 +27,7 @@ from kvdoctor.runtime.worker.runner import open_stack
 from kvdoctor.runtime.worker.sessions import ProviderMissing
 
 
-def run_experiments(job: ExperimentJob, announce: Announce) -> None:
+def run_experiments(job: messages.ExperimentJob, announce: Announce) -> None:
     """Run the experiments of a job, judged by its tolerances."""
     samples = Samples(job.prompt, read_arrays(job.inputs) if job.inputs else {})
     runner = ExperimentRunner(
@@ -60,56 +38,56 @@ def run_experiments(job: ExperimentJob, announce: Announce) -> None:
         timed=job.timed,
     )
     for experiment in _find_experiments(job, announce):
-        announce(ExperimentStarted(experiment.name))
+        announce(messages.ExperimentStarted(experiment.name))
         begin = time.perf_counter()
         try:
             run = runner.run(experiment)
         except ProviderMissing as error:
-            announce(Obstacle(str(error)))
+            announce(messages.Obstacle(str(error)))
             break
         except UsageError:
-            announce(Obstacle("values of the trace cannot be read; save it again"))
+            announce(messages.Obstacle("values of the trace cannot be read; save it again"))
             continue
         except Exception:  # an error of kvdoctor in one experiment must not cost the others
-            announce(WorkerError(traceback.format_exc()))
+            announce(messages.WorkerError(traceback.format_exc()))
             continue
-        announce(RunDone(run, time.perf_counter() - begin))
+        announce(messages.RunDone(run, time.perf_counter() - begin))
     if job.keep_logits is not None:
         np.savez(job.keep_logits, **runner.logits)  # type: ignore[arg-type]
 
 
-def _find_experiments(job: ExperimentJob, announce: Announce) -> Iterator[Experiment]:
+def _find_experiments(job: messages.ExperimentJob, announce: Announce) -> Iterator[Experiment]:
     experiments = load()
     for added in job.added:
         try:
             module = importlib.import_module(added.module)
             experiments += (module.make_experiment(job.contract, added.data),)
         except UsageError as error:
-            announce(Obstacle(str(error)))
+            announce(messages.Obstacle(str(error)))
     yield from (experiment for experiment in experiments if experiment.name in job.experiments)
 
 
-ANSWERS: dict[type[Job], tuple[str, str]] = {
-    TrialJob: ("runtime.worker.trial", "run_trial"),
-    CompareJob: ("runtime.worker.trial", "run_trial"),
-    DigestJob: ("runtime.worker.decoding", "write_digests"),
-    SettleJob: ("runtime.worker.runner", "settle_readings"),
-    GradeJob: ("runtime.worker.decoding", "grade"),
-    SpeedJob: ("runtime.worker.speed", "measure_speed"),
-    MeasureJob: ("runtime.worker.sessions", "measure_limits"),
+ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
+    messages.TrialJob: ("runtime.worker.trial", "run_trial"),
+    messages.CompareJob: ("runtime.worker.trial", "run_trial"),
+    messages.DigestJob: ("runtime.worker.decoding", "write_digests"),
+    messages.SettleJob: ("runtime.worker.runner", "settle_readings"),
+    messages.GradeJob: ("runtime.worker.decoding", "grade"),
+    messages.SpeedJob: ("runtime.worker.speed", "measure_speed"),
+    messages.MeasureJob: ("runtime.worker.sessions", "measure_limits"),
 }
 """The module and the function that answers each job: few jobs need them, and every user waits for the start."""
 
 
-def run_job(job: Job, announce: Announce) -> None:
+def run_job(job: messages.Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
-    if isinstance(job, ExperimentJob):
+    if isinstance(job, messages.ExperimentJob):
         run_experiments(job, announce)
         return
     # The messages of an add-on say which module and function of it answer its jobs.
     module, function = ANSWERS.get(type(job)) or sys.modules[type(job).__module__].WORK[type(job)]
     found = getattr(importlib.import_module(f"kvdoctor.{module}"), function)(job, announce)
-    for event in (found,) if isinstance(found, Event) else found:
+    for event in (found,) if isinstance(found, messages.Event) else found:
         announce(event)
 
 
@@ -117,23 +95,23 @@ def main() -> None:
     """Serve jobs until standard input ends."""
     ort.disable_telemetry_events()
     _show_no_window()
-    jobs, writer = take_pipes()
+    jobs, writer = messages.take_pipes()
     events = io.TextIOWrapper(writer, encoding="utf-8")
 
-    def announce(event: Event) -> None:
-        events.write(write_message(event))
-        if not isinstance(event, StepDone):  # goes with the next event, which comes before the next call
+    def announce(event: messages.Event) -> None:
+        events.write(messages.write_message(event))
+        if not isinstance(event, messages.StepDone):  # goes with the next event, which comes before the next call
             events.flush()
 
     providers = tuple(ort.get_available_providers())
-    announce(Hello(ort.__version__, np.__version__, platform.python_version(), providers, os.getpid()))
+    announce(messages.Hello(ort.__version__, np.__version__, platform.python_version(), providers, os.getpid()))
     lines = io.TextIOWrapper(jobs, encoding="utf-8")
-    for line in read_until_gone(lambda: next(lines)):
+    for line in messages.read_until_gone(lambda: next(lines)):
         try:
-            run_job(read_message(line), announce)
+            run_job(messages.read_message(line), announce)
         except Exception:  # an error of kvdoctor must reach the parent as a fact, not as a closed pipe
-            announce(WorkerError(traceback.format_exc()))
-        announce(JobDone())
+            announce(messages.WorkerError(traceback.format_exc()))
+        announce(messages.JobDone())
 
 
 def _show_no_window() -> None:

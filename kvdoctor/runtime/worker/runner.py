@@ -12,10 +12,12 @@ from kvdoctor.decode.samples import Samples
 from kvdoctor.decode.settle import settle
 from kvdoctor.decode.stack_driver import Announce, Environment, Rerun, StackDriver
 from kvdoctor.runtime.worker.sessions import (
+    HELD,
     LEVELS,
     LogitsTensor,
     OrtTensor,
     Sessions,
+    close_others,
     mentioned,
     output_names,
     run_bound,
@@ -48,7 +50,8 @@ def run_stages(
 
 def open_stack(side: PairedSide, job: Job, announce: Announce, samples: Samples | None = None) -> "StackRunner":
     """The stack of a side, whose files are opened with the provider and the threads of a job."""
-    sessions = Sessions(side.folder, job.provider, job.threads, announce, job.settings)
+    close_others({str(side.folder / file) for graph in side.contract.graphs.values() for file in graph.files})
+    sessions = Sessions(side.folder, job, announce, HELD)
     return StackRunner(side.stack, side.contract, sessions, job.seed, announce, samples or Samples())
 
 
@@ -71,7 +74,7 @@ class StackRunner(StackDriver):
     def environment(self) -> Environment:
         """This runtime, and the level at which the graph that decodes was opened."""
         level = self.sessions.levels.get(self.contract.graph("decode").files[-1], "all")
-        return Environment(f"onnxruntime=={runtime_version()}", self.sessions.provider, level)
+        return Environment(f"onnxruntime=={runtime_version()}", self.sessions.job.provider, level)
 
     def run_session(self, call: Call, open_session: OpenSession | None = None) -> Answer:
         """Run a call in the session of its phase, or in the one that is opened otherwise; a pipeline stage by stage.

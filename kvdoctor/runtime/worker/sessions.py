@@ -7,7 +7,7 @@ Fields by onnx.proto of ONNX.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime as ort
 
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import FileOpening, FileRefused, LimitsMeasured
+from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
@@ -46,9 +46,10 @@ class ProviderMissing(Exception):
 
 @record(slots=False)
 class OrtTensor:
-    """A tensor in the runtime's memory. `dtype` as ONNX spells it."""
+    """A tensor in the runtime's memory. `dtype` as ONNX spells it; `made`: see `StackDriver.run_once`."""
 
     ort_value: Any
+    made: tuple[int, bytes] | None = None
 
     @cached_property
     def observed(self) -> ObservedTensor:
@@ -106,15 +107,29 @@ class LogitsTensor:
         return self.copy
 
 
+Held = tuple[str, int, tuple[Any, ...]]
+"""The path of a file, the diagnosis, and what else a session depends on."""
+HELD: dict[Held, Any] = {}
+"""The sessions of the last stack."""
+
+
+def close_others(files: Collection[str] = ()) -> None:
+    """Close the sessions of other files: together they could take the memory of several models."""
+    for key in [key for key in HELD if key[0] not in files]:
+        del HELD[key]
+
+
 @dataclass
 class Sessions:
-    """The open files of one stack: each is opened once, at the highest optimization level that takes it."""
+    """The open files of one stack: each is opened once, at the highest optimization level that takes it.
+
+    `held` are sessions of an earlier job on the same model, which are not opened again.
+    """
 
     folder: Path
-    provider: str
-    threads: int
+    job: Job
     announce: Announce
-    settings: dict[str, str] = field(default_factory=dict)
+    held: dict[Held, Any] = field(default_factory=dict)
     opened: dict[tuple[str, str], Any] = field(default_factory=dict)
     levels: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -142,7 +157,7 @@ class Sessions:
         """The runtime's error for a file at that level; None where it opens it."""
         try:
             self._open(file, level)
-        except ProviderMissing:
+        except (ProviderMissing, CannotCheck):
             raise
         except Exception as error:  # the bindings raise many types, and all of them are a refusal
             return self.clean(error)
@@ -154,17 +169,19 @@ class Sessions:
         The unoptimized session is closed first: three sessions at once would hold three times the weights.
         """
         if self.levels.get(file) != "off":
-            self.opened.pop((file, "off"), None)
+            unoptimized = self.opened.pop((file, "off"), None)
+            for key in [key for key, session in self.held.items() if session is unoptimized]:
+                del self.held[key]
+            del unoptimized
         return self._open(file, self.levels.get(file, "all"), reuse=False)
 
     def _open_highest(self, file: str) -> None:
         refusals = {}
         self.tried.add(file)
         for level in TRIED:
-            self.announce(FileOpening(file, level))
             try:
                 self.opened[file, level] = self._open(file, level)
-            except ProviderMissing:
+            except (ProviderMissing, CannotCheck):
                 raise
             except Exception as error:  # the bindings raise many types, and all of them are a refusal
                 refusals[level] = self.clean(error)
@@ -178,15 +195,27 @@ class Sessions:
             raise CannotCheck(f"ONNX Runtime cannot load {file}")
 
     def _open(self, file: str, level: str, reuse: bool = True) -> Any:
-        options = session_options(level, self.threads)
+        job, whole = self.job, str(self.folder / file)
+        found = Path(whole).stat()
+        state = (level, job.provider, job.threads, *job.settings.items(), found.st_ino, found.st_mtime_ns)
+        if reuse and (held := self.held.get((whole, job.diagnosis, state))) is not None:
+            return held
+        options = session_options(level, job.threads)
         options.enable_mem_reuse = reuse
-        for key, value in self.settings.items():
+        for key, value in job.settings.items():
             options.add_session_config_entry(key, value)
-        with _openable(self.folder, file) as path:
-            session = ort.InferenceSession(path, options, providers=[self.provider])
-        if self.provider not in session.get_providers():
+        if (whole, level) in job.unopened:
+            raise CannotCheck(f"{file} is not opened again: a worker process ended while it opened it")
+        if reuse:  # it says nothing of the usual session if the other one does not open
+            self.announce(FileOpening(file, level, whole))
+        with _openable(whole) as path:
+            session = ort.InferenceSession(path, options, providers=[job.provider])
+        self.announce(FileOpened())
+        if job.provider not in session.get_providers():
             # The runtime falls back to the CPU silently.
-            raise ProviderMissing(f"{self.provider} cannot be used here; the runtime has {session.get_providers()}")
+            raise ProviderMissing(f"{job.provider} cannot be used here; the runtime has {session.get_providers()}")
+        if reuse:
+            self.held[whole, job.diagnosis, state] = session
         return session
 
     def clean(self, error: Exception) -> str:
@@ -200,16 +229,15 @@ class Sessions:
 
 
 @contextmanager
-def _openable(folder: Path, file: str) -> Iterator[str]:
+def _openable(path: str) -> Iterator[str]:
     """The path of a file as the runtime takes it: a path that is no valid text is replaced by a link."""
-    path = str(folder / file)
     try:
         path.encode()
     except UnicodeEncodeError:
         with TemporaryDirectory(prefix="kvdoctor-") as scratch:
             link = Path(scratch, "model")
-            link.symlink_to(folder.absolute(), target_is_directory=True)
-            yield str(link / file)
+            link.symlink_to(Path(path).parent.absolute(), target_is_directory=True)
+            yield str(link / Path(path).name)
         return
     yield path
 

@@ -12,18 +12,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from kvdoctor.decode import messages
 from kvdoctor.decode.calls import Array, load_call, save_call
-from kvdoctor.decode.messages import (
-    CompareJob,
-    Take,
-    TrialDone,
-    TrialJob,
-    TrialModel,
-    TrialValue,
-    ValueDifference,
-    ValuePair,
-)
-from kvdoctor.runtime.worker.sessions import OrtTensor, mentioned, session_options, to_runtime
+from kvdoctor.runtime.worker.sessions import OrtTensor, close_others, mentioned, session_options, to_runtime
 
 FEW = 64
 """Elements of a tensor of integers up to which its values are sent, not only its shape."""
@@ -35,21 +26,22 @@ MASKING = 1e3
 """Numbers of this size are those of a mask."""
 
 
-def run_trial(job: TrialJob | CompareJob, _: object = None) -> TrialDone:
-    """Carry out a trial."""
+def run_trial(job: messages.TrialJob | messages.CompareJob, _: object = None) -> messages.TrialDone:
+    """Carry out a trial, in the memory that the sessions of the stack took."""
+    close_others()
     try:
-        if isinstance(job, CompareJob):
+        if isinstance(job, messages.CompareJob):
             return _compare(job)
         outputs = _run(job, job.model)
         if job.keep is not None:
             save_call(job.keep, outputs)
-        return TrialDone(outputs=_describe(outputs))
+        return messages.TrialDone(outputs=_describe(outputs))
     except Exception as error:  # the bindings raise many types, and all of them are a failed trial
-        return TrialDone(error=" ".join(str(error).split()), names=mentioned(error))
+        return messages.TrialDone(error=" ".join(str(error).split()), names=mentioned(error))
 
 
 def _run(
-    job: TrialJob | CompareJob, model: TrialModel, more: Mapping[str, Array] | None = None
+    job: messages.TrialJob | messages.CompareJob, model: messages.TrialModel, more: Mapping[str, Array] | None = None
 ) -> dict[str, OrtTensor]:
     """The outputs of a model for its feeds and `more`, which may hold more than it takes."""
     session = _open(job, model)
@@ -61,7 +53,7 @@ def _run(
     return {name: OrtTensor(value) for name, value in zip(names, values, strict=True)}
 
 
-def _open(job: TrialJob | CompareJob, model: TrialModel) -> Any:
+def _open(job: messages.TrialJob | messages.CompareJob, model: messages.TrialModel) -> Any:
     options = session_options(model.level, job.threads)
     provider = [model.provider or job.provider]
     if model.root is None:
@@ -84,36 +76,36 @@ def _working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _describe(outputs: Mapping[str, OrtTensor]) -> dict[str, TrialValue]:
+def _describe(outputs: Mapping[str, OrtTensor]) -> dict[str, messages.TrialValue]:
     found = {}
     for name, tensor in outputs.items():
         short = np.prod(tensor.shape) <= FEW and tensor.dtype.startswith(("int", "uint", "bool"))
         numbers = tuple(int(number) for number in tensor.array().ravel()) if short else None
-        found[name] = TrialValue(tensor.dtype, tensor.shape, numbers)
+        found[name] = messages.TrialValue(tensor.dtype, tensor.shape, numbers)
     return found
 
 
-def _compare(job: CompareJob) -> TrialDone:
+def _compare(job: messages.CompareJob) -> messages.TrialDone:
     right = _run(job, job.right)
     inject = {pair.left: _take(right[pair.right].array(), pair.take) for pair in job.inject}
     left = _run(job, job.left, inject)
-    return TrialDone(differences=tuple(_compare_pair(pair, left, right) for pair in job.pairs))
+    return messages.TrialDone(differences=tuple(_compare_pair(pair, left, right) for pair in job.pairs))
 
 
 def _compare_pair(
-    pair: ValuePair, left: Mapping[str, OrtTensor], right: Mapping[str, OrtTensor]
-) -> ValueDifference | None:
+    pair: messages.ValuePair, left: Mapping[str, OrtTensor], right: Mapping[str, OrtTensor]
+) -> messages.ValueDifference | None:
     expected, actual = _take(right[pair.right].array(), pair.take), left[pair.left].array()
     if actual.shape != expected.shape:
         return None
     relative = _measure_difference(actual, expected)
     if actual.dtype.kind not in "iub" or relative == 0:
-        return ValueDifference(left[pair.left].dtype, relative)
+        return messages.ValueDifference(left[pair.left].dtype, relative)
     first = (tuple(int(number) for number in array.ravel()[:SHOWN]) for array in (actual, expected))
-    return ValueDifference(left[pair.left].dtype, relative, *first)
+    return messages.ValueDifference(left[pair.left].dtype, relative, *first)
 
 
-def _take(array: Array, take: Take) -> Array:
+def _take(array: Array, take: messages.Take) -> Array:
     """The entries of an array that a shorter call must have as well."""
     for axis, rule in enumerate(take):
         if rule is not None:

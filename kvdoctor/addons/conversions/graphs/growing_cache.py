@@ -22,8 +22,8 @@ from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import find_attribute, input_of, needed_for, output_of, readers
 from kvdoctor.records import record
-from kvdoctor.repair.shapes.freeing import AxisFreeing, CannotFree, read_declared_sizes
-from kvdoctor.repair.shapes.terms import ConflictingSizes, read_lengths, symbol
+from kvdoctor.repair.shapes.freeing import AxisFreeing, read_declared_sizes
+from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, read_lengths, symbol
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 

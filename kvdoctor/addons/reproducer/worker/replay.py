@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class RecordingStack(StackRunner):
     With `exact` the floats that a loop computed from outputs are written as numbers, else as noise.
     """
 
+    reuses: ClassVar[bool] = False
     exact: bool = False
     noises: dict[bytes, int] = field(default_factory=dict)
     calls: list[ScriptCall] = field(default_factory=list)
@@ -100,7 +101,7 @@ class RecordingStack(StackRunner):
 
 def record_experiment(job: RecordJob, announce: Announce) -> Iterator[Event]:
     """Run one experiment and announce its calls."""
-    sessions = Sessions(job.folder, job.provider, job.threads, announce)
+    sessions = Sessions(job.folder, job, announce)
     experiment = by_name()[job.experiment]
     stack = RecordingStack(job.stack, job.contract, sessions, job.seed, announce, exact=job.exact)
     yield ExperimentStarted(experiment.name)
@@ -110,7 +111,7 @@ def record_experiment(job: RecordJob, announce: Announce) -> Iterator[Event]:
 
 def replay_script(job: PlayJob, announce: Announce) -> ScriptPlayed:
     """Play a script on the files of a folder."""
-    return _Play(job.script, Sessions(job.folder, job.provider, job.threads, announce), announce).play()
+    return _Play(job.script, Sessions(job.folder, job, announce), announce).play()
 
 
 @dataclass

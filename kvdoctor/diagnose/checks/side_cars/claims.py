@@ -15,30 +15,23 @@ HEADS = (
 WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model")
 VOCABULARIES = ("draft_vocab_size", "decoder_vocab_size", "output_vocab_size", "padded_vocab_size", "vocab_size")
 """Keys by what they count, the most special first: `vocab_size` of a translator may be that of its encoder."""
-
 OTHER_HEADS = ("num_global_key_value_heads", "swa_num_key_value_heads")
 OTHER_WIDTHS = ("global_head_dim", "swa_head_dim", "attention_head_dim")
 """Keys of a second kind of attention layers in the same model."""
-
 UNGROUPED = {
     *("bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "gpt2"),
     *("gpt_neo", "gpt_neox", "gptj", "m2m_100", "marian", "mbart", "mpt", "musicgen_decoder", "opt"),
     *("pegasus", "plbart", "speech_to_text", "speecht5", "trocr", "whisper", "xglm"),
 }
 """Model types that have as many kv heads as attention heads, each as wide as the model divided by them."""
-
-RELATIVE = {
-    *("t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct_text_model"),
-}
+RELATIVE = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct_text_model"}
 """Model types with as many kv heads as attention heads, and a `d_kv` of their own."""
-
 DIVIDED = UNGROUPED | {
     *("bamba", "cohere", "cohere2", "falcon", "falcon_h1", "gpt_bigcode", "granite", "granitemoe", "lfm2"),
     *("llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "smollm3"),
     *("stablelm", "starcoder2"),
 }
 """Model types whose heads are as wide as the model divided by them, unless `head_dim` is given."""
-
 ALL_LAYERS_CACHE = {
     *("arcee", "cohere", "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "glm"),
     *("glm4", "gpt_bigcode", "gpt_oss", "gptoss", "granite", "granitemoe", "helium", "llama", "mistral"),
@@ -56,10 +49,7 @@ What = Literal["layers", "kv_heads", "head_dim", "key_dim", "value_dim", "vocabu
 
 @record
 class ConfigClaim:
-    """A number that a config declares under `key`; `also` are other numbers that agree with it.
-
-    A head is `head_dim` wide, or `key_dim` and `value_dim` where keys and values differ.
-    """
+    """A number that a config declares under `key`; `also` agree. Keys and values may differ: `key_dim`, `value_dim`."""
 
     what: What
     key: str
@@ -67,11 +57,22 @@ class ConfigClaim:
     also: frozenset[int] = frozenset()
 
 
+def claimed(part: dict[str, Any], path: str, **keys: What) -> Iterator[ConfigClaim]:
+    """The numbers that a part of a config declares under some keys, by what they count."""
+    for key, what in keys.items():
+        if is_count(part.get(key)):
+            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
+
+
 def claims(config: dict[str, Any]) -> Iterator[ConfigClaim]:
     """The numbers that config.json declares of the decoder. Defaults, and values that are no numbers, do not count."""
     part = decoder_config(config)
     kind = str(part.get("model_type"))
-    yield from _claimed_layers(part)
+    keys = _counted(part, (*DECODER_LAYERS, *LAYERS))
+    # Of an encoder-decoder, num_hidden_layers are those of the encoder.
+    if keys and not (part.get("is_encoder_decoder") is True and keys[0] == "num_hidden_layers"):
+        extra, value = part.get("num_nextn_predict_layers"), part[keys[0]]
+        yield ConfigClaim("layers", keys[0], value, frozenset([value + extra] if is_count(extra) else []))
     yield from _claimed_heads(part, kind)
     yield from _claimed_widths(part, kind)
     for key in _counted(part, VOCABULARIES)[:1]:
@@ -79,15 +80,6 @@ def claims(config: dict[str, Any]) -> Iterator[ConfigClaim]:
         yield ConfigClaim("vocabulary", key, part[key], frozenset([part[key] + more] if is_count(more) else []))
     for key in _counted(part, CONTEXT_KEYS)[:1]:
         yield ConfigClaim("context", key, part[key])
-
-
-def _claimed_layers(part: dict[str, Any]) -> Iterator[ConfigClaim]:
-    keys = _counted(part, (*DECODER_LAYERS, *LAYERS))
-    # Of an encoder-decoder, num_hidden_layers are those of the encoder.
-    if keys and not (part.get("is_encoder_decoder") is True and keys[0] == "num_hidden_layers"):
-        extra = part.get("num_nextn_predict_layers")
-        value = part[keys[0]]
-        yield ConfigClaim("layers", keys[0], value, frozenset([value + extra] if is_count(extra) else []))
 
 
 def _claimed_heads(part: dict[str, Any], kind: str) -> Iterator[ConfigClaim]:

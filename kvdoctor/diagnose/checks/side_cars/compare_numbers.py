@@ -29,28 +29,20 @@ def layers(context: ContractContext, claim: ConfigClaim, model_type: str) -> Ite
     from_nought = any(slot.layer == 0 for slot in numbered)
     # A number left out is a fault of the graph (KV106): then the highest one does not count the layers.
     whole = from_nought and {slot.layer for slot in numbered} == set(range(max(s.layer or 0 for s in numbered) + 1))
-    if not numbered:
-        yield from _stacked_layers(context, claim)
+    if not numbered:  # one tensor for all layers, unless it also stacks keys and values
+        own = context.contract.of_kind("self-attention")
+        counts = {slot.size("layers") for slot in own if slot.part in ("key", "value") or "parts" in slot.axes}
+        count = next(iter(counts)) if len(counts) == 1 else None
+        if count is not None and count not in {claim.value, *claim.also}:
+            yield _numbered(claim, f"{count} layers in one tensor", str(count))
     elif len(cached) > limit or (whole and max(cached, default=0) >= limit):
         yield _numbered(claim, f"caches of layers {span(cached)}", str(max(len(cached), max(cached) + from_nought)))
     elif model_type in ALL_LAYERS_CACHE and growing == set(range(len(growing))) and 0 < len(growing) < claim.value:
         yield _numbered(claim, f"caches of layers {span(growing)} and no more", str(len(growing)))
 
 
-def _stacked_layers(context: ContractContext, claim: ConfigClaim) -> Iterator[Disagreement]:
-    """One tensor for all layers, unless it also stacks keys and values."""
-    slots = context.contract.of_kind("self-attention")
-    counts = {slot.size("layers") for slot in slots if slot.part in ("key", "value") or "parts" in slot.axes}
-    count = next(iter(counts)) if len(counts) == 1 else None
-    if count is not None and count not in {claim.value, *claim.also}:
-        yield _numbered(claim, f"{count} layers in one tensor", str(count))
-
-
 def sizes(context: ContractContext, claim: ConfigClaim, *, fused: bool = False) -> Iterator[Disagreement]:
-    """Kv heads and widths. Where layers differ, a config that names one of their sizes is right.
-
-    `fused` asks the attention operators where the caches declare no number.
-    """
+    """Kv heads and widths, one of which a config may name; `fused` asks operators where no cache declares one."""
     seen = cache_sizes(context, "kv_heads" if claim.what == "kv_heads" else "head_dim", PARTS[claim.what])
     seen = seen or (head_widths(context) if fused else set())
     if seen and claim.value not in seen and not seen <= claim.also:

@@ -87,13 +87,28 @@ def _most(found: Iterable[tuple[Hashable, FlatNode]]) -> tuple[Any, FlatNode]:
     return value, next(node for one, node in listed if one == value)
 
 
+def _unless(
+    right: Callable[[Any], bool], key: str, declared: object, seen: Iterable[tuple[Any, FlatNode]], text: str
+) -> Iterator[Disagreement]:
+    """A difference where some values are seen, and none is right: as text, the one that occurs most often."""
+    seen = list(seen)
+    if seen and not any(right(value) for value, _ in seen):
+        yield _differs(key, declared, *_most((text.format(value), node) for value, node in seen))
+
+
+def _unless_close(
+    claim: tuple[str, float] | tuple[str, str, float] | None, seen: Iterable[tuple[float, FlatNode]], text: str
+) -> Iterator[Disagreement]:
+    """The same for numbers, by a key, the value there, and the number that it stands for."""
+    if claim is not None:
+        declared = claim[1] if isinstance(claim[1], str) else f"{claim[1]:g}"
+        yield from _unless(lambda value: _is_close(value, claim[-1]), claim[0], declared, seen, text)
+
+
 def _epsilon(sides: Sides) -> Iterator[Disagreement]:
-    given, norms = values.first_number(sides.part, values.EPSILONS), sides.graph.norms
-    if sides.kind not in values.ROTATED:  # others have a key that their norms ignore
-        return
-    if given is not None and norms and not any(_is_close(norm.epsilon, given[1]) for norm in norms):
-        epsilon, node = _most((float(f"{norm.epsilon:.3g}"), norm.node) for norm in norms)
-        yield _differs(given[0], f"{given[1]:g}", f"epsilon {epsilon:g}", node)
+    if sides.kind in values.ROTATED:  # others have a key that their norms ignore
+        given, norms = values.first_number(sides.part, values.EPSILONS), sides.graph.norms
+        yield from _unless_close(given, ((norm.epsilon, norm.node) for norm in norms), "epsilon {:.3g}")
 
 
 def _activation(sides: Sides) -> Iterator[Disagreement]:
@@ -107,64 +122,48 @@ def _activation(sides: Sides) -> Iterator[Disagreement]:
     loose = sides.kind == "gemma" or any(one.node.op in ("FastGelu", "BiasGelu") for one in found)
     if loose and name in ("gelu", "gelu by tanh"):
         kinds |= {"gelu", "gelu by tanh"} if kinds & {"gelu", "gelu by tanh"} else set()
-    if key is not None and name is not None and kinds and name not in kinds and sides.kind in values.ACTIVATED:
-        kind, node = _most((one.kind, one.node) for one in found)
-        yield _differs(key, quoted(part[key]), kind, node)
+    if key is not None and name is not None and sides.kind in values.ACTIVATED:
+        seen = ((one.kind, one.node) for one in found)
+        yield from _unless(lambda _: name in kinds, key, quoted(part[key]), seen, "{}")
 
 
 def _scale(sides: Sides) -> Iterator[Disagreement]:
     claim = values.score_scale(sides.part, sides.kind, sides.width)
-    found = [one for one in sides.graph.attentions if one.is_scaled]
-    seen = [(_known_scale(one.scale, sides.width), one.node) for one in found]
-    known = [(scale, node) for scale, node in seen if scale is not None]
+    usual = sides.width**-0.5 if sides.width else None
+    seen = [(one.scale if one.scale is not None else usual, one) for one in sides.graph.attentions if one.is_scaled]
+    known = [(scale, one.node) for scale, one in seen if scale is not None]
     # Without a scale in the graph the weights of the queries may hold it.
     if claim is None or not known or any(_is_close(scale, claim[2]) or _is_close(scale, 1.0) for scale, _ in known):
         return
     scale, node = _most((float(f"{scale:.4g}"), node) for scale, node in known)
     key, declared, right = claim
-    if key == "query_pre_attn_scalar":
-        yield _differs(key, declared, f"a scale of scores of {scale:g}, of {scale**-2:.4g}", node)
-    elif key == "model_type":
-        yield _differs(key, f"{declared} (a scale of {right:.4g})", f"a scale of scores of {scale:g}", node)
-    else:
-        yield _differs(key, declared, f"a scale of scores of {scale:g}", node)
+    declared += f" (a scale of {right:.4g})" if key == "model_type" else ""
+    more = f", of {scale**-2:.4g}" if key == "query_pre_attn_scalar" else ""
+    yield _differs(key, declared, f"a scale of scores of {scale:g}{more}", node)
 
 
-def _known_scale(scale: float | None, width: int | None) -> float | None:
-    return scale if scale is not None else width**-0.5 if width else None
-
-
-def _score_cap(sides: Sides) -> Iterator[Disagreement]:
-    key, found = "attn_logit_softcapping", sides.graph.attentions
-    if key in sides.part and found:
-        caps = [(one.cap, one.node) for one in found]
-        yield from _compare_cap(key, sides.part[key], caps, "scores")
-
-
-def _logit_cap(sides: Sides) -> Iterator[Disagreement]:
-    key = "final_logit_softcapping"
-    head = sides.graph.head(sides.context.logits_name) if key in sides.part else None
-    if head is not None:
-        yield from _compare_cap(key, sides.part[key], [(head.cap, head.node)], "logits")
-
-
-def _compare_cap(
-    key: str, declared: Any, found: list[tuple[float | None, FlatNode]], what: str
-) -> Iterator[Disagreement]:
-    given = values.first_number({key: declared}, (key,))
-    meant = given[1] if given is not None else None
-    if meant is None and declared is not None:
-        return
-    for cap, node in found:
-        if (cap is None) != (meant is None) or (cap is not None and meant is not None and not _is_close(cap, meant)):
-            shown = f"{what} capped at {cap:g}" if cap is not None else f"no cap of {what}"
-            yield _differs(key, "null" if meant is None else f"{meant:g}", shown, node)
-            return
+def _caps(sides: Sides) -> Iterator[Disagreement]:
+    """The caps of the scores and of the logits, each by the first node that has another one, or none."""
+    for key, what in (("attn_logit_softcapping", "scores"), ("final_logit_softcapping", "logits")):
+        given = values.first_number(sides.part, (key,))
+        meant = given[1] if given is not None else None
+        if key not in sides.part or (meant is None and sides.part[key] is not None):
+            continue
+        head = sides.graph.find_head(sides.context.logits_name) if what == "logits" else None
+        for one in sides.graph.attentions if what == "scores" else (head,) if head is not None else ():
+            same = one.cap is meant or (one.cap is not None and meant is not None and _is_close(one.cap, meant))
+            if not same:
+                shown = f"{what} capped at {one.cap:g}" if one.cap is not None else f"no cap of {what}"
+                yield _differs(key, "null" if meant is None else f"{meant:g}", shown, one.node)
+                break
 
 
 def _rotation(sides: Sides) -> Iterator[Disagreement]:
-    declared = values.rotations(sides.part) if sides.part.get("alibi") is not True else []
-    found, whole = sides.graph.frequencies if declared else ([], False)
+    alibi = sides.part.get("alibi") is True
+    declared = values.rotations(sides.part) if not alibi else []
+    found, whole = sides.graph.frequencies if declared or (alibi and sides.kind == "falcon") else ([], False)
+    if alibi and found:
+        yield _differs("alibi", "true", "a rotary embedding", found[0].node)
     if not found or not whole:
         return
     for one in declared:
@@ -224,12 +223,6 @@ def _rounded(number: float) -> str:
     return f"{short if math.isclose(short, number, rel_tol=CLOSE / 4) else longer:.10g}"
 
 
-def _alibi(sides: Sides) -> Iterator[Disagreement]:
-    found = sides.graph.frequencies[0] if sides.kind == "falcon" and sides.part.get("alibi") is True else []
-    if found:
-        yield _differs("alibi", "true", "a rotary embedding", found[0].node)
-
-
 def _window(sides: Sides) -> Iterator[Disagreement]:
     """The window of each layer. One that no sequence reaches is none, nor does a buffer of another form show one."""
     part, found = sides.part, sides.graph.attentions
@@ -276,7 +269,7 @@ LONGEST = 1 << 17
 def _tied(sides: Sides) -> Iterator[Disagreement]:
     declared = values.is_tied(sides.part, sides.config)
     embedding = sides.graph.embedding(_token_inputs(sides)) if declared is not None else None
-    head = sides.graph.head(sides.context.logits_name) if embedding is not None else None
+    head = sides.graph.find_head(sides.context.logits_name) if embedding is not None else None
     tied = sides.graph.are_tied(embedding, head) if embedding and head else None
     if tied is not None and head is not None and tied is not declared:
         shown = "logits by the table of the tokens" if tied else "logits by other weights than the table of the tokens"
@@ -293,46 +286,39 @@ def _embedding(sides: Sides) -> Iterator[Disagreement]:
     if embedding is None or embedding.factor is None:
         return
     claim = values.embedding_factor(sides.part, sides.kind, embedding.table.dims[0 if embedding.is_transposed else 1])
-    if claim is not None and not _is_close(embedding.factor, claim[2]):
-        yield _differs(claim[0], claim[1], f"embeddings multiplied by {embedding.factor:.6g}", embedding.node)
+    yield from _unless_close(claim, [(embedding.factor, embedding.node)], "embeddings multiplied by {:.6g}")
 
 
 def _logits(sides: Sides) -> Iterator[Disagreement]:
     claim = values.logits_factor(sides.part, sides.kind)
-    head = sides.graph.head(sides.context.logits_name) if claim else None
-    if claim is not None and head is not None and not _is_close(head.before * head.after, claim[2]):
-        yield _differs(claim[0], claim[1], f"logits multiplied by {head.before * head.after:.6g}", head.node)
+    head = sides.graph.find_head(sides.context.logits_name) if claim else None
+    if head is not None:
+        yield from _unless_close(claim, [(head.before * head.after, head.node)], "logits multiplied by {:.6g}")
 
 
 def _residual(sides: Sides) -> Iterator[Disagreement]:
     given = values.first_number(sides.part, ("residual_multiplier",)) if sides.kind == "granite" else None
-    found = sides.graph.blocks.residual_factors() if given else {}
-    if given is not None and len(found) == 1 and not any(_is_close(one, given[1]) for one in found):
-        factor, node = next(iter(found.items()))
-        yield _differs(given[0], f"{given[1]:g}", f"residuals multiplied by {factor:.6g}", node)
+    found = sides.graph.residual_factors() if given else {}
+    if len(found) == 1:
+        yield from _unless_close(given, found.items(), "residuals multiplied by {:.6g}")
 
 
 def _experts(sides: Sides) -> Iterator[Disagreement]:
     found = sides.graph.routers if sides.kind in values.MIXED else []
-    for keys, seen, what in (
-        (values.ACTIVE, [(one.active, one.node) for one in found], "active experts"),
-        (values.EXPERTS, [(one.count, one.node) for one in found if one.count is not None], "experts"),
-    ):
-        given = values.first_number(sides.part, keys)
-        if given is not None and seen and given[1] not in {count for count, _ in seen}:
-            count, node = _most(seen)
-            yield _differs(given[0], f"{given[1]:g}", f"{count} {what}", node)
+    active, counts = ([(getattr(one, name), one.node) for one in found] for name in ("active", "count"))
+    for keys, seen, what in ((values.ACTIVE, active, "active experts"), (values.EXPERTS, counts, "experts")):
+        if (given := values.first_number(sides.part, keys)) is not None:
+            known = [pair for pair in seen if pair[0] is not None]
+            yield from _unless(given[1].__eq__, given[0], f"{given[1]:g}", known, f"{{}} {what}")
 
 
 def _inner(sides: Sides) -> Iterator[Disagreement]:
     keys = ("moe_intermediate_size",) if sides.graph.routers else values.INNER
     key = next((key for key in values.OTHER_INNER.get(sides.kind, keys) if is_count(sides.part.get(key))), None)
     seen = [(one.width, one.node) for one in sides.graph.activations if one.width is not None]
-    if key is None or not seen or sides.kind not in values.PLAIN:
-        return
-    if sides.part[key] not in {width for width, _ in seen}:
-        width, node = _most(seen)
-        yield _differs(key, sides.part[key], f"feed-forward layers of width {width}", node)
+    if key is not None and sides.kind in values.PLAIN:
+        meant = sides.part[key]
+        yield from _unless(lambda width: width == meant, key, meant, seen, "feed-forward layers of width {}")
 
 
 def _heads(sides: Sides) -> Iterator[Disagreement]:
@@ -407,11 +393,10 @@ def _encoder_layers(sides: Sides) -> Iterator[Disagreement]:
 
 
 COMPARED: tuple[Callable[[Sides], Iterator[Disagreement]], ...] = (
-    *(_epsilon, _activation, _scale, _score_cap, _logit_cap, _rotation, _alibi, _window, _tied, _embedding, _logits),
+    *(_epsilon, _activation, _scale, _caps, _rotation, _window, _tied, _embedding, _logits),
     *(_residual, _experts, _inner, _heads, _biases, _buckets, _encoder_layers),
 )
 """One comparison for each value, in the order of the report."""
-
 SHOWN: dict[str, Callable[[Sides], bool]] = {
     **dict.fromkeys(values.EPSILONS, lambda sides: bool(sides.graph.norms)),
     **dict.fromkeys(values.ACTIVATIONS, lambda sides: bool(sides.graph.activations)),
@@ -419,7 +404,7 @@ SHOWN: dict[str, Callable[[Sides], bool]] = {
     "query_pre_attn_scalar": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
     "attention_multiplier": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
     "attn_logit_softcapping": lambda sides: bool(sides.graph.attentions),
-    "final_logit_softcapping": lambda sides: sides.graph.head(sides.context.logits_name) is not None,
+    "final_logit_softcapping": lambda sides: sides.graph.find_head(sides.context.logits_name) is not None,
     "sliding_window": lambda sides: any(one.local or one.windows is not None for one in sides.graph.attentions),
 }
 """Keys whose value a graph of a known form shows, with the question whether it does."""

@@ -26,6 +26,7 @@ from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_r
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.files import STEM
 from kvdoctor.model.view import Declared
+from kvdoctor.report.wording import shorten_names
 
 ENDS = ("eos_token_id",)
 FORCED = ("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "no_timestamps_token_id")
@@ -70,8 +71,7 @@ def _compare_claim(context: ContractContext, claim: ConfigClaim, model_type: str
     if claim.what == "vocabulary":
         return list(compare_numbers.vocabulary(context, claim))
     if claim.what == "context":
-        # An export with a buffer of fixed size has a shorter context on purpose.
-        fixed = context.contract.capacity is not None
+        fixed = context.contract.capacity is not None  # a shorter context on purpose
         return [] if fixed else list(compare_numbers.context(context, claim))
     packed = any("int" in slot.dtype for slot in context.contract.of_kind("self-attention"))
     return list(compare_numbers.sizes(context, claim, fused=claim.what == "head_dim" and not packed))
@@ -82,7 +82,15 @@ def generation_config(context: ContractContext) -> list[Disagreement]:
     config = context.folder.side_cars.generation
     if not config or not meant_for(context):
         return []
-    return [*_compare_chosen(context, config), *_compare_fed(context, config), *_compare_length(context, config)]
+    found = list(_compare_chosen(context, config))
+    rows, key = token_rows(context), FED[0] if context.contract.has_encoder_states else FED[1]
+    if rows is not None:  # the other ids of an encoder-decoder may be those of its encoder
+        so = "the first call looks up a row that the table does not have"
+        found += _outside(key, config.get(key), rows, f"an embedding table of {rows} rows", so)
+    length = config.get("max_length")
+    if is_count(length) and context.contract.capacity is None:  # a buffer of fixed size has fewer on purpose
+        found += compare_numbers.context(context, ConfigClaim("context", "max_length", length))
+    return found
 
 
 def _compare_chosen(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
@@ -92,36 +100,19 @@ def _compare_chosen(context: ContractContext, config: dict[str, Any]) -> Iterato
         return
     for keys, so in (
         (ENDS, "the model never returns the id, so generation does not end by it"),
-        (FORCED, "the logits have no entry for the id that is forced"),
-        (NAMED, "the logits have no entry for the id that is forced"),
+        ((*FORCED, *NAMED), "the logits have no entry for the id that is forced"),
         (SUPPRESSED, "the logits have no entry for the id that is suppressed"),
     ):
         for key in keys:
             yield from _outside(key, config.get(key), width, f"logits of width {width}", so)
 
 
-def _compare_fed(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
-    """The first id that a decoder is fed; the other ids of an encoder-decoder may be those of its encoder."""
-    rows = token_rows(context)
-    if rows is not None:
-        so = "the first call looks up a row that the table does not have"
-        key = FED[0] if context.contract.has_encoder_states else FED[1]
-        yield from _outside(key, config.get(key), rows, f"an embedding table of {rows} rows", so)
-
-
-def _compare_length(context: ContractContext, config: dict[str, Any]) -> Iterator[Disagreement]:
-    """More tokens than there are positions. A buffer of fixed size has fewer on purpose."""
-    length = config.get("max_length")
-    if is_count(length) and context.contract.capacity is None:
-        yield from compare_numbers.context(context, ConfigClaim("context", "max_length", length))
-
-
 def _outside(key: str, value: Any, count: int, observed: str, so: str) -> Iterator[Disagreement]:
     """An entry with ids from `count` on. Ids below 0 stand for none."""
     outside = sorted({one for one in _list_ids(value) if one >= count})
     if outside:
-        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
-        yield Disagreement(plain(key), f"{outside[0]}{more}", observed, f"an id below {count}", so)
+        shown = shorten_names([*map(str, outside)])
+        yield Disagreement(plain(key), shown, observed, f"an id below {count}", so)
 
 
 def _list_ids(value: Any) -> Iterator[int]:

@@ -11,8 +11,7 @@ from kvdoctor.records import record
 
 LONGEST_NAME = 80
 MOST_SHOWN = 8
-
-
+NOT_FOUND = "the runtime does not find an input or output of that name"
 ONNX_TYPES = {
     "float32": "float",
     "fp32": "float",
@@ -75,10 +74,7 @@ def on_disk(context: ContractContext, name: str) -> bool:
 
 
 def fits_port(declared: dict[str, Any], port: Declared) -> bool:
-    """Whether a port takes a tensor that a config declares.
-
-    What is no known type, rank or size says nothing. A name stands for any size, in the config and in the graph.
-    """
+    """Whether a port takes a tensor that a config declares. A name stands for any size, and what is unknown fits."""
     dtype, shape = declared.get("dtype"), port.shape
     word = ONNX_TYPES.get(dtype, dtype) if isinstance(dtype, str) else ""
     if word in ELEMENT_TYPES.values() and port.dtype and word != port.dtype:

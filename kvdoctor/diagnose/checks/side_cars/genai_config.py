@@ -9,21 +9,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvdoctor.analysis.configs import (
-    GENAI_ROLES,
-    GENAI_SLOTS,
-    declared_windows,
-    is_count,
-    read_part,
-    read_strings,
-)
+from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, declared_windows, is_count, read_part, read_strings
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
-from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim
+from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
-from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, either, on_disk, quoted
+from kvdoctor.diagnose.checks.side_cars.disagreement import NOT_FOUND, Disagreement, either, on_disk, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
-from kvdoctor.diagnose.checks.side_cars.stop_tokens import genai_stops
+from kvdoctor.diagnose.checks.side_cars.tokenizer import genai_stops
 from kvdoctor.diagnose.context import ContractContext
 
 
@@ -41,10 +34,9 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
         return [] if on_disk(context, file) else [lost]
     return [
         *_find_missing_files(context, model),
-        *_compare_inputs(context, context.contract, given, "embedding" in model),
-        *_compare_logits(context, context.contract, returned),
-        *_compare_templates(context, context.contract, given, returned),
-        *_compare_encoder(context, context.contract, read_part(model, "encoder")),
+        *_compare_inputs(context, given, "embedding" in model),
+        *_compare_outputs(context, given, returned),
+        *_compare_encoder(context, read_part(model, "encoder")),
         *_compare_numbers(context, model, decoder),
         *_compare_window(context, read_part(decoder, "sliding_window")),
         *_compare_shared_buffer(context.contract, read_part(genai, "search")),
@@ -63,27 +55,19 @@ def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Iter
 def _compare_numbers(
     context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]
 ) -> Iterator[Disagreement]:
-    def claimed(part: dict[str, Any], path: str, key: str, what: Any) -> Iterator[ConfigClaim]:
-        if is_count(part.get(key)):
-            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
-
-    for claim in claimed(decoder, "model.decoder", "num_hidden_layers", "layers"):
+    for claim in claimed(decoder, "model.decoder", num_hidden_layers="layers"):
         yield from compare_numbers.layers(context, claim, str(model.get("type")))
-    for claim in claimed(decoder, "model.decoder", "num_key_value_heads", "kv_heads"):
-        yield from compare_numbers.sizes(context, claim)
-    for claim in claimed(decoder, "model.decoder", "head_size", "head_dim"):
-        yield from compare_numbers.sizes(context, claim, fused=True)
-    for claim in claimed(model, "model", "vocab_size", "vocabulary"):
+    for claim in claimed(decoder, "model.decoder", num_key_value_heads="kv_heads", head_size="head_dim"):
+        yield from compare_numbers.sizes(context, claim, fused=claim.what == "head_dim")
+    for claim in claimed(model, "model", vocab_size="vocabulary"):
         yield from compare_numbers.vocabulary(context, claim, exactly=True)
-    for claim in claimed(model, "model", "context_length", "context"):
+    for claim in claimed(model, "model", context_length="context"):
         yield from compare_numbers.context(context, claim)
 
 
-def _compare_inputs(
-    context: ContractContext, contract: CacheContract, names: dict[str, str], embedded: bool
-) -> Iterator[Disagreement]:
+def _compare_inputs(context: ContractContext, names: dict[str, str], embedded: bool) -> Iterator[Disagreement]:
     """Names of inputs. The config may name inputs that the graph does not have: they are not fed."""
-    ports = contract.graph("decode").inputs
+    ports = context.contract.graph("decode").inputs
     for key, name in names.items():
         if name in context.decode_graph.inputs or "%d" in name:
             continue
@@ -97,16 +81,11 @@ def _compare_inputs(
         yield from _report_name(f"model.decoder.inputs.{key}", name, "input", unnamed)
 
 
-def _compare_logits(context: ContractContext, contract: CacheContract, names: dict[str, str]) -> Iterator[Disagreement]:
-    name, port = names.get("logits"), contract.graph("decode").port("logits")
+def _compare_outputs(context: ContractContext, given: dict[str, str], made: dict[str, str]) -> Iterator[Disagreement]:
+    """The logits, and name templates of pasts and presents, completed by the number of the layer."""
+    name, port, contract = made.get("logits"), context.contract.graph("decode").port("logits"), context.contract
     if name is not None and name not in context.decode_graph.outputs and port is not None:
         yield from _report_name("model.decoder.outputs.logits", name, "output", [port.name])
-
-
-def _compare_templates(
-    context: ContractContext, contract: CacheContract, given: dict[str, str], made: dict[str, str]
-) -> Iterator[Disagreement]:
-    """Name templates of pasts and presents, completed by the number of the layer."""
     for past_key, present_key, kind, part, _ in GENAI_SLOTS:
         whole = part or ("key-value" if kind in ATTENTION else None)
         slots = [s for s in contract.of_kind(kind) if s.layer is not None and s.part == (whole or s.part)]
@@ -121,19 +100,16 @@ def _compare_templates(
                 break
 
 
-def _compare_encoder(
-    context: ContractContext, contract: CacheContract, encoder: dict[str, Any]
-) -> Iterator[Disagreement]:
+def _compare_encoder(context: ContractContext, encoder: dict[str, Any]) -> Iterator[Disagreement]:
     """Names of the encoder, whose ports have no known roles: wrong names, if there is a port without a name."""
     file = context.stack.files.get("encoder")
     if file is None or file.view is None or encoder.get("filename") != file.name:
         return
-    layers = [slot for slot in contract.of_kind("cross-attention") if slot.layer is not None]
+    layers = [slot for slot in context.contract.of_kind("cross-attention") if slot.layer is not None]
     for side, ports in (("input", file.view.inputs), ("output", file.view.outputs)):
         names = read_strings(encoder.get(f"{side}s"))
-        meant = {
-            key: {_complete(name, slot) for slot in layers} if "%d" in name else {name} for key, name in names.items()
-        }
+        whole = {key: {_complete(name, slot) for slot in layers} for key, name in names.items()}
+        meant = {key: whole[key] if "%d" in name else {name} for key, name in names.items()}
         left = [port for port in ports if not any(port in one for one in meant.values())]
         for key, name in names.items():
             if not meant[key] & set(ports):
@@ -142,14 +118,8 @@ def _compare_encoder(
 
 
 def _report_name(key: str, name: str, side: str, actual: list[str]) -> Iterator[Disagreement]:
-    for port in actual[:1]:
-        yield Disagreement(
-            key,
-            quoted(name),
-            f"{side} {quoted(port)}",
-            quoted(port),
-            "the runtime does not find an input or output of that name",
-        )
+    for port in map(quoted, actual[:1]):
+        yield Disagreement(key, quoted(name), f"{side} {port}", port, NOT_FOUND)
 
 
 def _compare_window(context: ContractContext, window: dict[str, Any]) -> Iterator[Disagreement]:

@@ -81,10 +81,7 @@ def positions(stack: StackFiles, contract: CacheContract) -> int | None:
 
 
 def token_rows(context: ContractContext) -> int | None:
-    """Rows of the smallest table that is looked up by token id; None where the graph shows none.
-
-    None as well where the ids are reckoned with first: a table in two halves takes ids beyond the rows of each.
-    """
+    """Rows of the smallest table that is looked up by token id; None without one, or where ids are computed with."""
     words = _find_tables(context.stack, context.contract)[1]
     return None if RECKONED in words else min(words, default=None)
 
@@ -133,13 +130,9 @@ def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
 
 def _is_turned(flow: Flow, name: str) -> bool:
     """Whether a constant is transposed on its way, as the weights of tied logits are: onnxruntime-genai, Gemma."""
-    turned = False
-    for _ in range(NEAR):
-        made = flow.producers.get(name)
-        if made is None or not made.inputs:
-            break
-        turned ^= made.has("permute")
-        name = made.inputs[0]
+    turned, left = False, NEAR
+    while left and (made := flow.producers.get(name)) is not None and made.inputs:
+        turned, name, left = turned ^ made.has("permute"), made.inputs[0], left - 1
     return turned
 
 
@@ -154,12 +147,10 @@ def _rows(flow: Flow, name: str) -> list[int]:
 
 def _roots(flow: Flow, node: FlatNode, through: frozenset[str]) -> tuple[set[str], bool]:
     """Where an index comes from: the names at its roots, and whether something is counted on the way."""
-    waiting, found, counts = list(node.inputs[1:3]), set(), False
+    waiting, found, counts, left = list(node.inputs[1:3]), set[str](), False, NEAR
     seen = set(waiting)
-    for _ in range(NEAR):
-        if not waiting:
-            break
-        name = waiting.pop()
+    while waiting and left:
+        name, left = waiting.pop(), left - 1
         made = flow.producers.get(name)
         if made is None:
             found.add(name)

@@ -12,8 +12,9 @@ from typing import Any
 from kvdoctor.analysis.configs import is_count, read_part
 from kvdoctor.contract import Slot, describe
 from kvdoctor.diagnose.checks.side_cars import compare_numbers
-from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, What
+from kvdoctor.diagnose.checks.side_cars.claims import claimed
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
+    NOT_FOUND,
     Disagreement,
     describe_tensor,
     either,
@@ -28,8 +29,6 @@ from kvdoctor.model.view import Declared
 
 LATENT = ("multi_latent", "multi_latent_attention", "mla")
 """Types of attention whose cache has not the heads and widths of its keys and values."""
-
-NOT_FOUND = "the runtime does not find an input or output of that name"
 
 
 def inference_metadata(context: ContractContext) -> list[Disagreement]:
@@ -71,17 +70,10 @@ def _find_missing_files(context: ContractContext, workflow: dict[str, Any]) -> I
 
 def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Iterator[Disagreement]:
     attention = read_part(model, "attention")
-
-    def claimed(part: dict[str, Any], path: str, key: str, what: What) -> Iterator[ConfigClaim]:
-        if is_count(part.get(key)):
-            yield ConfigClaim(what, f"{path}.{key}", int(part[key]))
-
     if attention.get("type") not in LATENT:
-        for claim in claimed(attention, "model.attention", "num_kv_heads", "kv_heads"):
-            yield from compare_numbers.sizes(context, claim)
-        for claim in claimed(attention, "model.attention", "head_dim", "head_dim"):
-            yield from compare_numbers.sizes(context, claim, fused=True)
-    for claim in claimed(model, "model", "max_sequence_length", "context"):
+        for claim in claimed(attention, "model.attention", num_kv_heads="kv_heads", head_dim="head_dim"):
+            yield from compare_numbers.sizes(context, claim, fused=claim.what == "head_dim")
+    for claim in claimed(model, "model", max_sequence_length="context"):
         yield from compare_numbers.context(context, claim)
     size, seen = attention.get("sliding_window"), set((windows(context) or {}).values())
     if is_count(size) and seen and size not in seen:
@@ -116,12 +108,16 @@ def _compare_state(context: ContractContext, workflow: dict[str, Any], component
         state = read_part(groups, group)
         aliases = read_part(read_part(state, "ports"), component)
         path = f"groups.{plain(group)}"
-        pairs = [(label, read_part(aliases, label)) for label in _names(aliases)]
-        named = [(label, pair, pair.get("input")) for label, pair in pairs]
-        found = [(label, pair, slots[name]) for label, pair, name in named if isinstance(name, str) and name in slots]
-        for label, pair, slot in found:
-            yield from _compare_pair(f"{path}.ports.{plain(component)}.{plain(label)}", pair, slot)
-        yield from _compare_axis(f"{path}.sequence_axis", state, [slot for _, _, slot in found])
+        pairs = {label: read_part(aliases, label) for label in _names(aliases)}
+        named = {label: pair.get("input") for label, pair in pairs.items()}
+        found = {label: slots[name] for label, name in named.items() if isinstance(name, str) and name in slots}
+        for label, slot in found.items():
+            yield from _compare_pair(f"{path}.ports.{plain(component)}.{plain(label)}", pairs[label], slot)
+        axis, real = state.get("sequence_axis"), {slot.length_axis for slot in found.values()}
+        # A state that is replaced as a whole has no axis that counts tokens.
+        if isinstance(axis, int) and not isinstance(axis, bool) and real and None not in real and axis not in real:
+            numbers = either(number for number in real if number is not None)
+            yield Disagreement(f"{path}.sequence_axis", str(axis)[:20], f"axis {numbers} counts the tokens", numbers)
 
 
 def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Iterator[Disagreement]:
@@ -133,11 +129,3 @@ def _compare_pair(key: str, pair: dict[str, Any], slot: Slot) -> Iterator[Disagr
     if role in ("key", "value") and slot.used_as in ("key", "value") and role != slot.used_as:
         seen = f"attention reads {quoted(slot.past)} as a {slot.used_as}"
         yield Disagreement(f"{key}.role", str(role), seen, str(slot.used_as))
-
-
-def _compare_axis(key: str, state: dict[str, Any], slots: list[Slot]) -> Iterator[Disagreement]:
-    """The axis that counts tokens; a state that is replaced as a whole has none."""
-    axis, real = state.get("sequence_axis"), {slot.length_axis for slot in slots}
-    if isinstance(axis, int) and not isinstance(axis, bool) and real and None not in real and axis not in real:
-        numbers = either(number for number in real if number is not None)
-        yield Disagreement(key, str(axis)[:20], f"axis {numbers} counts the tokens", numbers)

@@ -14,18 +14,13 @@ from kvdoctor.diagnose.checks.side_cars.claims import HEADS, WIDTHS
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 ACTIVATIONS = ("hidden_activation", "decoder_hidden_act", "activation_function", "dense_act_fn", "hidden_act")
 ACTIVATION_NAMES = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "gelu by tanh"),
-    "quick_gelu": "quick_gelu",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **{name: name for name in ("quick_gelu", "relu", "tanh")},
     "relu2": "squared relu",
-    "tanh": "tanh",
 }
 """The names of ACT2FN, by the function that they stand for."""
-
 ENCODER_DECODERS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus", "plbart"),
     *("speech_to_text", "trocr", "whisper"),
@@ -33,41 +28,23 @@ ENCODER_DECODERS = {
 """The family of BART. All but Whisper scale their embeddings by `scale_embedding`."""
 SCALED_BY_WIDTH = ENCODER_DECODERS | {
     *("arcee", "bloom", "codegen", "cohere", "cohere2", "falcon", "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neox"),
-    *(
-        "gpt_oss",
-        "gptj",
-        "helium",
-        "llama",
-        "mistral",
-        "mixtral",
-        "mpt",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-    ),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+    *("gpt_oss", "gptj", "helium", "llama", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "opt", "phi"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 }
 """Model types whose scores are divided by the square root of the width of a head, whatever their config says."""
 UNSCALED = {"t5", "mt5", "umt5", "longt5", "gpt_neo", "pix2struct_text_model", "switch_transformers"}
 """Model types whose scores have no scale."""
 SCALARS = {"gemma2", "gemma3", "gemma3_text"}
 """Model types with `query_pre_attn_scalar`."""
-
 PLAIN = SCALED_BY_WIDTH | SCALARS | UNSCALED | {"granite"}
 """Model types of one kind of block, in which each key has the one meaning that is compared."""
 ACTIVATED = PLAIN - {"gpt_oss"}
 """Those whose activation is the one that they name."""
-
 ROTATED = PLAIN | {"deepseek_v2", "deepseek_v3", "falcon_h1", "glm4", "granitemoe", "lfm2", "seed_oss"}
 """Model types whose rotation follows from the keys that are read."""
-
 BIASED = {"arcee", "cohere", "gemma", "gemma2", "gemma3_text", "glm", "granite", "helium", "llama", "nemotron", "olmo"}
 BIASED |= {"gpt_oss", "olmo2", "qwen3", "qwen3_moe", "smollm3"}
 """Model types whose `attention_bias` adds a bias to queries."""
-
 MIXED = {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 """Model types whose router chooses among all experts."""
 INNER = ("decoder_ffn_dim", "intermediate_size", "ffn_dim", "d_ff", "n_inner")
@@ -89,10 +66,9 @@ def first_number(part: dict[str, Any], keys: Iterable[str]) -> tuple[str, float]
 
 def head_width(part: dict[str, Any]) -> int | None:
     """The width of a head of queries that a config declares."""
-    if is_count(part.get("qk_rope_head_dim")):
-        return int(part["qk_rope_head_dim"])
-    if is_count(part.get("head_dim")):
-        return int(part["head_dim"])
+    for key in ("qk_rope_head_dim", "head_dim"):
+        if is_count(part.get(key)):
+            return int(part[key])
     heads, width = first_number(part, HEADS), first_number(part, WIDTHS)
     return int(width[1] // heads[1]) if heads and width and heads[1] and not width[1] % heads[1] else None
 
@@ -137,12 +113,11 @@ def rotated_width(part: dict[str, Any], scaling: dict[str, Any]) -> tuple[str, i
 
 def score_scale(part: dict[str, Any], kind: str, width: int | None) -> tuple[str, str, float] | None:
     """The scale of the scores: its key, the value there, and the scale; `width` is that of a head in the graph."""
-    if kind in SCALARS:
-        given = first_number(part, ("query_pre_attn_scalar",))
-        return (given[0], f"{given[1]:g}", given[1] ** -0.5) if given is not None and given[1] > 0 else None
-    if kind == "granite":
-        given = first_number(part, ("attention_multiplier",))
-        return (given[0], f"{given[1]:g}", given[1]) if given is not None else None
+    if kind in SCALARS or kind == "granite":
+        given = first_number(part, ("query_pre_attn_scalar" if kind in SCALARS else "attention_multiplier",))
+        if given is None or (kind in SCALARS and given[1] <= 0):
+            return None
+        return given[0], f"{given[1]:g}", given[1] ** -0.5 if kind in SCALARS else given[1]
     if kind == "gpt2" and (part.get("scale_attn_weights") is False or part.get("scale_attn_by_inverse_layer_idx")):
         return None if part.get("scale_attn_by_inverse_layer_idx") else ("scale_attn_weights", "false", 1.0)
     if kind == "mpt" and read_part(part, "attn_config").get("softmax_scale") is not None:

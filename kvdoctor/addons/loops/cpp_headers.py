@@ -1,7 +1,4 @@
-"""C++ with the runtime's own C++ interface; values are passed on by their handles.
-
-The headers of the runtime are not in its wheel: `prepare` fetches them.
-"""
+"""The C and C++ headers of ONNX Runtime, which its wheel lacks: fetched from a package whose digest is known."""
 
 import base64
 import hashlib
@@ -13,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdoctor.addons.loops.languages import CannotBuild, Language
-from kvdoctor.addons.loops.plan import refuses_in_c
+from kvdoctor.addons.loops.plan import CannotBuild
 
 
 class Source(NamedTuple):
@@ -88,7 +84,7 @@ def _unpack(archive: Path, inside: str, folder: Path) -> None:
         raise NoHeaders(f"there is no onnxruntime_cxx_api.h in {inside}")
 
 
-def prepare(cache: Path) -> dict[str, str]:
+def find_headers(cache: Path) -> dict[str, str]:
     """The headers next to the library of the wheel, where the environment names no release of its own.
 
     Raises:
@@ -97,18 +93,3 @@ def prepare(cache: Path) -> dict[str, str]:
     if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
         return {}
     return {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}
-
-
-LANGUAGE = Language(
-    name="cpp",
-    title="C++",
-    build=(
-        ("cmake", "-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"),
-        ("cmake", "--build", "build"),
-    ),
-    run=("build/decode",),
-    tools=("cmake", "c++"),
-    environment={"ONNXRUNTIME_LIB": "{onnxruntime}"},
-    prepare=prepare,
-    refuses=refuses_in_c,
-)
