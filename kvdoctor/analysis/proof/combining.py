@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, is_calm
-from kvdoctor.analysis.proof.elementwise import hides_later
+from kvdoctor.analysis.proof.masks import hides_later
 from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
     FINITE,

@@ -1,24 +1,24 @@
 """Values that are computed element by element: linear functions of indexes, masks, and all else."""
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm
+from kvdoctor.analysis.proof.masks import (
+    COMPARED,
+    HALF,
+    LARGEST_HALF,
+    NUMERIC,
+    combine_regions,
+    compute,
+    find_regions,
+    is_plain,
+)
 from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
-    BURIED,
-    BURY,
-    HIDDEN,
-    HIDE,
-    MODERATE,
-    PLAIN,
-    SMALLEST,
     UNKNOWN,
     Lengths,
     Linear,
-    Mark,
-    Region,
     Type,
     constant_of,
     linear_of,
@@ -26,39 +26,8 @@ from kvdoctor.analysis.proof.types import (
 )
 from kvdoctor.model.operators import has, operators_with
 
-NUMERIC: dict[str, Callable[..., float]] = {
-    "Add": operator.add,
-    "Sub": operator.sub,
-    "Mul": operator.mul,
-    "Div": operator.truediv,
-    "Min": min,
-    "Max": max,
-    "Neg": operator.neg,
-    "Abs": abs,
-    "And": lambda one, other: one and other,
-    "Or": lambda one, other: one or other,
-    "Xor": lambda one, other: bool(one) != bool(other),
-    "Not": lambda one: not one,
-    "IsNaN": math.isnan,
-    "Sqrt": math.sqrt,
-    "Exp": math.exp,
-    "Equal": operator.eq,
-    "Less": operator.lt,
-    "LessOrEqual": operator.le,
-    "Greater": operator.gt,
-    "GreaterOrEqual": operator.ge,
-    "Where": lambda chosen, one, other: one if chosen else other,
-    "Pow": operator.pow,
-    "Floor": math.floor,
-    "Ceil": math.ceil,
-    "Identity": lambda one: one,
-    "Cast": lambda one: one,
-}
-"""What operators compute of numbers."""
-
 EXACT = (1, 6, 7, 11)
 """Element types that hold every position."""
-HALF, LARGEST_HALF, LARGEST = 10, 65504.0, 3.4028235e38
 FLOATS = {1, 10, 11, 16}
 INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
 KINDS = {**dict.fromkeys(FLOATS, "f"), **dict.fromkeys(INTEGERS, "i"), 9: "b"}
@@ -97,12 +66,12 @@ def elementwise(call: Reading) -> Made:
     if has(call.op, "select") and how is not None and constant_of(call.input(0)) is not None:
         chosen = call.input(how)
         return Made(call.opaque(shape, [chosen], kind, is_calm(chosen), chosen.regions), how)
-    regions = _combine(call, taken, kind)
+    regions = combine_regions(call, taken, kind)
     calm = kind != "f" or (all(is_calm(one) for one in taken) and not has(call.op, "exponential"))
     step = next((one for one in regions if all(isinstance(mark, float) for mark in one[1])), None)
     if step is not None and all(map(call.lengths.is_proper, shape)):
         # Two positions decide it, whatever it was computed from.
-        calm = kind != "f" or all(_is_plain(mark) for mark in step[1])
+        calm = kind != "f" or all(is_plain(mark) for mark in step[1])
         return Made(Type(kind, shape, uniform=True, calm=calm, regions=regions), ("step", *step))
     return Made(call.opaque(shape, taken, kind, calm, regions), how)
 
@@ -171,16 +140,6 @@ def _extreme(one: Term, other: Term, lengths: Lengths, largest: bool) -> Term | 
     return None
 
 
-COMPARED: dict[str, tuple[str, int]] = {
-    "Less": ("more", 1),
-    "LessOrEqual": ("more", 0),
-    "Greater": ("less", -1),
-    "GreaterOrEqual": ("less", 0),
-    "Equal": ("equal", 0),
-}
-"""What the second number minus the first must be: so much or more, so much or less, exactly so much."""
-
-
 def _decide(op: str, apart: Term, lengths: Lengths) -> bool | None:
     """Whether a comparison holds for two numbers, by the second minus the first; None where the call decides."""
     how, limit = COMPARED[op]
@@ -240,21 +199,6 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
     return None if item is None else (item, ())
 
 
-def compute(op: str, values: Sequence[float]) -> float | None:
-    """What an operator computes of numbers; None where it is not known here."""
-    if op not in NUMERIC or (op == "Div" and not values[-1]):
-        return None
-    try:
-        if op in ("Min", "Max") and len(values) == 1:
-            return values[0]
-        found = float(NUMERIC[op](*values))
-        if abs(found) > LARGEST:
-            return math.copysign(math.inf, found)
-        return None if math.isnan(found) else found
-    except (ValueError, OverflowError, TypeError, ZeroDivisionError):
-        return None
-
-
 def _compute_sum(op: str, parts: Sequence[Linear], kind: str, rounds_nothing: bool) -> Linear | None:
     """A linear function of linear functions."""
     if op == "Cast":
@@ -303,128 +247,8 @@ def _compare(call: Reading, one: Type, other: Type, shape: tuple[tuple[Term, ...
     absolute = call.lengths.absolute(Type("i", shape, linear=apart))
     if absolute is None or isinstance(absolute[0], float):
         return Made(Type("b", shape))
-    regions = tuple(_regions_of(call.op, absolute[0], absolute[1]))
+    regions = tuple(find_regions(call.op, absolute[0], absolute[1]))
     return Made(call.opaque(shape, [], "b", True, regions), ("compare", call.op, absolute))
-
-
-def _regions_of(op: str, start: Term, factors: tuple[tuple[int, int], ...]) -> list[Region]:
-    """Where a comparison of positions holds, by the second minus the first."""
-    value = start.number
-    if value is None or len(factors) != 2 or factors[0][1] != -factors[1][1]:
-        return []
-    found: list[Region] = []
-    for (row, _), (column, by) in (factors, factors[::-1]):
-        above, below = (float(value + by), math.inf), (-math.inf, float(value - by))
-        if by < 0:
-            above, below = (-math.inf, float(value + by)), (float(value - by), math.inf)
-        marks = tuple(_holds(op, *limits) for limits in (above, (value, value), below))
-        found.append(((row, column), (marks[0], marks[1], marks[2])))
-    return found
-
-
-def _holds(op: str, least: float, most: float) -> Mark:
-    how, limit = COMPARED[op][0], float(COMPARED[op][1])
-    if how == "less":
-        least, most, limit = -most, -least, -limit
-    if how == "equal":
-        return 1.0 if least == most == limit else 0.0 if not least <= limit <= most else None
-    return 1.0 if least >= limit else 0.0 if most < limit else None
-
-
-def _mark_of(one: Type, pair: tuple[int, int], part: int) -> Mark:
-    """What is known of the elements of a value in a region."""
-    for axes, marks in one.regions:
-        if axes == pair:
-            return marks[part]
-    value = plain_number(constant_of(one))
-    if value is not None:
-        return value
-    return PLAIN if one.kind == "f" and is_calm(one) else None
-
-
-def _combine(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Region, ...]:
-    """What is known of the regions of a result."""
-    pairs = sorted({pair for one in taken for pair, _ in one.regions})
-    found = []
-    for pair in pairs:
-        marks = [_combined(call.op, [_mark_of(one, pair, part) for one in taken], kind) for part in range(3)]
-        if any(mark is not None for mark in marks):
-            found.append((pair, (marks[0], marks[1], marks[2])))
-    return tuple(found)
-
-
-UNBOUNDED = operators_with("power", "exponential")
-
-
-def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
-    """What is known of a region of a result, by what is known of it in the inputs."""
-    numbers = [mark for mark in marks if isinstance(mark, float)]
-    if op in ("Cast", "CastLike"):
-        return _cast(marks[0], kind)
-    if op == "Where":
-        chosen = marks[0]
-        return _either(marks[1], marks[2]) if not isinstance(chosen, float) else marks[1] if chosen else marks[2]
-    if op in ("And", "Mul") and 0.0 in numbers and (op == "And" or not {None, HIDE, BURY} & set(marks)):
-        return 0.0 if all(math.isfinite(value) for value in numbers) else None
-    if op == "Or" and any(numbers):
-        return 1.0
-    if len(numbers) == len(marks):
-        return compute(op, numbers)
-    return _combine_scores(op, marks, kind)
-
-
-def _cast(mark: Mark, kind: str) -> Mark:
-    if kind == "f" or not isinstance(mark, float):
-        return mark
-    return float(bool(mark)) if kind == "b" else float(int(mark)) if math.isfinite(mark) else None
-
-
-def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:
-    """The same where some are no numbers: scores that are hidden, or plain."""
-    hidden, plain = [_hides(mark) for mark in marks], [_is_plain(mark) for mark in marks]
-    hides = {
-        "Add": any(hidden) and all(h or p for h, p in zip(hidden, plain, strict=True)),
-        "Sub": hidden[0] and plain[-1],
-        "Mul": _still_hides(marks[0], marks[-1] if isinstance(marks[-1], float) else 0.0),
-        "Div": _still_hides(marks[0], 1 / marks[-1] if isinstance(marks[-1], float) and marks[-1] else 0.0),
-        "Max": all(hidden),
-        "Min": any(hidden),
-    }
-    if hides.get(op, False):
-        return BURY if op == "Add" and any(_is_buried(mark) for mark in marks) else HIDE
-    if op == "Exp" and hidden[0]:
-        return 0.0
-    return PLAIN if all(plain) and kind == "f" and op not in UNBOUNDED else None
-
-
-def _still_hides(mark: Mark, times: float) -> bool:
-    return _hides(mark) and times >= (SMALLEST if _is_buried(mark) else 1)
-
-
-def _is_buried(mark: Mark) -> bool:
-    return mark == BURY or (isinstance(mark, float) and mark <= BURIED)
-
-
-def _either(one: Mark, other: Mark) -> Mark:
-    if one is not None and one == other:
-        return one
-    if _hides(one) and _hides(other):
-        return HIDE
-    return PLAIN if _is_plain(one) and _is_plain(other) else None
-
-
-def _hides(mark: Mark) -> bool:
-    return mark in (HIDE, BURY) or (isinstance(mark, float) and mark <= HIDDEN)
-
-
-def _is_plain(mark: Mark) -> bool:
-    return mark == PLAIN or (isinstance(mark, float) and abs(mark) <= MODERATE)
-
-
-def hides_later(one: Type, row: int, column: int) -> bool:
-    """Whether scores of later tokens are hidden, and that of the token itself is not."""
-    marks = dict(one.regions).get((row, column))
-    return marks is not None and _hides(marks[0]) and _is_plain(marks[1])
 
 
 def _neutral(call: Reading) -> int | None:

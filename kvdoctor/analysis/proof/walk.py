@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvdoctor.analysis.proof import combining, elementwise, shaping
+from kvdoctor.analysis.proof import combining, elementwise, parts, shaping
 from kvdoctor.analysis.proof.call import Made, Reading, Rule
 from kvdoctor.analysis.proof.terms import Term
 from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Type, settled
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
-from kvdoctor.model.operators import CONTRIB, has
+from kvdoctor.model.operators import CONTRIB
 from kvdoctor.records import record
 
-RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **combining.RULES}
+RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **parts.RULES, **combining.RULES}
 
 
 @record
@@ -221,11 +221,6 @@ def read_fill(node: FlatNode) -> tuple[Term | float, str]:
     found = read_constant(attribute.t, None)
     value = found.linear[0] if found.linear is not None else (found.items or (None,))[0]
     return (0.0, "?") if value is None else (value, found.kind)
-
-
-def has_rule(op: str) -> bool:
-    """Whether the walk knows what an operator does."""
-    return op in RULES or has(op, "fill")
 
 
 def merged_limits(walks: Sequence[Walk]) -> Mapping[str, int]:
