@@ -24,7 +24,7 @@ from kvdoctor.analysis.proof.types import (
     linear_of,
     size_of,
 )
-from kvdoctor.model.operators import CONTRIB, operators_with
+from kvdoctor.model.operators import CONTRIB, has, operators_with
 
 AXIS_IS_LAST = 13
 """The opset from which on a softmax without an axis is along the last one."""
@@ -144,6 +144,10 @@ def softmax(call: Reading) -> Made:
     return Made(call.opaque(taken.shape, call.given, "f", True, regions))
 
 
+EXTREMES = {"ReduceMax": True, "ReduceMin": False}
+"""Whether the largest element is taken."""
+
+
 def reduce(call: Reading) -> Made:
     """Reductions: along axes that are the same in all calls; of numbers that count, the extreme."""
     taken, axes = call.input(0), call.numbers(1, "axes")
@@ -172,13 +176,13 @@ def _reduce_linear(
     start, factors = linear
     if not isinstance(start, Term) or any(at % len(shape) not in gone for at, _ in factors):
         return None
-    if call.op == "ReduceSum" and not factors:
+    if has(call.op, "sum") and not factors:
         for at in gone:
             start = start * size_of(shape[at])
         return start
-    if call.op in ("ReduceMax", "ReduceMin"):
+    if call.op in EXTREMES:
         for at, factor in factors:
-            if (factor > 0) == (call.op == "ReduceMax"):
+            if (factor > 0) == EXTREMES[call.op]:
                 start = start + (size_of(shape[at]) - number(1)).times(factor)
         return start
     return None
@@ -262,7 +266,7 @@ def skip_normalize(call: Reading) -> list[Made]:
 def as_first(call: Reading) -> Made:
     """Scales and zero points next to values: what is computed has the axes of the first input."""
     taken = call.input(0)
-    kind = "f" if call.op == "DequantizeLinear" else "i"
+    kind = "f" if has(call.op, "dequantize") else "i"
     return Made(call.opaque(taken.shape, call.given, kind, is_calm(taken)))
 
 

@@ -34,20 +34,26 @@ KINDS = {**dict.fromkeys(FLOATS, "f"), **dict.fromkeys(INTEGERS, "i"), 9: "b"}
 """The kinds of element types (TensorProto.DataType)."""
 
 
+TESTS = ("IsNaN", "IsInf")
+COMPUTED = (*NUMERIC, "Mod")
+LARGEST_OF = {"Min": False, "Max": True}
+"""Whether the larger one of two numbers is taken."""
+
+
 def _kind(call: Reading) -> str:
-    if has(call.op, "compare", "logic") or call.op in ("IsNaN", "IsInf"):
+    if has(call.op, "compare", "logic") or call.op in TESTS:
         return "b"
-    if call.op == "Cast":
+    if has(call.op, "cast") and call.node.attribute("to") is not None:
         return KINDS.get(call.node.number("to", 0), "f")
-    return call.input(1 if has(call.op, "select") or call.op == "CastLike" else 0).kind
+    return call.input(1 if has(call.op, "select", "cast") else 0).kind
 
 
 def elementwise(call: Reading) -> Made:
     """An operator that computes each element from those at the same place."""
     taken, kind = call.given, _kind(call)
-    if call.op == "Cast" and kind == "f" == call.input(0).kind and call.lengths.one_float:
+    if has(call.op, "cast") and kind == "f" == call.input(0).kind and call.lengths.one_float:
         return Made(call.input(0), 0)
-    if call.op == "CastLike":
+    if has(call.op, "cast"):
         taken = taken[:1]
     shape = call.broadcast(taken)
     if shape is None:
@@ -78,7 +84,7 @@ def elementwise(call: Reading) -> Made:
 
 def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:
     """The integers of a small result."""
-    if any(one.items is None or one.shape is None for one in taken) or call.op not in (*NUMERIC, "Mod"):
+    if any(one.items is None or one.shape is None for one in taken) or call.op not in COMPUTED:
         return None
     count = max((len(one.items or ()) for one in taken), default=0)
     if any(len(one.items or ()) not in (1, count) or len(one.shape or ()) > 1 for one in taken) and count > 1:
@@ -102,15 +108,15 @@ def _compute_item(op: str, row: tuple[Term, ...], lengths: Lengths, kind: str) -
     first, second = row[0], row[-1]
     if op in TERMS:
         return TERMS[op](*row)
-    if op in ("Identity", "Cast"):
+    if has(op, "copy", "cast"):
         return first if kind != "b" else _truth(lengths.equal(first, number(0)), negated=True)
-    if op == "Where":
+    if has(op, "select"):
         return None if first.number is None else row[1] if first.number else row[2]
     if op in COMPARED:
         return _truth(_decide(op, second - first, lengths))
-    if op in ("Min", "Max") and len(row) == 2:
-        return _extreme(first, second, lengths, op == "Max")
-    if op == "Div":
+    if op in LARGEST_OF and len(row) == 2:
+        return _extreme(first, second, lengths, LARGEST_OF[op])
+    if has(op, "divide"):
         exact = first.divided(second) if second.parts else None
         return exact if exact is not None else _compute_numbers(op, row)
     return _compute_numbers(op, row)
@@ -122,7 +128,7 @@ def _compute_numbers(op: str, row: tuple[Term, ...]) -> Term | None:
     known = [value for value in values if value is not None]
     if len(known) != len(values):
         return None
-    if op == "Mod":
+    if has(op, "modulo"):
         return number(known[0] % known[1]) if known[1] else None
     found = compute(op, known)
     return number(int(found)) if found is not None and math.isfinite(found) else None
@@ -161,7 +167,7 @@ def _as_term(value: Term | float) -> Term | None:
 def _compute_linear(call: Reading, taken: Sequence[Type], kind: str) -> Linear | None:
     """The linear function of a result."""
     parts = [linear_of(one) for one in taken]
-    if call.op == "Where":
+    if has(call.op, "select"):
         return _choose(call, parts)
     known = [part for part in parts if part is not None]
     if len(known) != len(parts) or not known:
@@ -184,14 +190,19 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
     plain = [plain_number(value) for value in values]
     if all(value is not None for value in plain) and call.op in NUMERIC:
         found = compute(call.op, [value for value in plain if value is not None])
-        if found is not None and call.op == "Cast" and call.node.number("to", 0) == HALF and abs(found) > LARGEST_HALF:
+        if (
+            found is not None
+            and has(call.op, "cast")
+            and call.node.number("to", 0) == HALF
+            and abs(found) > LARGEST_HALF
+        ):
             found = math.copysign(math.inf, found)
         if found is None or kind == "f":
             return None if found is None else (found, ())
         if kind == "b":
             return number(int(bool(found))), ()
         return (number(int(found)), ()) if math.isfinite(found) else None
-    if call.op == "Cast" and call.node.number("to", 0) not in EXACT:
+    if has(call.op, "cast") and call.node.number("to", 0) not in EXACT:
         return None
     terms = [_as_term(value) for value in values]
     whole = [term for term in terms if term is not None]
@@ -201,21 +212,21 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
 
 def _compute_sum(op: str, parts: Sequence[Linear], kind: str, rounds_nothing: bool) -> Linear | None:
     """A linear function of linear functions."""
-    if op == "Cast":
+    if has(op, "cast"):
         return parts[0] if kind != "b" and rounds_nothing else None
     starts = [_as_term(start) for start, _ in parts]
-    if any(start is None for start in starts) or op not in ("Add", "Sub", "Neg", "Mul") or len(parts) > 2:
+    if any(start is None for start in starts) or op not in TERMS or len(parts) > 2:
         return None
     terms = [start for start in starts if start is not None]
-    if op == "Mul":
+    if has(op, "multiply"):
         by = next((at for at, (_, factors) in enumerate(parts) if not factors), None)
         times = terms[by].number if by is not None else None
         if by is None or times is None:
             return None
         return _scaled((terms[1 - by], parts[1 - by][1]), times)
-    if op == "Neg":
+    if has(op, "sign"):
         return _scaled((terms[0], parts[0][1]), -1)
-    other = _scaled((terms[1], parts[1][1]), -1 if op == "Sub" else 1)
+    other = _scaled((terms[1], parts[1][1]), -1 if has(op, "subtract") else 1)
     return added((terms[0], parts[0][1]), other)
 
 
@@ -253,14 +264,14 @@ def _compare(call: Reading, one: Type, other: Type, shape: tuple[tuple[Term, ...
 
 def _neutral(call: Reading) -> int | None:
     """The input that a result equals, but for what a mask hides; None where there is none."""
-    if call.op == "Where":
+    if has(call.op, "select"):
         chosen = _seen_as(call.input(0), call.lengths)
         return None if chosen is None else 1 if chosen else 2
     neutral = {"Add": 0.0, "Mul": 1.0, "And": 1.0, "Or": 0.0, "Sub": 0.0, "Div": 1.0}.get(call.op)
     if neutral is None or len(call.given) != 2:
         return None
     for at, one in enumerate(call.given):
-        if _seen_as(one, call.lengths) == neutral and (at or call.op not in ("Sub", "Div")):
+        if _seen_as(one, call.lengths) == neutral and (at or not has(call.op, "subtract", "divide")):
             return 1 - at
     return None
 

@@ -20,7 +20,7 @@ from kvdoctor.analysis.proof.types import (
     constant_of,
     plain_number,
 )
-from kvdoctor.model.operators import operators_with
+from kvdoctor.model.operators import has, operators_with
 
 NUMERIC: dict[str, Callable[..., float]] = {
     "Add": operator.add,
@@ -68,10 +68,10 @@ COMPARED: dict[str, tuple[str, int]] = {
 
 def compute(op: str, values: Sequence[float]) -> float | None:
     """What an operator computes of numbers; None where it is not known here."""
-    if op not in NUMERIC or (op == "Div" and not values[-1]):
+    if op not in NUMERIC or (has(op, "divide") and not values[-1]):
         return None
     try:
-        if op in ("Min", "Max") and len(values) == 1:
+        if has(op, "clamp") and len(values) == 1:
             return values[0]
         found = float(NUMERIC[op](*values))
         if abs(found) > LARGEST:
@@ -127,20 +127,24 @@ def combine_regions(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Re
     return tuple(found)
 
 
+ABSORBING = {"And": True, "Mul": False}
+"""Operators that return 0 where one input is 0: whatever the others are, or where they are finite."""
+FILLING, VANISHING = ("Or",), ("Exp",)
+"""Operators that return 1 where one input is 1, and 0 of what is far below 0."""
 UNBOUNDED = operators_with("power", "exponential")
 
 
 def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
     """What is known of a region of a result, by what is known of it in the inputs."""
     numbers = [mark for mark in marks if isinstance(mark, float)]
-    if op in ("Cast", "CastLike"):
+    if has(op, "cast"):
         return _cast(marks[0], kind)
-    if op == "Where":
+    if has(op, "select"):
         chosen = marks[0]
         return _either(marks[1], marks[2]) if not isinstance(chosen, float) else marks[1] if chosen else marks[2]
-    if op in ("And", "Mul") and 0.0 in numbers and (op == "And" or not {None, HIDE, BURY} & set(marks)):
+    if op in ABSORBING and 0.0 in numbers and (ABSORBING[op] or not {None, HIDE, BURY} & set(marks)):
         return 0.0 if all(math.isfinite(value) for value in numbers) else None
-    if op == "Or" and any(numbers):
+    if op in FILLING and any(numbers):
         return 1.0
     if len(numbers) == len(marks):
         return compute(op, numbers)
@@ -165,8 +169,8 @@ def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:
         "Min": any(hidden),
     }
     if hides.get(op, False):
-        return BURY if op == "Add" and any(_is_buried(mark) for mark in marks) else HIDE
-    if op == "Exp" and hidden[0]:
+        return BURY if has(op, "add") and any(_is_buried(mark) for mark in marks) else HIDE
+    if op in VANISHING and hidden[0]:
         return 0.0
     return PLAIN if all(plain) and kind == "f" and op not in UNBOUNDED else None
 

@@ -110,7 +110,7 @@ class Walk:
     def _visit(self, node: FlatNode) -> None:
         values, proto, inputs = self.values, node.proto, node.inputs
         taken = [values.get(name) if name else None for name in inputs]
-        if len(taken) > 1 and node.op == "Identity":
+        if len(taken) > 1 and node.has("copy"):
             self._choose(node, taken)
             return
         mark = (node.op, proto.domain, self._attributes(node) if proto.attribute else b"", len(node.outputs))
@@ -143,7 +143,7 @@ class Walk:
         """What the rule of a node says."""
         call = Reading(node, [one.type if one else None for one in taken], self.lengths)
         rule = RULES.get(node.op)
-        if node.op == "ConstantOfShape":
+        if node.has("fill"):
             made: Any = shaping.constant_of_shape(call, *read_fill(node))
         elif rule is None or (node.domain not in ("", CONTRIB)):
             made = Made(UNKNOWN)
