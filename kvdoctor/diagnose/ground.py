@@ -1,12 +1,15 @@
-"""The ground of a verdict: the pasts, new tokens, rows and lengths of the runs that passed."""
+"""The ground of a verdict: the pasts, new tokens, rows and lengths of the runs that passed, and what is proved."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from kvdoctor.analysis.proof import Proof
+from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import PAGED_LOOP, Run, Step
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.findings import NotChecked
-from kvdoctor.report.facts import Ground
+from kvdoctor.findings import Finding, NotChecked
+from kvdoctor.report.facts import Ground, StackFacts
 
 LEAST = 16
 """Tokens without which no model is called healthy that takes more."""
@@ -23,6 +26,30 @@ def find_ground(runs: Iterable[Run], contracts: Mapping[str, CacheContract], sid
     batch = tuple(sorted({rows for step, contract in steps for rows in _rows_of(step, contract)}))
     tokens = min(_count_tokens(run for run in passed if run.stack == stack) for stack in stacks)
     return Ground(pasts=(min(pasts), max(pasts)), chunks=chunks, batch=batch, tokens=tokens, sides=sides)
+
+
+def find_proof(stack: StackFiles, contract: CacheContract, findings: Iterable[Finding]) -> Proof | None:
+    """What the graph alone decides about a stack; None where it is no decoder, or has an error that is found."""
+    # Loaded here: most commands ask for no proof.
+    from kvdoctor.analysis.proof.prove import prove
+
+    try:
+        proof = prove(stack, contract)
+    except Exception as error:  # an error of kvdoctor here must not cost what files and runs show
+        return Proof(exceptions=(f"the proof crashed ({type(error).__name__}: {error}); please report it",))
+    faulty = any(one.severity == "error" and one.stack in (stack.name, None) for one in findings)
+    return None if proof is None or (proof.holds and faulty) else proof
+
+
+def sum_up_proofs(stacks: Iterable[StackFacts]) -> dict[str, Any] | None:
+    """What is proved of all stacks: the least lengths, and all exceptions. None where one was not tried."""
+    proofs = [stack.proof for stack in stacks]
+    if not proofs or None in proofs:
+        return None
+    known = [proof for proof in proofs if proof is not None]
+    limits = [proof.up_to for proof in known if proof.up_to is not None]
+    left = dict.fromkeys(reason for proof in known for reason in proof.exceptions)
+    return {"up_to": min(limits, default=None), "except": list(left)}
 
 
 def find_short_ground(context: RunContext) -> Iterator[NotChecked]:

@@ -30,7 +30,7 @@ from kvdoctor.diagnose.context import (
 )
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
-from kvdoctor.diagnose.ground import find_ground, find_short_ground
+from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck
@@ -175,7 +175,9 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     read = {name: diagnosis.facts.contract or contracts[name] for name, diagnosis in diagnoses.items()}
     sides = ("consistent", *(["faithful"] if options.reference else []), *(["portable"] if options.targets else []))
     report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts)
-    report = replace(report, ground=find_ground(runs, read, sides))
+    ground = find_ground(runs, read, sides)
+    if ground is not None:
+        report = replace(report, ground=replace(ground, proved=sum_up_proofs(report.stacks)))
     absent = tuple(not_checked.list_absent(all_checks(), report, options, set(_list_rounds(session)), results.absent))
     report = replace(report, absent=absent, notes=report.notes + results.notes)
     return add_targets(report, options, {name: d.target_results for name, d in diagnoses.items()})
@@ -217,6 +219,7 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     if graded is not None:
         found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
     facts = stack_facts(stack, after.contract, context.folder.side_cars)
+    facts = replace(facts, proof=find_proof(stack, after.contract, found.findings))
     return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results, graded)
 
 

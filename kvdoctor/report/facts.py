@@ -4,6 +4,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from kvdoctor.analysis.memory import MemoryPlan
+from kvdoctor.analysis.proof import Proof
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import record
@@ -109,6 +110,7 @@ class StackFacts:
         files: the paths of its files.
         contract: its cache contract; null if none could be read.
         cache: the memory plan of its cache.
+        proof: for which lengths the graph alone decides; null where that was not tried, and next to an error.
         logits_can_be_cut: whether `convert --logits last` knows its graphs; only of the command `inspect`.
     """
 
@@ -117,6 +119,7 @@ class StackFacts:
     files: tuple[str, ...]
     contract: CacheContract | None
     cache: MemoryPlan | None = None
+    proof: Proof | None = None
     logits_can_be_cut: bool = False
 
 

@@ -8,6 +8,7 @@ them holds two values only, as a mask does. A tensor that a product reads is nev
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,6 +42,16 @@ def read_tables(view: GraphView, path: Path) -> dict[str, Array]:
 
     A name that several bodies of the graph give to different tensors, and what cannot be read, is left out.
     """
+    known = _TABLES.setdefault(view, {})
+    if path not in known:
+        known[path] = _read_tables(view, path)
+    return known[path]
+
+
+_TABLES: WeakKeyDictionary[GraphView, dict[Path, dict[str, Array]]] = WeakKeyDictionary()
+
+
+def _read_tables(view: GraphView, path: Path) -> dict[str, Array]:
     wanted = _find_tables(view)
     if not wanted:
         return {}

@@ -11,7 +11,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.wording import format_bytes, format_count
-from kvdoctor.report.wording.contract import describe_contract, describe_logits, list_slots
+from kvdoctor.report.wording.contract import describe_contract, describe_logits, describe_proof, list_slots
 from kvdoctor.report.wording.health import load_experiments
 from kvdoctor.report.wording.runs import (
     describe_fault_location,
@@ -82,7 +82,7 @@ def find_step_seconds(report: Report, stack: str) -> dict[str, float]:
 
 def _show_contract(stack: StackFacts) -> Iterator[Block]:
     assert stack.contract is not None  # noqa: S101 - of a stack that has one
-    described = (*describe_contract(stack), *describe_logits(stack))
+    described = (*describe_contract(stack), *describe_logits(stack), *describe_proof(stack))
     listed = tuple(pairs((label, shortened(text, LONGEST)) for label, text in described))
     yield Picture("contract", (stack.contract,), listed)
     header = ("past input", "type", "growth", "carry to the next step", "present output")

@@ -130,9 +130,27 @@ def describe_logits(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield "logits", f"{format_bytes(prompt * width * item)} for a prompt of {prompt:,} tokens{less}"
 
 
+def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
+    """What is proved, as label and text: one line, two where it holds for one new token a step alone."""
+    proof, contract = stack.proof, stack.contract
+    if proof is None or contract is None:
+        return
+    if proof.holds:
+        batched = contract.fixed_batch is None
+        if proof.single:
+            lengths = "past and batch, one new token a step" if batched else "past, one new token a step"
+        else:
+            lengths = "past, chunk and batch" if batched else "past and chunk"
+        end = f" up to {proof.up_to:,} tokens (rows of {proof.table})" if proof.up_to is not None else ""
+        yield "proved", f"with and without a cache agree for every {lengths}{end}"
+    if proof.exceptions:
+        several = "several new tokens a step: " if proof.single else ""
+        yield "not proved", several + "; ".join(proof.exceptions)
+
+
 OUTLINED = (
     *("layout", "stages", "cache", "axes", "first step", "reading"),
-    *("embed", "vision", "audio", "memory", "logits", "missing"),
+    *("embed", "vision", "audio", "memory", "logits", "proved", "not proved", "missing"),
 )
 
 
@@ -141,7 +159,7 @@ def outline_contracts(stacks: Sequence[StackFacts]) -> Iterator[tuple[str, str]]
     found: dict[str, dict[str, list[str]]] = {label: {} for label in OUTLINED}
     for stack in stacks:
         label = ""
-        for title, text in (*describe_contract(stack), *describe_logits(stack)):
+        for title, text in (*describe_contract(stack), *describe_logits(stack), *describe_proof(stack)):
             label = title or label
             if label in found:
                 found[label].setdefault(text, []).append(stack.name)

@@ -11,6 +11,7 @@ from kvdoctor.report.document import TOTAL_SECONDS, Report, exit_code
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import Ground, StackFacts
 from kvdoctor.report.wording import format_count, join_some
+from kvdoctor.report.wording.contract import describe_proof
 from kvdoctor.report.wording.finding import group_open_checks
 from kvdoctor.report.wording.runs import describe_comparisons, select_local_runs
 from kvdoctor.report.wording.summary import format_counts, format_seconds, name_verdict
@@ -107,8 +108,18 @@ def describe_health(report: Report) -> tuple[list[str], list[str]]:
     ]
     if report.verdict == "healthy":
         closely = _group_names(stacks, lambda stack: _describe_loop(report, stack))
-    several = len(closely) > 1
-    return works, [f"{join_some(names, MOST_NAMES)}: {one}" if several else one for one, names in closely.items()]
+    proved = _group_names([stack for stack in stacks if stack.proof], _name_proof) if closely else {}
+    named = [
+        f"{join_some(names, MOST_NAMES)}: {one}" if len(texts) > 1 else one
+        for texts in (closely, proved)
+        for one, names in texts.items()
+    ]
+    return works, named
+
+
+def _name_proof(stack: StackFacts) -> str:
+    """`proved: with and without a cache agree for every past, chunk and batch`."""
+    return "; ".join(f"{label}: {text}" for label, text in describe_proof(stack))
 
 
 def name_not_tried(report: Report, stacks: Sequence[StackFacts]) -> str | None:

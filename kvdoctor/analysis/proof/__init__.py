@@ -1,0 +1,29 @@
+"""Proofs that decoding with a cache and without one agree at every length, by position types and without a run.
+
+`prove` walks over the graphs of a stack and gives each value a type (`types`), by the rules of its operator. What has
+no type stays with the runs: a proof says what holds, and never that something is wrong.
+"""
+
+from kvdoctor.records import record
+
+
+@record
+class Proof:
+    """What is proved of one stack.
+
+    Attributes:
+        up_to: the most tokens of a sequence that it holds for; null where no table ends.
+        table: the table that ends there; empty where none does.
+        single: whether it holds for one new token on a past alone.
+        exceptions: what is not proved: the node or value that is the reason.
+    """
+
+    up_to: int | None = None
+    table: str = ""
+    single: bool = False
+    exceptions: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is proved."""
+        return not self.exceptions or self.single

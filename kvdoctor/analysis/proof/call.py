@@ -1,0 +1,157 @@
+"""One node of a walk: what it takes, and helpers of the rules that say what it returns."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdoctor.analysis.proof.terms import ONE, Term
+from kvdoctor.analysis.proof.types import (
+    MODERATE,
+    UNKNOWN,
+    Axis,
+    Lengths,
+    Region,
+    Type,
+    axis_of,
+    constant_of,
+    plain_number,
+    size_of,
+)
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.records import record
+
+How = int | tuple[Any, ...] | None
+"""How the key of an output is made: that of an input by its number, one that says what was done, or that of the node
+and all its inputs."""
+
+
+@record
+class Made:
+    """An output of a node: its type, and how its key is made."""
+
+    type: Type
+    how: How = None
+
+
+Rule = Callable[["Reading"], "Made | list[Made]"]
+
+
+@dataclass
+class Reading:
+    """A node with the types of its inputs; `limits` are totals up to which it is valid, each with the input at fault.
+
+    `fixed` is the largest input index of a table, by the number of the input.
+    """
+
+    node: FlatNode
+    inputs: Sequence[Type | None]
+    lengths: Lengths
+    limits: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        """The operator."""
+        return self.node.op
+
+    @property
+    def given(self) -> list[Type]:
+        """The inputs that are there."""
+        return [one for one in self.inputs if one is not None]
+
+    def input(self, index: int) -> Type:
+        """An input; an unknown value where there is none."""
+        found = self.inputs[index] if index < len(self.inputs) else None
+        return UNKNOWN if found is None else found
+
+    def has(self, index: int) -> bool:
+        """Whether there is an input of that number."""
+        return index < len(self.inputs) and self.inputs[index] is not None
+
+    def numbers(self, index: int, attribute: str = "") -> list[int] | None:
+        """Numbers that an attribute lists, or an input; None where they are unknown or not there."""
+        found = self.node.numbers(attribute) if attribute else None
+        if found is not None:
+            return list(found)
+        items = self.input(index).items if self.has(index) else None
+        numbers = [item.number for item in items] if items is not None else [None]
+        return [one for one in numbers if one is not None] if None not in numbers else None
+
+    def is_uniform(self, *inputs: int) -> bool:
+        """Whether inputs are uniform; all where none is named."""
+        taken = [self.input(one) for one in inputs] if inputs else self.given
+        return all(self.lengths.is_uniform(one) for one in taken)
+
+    def opaque(
+        self,
+        shape: "Iterable[Axis] | None",
+        taken: Sequence[Type],
+        kind: str = "f",
+        calm: bool = False,
+        regions: tuple[Region, ...] = (),
+    ) -> Type:
+        """A value of which nothing but its axes is known; it is uniform where all that it is computed from is."""
+        axes = None if shape is None else tuple(shape)
+        last = any(one.last for one in taken)
+        proper = axes is not None and all(self.lengths.is_proper(axis) for axis in axes)
+        uniform = proper and all(self.lengths.is_uniform(one) for one in taken)
+        if last and axes is not None:
+            uniform = uniform and all(one.last or not self._counts_tokens(one) for one in taken)
+        return Type(kind, axes, uniform=uniform, calm=calm, regions=regions if uniform else (), last=last)
+
+    def _counts_tokens(self, one: Type) -> bool:
+        return any(self.lengths.counts(axis) for axis in one.shape or ())
+
+    def broadcast(self, taken: Sequence[Type]) -> tuple[Axis, ...] | None:
+        """The axes of inputs, broadcast to each other."""
+        shapes = [one.shape for one in taken if one.shape is not None]
+        if len(shapes) < len(taken):
+            return None
+        rank = max(map(len, shapes), default=0)
+        found: list[Axis] = []
+        for at in range(-rank, 0):
+            axis: Axis = ()
+            for shape in shapes:
+                other = shape[at] if -at <= len(shape) else ()
+                joined = self._joined(axis, other)
+                if joined is None:
+                    return None
+                axis = joined
+            found.append(axis)
+        return tuple(found)
+
+    def _joined(self, one: Axis, other: Axis) -> Axis | None:
+        if not one or not other or one == other:
+            return one or other
+        return max(one, other, key=len) if size_of(one) is size_of(other) else None
+
+
+def is_calm(one: Type) -> bool:
+    """Whether no element of a value hides a score."""
+    value = plain_number(constant_of(one))
+    if value is not None:
+        return abs(value) <= MODERATE
+    return one.calm or one.kind != "f" or (one.linear is not None and not isinstance(one.linear[0], float))
+
+
+def regroup(shape: Sequence[Axis], targets: Sequence[Term]) -> tuple[Axis, ...] | None:
+    """The axes of a value under another shape: the same factors in other groups; None where they do not fit."""
+    left = [factor for axis in shape for factor in axis]
+    found: list[Axis] = []
+    for target in targets:
+        taken, wanted = list[Term](), target
+        while wanted is not ONE:
+            if not left:
+                return None
+            rest = wanted.divided(left[0])
+            if rest is not None:
+                taken.append(left.pop(0))
+                wanted = rest
+                continue
+            size, by = left[0].number, wanted.number
+            if not size or not by or size % by:
+                return None
+            taken.append(wanted)
+            left[0] = Term.of({(): size // by})
+            wanted = ONE
+        found.append(axis_of(*taken))
+    return tuple(found) if not left else None

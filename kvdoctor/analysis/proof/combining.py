@@ -1,0 +1,349 @@
+"""Values that are combined along axes: products, softmax, sums, norms, and whole attentions.
+
+What is combined along an axis that is the same in every call stays uniform. Along all tokens it does so where the
+weights of later ones are exactly 0: after a softmax over scores of which a mask hides all later tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvdoctor.analysis.proof.call import Made, Reading, is_calm
+from kvdoctor.analysis.proof.masks import hides_later
+from kvdoctor.analysis.proof.terms import Term, number
+from kvdoctor.analysis.proof.types import (
+    FINITE,
+    UNKNOWN,
+    Axis,
+    Mark,
+    Region,
+    Type,
+    axis_of,
+    constant_of,
+    is_fixed,
+    linear_of,
+    size_of,
+)
+from kvdoctor.model.operators import CONTRIB, has, operators_with
+
+AXIS_IS_LAST = 13
+"""The opset from which on a softmax without an axis is along the last one."""
+
+
+def _may_combine(call: Reading, taken: Type, at: int) -> bool:
+    """Whether elements along an axis, counted from the end, may be combined: later tokens weigh nothing."""
+    shape = taken.shape or ()
+    axis = shape[at]
+    if is_fixed(axis):
+        return True
+    if not call.lengths.is_total(axis):
+        return False
+    if call.lengths.single:
+        return True
+    for (row, column), marks in taken.regions:
+        if column == at and marks[0] == 0.0 and call.lengths.is_row(shape[row]):
+            return True
+    return False
+
+
+def matmul(call: Reading) -> Made:
+    """MatMul: rows of the first times columns of the second."""
+    one, other = call.input(0), call.input(1)
+    if one.shape is None or other.shape is None or not one.shape or not other.shape:
+        return Made(UNKNOWN)
+    left = one.shape if len(one.shape) > 1 else ((), *one.shape)
+    right = other.shape if len(other.shape) > 1 else (*other.shape, ())
+    outer = call.broadcast([Type("f", left[:-2]), Type("f", right[:-2])])
+    if outer is None or not _same_size(left[-1], right[-2]):
+        return Made(UNKNOWN)
+    rows = (left[-2],) if len(one.shape) > 1 else ()
+    columns = (right[-1],) if len(other.shape) > 1 else ()
+    shape = (*outer, *rows, *columns)
+    combined = _may_combine(call, one, -1) or (not is_fixed(left[-1]) and _may_combine_right(call, other))
+    return Made(call.opaque(shape, [one, other], "f", True) if combined else Type("f", shape))
+
+
+def _may_combine_right(call: Reading, other: Type) -> bool:
+    """The same where the weights are the second factor: the keys are its rows, the queries its columns."""
+    return len(other.shape or ()) > 1 and not call.lengths.single and _may_combine(call, other, -2)
+
+
+def _same_size(one: Axis, other: Axis) -> bool:
+    return one == other or size_of(one) is size_of(other)
+
+
+def gemm(call: Reading) -> Made:
+    """Gemm: a product of matrices, and a bias."""
+    one, other = call.input(0).shape, call.input(1).shape
+    if one is None or other is None or len(one) != 2 or len(other) != 2 or call.node.number("transA", 0):
+        return Made(UNKNOWN)
+    columns = other[0] if call.node.number("transB", 0) else other[1]
+    shape = (one[0], columns)
+    fixed = is_fixed(one[1])
+    return Made(call.opaque(shape, call.given, "f", True) if fixed else Type("f", shape))
+
+
+def rows_times_weights(call: Reading) -> Made:
+    """Products with packed weights: the last axis of the first input with weights of the graph."""
+    shape = call.input(0).shape
+    if not shape or not is_fixed(shape[-1]) or not call.node.number("N", 0):
+        return Made(UNKNOWN)
+    return Made(call.opaque((*shape[:-1], axis_of(number(call.node.number("N", 0)))), call.given, "f", True))
+
+
+def einsum(call: Reading) -> Made:
+    """Einsum of two inputs without repeated letters."""
+    attribute = call.node.attribute("equation")
+    equation = bytes(attribute.s).decode("ascii", "replace").replace(" ", "") if attribute is not None else ""
+    sides, _, result = equation.partition("->")
+    letters = sides.split(",")
+    taken = call.given
+    if not result or "." in equation or len(letters) != len(taken):
+        return Made(UNKNOWN)
+    sizes: dict[str, Axis] = {}
+    for names, one in zip(letters, taken, strict=True):
+        if one.shape is None or len(names) != len(one.shape) or len(set(names)) != len(names):
+            return Made(UNKNOWN)
+        for name, axis in zip(names, one.shape, strict=True):
+            sizes[name] = sizes.get(name) or axis
+            if axis and not _same_size(axis, sizes[name]):
+                return Made(UNKNOWN)
+    shape = [sizes[name] for name in result if name in sizes]
+    gone = [name for name in sizes if name not in result]
+    combined = all(
+        any(
+            name in names and _may_combine(call, one, names.index(name) - len(names))
+            for names, one in zip(letters, taken, strict=True)
+        )
+        for name in gone
+    )
+    return Made(call.opaque(shape, taken, "f", True) if combined else Type("f", tuple(shape)))
+
+
+def softmax(call: Reading) -> Made:
+    """Softmax: over all tokens only where a mask hides the later ones, and leaves the token itself."""
+    taken = call.input(0)
+    if not taken.shape:
+        return Made(UNKNOWN)
+    rank = len(taken.shape)
+    if call.node.attribute("axis") is None and call.lengths.opset < AXIS_IS_LAST:
+        return Made(Type("f", taken.shape))
+    at = call.node.number("axis", -1) % rank - rank
+    axis = taken.shape[at]
+    if at != -1:
+        return Made(Type("f", taken.shape))
+    if is_fixed(axis):
+        return Made(call.opaque(taken.shape, call.given, "f", True))
+    if not call.lengths.is_total(axis):
+        return Made(Type("f", taken.shape))
+    rows = [row - rank for row, one in enumerate(taken.shape) if call.lengths.is_row(one) and row - rank != at]
+    hidden = [row for row in rows if hides_later(taken, row, at)]
+    if not hidden and not (call.lengths.single and len(rows) == 1 and is_calm(taken)):
+        return Made(Type("f", taken.shape))
+    regions: tuple[Region, ...] = tuple(((row, at), (0.0, None, None)) for row in hidden)
+    return Made(call.opaque(taken.shape, call.given, "f", True, regions))
+
+
+EXTREMES = {"ReduceMax": True, "ReduceMin": False}
+"""Whether the largest element is taken."""
+
+
+def reduce(call: Reading) -> Made:
+    """Reductions: along axes that are the same in all calls; of numbers that count, the extreme."""
+    taken, axes = call.input(0), call.numbers(1, "axes")
+    if taken.shape is None:
+        return Made(UNKNOWN)
+    rank = len(taken.shape)
+    if axes is None:
+        if call.has(1) or call.node.number("noop_with_empty_axes", 0):
+            return Made(UNKNOWN)
+        axes = list(range(rank))
+    gone, keeps = {axis % rank for axis in axes}, call.node.number("keepdims", 1)
+    shape = tuple(() if at in gone else axis for at, axis in enumerate(taken.shape) if at not in gone or keeps)
+    linear = linear_of(taken)
+    if linear is not None and isinstance(linear[0], Term):
+        found = _reduce_linear(call, linear, gone, taken.shape)
+        if found is not None:
+            return Made(Type(taken.kind, shape, linear=(found, ())))
+    combined = all(_may_combine(call, replace(taken, regions=()), at - rank) for at in gone)
+    return Made(call.opaque(shape, [taken], taken.kind, True) if combined else Type(taken.kind, shape))
+
+
+def _reduce_linear(
+    call: Reading, linear: tuple[Term | float, tuple[tuple[int, int], ...]], gone: set[int], shape: Sequence[Axis]
+) -> Term | None:
+    """The sum of equal numbers, or the extreme of numbers that count up along the axes that go."""
+    start, factors = linear
+    if not isinstance(start, Term) or any(at % len(shape) not in gone for at, _ in factors):
+        return None
+    if has(call.op, "sum") and not factors:
+        for at in gone:
+            start = start * size_of(shape[at])
+        return start
+    if call.op in EXTREMES:
+        for at, factor in factors:
+            if (factor > 0) == EXTREMES[call.op]:
+                start = start + (size_of(shape[at]) - number(1)).times(factor)
+        return start
+    return None
+
+
+def accumulate(call: Reading) -> Made:
+    """CumSum from the first element on: a number that counts, or a sum of all tokens so far."""
+    taken, axes = call.input(0), call.numbers(1)
+    if taken.shape is None or not axes or call.node.number("reverse", 0):
+        return Made(UNKNOWN)
+    rank, exclusive = len(taken.shape), call.node.number("exclusive", 0)
+    at = axes[0] % rank - rank
+    value = constant_of(taken)
+    by = value.number if isinstance(value, Term) else None
+    if by is not None:
+        start = number(0 if exclusive else by)
+        return Made(Type(taken.kind, taken.shape, linear=(start, ((at, by),) if by else ())))
+    whole = is_fixed(taken.shape[at]) or call.lengths.is_total(taken.shape[at])
+    return Made(call.opaque(taken.shape, [taken], taken.kind) if whole else Type(taken.kind, taken.shape))
+
+
+def triangle(call: Reading) -> Made:
+    """Trilu: elements on one side of a diagonal become 0."""
+    taken = call.input(0)
+    shape, lengths = taken.shape, call.lengths
+    diagonal = call.input(1).items if call.has(1) else (number(0),)
+    if shape is None or len(shape) < 2 or diagonal is None:
+        return Made(UNKNOWN)
+    first, second = lengths.offset(shape[-2]), lengths.offset(shape[-1])
+    if first is None or second is None:
+        return Made(Type(taken.kind, shape))
+    # The absolute position of the column minus that of the row is the diagonal, plus so much.
+    value = diagonal[0] + second - first
+    if not lengths.is_uniform(taken):
+        return Made(Type(taken.kind, shape))
+    upper = bool(call.node.number("upper", 1))
+    marks: list[Mark] = []
+    for least, most in ((1, None), (0, 0), (None, -1)):
+        under = most is not None and lengths.at_least(value - number(most + 1), 0)
+        over = least is not None and lengths.at_least(number(least - 1) - value, 0)
+        stays = least is not None and lengths.at_least(number(least) - value, 0)
+        stays = stays if upper else most is not None and lengths.at_least(value - number(most), 0)
+        known = _region_of(taken, len(marks))
+        finite = FINITE if isinstance(known, float) and math.isfinite(known) else None
+        marks.append(known if stays else 0.0 if (under if upper else over) else finite)
+    regions: tuple[Region, ...] = (((-2, -1), (marks[0], marks[1], marks[2])),)
+    if value.number is None:
+        return Made(Type(taken.kind, shape, regions=regions))
+    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken), regions), ("triangle", upper, value.number))
+
+
+def _region_of(taken: Type, part: int) -> Mark:
+    marks = dict(taken.regions).get((-2, -1))
+    if marks is not None:
+        return marks[part]
+    value = constant_of(taken)
+    value = value.number if isinstance(value, Term) else value
+    return None if value is None else float(value)
+
+
+def normalize(call: Reading) -> Made:
+    """Norms along the last axes."""
+    shape = call.input(0).shape
+    if not shape:
+        return Made(UNKNOWN)
+    first = call.node.number("axis", -1) % len(shape)
+    fixed = all(is_fixed(axis) for axis in shape[first:])
+    return Made(call.opaque(shape, call.given, "f", True) if fixed else Type("f", shape))
+
+
+def skip_normalize(call: Reading) -> list[Made]:
+    """A norm of a sum, which is an output as well."""
+    taken = [one for one in call.given if one.shape is not None]
+    shape = call.broadcast(call.given[:2])
+    if not shape or len(taken) != len(call.given) or not is_fixed(shape[-1]):
+        return [Made(UNKNOWN)] * len(call.node.outputs)
+    made = call.opaque(shape, call.given, "f", True)
+    return [Made(made, None if not at else ("output", at)) for at in range(len(call.node.outputs))]
+
+
+def as_first(call: Reading) -> Made:
+    """Scales and zero points next to values: what is computed has the axes of the first input."""
+    taken = call.input(0)
+    kind = "f" if has(call.op, "dequantize") else "i"
+    return Made(call.opaque(taken.shape, call.given, kind, is_calm(taken)))
+
+
+def dropout(call: Reading) -> Made:
+    """Dropout outside of training."""
+    training = call.has(2) and constant_of(call.input(2)) is not number(0)
+    return Made(UNKNOWN) if training or len(call.node.outputs) > 1 else Made(call.input(0), 0)
+
+
+def grouped_attention(call: Reading) -> list[Made]:
+    """GroupQueryAttention of ONNX Runtime, with lengths as they are, without padding and masks."""
+    unknown, lengths = [Made(UNKNOWN)] * len(call.node.outputs), call.lengths
+    query, past = call.input(0), [call.input(3), call.input(4)]
+    windowed = call.node.number("local_window_size", -1) > 0 or call.node.number("kv_cache_bit_width", 0)
+    if any(call.has(index) for index in range(10, 15)) or windowed:
+        return unknown
+    last, total = constant_of(call.input(5)), constant_of(call.input(6))
+    whole = last is lengths.total - number(1) and total is lengths.total
+    if not whole or not query.shape or len(query.shape) != 3 or not all(one.past for one in past):
+        return unknown
+    shapes = [one.shape for one in past]
+    axes = [shape is not None and len(shape) == 4 and shape[2] == (lengths.past,) for shape in shapes]
+    taken = [one for at, one in enumerate(call.inputs) if one is not None and at in (0, 1, 2, 7, 8)]
+    if not all(axes) or query.shape[1] != (lengths.new,) or not is_fixed(query.shape[2]):
+        return unknown
+    if call.has(9) and lengths.absolute(call.input(9)) is None:
+        return unknown
+    if call.node.number("do_rotary", 0):
+        rows = size_of((call.input(7).shape or ((),))[0]).number
+        if rows is None:
+            return unknown
+        call.limits.append((rows, 7))
+    heads, groups = call.node.number("num_heads", 1), call.node.number("kv_num_heads", 1)
+    width = size_of(query.shape[2]).number
+    if not call.has(1):
+        heads += 2 * groups
+    if not width or width % heads:
+        return unknown
+    columns = width // heads * call.node.number("num_heads", 1)
+    out = call.opaque((*query.shape[:2], axis_of(number(columns))), taken, "f", True)
+    presents = [
+        call.opaque((*shape[:2], (lengths.total,), shape[3]), taken, "f", True) for shape in shapes if shape is not None
+    ]
+    made = [Made(out), Made(presents[0], ("attended", 3, 1)), Made(presents[1], ("attended", 4, 2))]
+    return made[: len(call.node.outputs)]
+
+
+def rotary(call: Reading) -> Made:
+    """RotaryEmbedding of ONNX Runtime: a rotation by positions, with a row of its tables for each."""
+    taken, places, lengths = call.input(0), call.input(1), call.lengths
+    rows = size_of((call.input(2).shape or ((),))[0]).number
+    if call.node.domain != CONTRIB or not taken.shape or rows is None or not is_fixed(taken.shape[-1]):
+        return Made(UNKNOWN)
+    absolute = lengths.absolute(places)
+    counts = absolute is not None and absolute == (number(0), ((-1, 1),))
+    starts = places.shape in ((), ((),)) and constant_of(places) is lengths.past
+    if not counts and not starts:
+        return Made(Type("f", taken.shape))
+    call.limits.append((rows, 2))
+    used = [taken, call.input(2), call.input(3)]
+    return Made(call.opaque(taken.shape, used, "f", is_calm(taken)), ("rotated", 0, 2, 3))
+
+
+RULES: dict[str, Callable[[Reading], Made | list[Made]]] = {
+    "MatMul": matmul,
+    "Gemm": gemm,
+    "MatMulNBits": rows_times_weights,
+    "Einsum": einsum,
+    "Softmax": softmax,
+    "CumSum": accumulate,
+    "Trilu": triangle,
+    "Dropout": dropout,
+    "RotaryEmbedding": rotary,
+    "QuantizeLinear": as_first,
+    "DequantizeLinear": as_first,
+    "GroupQueryAttention": grouped_attention,
+    **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"), normalize),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), skip_normalize),
+    **dict.fromkeys(operators_with("reduce"), reduce),
+}

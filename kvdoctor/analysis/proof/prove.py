@@ -1,0 +1,265 @@
+"""The proof that decoding with a cache and without one agree, for every past, chunk and batch.
+
+Each output of the decode graph must be uniform: the same function of absolute positions in every call. The entries of
+each past are by definition what the step of their token returned; every concatenation of a past and new entries must
+join entries of that function. Where another graph or branch serves the first step, its outputs must be the same
+functions, with an empty past. Rows with padding, rounding, and what a runtime does are not part of the proof.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvdoctor.analysis.proof import Proof
+from kvdoctor.analysis.proof.constants import digest_weights, has_one_float, identify, read_constant
+from kvdoctor.analysis.proof.inputs import input_type, slot_shape
+from kvdoctor.analysis.proof.types import Lengths, Type
+from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles
+from kvdoctor.contract import CacheContract, Graph, PhaseName, Slot
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.traverse import describe_node
+
+KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
+
+
+class NotProved(Exception):
+    """What stands in the way, as a report says it; and the node, where it is one."""
+
+    def __init__(self, reason: str, node: FlatNode | None = None) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
+    """Prove a stack; None where it has no cache to prove anything of."""
+    if contract.missing or contract.no_decoder or not contract.slots or contract.frozen_past is not None:
+        return None
+    prover = Prover(stack, contract)
+    try:
+        prover.check_form()
+        return prover.prove(single=False)
+    except NotProved as why:
+        many, node = str(why), why.node
+    # Of one new token a mask hides nothing: what a graph without one gets wrong are several.
+    if node is None or not node.has("softmax", "product"):
+        return Proof(exceptions=(many,))
+    try:
+        found = prover.prove(single=True)
+    except NotProved:
+        return Proof(exceptions=(many,))
+    return replace(found, single=True, exceptions=(many,))
+
+
+@dataclass
+class Prover:
+    """The proof of one stack; what it reads of the files is read once.
+
+    `tables` are masks that a skeleton leaves out, `constants` the types of small ones, `weights` the digests of a pair.
+    """
+
+    stack: StackFiles
+    contract: CacheContract
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    constants: dict[Any, Type] = field(default_factory=dict)
+    weights: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
+
+    def check_form(self) -> None:
+        """Refuse what position types do not describe yet.
+
+        Raises:
+            NotProved: there is such a thing.
+        """
+        contract = self.contract
+        open_ports = [one.subject for one in contract.ambiguities if one.unknown and not one.settled]
+        if open_ports:
+            raise NotProved(f"input {open_ports[0]!r} (the file leaves open what it takes)")
+        for slot in contract.slots:
+            if slot.kind not in KINDS or slot.growth not in ("grow", "shared", "constant") or slot.trimmed:
+                raise NotProved(f"past {slot.past!r} ({slot.kind}, {slot.growth})")
+            if slot.first in ("dummy", "zeros"):
+                raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")
+        graphs = [contract.graph("decode"), contract.graph("prefill")]
+        if any(graph.stages for graph in graphs):
+            raise NotProved("a pipeline of several files")
+        if any(isinstance(graph.declared_new_tokens, int) for graph in graphs):
+            raise NotProved("the graph takes a fixed number of new tokens")
+
+    def prove(self, single: bool) -> Proof:
+        """The proof for any number of new tokens, or for one.
+
+        Raises:
+            NotProved: there is none.
+        """
+        self.keys = Keys()
+        if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
+            first = self.walk("prefill", self._lengths("prefill", first=True), {})
+            held = [slot for slot in self.contract.slots if slot.growth == "constant"]
+            given = {slot.past: self._filled(first, slot) for slot in held}
+            lengths = self._lengths("decode", single=single)
+            decode = self.walk("decode", lengths, {name: one for name, one in given.items() if one})
+            self._check(decode, "decode")
+            self._compare(first, decode)
+            walks = [first, decode]
+        else:
+            walks = [self.walk("decode", self._lengths("decode"), {})]
+            self._check(walks[0], "decode")
+        if "embed" in self.contract.phases:
+            self._check_embeddings()
+        limits = merged_limits(walks)
+        table = min(limits, key=limits.__getitem__, default="")
+        return Proof(limits.get(table), table)
+
+    def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
+        """The types of all values of the graph of a phase; `given` are inputs that another graph makes.
+
+        Raises:
+            NotProved: there are no types for such a graph.
+        """
+        file = self._file(phase)
+        first = phase == "prefill" and self.contract.phases["prefill"].switch is not None
+        dataflow = file.first_dataflow if first else file.dataflow
+        if dataflow is None:
+            raise NotProved("a graph that is too large")
+        flow = dataflow.flow
+        if flow.flaws or flow.iterations:
+            raise NotProved("a Loop or Scan" if flow.iterations else "a graph that is not valid")
+        values = dict(self._constants(file, flow.constants, first))
+        graph = self.contract.graph(phase)
+        values |= self._inputs(graph, phase, lengths, given)
+        walk = Walk(flow, lengths, self.keys, values)
+        walk.run()
+        return walk
+
+    def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
+        view = self._file(phase).graph
+        return Lengths(first, single, view.opsets.get("", 0), has_one_float(view))
+
+    def _check_embeddings(self) -> None:
+        """The graph that makes the embeddings of tokens: each depends on its token and its position alone."""
+        walk = self.walk("embed", self._lengths("embed"), {})
+        for port in self.contract.graph("embed").outputs:
+            self._output(walk, port.name)
+
+    def _file(self, phase: PhaseName) -> OnnxFile:
+        if self.contract.phases[phase].graph == self.contract.phases["decode"].graph:
+            return self.stack.main
+        if phase == "embed":
+            return self.stack.files["embedding"]
+        return self.stack.files["decoder"]
+
+    def _constants(self, file: OnnxFile, constants: Any, first: bool) -> Iterator[tuple[str, Typed]]:
+        from kvdoctor.analysis.abstract_run.tables import read_tables
+
+        if file.name not in self.tables:
+            self.tables[file.name] = read_tables(file.graph, file.path)
+        tables, outer = self.tables[file.name], {one.name for one in file.graph.model.graph.initializer}
+        weights = self._compared(file) if self.stack.is_pair else {}
+        for name, tensor in constants.items():
+            payload = tensor.raw_data or tuple(tensor.int64_data) or tuple(tensor.float_data)
+            table, content = tables.get(name), (tensor.data_type, tuple(tensor.dims), payload)
+            if table is not None or not payload:
+                place = (
+                    identify(tensor, table) or weights.get(name) or (file.name, "" if name in outer else first, name)
+                )
+                yield name, Typed(read_constant(tensor, table), self.keys.of("constant", place))
+                continue
+            if content not in self.constants:
+                self.constants[content] = read_constant(tensor, None)
+            yield name, Typed(self.constants[content], self.keys.of("constant", content))
+
+    def _compared(self, file: OnnxFile) -> dict[str, bytes]:
+        """Digests of the weights of one file of a pair: the other file has them under names of its own."""
+        if file.name not in self.weights:
+            self.weights[file.name] = digest_weights(file.graph, file.path)
+        return self.weights[file.name]
+
+    def _inputs(
+        self, graph: Graph, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]
+    ) -> Iterator[tuple[str, Typed]] | dict[str, Typed]:
+        found: dict[str, Typed] = {}
+        slots = {slot.past: slot for slot in self.contract.slots}
+        for port in graph.inputs:
+            slot = slots.get(port.name)
+            if port.name in given:
+                found[port.name] = given[port.name]
+            elif slot is not None and slot.growth != "constant":
+                shape = slot_shape(slot, lengths.past, self.contract)
+                kind = Type("f", shape, uniform=True, calm=True, past=True)
+                found[port.name] = Typed(kind, self.keys.of("slot", slot.past))
+            else:
+                kind = input_type(port, self.contract, phase, lengths)
+                found[port.name] = Typed(kind, self.keys.of("input", port.role, port.name))
+        return found
+
+    def _filled(self, walk: Walk, slot: Slot) -> Typed | None:
+        """What the first step returns for a slot that is then held."""
+        if slot.filled_by is None or slot.filled_in != "prefill":
+            return None
+        found = self._output(walk, slot.filled_by)
+        return replace(found, type=replace(found.type, regions=()))
+
+    def _output(self, walk: Walk, name: str) -> Typed:
+        """An output that is uniform.
+
+        Raises:
+            NotProved: it is not.
+        """
+        value = walk.values.get(walk.flow.results.get(name, name))
+        if value is None:
+            raise NotProved(f"output {name!r} (no node makes it)")
+        if not walk.lengths.is_uniform(value.type):
+            raise NotProved(describe(value.broken) if value.broken else f"output {name!r}", value.broken)
+        return value
+
+    def _check(self, walk: Walk, phase: PhaseName) -> None:
+        """The outputs of the decode graph."""
+        logits = self._logits(walk, phase)
+        axes = logits.type.shape or ()
+        if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):
+            raise NotProved("the logits, which have no axis of new tokens")
+        for slot in self.contract.slots:
+            if slot.growth == "constant":
+                self._check_held(walk, slot)
+                continue
+            present = self._output(walk, slot.present or "")
+            if present.type.shape != slot_shape(slot, walk.lengths.total, self.contract) or present.type.last:
+                raise NotProved(f"output {slot.present!r} (not an entry for each token)")
+            if walk.streams.get(slot.past, set()) - {present.key}:
+                raise NotProved(f"past {slot.past!r} (joined with other entries than {slot.present!r} has)")
+
+    def _check_held(self, walk: Walk, slot: Slot) -> None:
+        if slot.present is not None and not slot.emptied:
+            present = self._output(walk, slot.present)
+            if present.key != walk.values[slot.past].key:
+                raise NotProved(f"output {slot.present!r} (not the past {slot.past!r})")
+
+    def _logits(self, walk: Walk, phase: PhaseName) -> Typed:
+        port = self.contract.graph(phase).port("logits")
+        if port is None:
+            raise NotProved("a graph without logits")
+        return self._output(walk, port.name)
+
+    def _compare(self, first: Walk, decode: Walk) -> None:
+        """Whether the first step computes the same functions as later ones, with an empty past.
+
+        Raises:
+            NotProved: it may not.
+        """
+        one, other = self._logits(first, "prefill"), self._logits(decode, "decode")
+        same = one.key == other.key and one.type.last == other.type.last
+        if not same and not (other.type.last and other.key == self.keys.of("last", "", one.key)):
+            raise NotProved("the first step, whose logits may be another function")
+        for slot in self.contract.slots:
+            if slot.growth == "constant" or slot.filled_in != "prefill":
+                continue
+            made, present = self._output(first, slot.filled_by or ""), self._output(decode, slot.present or "")
+            shape = slot_shape(slot, first.lengths.total, self.contract)
+            if made.key != present.key or made.type.shape != shape or made.type.last:
+                raise NotProved(f"the first step, whose {slot.filled_by!r} may be another function")
+
+
+def describe(node: FlatNode) -> str:
+    """A node by its operator and its name."""
+    return describe_node(node.proto)

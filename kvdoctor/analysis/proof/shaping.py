@@ -1,0 +1,264 @@
+"""Values that are moved, or made from lengths: other axes, axes in another order, shapes, numbers that count."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, regroup
+from kvdoctor.analysis.proof.terms import ONE, ZERO, Term, number
+from kvdoctor.analysis.proof.types import (
+    MOST_ITEMS,
+    UNKNOWN,
+    Axis,
+    Region,
+    Type,
+    axis_of,
+    constant_of,
+    is_fixed,
+    linear_of,
+    size_of,
+)
+
+
+def moved(call: Reading, shape: Sequence[Axis], axes: dict[int, int], taken: Type) -> Type:
+    """A value under other axes: `axes` maps each old axis of more than one element to the new one, from the end."""
+    linear = taken.linear
+    if linear is not None:
+        if any(at not in axes for at, _ in linear[1]):
+            return call.opaque(shape, [taken], taken.kind, is_calm(taken))
+        linear = (linear[0], tuple(sorted((axes[at], factor) for at, factor in linear[1])))
+    regions: list[Region] = []
+    for (row, column), marks in taken.regions:
+        if row in axes and column in axes:
+            regions.append(((axes[row], axes[column]), marks))
+    if linear is not None or taken.items is not None:
+        return replace(taken, shape=tuple(shape), linear=linear, regions=tuple(regions), past=False)
+    return replace(call.opaque(shape, [taken], taken.kind, taken.calm, tuple(regions)), past=taken.past)
+
+
+def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
+    """A value under another shape, with as many elements."""
+    old = taken.shape
+    if old is None:
+        return Made(UNKNOWN)
+    shape = regroup(old, targets)
+    if shape is None:
+        if constant_of(taken) is None:
+            return Made(UNKNOWN)
+        shape = tuple(axis_of(target) for target in targets)
+    axes = _match(old, shape)
+    made = moved(call, shape, axes, taken)
+    how = 0 if _same_axes(old, shape) else ("view", call.lengths.canonical(old), call.lengths.canonical(shape))
+    return Made(made, how)
+
+
+def _same_axes(old: Sequence[Axis], new: Sequence[Axis]) -> bool:
+    """Whether two shapes are the same for a value that is broadcast: they differ by leading axes of one element."""
+    return _stripped(old) == _stripped(new)
+
+
+def _stripped(shape: Sequence[Axis]) -> tuple[Axis, ...]:
+    at = next((at for at, axis in enumerate(shape) if axis), len(shape))
+    return tuple(shape[at:])
+
+
+def _match(old: Sequence[Axis], new: Sequence[Axis]) -> dict[int, int]:
+    """The new axis of each old one that has the same elements, both from the end."""
+    places: dict[tuple[Term, Axis], int] = {}
+    for shape, found in ((new, places),):
+        before = ONE
+        for at, axis in enumerate(shape):
+            if axis:
+                found[before, axis] = at - len(shape)
+            before = before * size_of(axis)
+    matched, before = dict[int, int](), ONE
+    for at, axis in enumerate(old):
+        if axis and (before, axis) in places:
+            matched[at - len(old)] = places[before, axis]
+        before = before * size_of(axis)
+    return matched
+
+
+def reshape(call: Reading) -> Made:
+    """Reshape: 0 takes the size of the input, -1 what is left."""
+    taken, targets = call.input(0), call.input(1).items
+    if targets is None or taken.shape is None:
+        return Made(UNKNOWN)
+    sizes = [size_of(axis) for axis in taken.shape]
+    found: list[Term] = []
+    for at, target in enumerate(targets):
+        copies = at < len(sizes) and not call.node.number("allowzero", 0)
+        # Where the past is empty, its length as a size stands for that of the input.
+        if target.number is None and not call.lengths.at_least(target, 1) and not (copies and sizes[at] is target):
+            return Made(UNKNOWN)
+        found.append(sizes[at] if copies and target is ZERO else target)
+    opened = [at for at, target in enumerate(found) if target.number == -1]
+    empty = any(not call.lengths.at_least(size, 1) for at, size in enumerate(found) if at not in opened)
+    if len(opened) > 1 or (opened and empty):
+        return Made(UNKNOWN)
+    if opened:
+        whole, rest = _product(sizes), _product([one for at, one in enumerate(found) if at != opened[0]])
+        left = whole.divided(rest) if rest.parts else None
+        if left is None:
+            return Made(UNKNOWN)
+        found[opened[0]] = left
+    return viewed(call, taken, found)
+
+
+def _product(sizes: Sequence[Term]) -> Term:
+    found = ONE
+    for size in sizes:
+        found = found * size
+    return found
+
+
+def flatten(call: Reading) -> Made:
+    """Flatten: two axes."""
+    shape = call.input(0).shape
+    if shape is None:
+        return Made(UNKNOWN)
+    at = call.node.number("axis", 1)
+    sizes = [size_of(axis) for axis in shape]
+    return viewed(call, call.input(0), [_product(sizes[:at]), _product(sizes[at:])])
+
+
+def unsqueeze(call: Reading) -> Made:
+    """Unsqueeze: axes of one element."""
+    shape, axes = call.input(0).shape, call.numbers(1, "axes")
+    if shape is None or axes is None:
+        return Made(UNKNOWN)
+    rank = len(shape) + len(axes)
+    added, left = {axis % rank for axis in axes}, iter(shape)
+    return viewed(call, call.input(0), [ONE if at in added else size_of(next(left)) for at in range(rank)])
+
+
+def squeeze(call: Reading) -> Made:
+    """Squeeze: axes of one element go."""
+    shape, axes = call.input(0).shape, call.numbers(1, "axes")
+    if shape is None or (axes is None and (call.has(1) or any(axis and is_open(axis) for axis in shape))):
+        return Made(UNKNOWN)
+    gone = {axis % len(shape) for axis in axes} if axes is not None else {a for a, axis in enumerate(shape) if not axis}
+    if any(shape[at] for at in gone):
+        return Made(UNKNOWN)
+    return viewed(call, call.input(0), [size_of(axis) for at, axis in enumerate(shape) if at not in gone])
+
+
+def is_open(axis: Axis) -> bool:
+    """Whether the length of an axis is no number: it may be 1."""
+    return any(factor.number is None for factor in axis)
+
+
+def transpose(call: Reading) -> Made:
+    """Transpose: axes in another order."""
+    taken = call.input(0)
+    if taken.shape is None:
+        return Made(UNKNOWN)
+    rank = len(taken.shape)
+    order = call.node.numbers("perm") or tuple(reversed(range(rank)))
+    if sorted(order) != list(range(rank)):
+        return Made(UNKNOWN)
+    axes = {old - rank: new - rank for new, old in enumerate(order)}
+    counted = [new - rank for new, old in enumerate(order) if call.lengths.counts(taken.shape[old])]
+    if call.lengths.first and [order[at] for at in counted] != sorted(order[at] for at in counted):
+        # In the first call queries and keys are known by their order alone.
+        return Made(Type(taken.kind, tuple(taken.shape[old] for old in order)))
+    made = moved(call, [taken.shape[old] for old in order], axes, replace(taken, items=None))
+    if taken.items is not None:
+        made = replace(made, items=taken.items) if rank < 2 else UNKNOWN
+    return Made(made, ("permute", order))
+
+
+def expand(call: Reading) -> Made:
+    """Expand: broadcast to a shape."""
+    taken, targets = call.input(0), call.input(1).items
+    if targets is None or taken.shape is None:
+        return Made(UNKNOWN)
+    wanted = Type("i", tuple(axis_of(target) for target in targets))
+    shape = call.broadcast([taken, wanted])
+    if shape is None:
+        return Made(UNKNOWN)
+    return Made(_broadcast(call, taken, shape), 0)
+
+
+def _broadcast(call: Reading, taken: Type, shape: tuple[Axis, ...]) -> Type:
+    """A value broadcast to a shape: one element may become many."""
+    linear = linear_of(taken)
+    if linear is not None:
+        return replace(taken, shape=shape, linear=linear, items=None, past=False)
+    return call.opaque(shape, [taken], taken.kind, is_calm(taken), taken.regions)
+
+
+def tile(call: Reading) -> Made:
+    """Tile: axes of one element are repeated; others where they are the same in all calls."""
+    taken, repeats = call.input(0), call.input(1).items
+    if repeats is None or taken.shape is None or len(repeats) != len(taken.shape):
+        return Made(UNKNOWN)
+    pairs = list(zip(taken.shape, repeats, strict=True))
+    shape = tuple(axis_of(times, *axis) for axis, times in pairs)
+    if all(not axis or times is ONE for axis, times in pairs):
+        return Made(_broadcast(call, taken, shape), 0)
+    if constant_of(taken) is not None:
+        return Made(_broadcast(call, taken, shape))
+    whole = all(times is ONE or not axis or (is_fixed(axis) and times.number) for axis, times in pairs)
+    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)) if whole else Type(taken.kind, shape))
+
+
+def shape_of(call: Reading) -> Made:
+    """Shape: the lengths of the axes."""
+    shape = call.input(0).shape
+    if shape is None:
+        return Made(UNKNOWN)
+    rank = len(shape)
+    start, end = call.node.number("start", 0), call.node.number("end", rank)
+    sizes = tuple(size_of(axis) for axis in shape[slice(start, end)])
+    return Made(Type("i", (axis_of(number(len(sizes))),), items=sizes))
+
+
+def size(call: Reading) -> Made:
+    """Size: the number of elements."""
+    shape = call.input(0).shape
+    return Made(UNKNOWN if shape is None else Type("i", (), items=(_product([size_of(axis) for axis in shape]),)))
+
+
+def range_(call: Reading) -> Made:
+    """Range: numbers that count up by 1."""
+    bounds = [constant_of(call.input(at)) for at in range(3)]
+    terms = [number(int(one)) if isinstance(one, float) and one == int(one) else one for one in bounds]
+    start, end, step = terms
+    if not isinstance(start, Term) or not isinstance(end, Term) or step is not ONE:
+        return Made(UNKNOWN)
+    count = end - start
+    if not call.lengths.at_least(count, 0):
+        return Made(UNKNOWN)
+    kind, size = call.input(0).kind, count.number
+    items = tuple(start + number(one) for one in range(size)) if size is not None and size <= MOST_ITEMS else None
+    return Made(
+        Type(kind, (axis_of(count),), items=items, linear=(start, ((-1, 1),)) if count is not ONE else (start, ()))
+    )
+
+
+def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
+    """ConstantOfShape: one number in a shape."""
+    targets = call.input(0).items
+    if targets is None:
+        return Made(UNKNOWN)
+    return Made(Type(kind, tuple(axis_of(one) for one in targets), linear=(value, ())))
+
+
+def identity(call: Reading) -> Made:
+    """Identity: the same value."""
+    return Made(call.input(0), 0)
+
+
+RULES: dict[str, Rule] = {
+    "Identity": identity,
+    "Reshape": reshape,
+    "Flatten": flatten,
+    "Unsqueeze": unsqueeze,
+    "Squeeze": squeeze,
+    "Transpose": transpose,
+    "Expand": expand,
+    "Tile": tile,
+    "Shape": shape_of,
+    "Size": size,
+    "Range": range_,
+}

@@ -1,0 +1,221 @@
+"""Position types: what a value of one call is, as a part of one function of absolute positions.
+
+An axis as long as the new tokens has the absolute positions `past ... past + new - 1`, one as long as past or total has
+those from 0 on; any other axis is the same in all calls, and rows of the batch stand for themselves. A value is
+*uniform* if each element is a function of its absolute indexes, of tokens and entries of the cache: the same function
+in every call of a sequence, whatever its past and its number of new tokens. Equal functions have equal keys.
+
+A call is a part of the sequence, and it knows nothing of later tokens. So a uniform value depends on no later token.
+"""
+
+from dataclasses import replace
+
+from kvdoctor.analysis.proof.terms import BATCH, NEW, ONE, PAST, VARYING, Term, number, symbol
+from kvdoctor.records import record
+
+Axis = tuple[Term, ...]
+"""The factors of a length in their order, from the outermost; empty for a length of 1."""
+
+BURY, HIDE, PLAIN, FINITE = "bury", "hide", "plain", "finite"
+"""At most -1e30, and at most -10,000, whatever was added to it; an ordinary number that a model computes; any number
+but an infinite one."""
+
+HIDDEN, MODERATE = -1e4, 1e3
+BURIED, SMALLEST = -1e30, 1e-6
+"""A number that still hides a score after a product with one that is not smaller than the second."""
+
+Mark = float | str | None
+"""What is known of the elements of a region: a number, BURY, HIDE, PLAIN, FINITE, or nothing."""
+
+Region = tuple[tuple[int, int], tuple[Mark, Mark, Mark]]
+"""Two axes counted from the end, rows and columns, and what is known where the absolute position of the column is
+greater than that of the row, the same, and smaller."""
+
+Linear = tuple[Term | float, tuple[tuple[int, int], ...]]
+"""A number, and the factors of the indexes along some axes, counted from the end: the value at each index."""
+
+
+@record
+class Type:
+    """The position type of a value.
+
+    Attributes:
+        kind: `f`, `i` or `b`: floats, integers or booleans.
+        shape: its axes; None where they are unknown.
+        items: the elements of a small tensor of integers, row by row.
+        linear: its elements as a linear function of their indexes.
+        uniform: whether it is uniform, where it has neither items nor a linear function.
+        calm: whether no element is so far below zero that it hides a score.
+        regions: what is known of the elements of a mask, or of masked scores.
+        last: whether it is that of the last token alone, of a uniform value.
+        past: whether it is the past of a slot, at most in another order of its axes.
+        grid: of places that are listed along the last axis, the linear function of each.
+    """
+
+    kind: str
+    shape: tuple[Axis, ...] | None
+    items: tuple[Term, ...] | None = None
+    linear: Linear | None = None
+    uniform: bool = False
+    calm: bool = False
+    regions: tuple[Region, ...] = ()
+    last: bool = False
+    past: bool = False
+    grid: tuple[Linear, ...] = ()
+
+
+UNKNOWN = Type("f", None)
+
+
+ROWS = symbol(BATCH)
+
+
+class Lengths:
+    """How the lengths of one walk read: the first call of a sequence, one new token a call, or any.
+
+    `opset` is that of the graph; `one_float` says that all its floats are of one type.
+    """
+
+    def __init__(self, first: bool = False, single: bool = False, opset: int = 0, one_float: bool = False) -> None:
+        self.opset, self.one_float = opset, one_float
+        self.past = number(0) if first else symbol(PAST)
+        self.new, self.first, self.single = symbol(NEW), first, single
+        self.total = self.past + self.new
+
+    def reduced(self, term: Term) -> Term:
+        """A number as it is in this walk, where one new token is a number."""
+        return term.replaced(NEW, ONE) if self.single else term
+
+    def at_least(self, term: Term, least: int) -> bool:
+        """Whether a number is never smaller."""
+        lowest = self.reduced(term).least()
+        return lowest is not None and lowest >= least
+
+    def equal(self, one: Term, other: Term) -> bool | None:
+        """Whether two numbers are equal; None where that depends on the call."""
+        if one is other or self.reduced(one - other).number == 0:
+            return True
+        apart = self.at_least(one - other, 1) or self.at_least(other - one, 1)
+        return False if apart else None
+
+    def offset(self, axis: Axis) -> Term | None:
+        """The absolute position of the first index along an axis; None where the axis has none."""
+        if len(axis) > 1 or any(symbol in (BATCH,) for factor in axis for symbol in factor.symbols):
+            return None
+        if not axis or is_fixed(axis):
+            return number(0)
+        if axis[0] is self.new:
+            return self.past
+        return number(0) if axis[0] in (self.past, self.total) else None
+
+    def counts(self, axis: Axis) -> bool:
+        """Whether an axis counts tokens."""
+        return any(one in (self.new, self.past, self.total) for one in axis)
+
+    def is_row(self, axis: Axis) -> bool:
+        """Whether an axis counts the new tokens."""
+        return axis == (self.new,)
+
+    def is_total(self, axis: Axis) -> bool:
+        """Whether an axis counts all tokens."""
+        return axis == (self.total,)
+
+    def is_proper(self, axis: Axis) -> bool:
+        """Whether each index along an axis has an absolute position in every call."""
+        counted = (self.new, self.past, self.total)
+        return all(one in counted or one is ROWS or not one.symbols & VARYING for one in axis)
+
+    def canonical(self, shape: tuple[Axis, ...]) -> tuple[object, ...]:
+        """A shape that is the same in every call: past, new and total lengths are the length of the sequence."""
+        counted = (self.new, self.past, self.total)
+        return tuple(tuple("tokens" if one in counted else one for one in axis) for axis in shape)
+
+    def absolute(self, kind: Type) -> Linear | None:
+        """The linear function of a type over absolute positions, where it is the same in every call."""
+        if kind.linear is None or kind.shape is None:
+            return None
+        start, factors = kind.linear
+        if isinstance(start, float):
+            return kind.linear
+        for at, factor in factors:
+            first = self.offset(kind.shape[at])
+            if first is None:
+                return None
+            start = start - first.times(factor)
+        return None if start.symbols & VARYING else (start, factors)
+
+    def is_uniform(self, kind: Type) -> bool:
+        """Whether a value is uniform."""
+        if kind.linear is not None:
+            return self.absolute(kind) is not None
+        if kind.items is not None:
+            return not any(term.symbols & VARYING for term in kind.items)
+        return kind.uniform and kind.shape is not None
+
+
+def is_fixed(axis: Axis) -> bool:
+    """Whether an axis has the same length in every call."""
+    return not any(factor.symbols & VARYING for factor in axis)
+
+
+def size_of(axis: Axis) -> Term:
+    """The length of an axis."""
+    found = ONE
+    for factor in axis:
+        found = found * factor
+    return found
+
+
+def axis_of(*lengths: Term) -> Axis:
+    """An axis whose length is a product, with neighboring numbers multiplied."""
+    found: list[Term] = []
+    for length in lengths:
+        if length is ONE:
+            continue
+        if found and length.number is not None and found[-1].number is not None:
+            found[-1] = found[-1] * length
+        else:
+            found.append(length)
+    return tuple(found)
+
+
+def constant_of(kind: Type) -> Term | float | None:
+    """The number that all elements of a value have."""
+    if kind.linear is not None and not kind.linear[1]:
+        return kind.linear[0]
+    if kind.items and all(one is kind.items[0] for one in kind.items):
+        return kind.items[0]
+    return None
+
+
+def plain_number(value: Term | float | None) -> float | None:
+    """A number without symbols, as a float."""
+    if isinstance(value, Term):
+        value = value.number
+    return None if value is None else float(value)
+
+
+def linear_of(kind: Type) -> Linear | None:
+    """The linear function of a value, also of one number."""
+    if kind.linear is not None:
+        return kind.linear
+    value = constant_of(kind)
+    return None if value is None else (value, ())
+
+
+MOST_ITEMS = 64
+
+
+def settled(kind: Type) -> Type:
+    """A type without indexes along axes of one element, and with the elements of a short list of equal integers."""
+    if kind.linear is None or kind.shape is None:
+        return kind
+    start, factors = kind.linear
+    shape = kind.shape
+    if any(not shape[at] for at, _ in factors):
+        factors = tuple((at, factor) for at, factor in factors if shape[at])
+        kind = replace(kind, linear=(start, factors))
+    if kind.items is not None or factors or len(shape) > 1 or not isinstance(start, Term) or kind.kind == "f":
+        return kind
+    count = size_of(shape[0]).number if shape else 1
+    return replace(kind, items=(start,) * count) if count is not None and count <= MOST_ITEMS else kind

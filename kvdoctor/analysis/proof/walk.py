@@ -1,0 +1,232 @@
+"""One walk over a decoder: the type and the key of each value, by the rules of its operators.
+
+Layers repeat: what a rule says of a node is known for each further node of the same operator, attributes and types.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvdoctor.analysis.proof import combining, elementwise, parts, shaping
+from kvdoctor.analysis.proof.call import Made, Reading, Rule
+from kvdoctor.analysis.proof.terms import Term
+from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Type, settled
+from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import CONTRIB
+from kvdoctor.records import record
+
+RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **parts.RULES, **combining.RULES}
+
+
+@record
+class Typed:
+    """A value of a walk.
+
+    Attributes:
+        type: its position type.
+        key: the number of its function; equal functions have equal ones.
+        broken: the first node whose result is not uniform, of those that it is computed from.
+    """
+
+    type: Type
+    key: int
+    broken: FlatNode | None = None
+
+
+@dataclass
+class Keys:
+    """The functions of absolute positions by number, and what each is."""
+
+    numbers: dict[Any, int] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
+
+    def of(self, *what: Any) -> int:
+        """The number of a function."""
+        found = self.numbers.get(what)
+        if found is None:
+            found = self.numbers[what] = len(self.parts)
+            self.parts.append(what)
+        return found
+
+    def permuted(self, key: int, order: Sequence[int]) -> int:
+        """The number of a function with its axes in another order."""
+        what, order = self.parts[key], tuple(order)
+        if what[0] == "permute" and len(what[2]) == len(order):
+            key, order = what[1], tuple(what[2][at] for at in order)
+        return key if order == tuple(range(len(order))) else self.of("permute", key, order)
+
+    def viewed(self, key: int, old: Any, new: Any) -> int:
+        """The number of a function under another shape."""
+        what = self.parts[key]
+        if what[0] == "view" and what[3] == old:
+            key, old = what[1], what[2]
+        return key if old == new else self.of("view", key, old, new)
+
+    def unviewed(self, slot: int, key: int) -> tuple[str, int] | None:
+        """The slot of a value that is a past, and a function under the axes of the slot."""
+        what = self.parts[slot]
+        while what[0] != "slot":
+            if what[0] == "permute":
+                key = self.permuted(key, sorted(range(len(what[2])), key=what[2].__getitem__))
+            elif what[0] == "view":
+                key = self.viewed(key, what[3], what[2])
+            else:
+                return None
+            what = self.parts[what[1]]
+        return what[1], key
+
+
+@dataclass
+class Walk:
+    """The values of one graph, under one reading of its lengths.
+
+    `streams` are the functions that the entries of each slot must be, and `limits` the totals up to which tables
+    reach, by the value that ends there.
+    """
+
+    flow: Flow
+    lengths: Lengths
+    keys: Keys
+    values: dict[str, Typed]
+    streams: dict[str, set[int]] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
+    known: dict[Any, tuple[list[Made], list[tuple[int, int]]]] = field(default_factory=dict)
+    types: dict[Type, Type] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Give each value its type."""
+        for name, one in self.values.items():
+            kind = self._one_of(settled(one.type))
+            key = one.key if kind.linear is None and kind.items is None else self._number_of(kind)
+            self.values[name] = Typed(kind, key, one.broken)
+        for node in self.flow.nodes:
+            self._visit(node)
+
+    def _one_of(self, one: Type) -> Type:
+        return self.types.setdefault(one, one)
+
+    def _visit(self, node: FlatNode) -> None:
+        values, proto, inputs = self.values, node.proto, node.inputs
+        taken = [values.get(name) if name else None for name in inputs]
+        if len(taken) > 1 and node.has("copy"):
+            self._choose(node, taken)
+            return
+        mark = (node.op, proto.domain, self._attributes(node) if proto.attribute else b"", len(node.outputs))
+        key = (mark, tuple([id(one.type) if one else name for one, name in zip(taken, inputs, strict=True)]))
+        found = self.known.get(key)
+        if found is None:
+            missing = any(name and name not in values for name in inputs)
+            found = self.known[key] = ([Made(UNKNOWN)], []) if missing else self._ask(node, taken)
+        made, limits = found
+        for limit, index in limits:
+            self._limit(node, index, limit)
+        for at, name in enumerate(node.outputs):
+            if name:
+                one = made[at] if at < len(made) else Made(UNKNOWN)
+                values[name] = self._name(node, mark, at, one, taken)
+
+    def _attributes(self, node: FlatNode) -> Any:
+        if node.call is not None:
+            return (id(node.proto), id(node.call))
+        return b"".join(sorted([one.SerializeToString() for one in node.proto.attribute]))
+
+    def _choose(self, node: FlatNode, taken: Sequence[Typed | None]) -> None:
+        """The result of a branch: what both bodies return, where it is the same."""
+        first = taken[0]
+        same = first is not None and all(one and one.type is first.type and one.key == first.key for one in taken)
+        made = first if same and first is not None else Typed(UNKNOWN, self.keys.of("broken", node.index, 0), node)
+        self.values[node.outputs[0]] = made
+
+    def _ask(self, node: FlatNode, taken: Sequence[Typed | None]) -> tuple[list[Made], list[tuple[int, int]]]:
+        """What the rule of a node says."""
+        call = Reading(node, [one.type if one else None for one in taken], self.lengths)
+        rule = RULES.get(node.op)
+        if node.has("fill"):
+            made: Any = shaping.constant_of_shape(call, *read_fill(node))
+        elif rule is None or (node.domain not in ("", CONTRIB)):
+            made = Made(UNKNOWN)
+        else:
+            try:
+                made = rule(call)
+            except (ArithmeticError, LookupError, ValueError):  # a node that no runtime would take
+                made = Made(UNKNOWN)
+        listed = made if isinstance(made, list) else [made]
+        return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits
+
+    def _limit(self, node: FlatNode, index: int, limit: int) -> None:
+        name = node.input(index)
+        self.limits[name] = min(limit, self.limits.get(name, limit))
+
+    def _name(self, node: FlatNode, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> Typed:
+        """The key of a result, and the node that broke its type."""
+        kind = one.type
+        if kind.linear is not None or kind.items is not None:
+            return Typed(kind, self._number_of(kind))
+        if kind.uniform:
+            return Typed(kind, self._key(mark, at, one, taken))
+        broken = next((t.broken for t in taken if t is not None and t.broken is not None), node)
+        return Typed(kind, self.keys.of("broken", node.index, at), broken)
+
+    def _number_of(self, kind: Type) -> int:
+        """The key of numbers: what they are, by absolute position where that is the same in every call."""
+        found = self.numbers.get(id(kind))
+        if found is None:
+            absolute = self.lengths.absolute(kind)
+            what = ("items", kind.items, kind.linear) if absolute is None else ("linear", absolute)
+            found = self.numbers[id(kind)] = self.keys.of(kind.kind, *what)
+        return found
+
+    def _key(self, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> int:
+        inputs = [t.key if t else -1 for t in taken]
+        if one.how is None:
+            return self.keys.of("node", mark, at, *inputs)
+        return inputs[one.how] if isinstance(one.how, int) else self._key_of(one.how, mark, inputs)
+
+    def _key_of(self, how: tuple[Any, ...], mark: Any, inputs: list[int]) -> int:
+        """The key of what a rule says was done."""
+        keys = self.keys
+        if how[0] == "view":
+            return keys.viewed(inputs[0], how[1], how[2])
+        if how[0] == "permute":
+            return keys.permuted(inputs[0], how[1])
+        if how[0] == "join":
+            self._expect(inputs[0], inputs[1])
+            return inputs[1]
+        if how[0] == "compare":
+            return keys.of(*how)
+        if how[0] == "attended":
+            made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in (3, 4)))
+            self._expect(inputs[how[1]], made)
+            return made
+        if how[0] == "rotated":
+            return keys.of("rotated", mark, *(inputs[at] for at in how[1:]))
+        return keys.of(*how, mark if how[0] == "output" else "", *inputs[: 1 if how[0] != "output" else None])
+
+    def _expect(self, slot: int, key: int) -> None:
+        """Note which function the entries of a slot must be."""
+        found = self.keys.unviewed(slot, key)
+        if found is not None:
+            self.streams.setdefault(found[0], set()).add(found[1])
+
+
+def read_fill(node: FlatNode) -> tuple[Term | float, str]:
+    """The number and kind with which ConstantOfShape fills."""
+    from kvdoctor.analysis.proof.constants import read_constant
+
+    attribute = node.attribute("value")
+    if attribute is None:
+        return 0.0, "f"
+    found = read_constant(attribute.t, None)
+    value = found.linear[0] if found.linear is not None else (found.items or (None,))[0]
+    return (0.0, "?") if value is None else (value, found.kind)
+
+
+def merged_limits(walks: Sequence[Walk]) -> Mapping[str, int]:
+    """The totals up to which tables reach, over several walks."""
+    found: dict[str, int] = {}
+    for walk in walks:
+        for name, limit in walk.limits.items():
+            found[name] = min(limit, found.get(name, limit))
+    return found

@@ -1,0 +1,201 @@
+"""What is proved for every length: nothing of a faulty model, most healthy ones, and each type against runs."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from support.text_fixtures import load_all
+
+from kvdoctor.analysis.contract_reader import read_contract
+from kvdoctor.analysis.model_folder import open_folder
+from kvdoctor.analysis.proof import Proof
+from kvdoctor.analysis.proof.prove import Prover, prove
+from kvdoctor.analysis.proof.terms import BATCH, NEW, PAST, Term, number, symbol
+from kvdoctor.analysis.proof.types import HIDDEN, HIDE, Axis, Lengths
+from kvdoctor.analysis.proof.walk import Typed, Walk
+from kvdoctor.contract import CacheContract
+
+EXPORTS = Path(__file__).parents[1] / "fixtures" / "exports"
+OF_LENGTHS = {
+    *("mask-not-offset", "positions-not-offset", "past-ignored", "not-causal", "keys-change-with-length"),
+    *("present-drops-past", "present-rewrites-past", "present-does-not-grow", "new-entries-wrong", "cached-differs"),
+    *("cache-misread", "chunk-differs", "chunk-fails", "batch-rows-interact", "wrong-at-lengths", "branches-disagree"),
+    *("past-without-present", "present-without-past", "past-axis-frozen", "step-fails", "nondeterministic"),
+    *("sequence-axis-frozen", "empty-past-rejected"),
+}
+"""Findings on lengths, positions, masks, entries of the cache and rows: a model with one is never proved."""
+
+
+def proofs_of(folder: Path) -> list[Proof]:
+    """The proof of each stack of a folder."""
+    opened = open_folder(str(folder))
+    found = (prove(stack, read_contract(stack, opened.side_cars)) for stack in opened.stacks)
+    return [proof for proof in found if proof is not None]
+
+
+@pytest.mark.parametrize("name", [n for n, f in load_all().items() if OF_LENGTHS & {one.name for one in f.expect}])
+def test_a_model_with_a_fault_of_lengths_is_not_proved(name: str, tmp_path: Path) -> None:
+    for proof in proofs_of(load_all()[name].write(tmp_path)):
+        assert not proof.holds
+
+
+def test_most_healthy_models_that_grow_are_proved(tmp_path: Path) -> None:
+    healthy = [name for name, fixture in load_all().items() if fixture.healthy and not fixture.platform]
+    proofs = {name: proofs_of(load_all()[name].write(tmp_path / name)) for name in healthy}
+    proved = [name for name, found in proofs.items() if found and all(proof.holds for proof in found)]
+    assert len(proved) >= 60
+    assert {"decoder-only-healthy", "merged-healthy", "pair-healthy", "layout-gqa-growing-healthy"} <= set(proved)
+
+
+@pytest.mark.parametrize(
+    ("folder", "up_to", "single", "reason"),
+    [
+        ("gpt2", 64, False, ""),
+        ("llama-gqa", None, False, ""),
+        ("marian-4.46.3", 64, True, "Softmax"),
+        ("marian-4.57.6", 64, False, ""),
+        ("t5", None, False, ""),
+        ("whisper", 64, False, ""),
+    ],
+)
+def test_real_exports_are_proved(folder: str, up_to: int | None, single: bool, reason: str) -> None:
+    """In older Marian exports the cached branch has no mask: several new tokens see one another."""
+    for proof in proofs_of(EXPORTS / folder):
+        assert (proof.up_to, proof.single) == (up_to, single)
+        assert [one.split()[0] for one in proof.exceptions] == ([reason] if reason else [])
+
+
+def test_what_is_not_proved_names_the_node(tmp_path: Path) -> None:
+    [proof] = proofs_of(load_all()["positions-not-offset"].write(tmp_path))
+    assert proof == Proof(exceptions=('Gather "places"',))
+
+
+ROWS, TOKENS = 2, 7
+CALLS = ((0, 7), (0, 3), (3, 4), (5, 2), (6, 1), (2, 2))
+"""Past and new tokens of each call; the first one is what the others are compared with."""
+
+
+@cache
+def walk_over(folder: Path) -> tuple[onnx.ModelProto, CacheContract, Walk]:
+    """A model of one graph with all its values as outputs, and the types of these."""
+    opened = open_folder(str(folder))
+    [stack] = opened.stacks
+    contract = read_contract(stack, opened.side_cars)
+    walk = Prover(stack, contract).walk("decode", Lengths(opset=20), {})
+    model = onnx.load(folder / stack.main.name)
+    known = {output.name for output in model.graph.output}
+    made = [name for node in model.graph.node for name in node.output if name and name not in known]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
+    return model, contract, walk
+
+
+def feeds(contract: CacheContract, past: int, new: int, streams: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a call: tokens of one fixed sequence, and the entries that earlier steps returned."""
+    total, found = past + new, dict[str, Any]()
+    tokens = np.random.default_rng(1).integers(4, 12, (ROWS, TOKENS))
+    for port in contract.graph("decode").inputs:
+        values = {
+            "token_ids": tokens[:, past:total],
+            "attention_mask": np.ones((ROWS, total), np.int64),
+            "position_ids": np.broadcast_to(np.arange(past, total), (ROWS, new)),
+        }
+        if port.role in values:
+            found[port.name] = np.ascontiguousarray(values[port.role], np.int64)
+    for slot in contract.slots:
+        sizes = {"batch": ROWS, "past": 0}
+        shape = [sizes.get(axis, dim) for axis, dim in zip(slot.axes, slot.shape, strict=True)]
+        stream = streams.get(slot.present or "", np.zeros(shape, np.float32))
+        found[slot.past] = stream.take(range(past), axis=slot.length_axis)
+    return found
+
+
+def value_of(term: Term, past: int, new: int) -> int:
+    """A number in one call."""
+    for name, value in ((PAST, past), (NEW, new), (BATCH, ROWS)):
+        term = term.replaced(name, number(value))
+    assert term.number is not None
+    return term.number
+
+
+def places(shape: tuple[Axis, ...], lengths: Lengths, past: int, new: int) -> tuple[Any, ...]:
+    """The absolute places of the elements of a value of one call."""
+    ends = {(lengths.new,): slice(past, past + new), (lengths.total,): slice(past + new), (lengths.past,): slice(past)}
+    return tuple(ends.get(axis, slice(None)) for axis in shape)
+
+
+def check_numbers(value: Any, one: Typed, past: int, new: int) -> None:
+    """The numbers that a type claims to know."""
+    kind = one.type
+    if kind.items is not None:
+        assert value.reshape(-1).tolist() == [value_of(item, past, new) for item in kind.items]
+    if kind.linear is not None:
+        start, factors = kind.linear
+        wanted: Any = start if isinstance(start, float) else value_of(start, past, new)
+        for at, factor in factors:
+            index = np.arange(value.shape[at]).reshape(-1, *[1] * (-at - 1))
+            wanted = wanted + factor * index
+        assert np.allclose(np.asarray(value, np.float64), wanted, rtol=1e-6)
+
+
+def check_regions(value: Any, one: Typed, lengths: Lengths, past: int) -> None:
+    """What a type claims to know above, on and below the diagonal."""
+    shape = one.type.shape or ()
+    for (row, column), marks in one.type.regions:
+        firsts = [past if lengths.is_row(shape[at]) else 0 for at in (row, column)]
+        moved = np.moveaxis(value, (row, column), (-2, -1))
+        apart = firsts[1] - firsts[0] + np.arange(moved.shape[-1]) - np.arange(moved.shape[-2])[:, None]
+        for mark, region in zip(marks, (apart > 0, apart == 0, apart < 0), strict=True):
+            found = moved[..., region].astype(np.float64)
+            if isinstance(mark, float):
+                assert (found == mark).all()
+            elif mark == HIDE:
+                assert (found <= HIDDEN / 2).all()
+
+
+MODELS = (
+    *("gpt2", "llama-gqa"),
+    *("decoder-only-healthy", "mask-not-offset", "positions-not-offset", "layout-heads-first-healthy"),
+    *("not-causal", "batch-rows-interact", "wrong-at-lengths-far"),
+)
+"""Models of one graph whose inputs this test can feed, and whose pasts are joined with what they hold."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_uniform_value_is_the_same_function_in_every_call(name: str, tmp_path: Path) -> None:
+    """Every value of healthy and faulty graphs: where its type claims something, all calls agree with it."""
+    folder = EXPORTS / name if (EXPORTS / name).is_dir() else load_all()[name].write(tmp_path)
+    model, contract, walk = walk_over(folder)
+    names, session, lengths = [output.name for output in model.graph.output], ReferenceEvaluator(model), walk.lengths
+    whole: dict[str, Any] = {}
+    for past, new in CALLS:
+        fed = feeds(contract, past, new, whole)
+        found = dict(zip(names, session.run(names, fed), strict=True))
+        whole = whole or found
+        for value_name, value in found.items():
+            one = walk.values.get(value_name)
+            if one is None or one.type.shape is None:
+                continue
+            check_numbers(value, one, past, new)
+            check_regions(value, one, lengths, past)
+            plain = all(len(axis) < 2 and axis != (lengths.past,) for axis in one.type.shape)
+            if lengths.is_uniform(one.type) and not one.type.last and plain:
+                expected = whole[value_name][places(one.type.shape, lengths, past, new)]
+                assert np.allclose(value, np.broadcast_to(expected, value.shape), atol=1e-4, equal_nan=True), value_name
+    assert sum(lengths.is_uniform(one.type) for one in walk.values.values()) > len(names) / 3
+
+
+def test_a_length_is_compared_for_every_call() -> None:
+    past, new = symbol(PAST), symbol(NEW)
+    lengths = Lengths()
+    assert lengths.at_least(past + new, 1)
+    assert not lengths.at_least(past, 1)
+    assert lengths.equal(past + new, new + past)
+    assert lengths.equal(past, number(-1)) is False
+    assert lengths.equal(new, number(1)) is None
+    assert Lengths(single=True).equal(new, number(1))
+    assert (past + new).times(8).divided(past + new) is number(8)
+    assert (past * new).divided(new) is past
