@@ -27,7 +27,7 @@ def batch_mean(export: Export) -> None:
 
 
 @fault(
-    "cached-differs",
+    "batch-rows-interact",
     "once there is a past, embeddings are larger by a row's place in the batch",
     tuple(name for name in ALL if name != "bloom"),  # whose embeddings are normalized at once
     severity="warning",

@@ -8,7 +8,7 @@ is no fault of the model.
 from kvdoctor.analysis.axes import unequal_axes
 from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.slot_rules import proven_part
-from kvdoctor.analysis.stacks import OnnxFile, has_named_logits, makes_logits
+from kvdoctor.analysis.stacks import FLOATS, OnnxFile, has_named_logits, makes_logits
 from kvdoctor.contract import CacheContract
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.operators import operator_of
@@ -19,6 +19,14 @@ def returns_logits(file: OnnxFile) -> bool:
     """Whether a graph returns logits: by name, or as a float output as wide as the embedding table has rows."""
     view, flow = file.view, file.dataflow
     return view is not None and (has_named_logits(view) or (flow is not None and makes_logits(view, flow)))
+
+
+def is_cacheless(file: OnnxFile) -> bool:
+    """Whether a graph returns logits and has no float input and output of four or more axes, which may be a cache."""
+    if not returns_logits(file) or file.view is None:
+        return False
+    sides = (file.view.inputs.values(), file.view.outputs.values())
+    return not all(any(port.dtype in FLOATS and len(port.shape or ()) >= 4 for port in side) for side in sides)
 
 
 def find_constant_caches(file: OnnxFile) -> tuple[str, ...]:

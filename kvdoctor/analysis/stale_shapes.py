@@ -52,6 +52,8 @@ def compare_declared(
         shape, one = found.get(value.name), declared(value)
         if shape is None or one.shape is None or len(shape) != len(one.shape) or value.name in presents:
             continue
+        if 0 in shape:  # an output that one branch leaves empty
+            continue
         pairs = enumerate(zip(one.shape, shape, strict=True))
         axes = tuple(at for at, (size, length) in pairs if known.get(str(size), length) != length)
         if axes:

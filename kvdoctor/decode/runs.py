@@ -141,7 +141,8 @@ class FaultLocation:
     `scope` is the path of branches and functions that the node stands in, `layer` counts from 0. `shapes` are the
     tensors that came in, by the names of the graph; `provenance` says of each axis or value concerned where it came
     from; `frozen_by` is the constant that holds it where one does. `source` is the component at fault,
-    and `words` give the reason. `cause` is the check whose fault the place shows, empty where it shows none.
+    and `words` give the reason. `cause` is the check whose fault the place shows, empty where it shows none. `scores`
+    says that the value which differs goes to a softmax as it is.
     """
 
     node: Node | None
@@ -153,6 +154,7 @@ class FaultLocation:
     source: FaultSource
     words: str
     cause: str = ""
+    scores: bool = False
 
 
 @record

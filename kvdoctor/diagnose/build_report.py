@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.configs import declared_windows, encoder_length
-from kvdoctor.analysis.lost_caches import returns_logits
+from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.memory import plan_memory
 from kvdoctor.analysis.model_folder import ModelFolder, SideCars
 from kvdoctor.analysis.slot_memory import Workload
@@ -44,7 +44,7 @@ def build_report(
     verdict = decide(command, findings, results.not_checked, options.fail_on)
     # There is no verdict where no stack that was read is a decoder with a KV cache.
     none = all(stack.contract is not None and stack.contract.no_decoder for stack in stacks)
-    none = none if stacks else any(map(returns_logits, folder.files)) or {f.role for f in folder.files} == {"encoder"}
+    none = none if stacks else any(map(is_cacheless, folder.files)) or {f.role for f in folder.files} == {"encoder"}
     return Report(
         command=command,
         arguments=options.as_arguments(),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvdoctor import addons
 from kvdoctor.analysis.contract_reader import add_observed_sizes, read_contract
 from kvdoctor.analysis.lm_head import NoHead, find_heads
-from kvdoctor.analysis.lost_caches import returns_logits
+from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.stacks import StackFiles
@@ -126,7 +126,7 @@ def _explain_no_stack(folder: ModelFolder) -> str:
             exported = f"kvdoctor re-export --from {as_argument(folder.shown)} -o {free_name('EXPORTED')}"
             return f"no .onnx file in {folder.shown}, but a checkpoint of PyTorch; export it: {exported}"
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
-    if (cacheless := next((file for file in folder.files if returns_logits(file)), None)) is not None:
+    if (cacheless := next((file for file in folder.files if is_cacheless(file)), None)) is not None:
         advice = "".join(f"; {module.advise(folder, cacheless)}" for module in addons.modules("cacheless"))
         return f"{cacheless.name} has no cache: {CACHELESS}{advice}; {EXPORT}"
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])

@@ -181,14 +181,18 @@ class Blocks:
         return found[0] if len(found) == 1 else None
 
     def _factor_after(self, name: str) -> float | None:
-        """The factor on a value, where one node alone goes on with it."""
+        """The factor on a value, where one node alone goes on with it; None where something is between the two."""
+        added = False
         for _ in range(MOST_STEPS):
             readers = self.fixed.readers(name)
             scaling = [factor for node in readers if (factor := self.fixed.factor(node)) and factor[1] == name]
-            if len(scaling) == 1 and len(readers) == 1:
-                return scaling[0][0]
-            if len(readers) != 1 or not readers[0].has("copy", "cast", "view"):
-                return None if scaling else 1.0
+            if scaling:
+                return scaling[0][0] if len(readers) == 1 and not added else None
+            if len(readers) != 1 or readers[0].has("product", "normalize", "power"):
+                return 1.0
+            if not readers[0].has("copy", "cast", "view", "dropout", "add"):
+                return None
+            added |= readers[0].has("add")
             name = readers[0].output()
         return None
 

@@ -103,7 +103,9 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     if cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1:
         return None  # a step is right on a past without the entries that the cause says are left out
     place = run.location.cause if run.location is not None else ""
-    chosen = why.cause.name == "mask-not-offset" and place == "branches-disagree"
+    # Which scores a graph chooses by a length is what its mask does.
+    scores = run.location is not None and run.location.scores
+    chosen = why.cause.name == "mask-not-offset" and place == "branches-disagree" and not scores
     return (place, run) if place and (why.cause.dropped or chosen) else (why.cause.name, why)
 
 

@@ -131,6 +131,7 @@ class DifferenceSearch:
             shapes={flat.label(name): self.step.fed[name] for name in fed},
             provenance=tuple(lines),
             cause=cause,
+            scores=any(one.has("softmax") and divergence.value in one.reads for one in flat.nodes),
         )
 
     def _explain(self, graph: FlatFile, divergence: Divergence, exchanged: tuple[str, str] | None) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from kvdoctor.addons.conversions.new_cache.causality import refuse_acausal
 from kvdoctor.addons.conversions.new_cache.rewrite import Rewriter
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs, read_inputs, read_sizes
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes, label_tokens
-from kvdoctor.analysis.lost_caches import returns_logits
+from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.messages import PairedSide
@@ -68,7 +68,7 @@ def find_cacheless(path: str) -> ModelFolder | None:
     if not Path(path).exists():
         return None
     folder = open_folder(path)
-    found = not folder.stacks and any(returns_logits(file) for file in folder.files)
+    found = not folder.stacks and any(is_cacheless(file) for file in folder.files)
     return folder if found else None
 
 
@@ -141,7 +141,7 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
 
 
 def _choose_file(folder: ModelFolder) -> OnnxFile:
-    found = [file for file in folder.files if returns_logits(file)]
+    found = [file for file in folder.files if is_cacheless(file)]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise _refuse(folder, f"several files return logits ({names}); give the one to convert")
