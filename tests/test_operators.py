@@ -42,6 +42,7 @@ OUTSIDE = {
     "analysis/embedding_graphs.py": "part of a name: attentions of any maker",
     "analysis/feature_encoders.py": "of the comparisons, an Equal alone tests for one number",
     "analysis/lm_head.py": "a MatMulInteger has zero points among its operands; the bounds of a Slice",
+    "analysis/sliced_counts.py": "reads the bounds of a Slice",
     "analysis/search_operators.py": "the inputs of each search operator, in order",
     "analysis/thresholds.py": "reads the bounds of a Slice",
     "decode/search.py": "computes the search that an operator stands for",

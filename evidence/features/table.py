@@ -92,7 +92,7 @@ def no(words: str, missing: str) -> Feature:
 READING = (
     yes(
         "Print inputs and outputs with element types and named axes",
-        Shown(f"inspect {GPT2} -v", "past_key_values.0.key    float[batch_size, 4, past_sequence_length, 8]"),
+        Shown(f"inspect {GPT2} -v", "past_key_values.0.key and 3 more  float[batch_size, 4, past_sequence_length, 8]"),
     ),
     yes("Give the same as JSON", Shown(f"inspect {GPT2}", at="model.files.0.inputs.0.name", value="input_ids")),
     yes(

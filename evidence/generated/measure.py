@@ -28,6 +28,7 @@ SILENT = {
     "positions stop at 30 everywhere": "in the ring of 24: no cache shows the entries of more positions",
     "batch of the tokens declared as 1": "a note: a graph for one sequence may be meant so",
     "present cut to 16": "keys and values share a tensor: more than 16 tokens fail without a cache too",
+    "switch inverted": "exit code 3: without the usual names nothing tells which branch takes a past",
     "positions of row 0 in all rows": "in a batch without padding all rows have these positions; a mask of four axes "
     "is not fed padding",
 }

@@ -46,7 +46,7 @@ def _follow_back(scope: Scope, count: NodeProto, mask: str) -> SlicedCount | Non
         node = scope.producers.get(name)
         if node is None:
             return None
-        if has(node.op_type, "pick") and node.op_type == "Slice" and cut is None:
+        if node.op_type == "Slice" and cut is None:
             if _number(scope, node, 3) is None or _number(scope, node, 3) != _number(scope, count, 1):
                 return None
             cut, name = node, input_of(node, 0)

@@ -361,6 +361,8 @@ class FeedBuilder(Conditions):
         shape, whole = resolve_shape(port, step.sizes), self.samples.arrays.get(port.name)
         if "batch" not in port.axes and whole is not None and whole.shape == shape:
             return whole  # one value for all sequences
+        if not shape:  # a call that is computed from shapes alone knows of no given values
+            return synthetic_ids_or_features(port, shape, self.contract, self.scenario)
         rows = max(self.drawn) + 1 if self.drawn else shape[0]
         if port.role == "condition" and whole is not None and whole.shape[1:] == shape[1:]:
             return np.take(whole, self.drawn or range(rows), axis=0, mode="wrap")  # other rows may be out of range

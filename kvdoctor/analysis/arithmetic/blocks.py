@@ -188,9 +188,9 @@ class Blocks:
             scaling = [factor for node in readers if (factor := self.fixed.factor(node)) and factor[1] == name]
             if scaling:
                 return scaling[0][0] if len(readers) == 1 and not added else None
-            if len(readers) != 1 or readers[0].has("product", "normalize", "power"):
+            if any(node.has("product", "normalize", "power", "multiply", "reduce") for node in readers):
                 return 1.0
-            if not readers[0].has("copy", "cast", "view", "dropout", "add"):
+            if len(readers) != 1 or not readers[0].has("copy", "cast", "view", "dropout", "add"):
                 return None
             added |= readers[0].has("add")
             name = readers[0].output()
