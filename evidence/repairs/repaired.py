@@ -20,7 +20,10 @@ NOT_REPAIRABLE = {
     "other-values-with-a-past": "the steps compute something else than the prefill",
     "norm-missing-with-a-past": "the steps compute something else than the prefill",
     "encoder-cut": "the mask of the steps hides encoder states",
-    "place-in-the-batch": "the computation depends on the row of the batch",
+    **dict.fromkeys(
+        ("mask-not-read", "positions-not-read", "encoder-mask-not-read", "encoder-mask-not-read-in-steps"),
+        "the graph does not read the input that says where padding is",
+    ),
     **dict.fromkeys(
         ("positions-restart", "positions-lag-by-one", "positions-run-ahead", "positions-stand-still"),
         "the steps compute wrong positions from right ones, and no node counts from 0",

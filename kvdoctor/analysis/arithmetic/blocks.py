@@ -188,7 +188,8 @@ class Blocks:
             scaling = [factor for node in readers if (factor := self.fixed.factor(node)) and factor[1] == name]
             if scaling:
                 return scaling[0][0] if len(readers) == 1 and not added else None
-            if any(node.has("product", "normalize", "power", "multiply", "reduce") for node in readers):
+            squared = (node for node in readers if node.has("multiply") and {*node.inputs} == {name})
+            if any(squared) or any(node.has("product", "normalize", "power", "reduce") for node in readers):
                 return 1.0
             if len(readers) != 1 or not readers[0].has("copy", "cast", "view", "dropout", "add"):
                 return None
