@@ -44,7 +44,7 @@ BUDGET = {
     "addons/loops": 2_100,
     "addons/reproducer": 2_425,
     "addons/traces": 4_050,
-    "analysis": 14_650,
+    "analysis": 14_700,
     "cli": 1_375,
     "decode": 9_275,
     "diagnose": 12_900,

@@ -69,7 +69,8 @@ class AbstractStep:
         """The shapes of the feeds and of all values of the main graph in a step; nothing where that is not known."""
         from kvdoctor.analysis.abstract_run.values import CannotRun, TooMuchWork
 
-        if contract.graph("decode").stages or self.decode.graph.model.functions or contract.new_tokens is not None:
+        whole = not contract.missing and not contract.graph("decode").stages and contract.new_tokens is None
+        if not whole or self.decode.graph.model.functions:
             return {}, {}
         try:
             feeds = _feed_step(contract, contract.fixed_batch or SEQUENCES)

@@ -16,12 +16,14 @@ class Proof:
         table: the table that ends there; empty where none does.
         single: whether it holds for one new token on a past alone.
         exceptions: what is not proved: the node or value that is the reason.
+        weak_mask: whether a mask adds a number of moderate size to scores, as -10,000: it hides what is far above that.
     """
 
     up_to: int | None = None
     table: str = ""
     single: bool = False
     exceptions: tuple[str, ...] = ()
+    weak_mask: bool = False
 
     @property
     def holds(self) -> bool:

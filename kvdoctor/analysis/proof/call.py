@@ -38,10 +38,7 @@ Rule = Callable[["Reading"], "Made | list[Made]"]
 
 @dataclass
 class Reading:
-    """A node with the types of its inputs; `limits` are totals up to which it is valid, each with the input at fault.
-
-    `fixed` is the largest input index of a table, by the number of the input.
-    """
+    """A node with the types of its inputs; `limits` are totals up to which it is valid, each with an input."""
 
     node: FlatNode
     inputs: Sequence[Type | None]

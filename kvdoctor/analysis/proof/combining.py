@@ -158,6 +158,8 @@ def reduce(call: Reading) -> Made:
         if call.has(1) or call.node.number("noop_with_empty_axes", 0):
             return Made(UNKNOWN)
         axes = list(range(rank))
+    if not axes:  # none listed: all, or none at all
+        return Made(UNKNOWN)
     gone, keeps = {axis % rank for axis in axes}, call.node.number("keepdims", 1)
     shape = tuple(() if at in gone else axis for at, axis in enumerate(taken.shape) if at not in gone or keeps)
     linear = linear_of(taken)
@@ -276,6 +278,10 @@ def dropout(call: Reading) -> Made:
     return Made(UNKNOWN) if training or len(call.node.outputs) > 1 else Made(call.input(0), 0)
 
 
+COUNTED = (number(0), ((-1, 1),))
+"""The absolute position of each token."""
+
+
 def grouped_attention(call: Reading) -> list[Made]:
     """GroupQueryAttention of ONNX Runtime, with lengths as they are, without padding and masks."""
     unknown, lengths = [Made(UNKNOWN)] * len(call.node.outputs), call.lengths
@@ -292,7 +298,10 @@ def grouped_attention(call: Reading) -> list[Made]:
     taken = [one for at, one in enumerate(call.inputs) if one is not None and at in (0, 1, 2, 7, 8)]
     if not all(axes) or query.shape[1] != (lengths.new,) or not is_fixed(query.shape[2]):
         return unknown
-    if call.has(9) and lengths.absolute(call.input(9)) is None:
+    if call.has(9) and lengths.absolute(call.input(9)) != COUNTED:
+        return unknown
+    joined = [call.input(at).shape or () for at in (1, 2) if call.has(at)]
+    if any(len(shape) != 3 or shape[1] != (lengths.new,) for shape in joined):
         return unknown
     if call.node.number("do_rotary", 0):
         rows = size_of((call.input(7).shape or ((),))[0]).number
@@ -321,9 +330,11 @@ def rotary(call: Reading) -> Made:
     if call.node.domain != CONTRIB or not taken.shape or rows is None or not is_fixed(taken.shape[-1]):
         return Made(UNKNOWN)
     absolute = lengths.absolute(places)
-    counts = absolute is not None and absolute == (number(0), ((-1, 1),))
+    counts = absolute is not None and absolute == COUNTED
     starts = places.shape in ((), ((),)) and constant_of(places) is lengths.past
-    if not counts and not starts:
+    # [batch, tokens, heads x width], or [batch, heads, tokens, width].
+    tokens = {3: 1, 4: 2}.get(len(taken.shape))
+    if tokens is None or taken.shape[tokens] != (lengths.new,) or not (counts or starts):
         return Made(Type("f", taken.shape))
     call.limits.append((rows, 2))
     used = [taken, call.input(2), call.input(3)]

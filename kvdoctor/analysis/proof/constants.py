@@ -1,5 +1,6 @@
 """The types of constants: numbers, tables that count up, masks, and weights, which are not read."""
 
+import math
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -57,9 +58,9 @@ def _find_linear(kind: str, tensor: TensorProto, values: tuple[float, ...]) -> L
         exact = integers(tensor) or values
         return (first if kind == "f" else number(int(exact[0]))), ()
     long = [at for at, size in enumerate(dims) if size > 1]
-    if len(long) != 1 or first != int(first):
+    step = values[1] - first if len(long) == 1 else math.inf
+    if not math.isfinite(first) or not math.isfinite(step) or first != int(first):
         return None
-    step = values[1] - first
     if step != int(step) or any(value != first + step * at for at, value in enumerate(values)):
         return None
     return number(int(first)), ((long[0] - len(dims), int(step)),)

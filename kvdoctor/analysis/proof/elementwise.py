@@ -28,6 +28,8 @@ from kvdoctor.model.operators import has, operators_with
 
 EXACT = (1, 6, 7, 11)
 """Element types that hold every position."""
+WHOLE = (6, 7)
+"""Those of them that are whole numbers."""
 FLOATS = {1, 10, 11, 16}
 INTEGERS = {2, 3, 4, 5, 6, 7, 12, 13}
 KINDS = {**dict.fromkeys(FLOATS, "f"), **dict.fromkeys(INTEGERS, "i"), 9: "b"}
@@ -58,6 +60,8 @@ def elementwise(call: Reading) -> Made:
     shape = call.broadcast(taken)
     if shape is None:
         return Made(UNKNOWN)
+    if _wraps(call, kind):
+        return Made(Type(kind, shape))
     items = _compute_items(call, taken, kind) if kind != "f" and all(one.kind != "f" for one in taken) else None
     if items is not None:
         return Made(Type(kind, shape, items=items))
@@ -80,6 +84,15 @@ def elementwise(call: Reading) -> Made:
         calm = kind != "f" or all(is_plain(mark) for mark in step[1])
         return Made(Type(kind, shape, uniform=True, calm=calm, regions=regions), ("step", *step))
     return Made(call.opaque(shape, taken, kind, calm, regions), how)
+
+
+def _wraps(call: Reading, kind: str) -> bool:
+    """Whether large numbers come out as others: in few bits, or with the sign of the first input of a Mod."""
+    if has(call.op, "modulo") and call.node.number("fmod", 0):
+        return True
+    if not has(call.op, "cast") or kind != "i" or call.node.number("to", 0) in WHOLE:
+        return False
+    return call.input(0).kind != "b" and plain_number(constant_of(call.input(0))) is None
 
 
 def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:

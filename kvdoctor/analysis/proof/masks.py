@@ -200,6 +200,11 @@ def is_plain(mark: Mark) -> bool:
     return mark == PLAIN or (isinstance(mark, float) and abs(mark) <= MODERATE)
 
 
+def is_weak(one: Type) -> bool:
+    """Whether scores of later tokens are hidden by a number of moderate size, which no score must come near."""
+    return any(_hides(marks[0]) and not _is_buried(marks[0]) for _, marks in one.regions)
+
+
 def hides_later(one: Type, row: int, column: int) -> bool:
     """Whether scores of later tokens are hidden, and that of the token itself is not."""
     marks = dict(one.regions).get((row, column))

@@ -183,10 +183,20 @@ def _gather_rows(call: Reading, data: Type, at: int, shape: tuple[Axis, ...]) ->
             return Made(Type(data.kind, shape))
         if len(places.shape or ()) == 1 and absolute[0] is ZERO:
             regions = data.regions
+    if index is not None and not index[1] and not _is_within(call, index[0], (data.shape or ())[at]):
+        return Made(Type(data.kind, shape))
     if data.linear is not None and index is not None and dict(data.linear[1]).keys() <= {at - rank}:
         return _gather_linear(data, index, at, shape)
     taken = [replace(data, items=None) if data.linear else data, places]
     return Made(call.opaque(shape, taken, data.kind, is_calm(data), regions))
+
+
+def _is_within(call: Reading, place: Term | float, axis: Axis) -> bool:
+    """Whether one place is in a table, and not counted from its end; notes the total up to which it is."""
+    rows = size_of(axis).number
+    if isinstance(place, float) or rows is None or not call.lengths.at_least(place, 0):
+        return False
+    return place.number < rows if place.number is not None else _limit(call, rows, place + ONE)
 
 
 def gather_elements(call: Reading) -> Made:

@@ -13,6 +13,7 @@ from typing import Any
 from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.proof.constants import digest_weights, has_one_float, identify, read_constant
 from kvdoctor.analysis.proof.inputs import input_type, slot_shape
+from kvdoctor.analysis.proof.masks import is_weak
 from kvdoctor.analysis.proof.types import Lengths, Type
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
@@ -109,7 +110,7 @@ class Prover:
             self._check_embeddings()
         limits = merged_limits(walks)
         table = min(limits, key=limits.__getitem__, default="")
-        return Proof(limits.get(table), table)
+        return Proof(limits.get(table), table, weak_mask=any(map(_has_weak_mask, walks)))
 
     def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
         """The types of all values of the graph of a phase; `given` are inputs that another graph makes.
@@ -188,6 +189,8 @@ class Prover:
                 shape = slot_shape(slot, lengths.past, self.contract)
                 kind = Type("f", shape, uniform=True, calm=True, past=True)
                 found[port.name] = Typed(kind, self.keys.of("slot", slot.past))
+            elif "int" in port.dtype and port.dtype not in ("int64", "int32"):
+                raise NotProved(f"input {port.name!r} ({port.dtype})")
             else:
                 kind = input_type(port, self.contract, phase, lengths)
                 found[port.name] = Typed(kind, self.keys.of("input", port.role, port.name))
@@ -258,6 +261,11 @@ class Prover:
             shape = slot_shape(slot, first.lengths.total, self.contract)
             if made.key != present.key or made.type.shape != shape or made.type.last:
                 raise NotProved(f"the first step, whose {slot.filled_by!r} may be another function")
+
+
+def _has_weak_mask(walk: Walk) -> bool:
+    scores = [walk.values.get(node.input(0)) for node in walk.flow.nodes if node.has("softmax")]
+    return any(is_weak(one.type) for one in scores if one is not None)
 
 
 def describe(node: FlatNode) -> str:

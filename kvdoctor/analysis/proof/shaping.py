@@ -63,13 +63,11 @@ def _stripped(shape: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def _match(old: Sequence[Axis], new: Sequence[Axis]) -> dict[int, int]:
     """The new axis of each old one that has the same elements, both from the end."""
-    places: dict[tuple[Term, Axis], int] = {}
-    for shape, found in ((new, places),):
-        before = ONE
-        for at, axis in enumerate(shape):
-            if axis:
-                found[before, axis] = at - len(shape)
-            before = before * size_of(axis)
+    places, before = dict[tuple[Term, Axis], int](), ONE
+    for at, axis in enumerate(new):
+        if axis:
+            places[before, axis] = at - len(new)
+        before = before * size_of(axis)
     matched, before = dict[int, int](), ONE
     for at, axis in enumerate(old):
         if axis and (before, axis) in places:
