@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -50,10 +51,10 @@ def sweep_left(place: str) -> None:
 
 def _lock(folder: str) -> int | None:
     """Lock a folder for as long as this process lives; None where another one has it, or the system cannot."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: what is left there is left to the user
+    if sys.platform == "win32":  # what is left there is left to the user
         return None
+    import fcntl
+
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
