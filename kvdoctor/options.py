@@ -132,6 +132,17 @@ def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":
         raise choices.WrongValue(str(error)) from None
 
 
+def _read_providers(words: tuple[str, ...]) -> tuple[str, ...]:
+    from kvdoctor.runtime.providers import read_provider
+
+    try:
+        for word in words:
+            read_provider(word)
+    except UsageError as error:
+        raise choices.WrongValue(str(error)) from None
+    return tuple(dict.fromkeys(words)) or ("CPUExecutionProvider",)
+
+
 class Tolerances(Kind):
     """Fractions of the standard deviation of the logits, by arithmetic."""
 
@@ -491,11 +502,12 @@ class Options:
         RUNS,
         policy="thorough = true",
     )
-    provider: str = _limit(
-        choices.Text("the name of an execution provider", "NAME"),
-        "CPUExecutionProvider",
-        "Run on this execution provider.",
-        policy='provider = "CUDAExecutionProvider"',
+    providers: tuple[str, ...] = _limit(
+        Names("a list of execution providers", "NAME", make=_read_providers, to_json=list),
+        ("CPUExecutionProvider",),
+        "Run on this execution provider as well, and compare it with the CPU (docs/targets.md): webgpu, cuda, a library.",
+        flag="provider",
+        policy='providers = ["webgpu"]',
         reported="always",
     )
     seed: int = _limit(
@@ -542,6 +554,11 @@ class Options:
         return Limits(self.timeout, self.max_memory)
 
     @property
+    def provider(self) -> str:
+        """The execution provider of jobs that run on one alone."""
+        return self.providers[0]
+
+    @property
     def load(self) -> "Workload":
         """The sizes that the memory plan is made for."""
         from kvdoctor.analysis.slot_memory import Workload
@@ -560,8 +577,9 @@ class Options:
         for struct, option in all_options:
             value = getattr(struct, option.keyword)
             if option.reported == "always" or (option.reported == "if set" and value != option.default):
-                name = "target" if option.keyword == "targets" else option.keyword
-                shown[name] = option.kind.to_plain(value)
+                name = option.flag or option.keyword if option.keyword in ("targets", "providers") else option.keyword
+                plain = option.kind.to_plain(value)
+                shown[name] = ",".join(plain) if option.keyword == "providers" else plain
         if self.reference is not None or self.targets:  # the only uses of the network
             shown["offline"] = self.offline
         return shown

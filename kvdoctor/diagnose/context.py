@@ -17,11 +17,14 @@ from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvdoctor.decode.experiments import Use
     from kvdoctor.decode.golden import GoldenDifference
     from kvdoctor.decode.messages import AddedExperiment, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
     from kvdoctor.report.facts import SpeedFacts
+    from kvdoctor.runtime.client import Runtime
     from kvdoctor.runtime.targets import Refused, Target, TargetResult
 
 
@@ -186,6 +189,15 @@ class TargetContext(ContractContext):
     local_runtime: "Target | None" = None
     refusals: "tuple[Refused, ...]" = ()
     target_results: "tuple[TargetResult, ...]" = ()
+
+
+@record
+class LocalRun:
+    """The run under the runtime of this Python: its worker, the contract it was given, and the file with its logits."""
+
+    runtime: "Runtime"
+    contract: CacheContract
+    logits: "Path | None"
 
 
 @record(slots=False, kw_only=True)

@@ -19,6 +19,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import DECODING, CacheContract
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
@@ -155,13 +156,15 @@ def build_context(folder: ModelFolder, stack: StackFiles, contract: CacheContrac
 
 
 def add_targets(report: Report, options: Options, results: "dict[str, tuple[TargetResult, ...]]") -> Report:
-    """The report with the targets that were asked for, and what ran under them."""
-    if not options.targets:
+    """The report with the targets that were asked for, the providers among them, and what ran under them."""
+    found = (one.target for of_stack in results.values() for one in of_stack if one.target.provider != CPU)
+    targets = tuple(dict.fromkeys((*options.targets, *found)))
+    if not targets:
         return report
     from kvdoctor.diagnose.targets import list_target_runs, target_facts
 
     runs = (*report.runs, *list_target_runs(results))
-    return replace(report, runs=runs, targets=target_facts(options.targets, results))
+    return replace(report, runs=runs, targets=target_facts(targets, results))
 
 
 def predict_faults(context: ContractContext, found: CheckResults, selection: Selection) -> CheckResults:

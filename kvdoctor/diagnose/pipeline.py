@@ -14,7 +14,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import AddedExperiment
+from kvdoctor.decode.messages import CPU, AddedExperiment
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose import not_checked
@@ -24,6 +24,7 @@ from kvdoctor.diagnose.context import (
     ContractContext,
     DraftModel,
     GoldenContext,
+    LocalRun,
     RunContext,
     TargetContext,
     extend_context,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 NOT_STARTED = "not started"
+NO_OTHER_SIDE = "the CPU does not open the file, so {} is compared with itself alone"
 EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS)
 """Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
 
@@ -105,7 +107,7 @@ class StackDiagnosis:
 
 @record
 class _Session:
-    """What all stacks of one step-test are diagnosed with."""
+    """What all stacks of one step-test are diagnosed with: on the CPU, which `providers` are compared with."""
 
     options: Options
     plan: RunPlan
@@ -114,6 +116,7 @@ class _Session:
     golden: "Golden | None" = None
     draft: DraftModel | None = None
     parts: tuple[AddedPart, ...] = ()
+    providers: tuple[str, ...] = ()
 
     @property
     def logits(self) -> Path | None:
@@ -146,7 +149,11 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     draft, prompted = open_draft(options.draft) if options.draft is not None else None, _read_prompt(options, contracts)
     checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
-    session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
+    others = tuple(name for name in options.providers if name != CPU)
+    for name in others:
+        runtime.require_provider(name)
+    on_cpu = replace(prompted, providers=(CPU,))
+    session = _Session(on_cpu, plan, runtime, checkpoint, golden, draft, parts, others)
     results = sum((part.results for part in parts), results)
 
     diagnoses: dict[str, StackDiagnosis] = {}
@@ -160,7 +167,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
     idle = not_checked.find_idle_selection(options.selection, _list_rounds(session), runs)
     results += CheckResults(not_checked=tuple(idle))
-    report = build_report("step-test", folder, session.options, results, [d.facts for d in diagnoses.values()])
+    report = build_report("step-test", folder, prompted, results, [d.facts for d in diagnoses.values()])
     # A warm worker reports its version before it is needed; the report must not depend on who used it before.
     version = runtime.versions.get("onnxruntime", NOT_STARTED) if runs else NOT_STARTED
     environment = {"onnxruntime": version, **report.environment}
@@ -173,7 +180,11 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     whole = not session.parts and plan.at is None and plan.stacks is None and options.selection == Selection()
     variants = tuple(grade_variants(folder, contracts, options, runtime)) if whole else ()
     read = {name: diagnosis.facts.contract or contracts[name] for name, diagnosis in diagnoses.items()}
-    sides = ("consistent", *(["faithful"] if options.reference else []), *(["portable"] if options.targets else []))
+    sides = (
+        "consistent",
+        *(["faithful"] if options.reference else []),
+        *(["portable"] if options.targets or others else []),
+    )
     report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts)
     ground = find_ground(runs, read, sides)
     if ground is not None:
@@ -188,12 +199,19 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     stack, runtime, plan, selection = context.stack, session.runtime, session.plan, session.options.selection
     options = session.options
     with scratch_folder() as calls:
-        folder = session.logits or (Path(calls) if options.targets else None)
+        folder = session.logits or (Path(calls) if options.targets or session.providers else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)
+        if session.providers and any(opens_at is None for _, _, opens_at in seen.refusals):
+            # What the CPU does not open has no other side: the provider is judged by itself.
+            options = replace(options, providers=session.providers)
+            session = replace(session, options=options, providers=())
+            seen = examine(context, options, runtime, files)
+            alone = NotChecked(stack.name, "KV405", NO_OTHER_SIDE.format(options.provider))
+            seen = replace(seen, not_checked=(*seen.not_checked, alone))
         known = {"refusals": seen.refusals, "local_runtime": _find_local_runtime(runtime)}
         tested = extend_context(replace(context, contract=seen.contract, runs=seen.runs), TargetContext, **known)
-        tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
+        tested, on_targets = _run_targets(tested, session, LocalRun(runtime, context.contract, files.logits))
         tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
@@ -248,7 +266,7 @@ def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Opt
 def _list_rounds(session: _Session) -> Iterable[Round]:
     """The rounds of checks that a step-test has."""
     yield from ("file", "contract", "runs")
-    if session.options.targets:
+    if session.options.targets or session.providers:
         yield "targets"
     if session.golden is not None:
         yield "golden"
@@ -346,16 +364,18 @@ def _find_local_runtime(runtime: Runtime) -> Target | None:
 
 
 def _run_targets(
-    context: TargetContext, contract: CacheContract, options: Options, runtime: Runtime, logits: Path | None
+    context: TargetContext, session: _Session, local: LocalRun
 ) -> tuple[TargetContext, tuple[NotChecked, ...]]:
-    """The context with what the model shows under the targets; none is tried where the model could not be run."""
-    if not (options.targets and context.runs):
+    """The context with what the model shows under targets and on other providers, if it could be run here."""
+    if not ((session.options.targets or session.providers) and context.runs):
         return context, ()
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, context.contract), None):
         reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
-    from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets
+    from kvdoctor.diagnose.providers import run_providers
+    from kvdoctor.diagnose.targets import find_open_targets, run_targets
 
-    results = run_targets(context, options, LocalRun(runtime, contract, logits))
+    results = run_targets(context, session.options, local)
+    results += run_providers(context, session.options, local, session.providers)
     context = replace(context, target_results=results)
     return context, tuple(find_open_targets(context))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,10 @@ class Worker:
     """One worker process. Starting it returns at once: it loads the runtime while the parent reads the graph.
 
     It `is_idle` unless it works on a job, or somebody has left events of one unread. `python` is the interpreter of an
-    isolated environment with another onnxruntime; the default is this interpreter.
+    isolated environment with another onnxruntime; the default is this interpreter. `environment` are more variables.
     """
 
-    def __init__(self, limits: Limits, python: str | None = None) -> None:
+    def __init__(self, limits: Limits, python: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         self.limits = limits
         self.hello: Hello | None = None
         self.peak_bytes = 0
@@ -69,7 +69,6 @@ class Worker:
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment = os.environ | quiet
         self._process = subprocess.Popen(
             [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
             stdin=subprocess.PIPE,
@@ -77,7 +76,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            env=environment,
+            env=os.environ | quiet | dict(environment or {}),
         )
         self._number = self._process.pid
         threading.Thread(target=self._pump, daemon=True).start()

@@ -50,7 +50,7 @@ class GraphRunner:
     """Runs variants of the files of one stack. `folder` is private; `deadline` is a moment of `time.monotonic`.
 
     What runs a graph raises `TrialFailed` where the runtime fails, and `CannotCheck` where the graph cannot be read or
-    written, the worker process crashes, or time is up.
+    written, the worker process crashes, or time is up. With `crashes` a crash is such a failure.
     """
 
     runtime: Runtime
@@ -59,6 +59,7 @@ class GraphRunner:
     deadline: float
     models: dict[Path, ModelProto] = field(default_factory=dict)
     written: int = 0
+    crashes: bool = False
 
     def model(self, source: Path) -> ModelProto:
         """The model in a file, its weights left where they are."""
@@ -145,6 +146,8 @@ class GraphRunner:
         try:
             done = self.runtime.trial(job)
         except WorkerDied as death:
+            if self.crashes:
+                raise TrialFailed(death.how, ()) from None
             raise CannotCheck(f"the worker process crashed during the search: {death.how}") from None
         if done.error is not None:
             raise TrialFailed(done.error, done.names)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from kvdoctor.decode import messages
 from kvdoctor.decode.calls import Array, load_call, save_call
+from kvdoctor.runtime.worker.providers import open_session
 from kvdoctor.runtime.worker.sessions import OrtTensor, close_others, mentioned, session_options, to_runtime
 
 FEW = 64
@@ -55,14 +55,14 @@ def _run(
 
 def _open(job: messages.TrialJob | messages.CompareJob, model: messages.TrialModel) -> Any:
     options = session_options(model.level, job.threads)
-    provider = [model.provider or job.provider]
+    provider = model.provider or job.provider
     if model.root is None:
         more = {"disabled_optimizers": {*model.disabled}} if model.disabled else {}
-        return ort.InferenceSession(str(model.path), options, providers=provider, **more)
+        return open_session(str(model.path), options, provider, **more)
     # Packed weights would cost the memory and time of a second model.
     options.add_session_config_entry("session.disable_prepacking", "1")
     with model.path.open("rb") as file, _working_in(model.root):
-        return ort.InferenceSession(file.read(), options, providers=provider)
+        return open_session(file.read(), options, provider)
 
 
 @contextlib.contextmanager
