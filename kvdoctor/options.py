@@ -505,7 +505,7 @@ class Options:
     providers: tuple[str, ...] = _limit(
         Names("a list of execution providers", "NAME", make=_read_providers, to_json=list),
         ("CPUExecutionProvider",),
-        "Run on this execution provider as well, and compare it with the CPU (docs/targets.md): webgpu, cuda, a library.",
+        "Run on this execution provider as well, and compare both (docs/targets.md): webgpu, cuda, a library.",
         flag="provider",
         policy='providers = ["webgpu"]',
         reported="always",

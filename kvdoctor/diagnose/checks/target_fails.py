@@ -14,12 +14,14 @@ from collections.abc import Iterator
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import describe
+from kvdoctor.decode.experiments import judged_names
 from kvdoctor.decode.messages import CPU
-from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
+from kvdoctor.decode.runs import LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.diagnose.targets import list_wrong_runs
 from kvdoctor.findings import Advice, Confidence, Fault, Faults, Severity, check
 from kvdoctor.runtime.targets import Target, TargetResult
 
@@ -115,14 +117,15 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
 
 def _find_wrong_runs(context: TargetContext, result: TargetResult) -> list[Run]:
     """The runs that go wrong under the target alone: the consumer's loop first, uses last."""
-    right = {mine.experiment for mine in context.runs if mine.outcome not in (*WRONG, "skipped")}
-    bad = [run for run in result.runs if run.outcome in WRONG and run.experiment in right]
+    bad = list_wrong_runs(context, result.runs, on_provider=result.target.provider != CPU)
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in context.uses))
 
 
 def _rate(context: TargetContext, experiment: str) -> tuple[Severity, Required | None]:
     use = context.uses.get(experiment)
+    if experiment not in judged_names():  # the loop that callers are to write is another one
+        return "warning", None
     return ("error", None) if use is None else (use.severity, use.required)
 
 
@@ -145,7 +148,8 @@ def _describe_cause(run: Run, target: Target) -> str:
     fed = f" on {last.new_tokens} new tokens and a past of {last.past_length}" if last is not None else ""
     if run.outcome == "died":
         fed = fed or (f", step {failed}" if run.failed_step is not None else "")
-        return f"the process of {target.words} ends in {run.experiment}{fed}, which passes {here}"
+        node = f" at {run.fault_node.shown}" if run.fault_node is not None else ""
+        return f"the process of {target.words} ends{node} in {run.experiment}{fed}, which runs {here}"
     if run.outcome != "failed":
         return f"the logits of {run.experiment} are wrong with {target.words}, and right {here}"
     return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes {here}"
