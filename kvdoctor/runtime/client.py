@@ -124,9 +124,10 @@ class Runtime:
         if failed or not found:
             text = f"{failed or 'its worker gives no answer'} while the provider was loaded; "
             return messages.ProviderFound(error=text + advise_adapter(asked))
-        if found[0].error and found[0].no_adapter and asked.is_plugin:
-            return replace(found[0], error=f"{found[0].error}; {advise_adapter(asked)}")
-        return found[0]
+        error = found[0].error.replace(asked.library, asked.name) if asked.library is not None else found[0].error
+        if error and found[0].no_adapter and asked.is_plugin:
+            error += f"; {advise_adapter(asked)}"
+        return replace(found[0], error=error)
 
     @property
     def versions(self) -> dict[str, str]:

@@ -73,12 +73,24 @@ class Requested:
         return self.library is None and self.is_plugin and find_spec(self.known.module) is None  # type: ignore[union-attr, arg-type]
 
     @property
+    def drivers(self) -> list[Path]:
+        """The Vulkan drivers that its worker is given; none where the loader finds those of the system."""
+        if self.known is None or not self.known.vulkan or sys.platform != "linux":
+            return []
+        if self.driver is not None:
+            return [self.driver]
+        return _named_drivers() or ([] if _system_drivers() else _chromium_drivers()[:1])
+
+    @property
     def environment(self) -> dict[str, str]:
-        """The variables of its worker."""
-        if self.known is None:
-            return {}
-        driver = self.driver or (_software_driver() if self.known.vulkan else None)
-        return dict(self.known.environment) | (dict.fromkeys(DRIVERS, str(driver)) if driver is not None else {})
+        """The variables of its worker: Chromium brings a Vulkan loader next to its driver."""
+        variables = dict(self.known.environment) if self.known is not None else {}
+        if drivers := self.drivers:
+            variables |= dict.fromkeys(DRIVERS, os.pathsep.join(map(str, drivers)))
+            folders = [str(one.parent) for one in drivers if (one.parent / "libvulkan.so.1").is_file()]
+            given = os.environ.get("LD_LIBRARY_PATH")
+            variables |= {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (given, *folders)))} if folders else {}
+        return variables
 
 
 def read_provider(asked: str) -> Requested:
@@ -132,12 +144,6 @@ def _chromium_drivers() -> list[Path]:
     return [path for root in roots if (path := Path(root, "vk_swiftshader_icd.json")).is_file()]
 
 
-def _software_driver() -> Path | None:
-    """The driver that Chromium brings, where nothing else names or has one."""
-    found = [] if sys.platform != "linux" or _named_drivers() or _system_drivers() else _chromium_drivers()
-    return next(iter(found), None)
-
-
 def name_close(asked: str, others: tuple[str, ...]) -> str | None:
     """The provider that is meant by a name that is none; `others` are those that the runtime has."""
     known = {name: one.name for one in PROVIDERS for name in (one.short, one.name.lower())}
@@ -154,6 +160,7 @@ ADAPTERS_ADVICE = (
 
 def advise_adapter(asked: Requested) -> str:
     """The next command where a provider finds no adapter."""
-    others = [name for name, path in list_drivers() if path != asked.driver]
+    used = asked.drivers or _system_drivers()
+    others = [name for name, path in list_drivers() if path not in used]
     tried = next((f"try --provider {asked.known.short}@{name}; else " for name in others if asked.known), "")
     return tried + ADAPTERS_ADVICE

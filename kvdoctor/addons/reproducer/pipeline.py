@@ -19,6 +19,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.decode.experiments import load
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.diagnose.examine import list_thresholds
@@ -33,6 +34,7 @@ from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.lowering.limits import LOWERED_CHECKS
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.providers import read_provider
 from kvdoctor.runtime.scratch import scratch_folder
 
 EXPERIMENTS_BY_CHECK = {
@@ -57,6 +59,9 @@ DEFAULT_EXPERIMENTS = (
     "chunk",
     "long-past",
 )
+
+ON_PROVIDERS = ("target-fails", "target-differs")
+"""Checks whose failing runs are on another provider; those in another release of the runtime cannot be run here."""
 
 FROZEN: "dict[str, tuple[Axis, tuple[str, ...]]]" = {
     "past-axis-frozen": ("past", ("dummy-past-runs", "plain-loop")),
@@ -129,6 +134,10 @@ def repro(request: ReproRequest, options: Options) -> Report:
         folder = open_folder(request.path)
         try:
             failure = _choose_failure(findings, report, folder)
+            # What the CPU shows as well needs no other provider.
+            elsewhere = failure.finding.name in ON_PROVIDERS
+            others = tuple(name for name in options.providers if name != CPU) if elsewhere else ()
+            options = replace(options, providers=others or (CPU,))
             lengths = tuple(one.length for one in list_thresholds(failure.stack, failure.contract))
             oracle = Oracle(runtime, failure.stack.name, options.provider, options.seed, Path(scratch), lengths)
             return _Reproduction(request, options, folder, failure, oracle).run(report)
@@ -137,9 +146,12 @@ def repro(request: ReproRequest, options: Options) -> Report:
 
 
 def _findings_that_count(report: Report, options: Options) -> Iterator[Finding]:
-    """The findings that make the exit code 1."""
+    """The findings that make the exit code 1, and crashes on a provider: each is a fault of the runtime to send."""
     lowest = "error" if options.fail_on == "never" else options.fail_on
-    yield from (finding for finding in report.findings if reaches(finding, lowest))
+    crashed = {run.experiment for run in report.runs if run.outcome == "died" and run.provider != CPU}
+    for finding in report.findings:
+        if reaches(finding, lowest) or (finding.name in ON_PROVIDERS and not crashed.isdisjoint(finding.subject)):
+            yield finding
 
 
 def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: ModelFolder) -> Failure:
@@ -157,8 +169,11 @@ def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: Model
             raise NotReproduced(f"{stack.name} is a pipeline of {len(stack.stages)} files, and a reproducer has one")
         if finding.name in ("session-refused", *LOWERED_CHECKS):
             return Failure(finding, stack, facts.contract, ())
-        runs = {run.experiment: run for run in report.runs if run.stack == stack.name}
-        first = EXPERIMENTS_BY_CHECK.get(finding.name, ())
+        elsewhere = finding.name in ON_PROVIDERS
+        runs = {
+            run.experiment: run for run in report.runs if run.stack == stack.name and (run.provider != CPU) == elsewhere
+        }
+        first = finding.subject if elsewhere else EXPERIMENTS_BY_CHECK.get(finding.name, ())
         for name in (*first, *(DEFAULT_EXPERIMENTS if finding.name not in FROZEN else ())):
             if name in runs and runs[name].outcome in WRONG:
                 return Failure(finding, stack, facts.contract, (name,), runs[name])
@@ -314,7 +329,7 @@ def _prove(pending: Pending, options: Options) -> None:
         done = subprocess.run(
             [sys.executable, "-I", "reproduce.py"],
             cwd=pending.path,
-            env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"},
+            env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"} | read_provider(options.provider).environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import means_incomplete
@@ -255,9 +256,12 @@ def _advise(command: str, remark: str = "") -> Text:
 def _advise_missing(report: Report, again: str) -> Text | None:
     """What decides where only a target or a checkpoint named by an option is missing; None where something else is."""
     missing = {entry.code for entry in report.not_checked if entry.essential}
-    targets, reference = report.arguments.get("target"), report.arguments.get("reference")
-    if targets and missing and missing <= {TARGETS}:
-        command, repairs = f"{again} --target {','.join(targets)}", "install what the reason names, then the same again"
+    reference = report.arguments.get("reference")
+    elsewhere = {name: report.arguments.get(name, ()) for name in ("target", "provider")}
+    named = {name: value if isinstance(value, str) else ",".join(value) for name, value in elsewhere.items()}
+    options = [f" --{name} {as_argument(value)}" for name, value in named.items() if value not in ("", CPU)]
+    if options and missing and missing <= {TARGETS}:
+        command, repairs = again + "".join(options), "do what the reason names, then the same again"
     elif reference and missing == {REFERENCE}:
         command = f"{again} --reference {as_argument(reference)}"
         repairs = "fix the checkpoint by the reason above, then the same again"

@@ -285,22 +285,21 @@ def tabulate_targets(report: Report, stack: str) -> Iterator[tuple[list[str], li
         )
 
 
-def list_target_releases(report: Report) -> Iterator[str]:
-    """The runtime release that each named target ships."""
+def list_target_releases(report: Report, stack: str) -> Iterator[str]:
+    """The runtime release that each named target ships, and where providers ran a stack."""
     for target in report.targets:
         if target.provider != CPU:
-            yield from _describe_provider(target)
+            yield from _describe_provider(target, stack)
         elif target.asked != target.runtime:
             yield f"{target.asked} ships onnxruntime {target.onnxruntime}"
 
 
-def _describe_provider(target: TargetFacts) -> Iterator[str]:
+def _describe_provider(target: TargetFacts, stack: str) -> Iterator[str]:
     """Where a provider ran, how far it may be off, and what ran on the CPU all the same."""
     on = f" on {target.adapter}" if target.adapter else ""
-    for stack, passes in target.tolerance.items():
-        yield f"{target.asked}{on}: {stack}: logits within {passes:g} standard deviations of the CPU's pass"
-    for stack, found in target.on_cpu.items():
-        yield from (f"{target.asked}: {stack}: {one}" for one in found)
+    if stack in target.tolerance:
+        yield f"{target.asked}{on}: logits within {target.tolerance[stack]:g} standard deviations of the CPU's pass"
+    yield from (f"{target.asked}: {one}" for one in target.on_cpu.get(stack, ()))
 
 
 def list_target_limits(report: Report) -> Iterator[str]:

@@ -3,7 +3,6 @@
 Only the worker that was started for a provider registers its library, which is native code and may end the process.
 """
 
-import contextlib
 import ctypes
 import importlib
 import json
@@ -11,7 +10,6 @@ import os
 import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
@@ -54,9 +52,6 @@ def load(asked: str) -> Loaded:
     if not hasattr(ort, "register_execution_provider_library"):
         raise CannotCheck(STARTED.format(ort.__version__))
     library = given["library"] or _find_library(given["module"])
-    if sys.platform == "linux" and os.environ.get("VK_DRIVER_FILES"):
-        with contextlib.suppress(OSError):  # the provider says so itself
-            _load_vulkan()
     before = {device.ep_name for device in ort.get_ep_devices()}
     try:
         ort.register_execution_provider_library(REGISTERED, library)
@@ -128,7 +123,7 @@ def find_provider(job: FindProviderJob, *_: object) -> ProviderFound:
 def _vulkan_adapters() -> list[tuple[str, int]]:
     """The names and kinds of the adapters that Vulkan has, none where it cannot be asked (vulkan_core.h)."""
     try:
-        vulkan = ctypes.CDLL(_load_vulkan())
+        vulkan = ctypes.CDLL("libvulkan.so.1")
     except OSError:
         return []
     create = (ctypes.c_uint64 * 8)(1)  # VkInstanceCreateInfo: its type, and nothing else
@@ -146,19 +141,6 @@ def _vulkan_adapters() -> list[tuple[str, int]]:
         found.append((name, int.from_bytes(properties.raw[16:20], sys.byteorder)))
     vulkan.vkDestroyInstance(instance, None)
     return found
-
-
-@cache
-def _load_vulkan() -> str:
-    """The Vulkan loader; where the system has none, the one next to the driver, loaded so that others find it."""
-    try:
-        ctypes.CDLL("libvulkan.so.1")
-    except OSError:
-        for driver in os.environ.get("VK_DRIVER_FILES", "").split(os.pathsep):
-            if (path := Path(driver).parent / "libvulkan.so.1").is_file():
-                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-                return str(path)
-    return "libvulkan.so.1"
 
 
 def _one_line(error: Exception) -> str:
