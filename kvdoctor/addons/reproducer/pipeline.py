@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvdoctor.addons.reproducer.layers import find_operator, name_nodes
-from kvdoctor.addons.reproducer.messages import CallScript
+from kvdoctor.addons.reproducer.messages import CallScript, MadeArray
 from kvdoctor.addons.reproducer.oracle import Candidate, Oracle, OutcomeDifference, ScriptOutcome
 from kvdoctor.addons.reproducer.program import OTHER_NODE
 from kvdoctor.addons.reproducer.reduce import MAX_BYTES, Reduction, ReductionTarget
@@ -26,8 +27,9 @@ from kvdoctor.diagnose.examine import list_thresholds
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.findings import Finding, reaches
 from kvdoctor.model.output_folder import Pending, refuse_unfit, whole_folder
-from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.proto import ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.traverse import all_nodes, graphs_in
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
@@ -212,7 +214,9 @@ class _Reproduction:
             lambda candidate: self.oracle.shows_failure(candidate, outcome, self.experiment),
             ReductionTarget(node[0], steps),
         )
-        found = reduction.find_smallest(whole)
+        found = self._take_node_alone(whole)
+        if found is None or not self.oracle.shows_failure(found, outcome, self.experiment):
+            found = reduction.find_smallest(whole)
         if found is None:
             raise NotReproduced(_explain_no_candidate(reduction))
         release = self.oracle.runtime.versions["onnxruntime"]
@@ -225,6 +229,36 @@ class _Reproduction:
             _prove(pending, self.options)
             pending.kept = True
         return replace(report, reproducer=reproducer)
+
+    def _take_node_alone(self, whole: Candidate) -> Candidate | None:
+        """The node in which the process ends as a model of its own; None where it needs more than floats."""
+        run = self.failure.run
+        place = run.location if run is not None and run.outcome == "died" else None
+        if place is None or place.node is None:
+            return None
+        call = whole.script.calls[-1]
+        model = whole.models[call.file]
+        constants = {tensor.name: tensor for graph in graphs_in(model.graph) for tensor in graph.initializer}
+        floats = {name for name, seen in place.shapes.items() if seen.dtype == "float"}
+        # Both branches of a merged decoder may have a node of that name.
+        named = (one for one in all_nodes(model) if one.name == place.node.name)
+        node = next((one for one in named if floats.union(constants, ("",)).issuperset(one.input)), None)
+        if node is None:
+            return None
+        computed = list(dict.fromkeys(name for name in node.input if name in floats))
+        alone = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+        alone.graph.name = "alone"
+        alone.graph.node.append(node)
+        alone.graph.initializer.extend(constants[name] for name in node.input if name in constants)
+        for name in computed:
+            alone.graph.input.add(name=name).type.tensor_type.elem_type = TensorProto.FLOAT
+        alone.graph.output.extend(ValueInfoProto(name=name) for name in node.output if name)
+        feeds: dict[str, Any] = {
+            name: MadeArray("float", place.shapes[name].shape, seed=100 + at) for at, name in enumerate(computed)
+        }
+        script = replace(whole.script, calls=(replace(call, feeds=feeds),))
+        cuts = ("everything but the node in which the process ends",)
+        return replace(whole, models={call.file: alone}, script=script, cuts=cuts)
 
     def _reproduce_original(self) -> tuple[Candidate, ScriptOutcome | OutcomeDifference]:
         """The original model as the largest candidate, and the failure that it shows.

@@ -65,7 +65,7 @@ PLUGIN = """# The provider is a plug-in: {install}
 os.environ.update({environment})
 {library}
 ort.register_execution_provider_library("provider", LIBRARY)
-DEVICES = [one for one in ort.get_ep_devices() if one.ep_name == {name} or LIBRARY in one.ep_metadata.values()]
+DEVICES = [one for one in ort.get_ep_devices() if one.ep_metadata.get("library_path") == LIBRARY]
 options.add_provider_for_devices(DEVICES[:1], {{}})"""
 NOISE = """
 
@@ -204,13 +204,13 @@ def _choose_provider(asked: str) -> str:
         return "# on the CPU"
     if not found.is_plugin:
         return BUILT_IN.format(name=ascii(found.name))
-    module = found.known.module if found.known is not None else None
-    library = (
-        f"LIBRARY = {found.library!a}" if found.library else f"import {module}\nLIBRARY = {module}.get_library_path()"
-    )
-    environment = dict(found.known.environment) if found.known is not None else {}
-    install = found.known.install if found.known is not None else "its library is needed"
-    return PLUGIN.format(install=install, environment=environment, library=library, name=ascii(found.name))
+    known = found.known
+    library = f"LIBRARY = {found.library!a}"
+    if known is not None and found.library is None:
+        library = f"import {known.module}\nLIBRARY = {known.module}.get_library_path()"
+    install = f"pip install {known.package}" if known is not None else "its library is needed"
+    environment = dict(known.environment) if known is not None else {}
+    return PLUGIN.format(install=install, environment=environment, library=library)
 
 
 def _call(call: Any, names: dict[str, str], stored: dict[str, "np.ndarray[Any, Any]"]) -> str:

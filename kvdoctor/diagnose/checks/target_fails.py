@@ -68,6 +68,10 @@ def _say_here(target: Target) -> str:
     return "on the CPU" if target.provider != CPU else "in the local runtime"
 
 
+def _say_how(run: Run) -> str:
+    return "passes" if run.experiment in judged_names() else "runs"
+
+
 def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
     """The results of other runtimes than the local one; one of several with the same runtime."""
     seen = set()
@@ -101,7 +105,7 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     cause, subject = _describe_cause(run, result.target), tuple(run.experiment for run in bad)
     fault = Fault(severity, subject, cause, _advise(result.target), use=use, apart=(result.target.asked,))
     fault = fault.also(run=run, nodes=list_nodes(run), error=run.error if run.outcome == "failed" else None)
-    declared = f"{run.experiment} as with {_name_local(context, result.target)}, where it passes"
+    declared = f"{run.experiment} as with {_name_local(context, result.target)}, where it {_say_how(run)}"
     fault = fault.compare(declared, _describe_observed(run))
     node = f", {run.fault_node.shown}" if run.fault_node is not None else ""
     where = f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}"
@@ -149,7 +153,7 @@ def _describe_cause(run: Run, target: Target) -> str:
     if run.outcome == "died":
         fed = fed or (f", step {failed}" if run.failed_step is not None else "")
         node = f" at {run.fault_node.shown}" if run.fault_node is not None else ""
-        return f"the process of {target.words} ends{node} in {run.experiment}{fed}, which runs {here}"
+        return f"the process of {target.words} ends{node} in {run.experiment}{fed}, which {_say_how(run)} {here}"
     if run.outcome != "failed":
         return f"the logits of {run.experiment} are wrong with {target.words}, and right {here}"
     return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes {here}"

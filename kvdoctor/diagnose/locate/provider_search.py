@@ -33,10 +33,11 @@ def locate_crash(run: Run, context: LocateContext, job: ExperimentJob) -> FaultL
     file, taken = file_of(context, phase), branches_taken(context, phase)
     flat, node = FailureSearch(runner, file, feeds, taken).node()
     fed = [name for name in node.reads if name in flat.producers or name not in flat.constants]
-    shapes = runner.sizes(flat, fed, feeds)
-    empty = [flat.label(name) for name, shape in shapes.items() if 0 in shape]
+    values = runner.run(runner.variant(flat, values=fed), feeds)
+    seen = {flat.label(name): ObservedTensor(one.dtype, one.shape) for name, one in values.items()}
+    empty = [name for name, one in seen.items() if 0 in one.shape]
     words = "the process ends in this node" + (f", whose input {empty[0]} has no elements" if empty else "")
-    return _place(node, words, context, {flat.label(name): ObservedTensor("", one) for name, one in shapes.items()})
+    return _place(node, words, context, seen)
 
 
 def locate_departure(run: Run, step: int, context: LocateContext, job: ExperimentJob) -> FaultLocation:
