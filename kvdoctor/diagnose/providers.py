@@ -5,7 +5,7 @@ calls, which have no cache, lie from those of the CPU. It never exceeds what a p
 """
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,8 +70,8 @@ def _run_provider(context: TargetContext, options: Options, local: LocalRun, ask
         named = tuple(replace(resolve_node_names(run, context), provider=target.ran_on) for run in runs)
         gaps = compare_logits(context, named, local.logits, logits, limit)
         search = replace(LocateContext.of(context, local.runtime, asked, calls), tolerance=limit)
-        located = tuple(_locate_wrong(context, named, search, job))
-        gaps = _locate_gaps(context, located, gaps, search, job)
+        gaps = _locate_gaps(context, named, gaps, search, job)
+        located = tuple(_locate_wrong(context, named, search, job, gaps))
     refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
     noise = statistics.median(first) if first else None
     return TargetResult(
@@ -119,11 +119,18 @@ def _judge_again(
 
 
 def _locate_wrong(
-    context: TargetContext, runs: tuple[Run, ...], search: LocateContext, job: ExperimentJob
+    context: TargetContext,
+    runs: tuple[Run, ...],
+    search: LocateContext,
+    job: ExperimentJob,
+    gaps: Mapping[str, LogitsGap],
 ) -> Iterator[Run]:
-    """The runs; the first that goes wrong on the provider alone, of each kind, with the location of its fault."""
+    """The runs; the first that goes wrong on the provider alone, of each kind, with the location of its fault.
+
+    Where the logits of other experiments depart from the CPU as well, the finding rests on these.
+    """
     wrong = list_wrong_runs(context, runs, on_provider=True)
-    seen = set[str]()
+    seen = {"differs"} if any(gap.verdict == "fail" for gap in gaps.values()) else set[str]()
     for run in runs:
         if run not in wrong or run.outcome in seen:
             yield run
@@ -158,7 +165,7 @@ def _locate_gaps(
     loop = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     name = loop if loop in apart else next(iter(apart), None)
     run = next((run for run in runs if run.experiment == name), None)
-    if run is None or name is None or any(one.location is not None for one in runs):
+    if run is None or name is None:
         return gaps
 
     def locate() -> FaultLocation:

@@ -53,9 +53,13 @@ def target_differs(context: TargetContext) -> Faults:
     release, or one of its optimizations is wrong.
     """
     for result in _list_other_results(context):
-        yield from _report_runs(context, result, ("differs",))
-        if not _find_wrong_runs(context, result):
-            yield from _report_gaps(context, result)
+        gaps = list(_report_gaps(context, result))
+        wrong = _find_wrong_runs(context, result)
+        if gaps and (not wrong or result.target.provider != CPU):
+            others = tuple(f"{run.experiment} {run.outcome} as well" for run in wrong if run.outcome == "differs")
+            yield from (gap.also(effects=others[:3]) for gap in gaps)
+        else:
+            yield from _report_runs(context, result, ("differs",))
 
 
 def _name_local(context: TargetContext, target: Target) -> str:

@@ -113,7 +113,7 @@ def _take(array: Array, take: messages.Take) -> Array:
             split = array.reshape(*array.shape[:axis], parts, -1, *array.shape[axis + 1 :])
             some = np.take(split, range(start, start + count), axis=axis + 1)
             array = some.reshape(*array.shape[:axis], parts * count, *array.shape[axis + 1 :])
-    return np.ascontiguousarray(array)
+    return np.ascontiguousarray(array) if take else array  # which would give a scalar an axis
 
 
 def _measure_difference(actual: Array, expected: Array) -> float:
