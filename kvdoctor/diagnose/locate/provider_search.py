@@ -6,6 +6,7 @@ A call that ends the process is halved instead: each trial that ends it gets a f
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -47,13 +48,23 @@ def locate_departure(run: Run, step: int, context: LocateContext, job: Experimen
         CannotCheck: no call of these steps differs when both are given the same pasts.
     """
     runner = _make_runner(context)
-    for at in (step, *range(step)):
-        phase, feeds = _save_call(run.experiment, at, context, replace(job, provider=CPU))
+    for phase, feeds in _list_calls(run.experiment, step, context, replace(job, provider=CPU)):
         search = _Departure(runner, context, phase, feeds)
         found = search.find_operator() or search.find_level()
         if found is not None:
             return found
     raise CannotCheck("no single operator departs from the CPU: small differences add up from node to node")
+
+
+def _list_calls(
+    experiment: str, step: int, context: LocateContext, job: ExperimentJob
+) -> Iterator[tuple[PhaseName, Path]]:
+    """The calls to look at: the one of the step, the one without a cache that it was compared with, earlier steps."""
+    yield _save_call(experiment, step, context, job)
+    reference = context.calls / f"{experiment}-reference.npz"
+    if reference.is_file():
+        yield "prefill", reference
+    yield from (_save_call(experiment, at, context, job) for at in range(step))
 
 
 def _make_runner(context: LocateContext, crashes: bool = False) -> GraphRunner:
