@@ -95,6 +95,11 @@ class Runtime:
         """
         return self._worker.greet().onnxruntime
 
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers that are built into the runtime; raises what `greet` raises."""
+        return self._worker.greet().providers
+
     def require_provider(self, name: str) -> None:
         """Refuse an execution provider that the runtime does not have. It would run on the CPU without a message.
 
