@@ -114,7 +114,7 @@ def read_provider(asked: str) -> Requested:
 
 
 def _find_driver(asked: str, driver: str) -> Path:
-    drivers = dict(list_drivers())
+    drivers = dict(reversed([*list_drivers()]))
     path = drivers.get(driver.lower()) or Path(driver)
     if not path.is_file():
         found = ", ".join(drivers) or "none"

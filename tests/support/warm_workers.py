@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import psutil
 
+from kvdoctor.decode.messages import CPU
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import Limits, Worker
 
@@ -21,18 +22,24 @@ def lent_workers() -> Iterator[None]:
     idle: list[Worker] = []
     begin, end = Runtime.__init__, Runtime.__exit__
 
-    def take(runtime: Runtime, limits: Limits, python: str | None = None) -> None:
-        if python is not None or not idle or not _is_ready(worker := idle.pop()):
-            begin(runtime, limits, python)
+    def take(runtime: Runtime, limits: Limits, python: str | None = None, provider: str = CPU) -> None:
+        if (python, provider) != (None, CPU) or not idle or not _is_ready(worker := idle.pop()):
+            begin(runtime, limits, python, provider)
             return
         worker.limits, worker.peak_bytes, worker._memory_limit = limits, 0, None
         vars(runtime).update(limits=limits, python=None, _worker=worker, _beside={}, _unopened={})
-        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0)
+        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0, provider=CPU, _environment={})
 
     def give_back(runtime: Runtime, *problem: object) -> None:
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG): those of other threads are not lent.
         own = threading.current_thread() is threading.main_thread()
-        if own and runtime.python is None and not idle and not any(problem) and _is_ready(runtime._worker):
+        if (
+            own
+            and (runtime.python, runtime.provider) == (None, CPU)
+            and not idle
+            and not any(problem)
+            and _is_ready(runtime._worker)
+        ):
             idle.append(runtime._worker)
             for other in runtime._beside.values():
                 other.__exit__()

@@ -1,8 +1,9 @@
-"""The model works in the local runtime, and fails or differs under a target.
+"""The model works in the local runtime, and fails or differs under a target, or on another execution provider.
 
 How it is decided: the same experiments, with the same feeds, are run in an isolated environment with only the target's
 release. What fails in the local runtime as well is not reported for the target. Logits of experiments that pass in both
-are compared by the tolerances of docs/policy.md. The fault location is searched under the target.
+are compared by the tolerances of docs/policy.md. The fault location is searched under the target. With `--provider` the
+local runtime is the CPU, and the tolerance is measured on the model (docs/targets.md).
 
 Reproduce: `kvdoctor step-test MODEL --target onnxruntime==1.16.3 -v`
 
