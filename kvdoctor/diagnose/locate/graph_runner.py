@@ -60,6 +60,7 @@ class GraphRunner:
     models: dict[Path, ModelProto] = field(default_factory=dict)
     written: int = 0
     crashes: bool = False
+    seconds: float = SECONDS
 
     def model(self, source: Path) -> ModelProto:
         """The model in a file, its weights left where they are."""
@@ -142,7 +143,7 @@ class GraphRunner:
         import time
 
         if time.monotonic() > self.deadline:
-            raise CannotCheck(f"the search took longer than {SECONDS:g} s")
+            raise CannotCheck(f"the search took longer than {self.seconds:g} s")
         try:
             done = self.runtime.trial(job)
         except WorkerDied as death:

@@ -14,7 +14,7 @@ from kvdoctor.contract import PhaseName
 from kvdoctor.decode.messages import CPU, ExperimentJob, TrialModel, ValueDifference
 from kvdoctor.decode.runs import FaultLocation, ObservedTensor, Run
 from kvdoctor.diagnose.locate.first_divergence import MOST_BYTES, MOST_PATCHES, element_type
-from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, Pair, TrialFailed, side
+from kvdoctor.diagnose.locate.graph_runner import GraphRunner, Pair, TrialFailed, side
 from kvdoctor.diagnose.locate.match_values import chunks
 from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
@@ -23,6 +23,8 @@ from kvdoctor.errors import CannotCheck
 
 LEVELS = ("basic", "extended", "all")
 MOST_VALUES = 200
+MOST_SECONDS = 120.0
+"""A provider may compile a program for each part of a graph, and a crash needs a new process."""
 FACTOR = 10.0
 """How much farther off than the tolerance an operator alone must be: its outputs have units of their own."""
 
@@ -68,8 +70,10 @@ def _list_calls(
 
 
 def _make_runner(context: LocateContext, crashes: bool = False) -> GraphRunner:
-    deadline = time.monotonic() + SECONDS
-    return GraphRunner(context.runtime, context.calls, context.provider, deadline, crashes=crashes)
+    deadline = time.monotonic() + MOST_SECONDS
+    return GraphRunner(
+        context.runtime, context.calls, context.provider, deadline, crashes=crashes, seconds=MOST_SECONDS
+    )
 
 
 def _save_call(experiment: str, step: int, context: LocateContext, job: ExperimentJob) -> tuple[PhaseName, Path]:
