@@ -523,7 +523,7 @@ FOR_RUNS = {
     "cache": False,
     "against": "golden.npz",
     "thorough": True,
-    "provider": "CUDAExecutionProvider",
+    "providers": "cuda",
     "timeout": 7.0,
     "max_memory": 4096,
     "tolerances": {"float16": 0.03},

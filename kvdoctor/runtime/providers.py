@@ -99,7 +99,7 @@ def read_provider(asked: str) -> Requested:
     Raises:
         UsageError: the library is not there, or the driver is none that is known here.
     """
-    name, _, driver = asked.partition("@")
+    name, _, driver = asked.partition("@") if not Path(asked).is_file() else (asked, "", "")
     known = next((one for one in PROVIDERS if name.lower() in (one.short, one.name.lower())), None)
     is_path = os.sep in name or "/" in name or name.endswith((".so", ".dll", ".dylib"))
     if is_path and not Path(name).is_file():
