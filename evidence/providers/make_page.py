@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "evidence" / "providers.md"
 HEAD = """# Exports on WebGPU
 
-What `kvdoctor step-test --consumer held --provider PROVIDER` says of small exports, on {adapter}, with onnxruntime
-{onnxruntime} and version {plugin} of the plug-in. *tolerance* is what was measured on the model: how far logits may be
+What `kvdoctor step-test --consumer held --provider PROVIDER` says of small exports, with onnxruntime {onnxruntime} and
+version {plugin} of the plug-in, on {adapter}. *tolerance* is what was measured on the model: how far logits may be
 from those of the CPU, in their standard deviations. *uses* that passed there, of those that passed on the CPU.
 
 Made by `python -m evidence.providers.make_page`. It says nothing of a real device.
