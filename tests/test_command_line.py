@@ -172,7 +172,7 @@ def test_every_command_that_reads_a_model_takes_offline(command: str) -> None:
     """A script that must not use the network gives `--offline` to all of them."""
     options = {option.keyword for option in options_of(command)}
     assert "offline" in options
-    assert {"provider", "timeout", "max_memory"} <= options or command in ("inspect", "contract")
+    assert {"providers", "timeout", "max_memory"} <= options or command in ("inspect", "contract")
 
 
 def test_the_options_for_all_commands_are_those_of_contract(tmp_path: Path) -> None:

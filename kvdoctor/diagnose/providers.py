@@ -16,12 +16,12 @@ from kvdoctor.decode.tolerances import Tolerance, bounds, find_tolerance
 from kvdoctor.diagnose.context import LocalRun, TargetContext
 from kvdoctor.diagnose.examine import resolve_node_names
 from kvdoctor.diagnose.locate.search import LocateContext, guard_search, locate_fault
-from kvdoctor.diagnose.targets import compare_logits, judged_job, list_wrong_runs, read_first_gaps
+from kvdoctor.diagnose.targets import compare_logits, judged_job, read_first_gaps
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import StackResults
 from kvdoctor.runtime.providers import read_provider
 from kvdoctor.runtime.scratch import scratch_folder
-from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
+from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult, list_wrong_runs
 
 MARGIN = 4.0
 """Times the measured noise of first calls that a later step may be off: what is cached is rounded once more."""
@@ -32,7 +32,7 @@ UNPLACED = "onnxruntime {} does not say which nodes run on it; pip install -U on
 def run_providers(
     context: TargetContext, options: Options, local: LocalRun, asked: Iterable[str]
 ) -> tuple[TargetResult, ...]:
-    """What the model shows on each provider; where several adapters depart alike, each result knows of the other."""
+    """What the model shows on each provider; where two adapters depart in the same experiment, both results say so."""
     results = [_run_provider(context, options, local, one) for one in asked]
     return tuple(replace(one, agreed=any(_agree(one, other) for other in results)) for one in results)
 
@@ -129,7 +129,7 @@ def _locate_wrong(
 
     Where the logits of other experiments depart from the CPU as well, the finding rests on these.
     """
-    wrong = list_wrong_runs(context, runs, on_provider=True)
+    wrong = list_wrong_runs(context.runs, runs, on_provider=True)
     seen = {"differs"} if any(gap.verdict == "fail" for gap in gaps.values()) else set[str]()
     for run in runs:
         if run not in wrong or run.outcome in seen:

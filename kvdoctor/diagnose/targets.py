@@ -137,14 +137,6 @@ def _compare_steps(
         start = stop
 
 
-def list_wrong_runs(context: TargetContext, runs: Iterable[Run], on_provider: bool) -> list[Run]:
-    """The runs that go wrong elsewhere and not here. On a provider, what the CPU runs must run, right or not."""
-    right = {mine.experiment for mine in context.runs if mine.outcome not in (*WRONG, "skipped")}
-    ran = {mine.experiment for mine in context.runs if mine.outcome == "differs" and on_provider} | right
-    stops = ("failed", "died")
-    return [run for run in runs if run.outcome in WRONG and run.experiment in (ran if run.outcome in stops else right)]
-
-
 def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
     """Targets under which nothing was run, or the checked loop gave no clear answer."""
     stack, loop = context.stack.name, context.checked_loop

@@ -15,16 +15,14 @@ from collections.abc import Iterator
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import describe
-from kvdoctor.decode.experiments import judged_names
 from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
-from kvdoctor.diagnose.targets import list_wrong_runs
 from kvdoctor.findings import Advice, Confidence, Fault, Faults, Severity, check
-from kvdoctor.runtime.targets import Target, TargetResult
+from kvdoctor.runtime.targets import Target, TargetResult, list_wrong_runs
 
 ON_CPU = Advice(
     "re-export", "run the model on the CPU, or export it without the operator or fusion that the evidence names"
@@ -73,8 +71,14 @@ def _say_here(target: Target) -> str:
     return "on the CPU" if target.provider != CPU else "in the local runtime"
 
 
+def _is_judged(experiment: str) -> bool:
+    from kvdoctor.decode.experiments import judged_names  # with numpy, which no inspection needs
+
+    return experiment in judged_names()
+
+
 def _say_how(run: Run) -> str:
-    return "passes" if run.experiment in judged_names() else "runs"
+    return "passes" if _is_judged(run.experiment) else "runs"
 
 
 def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
@@ -126,14 +130,14 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
 
 def _find_wrong_runs(context: TargetContext, result: TargetResult) -> list[Run]:
     """The runs that go wrong under the target alone: the consumer's loop first, uses last."""
-    bad = list_wrong_runs(context, result.runs, on_provider=result.target.provider != CPU)
+    bad = list_wrong_runs(context.runs, result.runs, on_provider=result.target.provider != CPU)
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in context.uses))
 
 
 def _rate(context: TargetContext, experiment: str) -> tuple[Severity, Required | None]:
     use = context.uses.get(experiment)
-    if experiment not in judged_names():  # the loop that callers are to write is another one
+    if not _is_judged(experiment):  # the loop that callers are to write is another one
         return "warning", None
     return ("error", None) if use is None else (use.severity, use.required)
 

@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Literal
 
 from kvdoctor.decode.messages import CPU, NodesPlaced
-from kvdoctor.decode.runs import FaultLocation, LogitsDifference, Run
+from kvdoctor.decode.runs import WRONG, FaultLocation, LogitsDifference, Run
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.errors import UsageError, similar_names
 from kvdoctor.records import record
@@ -196,3 +196,12 @@ class TargetResult:
         return next(
             (next(iter(errors.values()), "") for name, errors, at in self.refusals if name == file and at is None), None
         )
+
+
+def list_wrong_runs(here: Iterable[Run], there: Iterable[Run], on_provider: bool) -> list[Run]:
+    """The runs that go wrong elsewhere and not here. On a provider, what the CPU runs must run, right or not."""
+    outcomes = {run.experiment: run.outcome for run in here}
+    right = {name for name, outcome in outcomes.items() if outcome not in (*WRONG, "skipped")}
+    ran = right | {name for name, outcome in outcomes.items() if outcome == "differs" and on_provider}
+    wrong = (run for run in there if run.outcome in WRONG)
+    return [run for run in wrong if run.experiment in (ran if run.outcome in ("failed", "died") else right)]

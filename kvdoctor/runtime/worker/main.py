@@ -76,7 +76,7 @@ ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
     messages.GradeJob: ("runtime.worker.decoding", "grade"),
     messages.SpeedJob: ("runtime.worker.speed", "measure_speed"),
     messages.MeasureJob: ("runtime.worker.sessions", "measure_limits"),
-    messages.FindProviderJob: ("runtime.worker.providers", "find_provider"),
+    messages.FindProviderJob: ("runtime.worker.trial", "find_provider"),
 }
 """The module and the function that answers each job: few jobs need them, and every user waits for the start."""
 

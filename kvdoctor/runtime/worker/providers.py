@@ -14,7 +14,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from kvdoctor.decode.messages import CPU, FindProviderJob, NodesPlaced, ProviderFound
+from kvdoctor.decode.messages import CPU, NodesPlaced
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
@@ -56,7 +56,7 @@ def load(asked: str) -> Loaded:
     try:
         ort.register_execution_provider_library(REGISTERED, library)
     except Exception as error:  # the bindings raise many types, and all of them are a refusal
-        raise CannotCheck(f"onnxruntime {ort.__version__} does not take its library: {_one_line(error)}") from None
+        raise CannotCheck(f"onnxruntime {ort.__version__} does not take its library: {one_line(error)}") from None
     devices = [one for one in ort.get_ep_devices() if one.ep_name == name or one.ep_name not in before]
     if not devices:
         raise CannotCheck("its library offers no device on this machine")
@@ -71,7 +71,7 @@ def _find_library(module: str) -> str:
         found = importlib.import_module(module)
         return str((getattr(found, "get_library_path", None) or found.library_path)())
     except Exception as error:  # a package may raise anything while it is imported
-        raise CannotCheck(f"the package {module} does not say where its library is: {_one_line(error)}") from None
+        raise CannotCheck(f"the package {module} does not say where its library is: {one_line(error)}") from None
 
 
 def open_session(model: Any, options: Any, asked: str, **more: Any) -> Any:
@@ -97,27 +97,14 @@ def count_nodes(session: Any, file: str, asked: str) -> NodesPlaced | None:
     return NodesPlaced(file, there, dict(sorted(on_cpu.items())))
 
 
-def find_provider(job: FindProviderJob, *_: object) -> ProviderFound:
-    """Open the smallest model on the provider: which adapter it runs on, or why it does not."""
-    from kvdoctor.runtime.worker.sessions import LEAST_IR, LEAST_OPSET, identity, session_options
-
-    try:
-        found = load(job.provider)
-        if not found.devices and found.name not in ort.get_available_providers():
-            return ProviderFound(error=f"onnxruntime {ort.__version__} does not have it")
-        session = open_session(identity(LEAST_IR, LEAST_OPSET), session_options("off", 1), job.provider)
-    except Exception as error:  # the bindings raise many types, and all of them are a refusal
-        named = isinstance(error, CannotCheck)
-        return ProviderFound(error=str(error) if named else _one_line(error), no_adapter=not named)
-    if found.name not in session.get_providers():
-        return ProviderFound(error=f"it was refused here; the session has {session.get_providers()}")
+def name_adapter(found: Loaded) -> tuple[str, bool]:
+    """The adapter that a provider runs on, and whether it is emulated; empty where that is not known."""
     adapters = _vulkan_adapters() if found.devices and "WebGpu" in found.name and sys.platform == "linux" else []
     # A real device comes first, as the provider chooses it.
     for name, kind in sorted(adapters, key=lambda one: one[1] == SOFTWARE)[:1]:
-        return ProviderFound(found.name, found.version, name, kind == SOFTWARE)
+        return name, kind == SOFTWARE
     device = found.devices[0].device if found.devices else None
-    adapter = f"{device.type.name} {device.vendor}".strip() if device is not None else ""
-    return ProviderFound(found.name, found.version, adapter, device is not None and device.type.name == "CPU")
+    return (f"{device.type.name} {device.vendor}".strip(), device.type.name == "CPU") if device else ("", False)
 
 
 def _vulkan_adapters() -> list[tuple[str, int]]:
@@ -143,7 +130,7 @@ def _vulkan_adapters() -> list[tuple[str, int]]:
     return found
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The last part of the runtime's text: what comes before it are places in its source."""
     text = " ".join(str(error).split())
     return text[-300:].partition(" ")[2] if len(text) > 300 else text
