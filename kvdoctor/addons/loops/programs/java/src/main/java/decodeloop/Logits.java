@@ -1,47 +1,38 @@
 package decodeloop;
 
-import ai.onnxruntime.OnnxJavaType;
 import ai.onnxruntime.OnnxTensor;
-import java.nio.DoubleBuffer;
+import java.nio.ByteBuffer;
 import java.nio.FloatBuffer;
-import java.util.ArrayList;
-import java.util.List;
+import java.util.stream.IntStream;
+import java.util.stream.Stream;
 
 /**
  * The logits of a call: for each sequence a row for each new token, or the last row alone where the
  * graph returns no more. In those of a prefill the padding on the left counts.
  */
 public final class Logits {
-  private final List<FloatBuffer> parts = new ArrayList<>();
+  private final FloatBuffer values;
   private final int sequences;
-  private final int rows; // of a part
+  private final int rows;
   private final int width;
 
-  /**
-   * The logits that a call returned. The binding copies them; a row is copied when it is asked for.
-   */
-  Logits(OnnxTensor tensor, int sequences, Integer vocabulary) {
+  /** What a call returned. The binding copies it; a row is copied when it is asked for. */
+  Logits(OnnxTensor tensor, int sequences) {
     long[] shape = tensor.getInfo().getShape();
-    int each = Tensors.count(shape) / sequences;
-    boolean known = vocabulary != null && each % vocabulary == 0;
+    FloatBuffer floats = tensor.getFloatBuffer(); // null for double
+    values = floats == null ? narrowed(tensor) : floats;
     this.sequences = sequences;
-    width = known ? vocabulary : shape.length == 3 ? (int) shape[2] : each;
-    rows = each / width;
-    boolean isDouble = tensor.getInfo().type == OnnxJavaType.DOUBLE;
-    parts.add(isDouble ? narrowed(tensor.getDoubleBuffer()) : tensor.getFloatBuffer());
+    rows = shape.length == 3 && shape[0] == sequences ? (int) shape[1] : 1;
+    width = values.remaining() / sequences / rows;
   }
 
-  private static FloatBuffer narrowed(DoubleBuffer values) {
-    FloatBuffer floats = FloatBuffer.allocate(values.remaining());
-    while (values.hasRemaining()) {
-      floats.put((float) values.get());
+  private static FloatBuffer narrowed(OnnxTensor tensor) {
+    ByteBuffer data = Tensors.bytes(tensor);
+    FloatBuffer floats = FloatBuffer.allocate(Tensors.count(tensor.getInfo().getShape()));
+    for (int i = 0; i < floats.capacity(); i++) {
+      floats.put(i, (float) Tensors.read(data, tensor.getInfo().type, i));
     }
-    return floats.rewind();
-  }
-
-  /** Adds the rows of the call after this one. */
-  void add(Logits more) {
-    parts.addAll(more.parts);
+    return floats;
   }
 
   /** The number of sequences. */
@@ -51,20 +42,19 @@ public final class Logits {
 
   /** The number of rows of each sequence. */
   public int rows() {
-    return rows * parts.size();
+    return rows;
   }
 
   /** A copy of a row of a sequence. */
   public float[] row(int sequence, int row) {
     float[] copy = new float[width];
-    int at = sequence * rows + row % rows;
-    parts.get(row / rows).get(at * width, copy);
+    values.get((sequence * rows + row) * width, copy);
     return copy;
   }
 
   /** A copy of the row after the last token of a sequence. */
   public float[] last(int sequence) {
-    return row(sequence, rows() - 1);
+    return row(sequence, rows - 1);
   }
 
   /** The token with the highest of some logits, the first of several. */
@@ -76,5 +66,12 @@ public final class Logits {
       }
     }
     return best;
+  }
+
+  /** All tokens, the likeliest first. */
+  static Stream<Integer> ranked(float[] logits) {
+    return IntStream.range(0, logits.length)
+        .boxed()
+        .sorted((a, b) -> Float.compare(logits[b], logits[a]));
   }
 }
