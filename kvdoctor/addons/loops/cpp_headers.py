@@ -94,8 +94,9 @@ def find_headers(cache: Path) -> dict[str, str]:
         NoHeaders: they could not be had.
     """
     found = importlib.util.find_spec("nlohmann_json")
-    json = [Path(place) / "include" for place in (found.submodule_search_locations or ())] if found else []
-    made = {"NLOHMANN_JSON_INCLUDE": os.fspath(folder) for folder in json}
+    made = {}
+    if found is not None and found.origin is not None:
+        made["NLOHMANN_JSON_INCLUDE"] = os.fspath(Path(found.origin).parent / "include")
     if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
         return made
     return made | {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}

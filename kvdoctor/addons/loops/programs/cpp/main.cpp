@@ -1,6 +1,7 @@
 // Decodes from the command line: token ids in, token ids out. `decode --help` lists the options.
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <fstream>
 #include <functional>
@@ -70,10 +71,10 @@ std::vector<std::int64_t> numbers(const std::string& option, const std::string& 
   std::vector<std::int64_t> made;
   std::istringstream parts(text);
   for (std::string part; std::getline(parts, part, ',');) {
-    if (option != "--prompt" || !part.starts_with('-')) {
-      set(made.emplace_back(), option, part);
-    } else {
-      made.push_back(-1);  // the decoder says which ids there are
+    const char* const last = part.data() + part.size();
+    const auto [end, error] = std::from_chars(part.data(), last, made.emplace_back());
+    if (error != std::errc{} || end != last) {
+      throw std::invalid_argument(option + " " + text + ": these are not numbers with commas");
     }
   }
   return made;

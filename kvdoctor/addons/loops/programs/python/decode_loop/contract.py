@@ -1,7 +1,7 @@
 """The contract of a model as data: its calls, their inputs, the cache, and what a session must have to fit it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -171,23 +171,16 @@ def compare(file: File, session: ort.InferenceSession) -> None:
         ContractError: the session is of another model.
     """
     found = {port.name: port for port in session.get_inputs()}
-    problems = [f"no input {name!r}" for name in file.inputs if name not in found]
-    problems += [f"another input {name!r}" for name in found if name not in file.inputs]
     returned = {port.name for port in session.get_outputs()}
-    problems += [f"no output {name!r}" for name in file.outputs if name not in returned]
-    for name in file.inputs.keys() & found.keys():
-        problems += _differences(name, file.inputs[name], found[name].type, found[name].shape)
-    if problems:
-        raise ContractError(f"contract.json is of another model: {file.file} has {problems[0]}")
+    missing = [*file.inputs.keys() - found.keys(), *set(file.outputs) - returned]
+    other = [name for name, port in found.items() if not _fits(port, file.inputs.get(name))]
+    if missing or other:
+        problem = f"no {missing[0]!r}" if missing else f"another input {other[0]!r}"
+        raise ContractError(f"contract.json is of another model: {file.file} has {problem}")
 
 
-def _differences(name: str, due: Mapping[str, Any], kind: str, shape: Sequence[int | str | None]) -> list[str]:
-    if kind != f"tensor({due['dtype']})":
-        return [f"{kind} for input {name!r} in place of tensor({due['dtype']})"]
-    if shape and len(shape) != len(due["dims"]):
-        return [f"{len(shape)} axes of input {name!r} in place of {len(due['dims'])}"]
-    return [
-        f"size {size} of input {name!r} in place of {dim}"
-        for size, dim in zip(shape, due["dims"], strict=False)
-        if isinstance(size, int) and size != dim
-    ]
+def _fits(port: ort.NodeArg, due: Mapping[str, Any] | None) -> bool:
+    """Whether an input has the type and the sizes of the contract; a graph may declare no sizes."""
+    if due is None or port.type != f"tensor({due['dtype']})" or (port.shape and len(port.shape) != len(due["dims"])):
+        return False
+    return all(size == dim for size, dim in zip(port.shape, due["dims"], strict=False) if isinstance(size, int))

@@ -22,16 +22,14 @@ public final class BeamSearch {
 
     /** The likeliest continuations by one token. */
     Stream<Beam> next(int row, float[] logits, int count) {
-      double most = logits[Logits.likeliest(logits)];
-      double sum =
-          IntStream.range(0, logits.length).mapToDouble(i -> Math.exp(logits[i] - most)).sum();
+      double sum = IntStream.range(0, logits.length).mapToDouble(i -> Math.exp(logits[i])).sum();
       return Logits.ranked(logits)
           .limit(count)
           .map(
               token -> {
                 List<Integer> longer = new ArrayList<>(tokens);
                 longer.add(token);
-                return new Beam(score + logits[token] - most - Math.log(sum), row, longer);
+                return new Beam(score + logits[token] - Math.log(sum), row, longer);
               });
     }
   }
@@ -58,10 +56,8 @@ public final class BeamSearch {
       found.stream().limit(beams).filter(one -> ends.contains(one.last())).forEach(ended::add);
       going = found.stream().filter(one -> !ends.contains(one.last())).limit(beams).toList();
       if (ended.size() >= beams || count == most || decoder.length() >= decoder.limit()) {
-        return Stream.concat(ended.stream(), going.stream())
-            .max(Comparator.comparingDouble(Beam::mean))
-            .orElseThrow()
-            .tokens();
+        ended.addAll(going);
+        return Collections.max(ended, Comparator.comparingDouble(Beam::mean)).tokens();
       }
       decoder.reorder(going.stream().mapToInt(Beam::row).toArray());
       logits =

@@ -8,7 +8,6 @@ import ai.onnxruntime.TensorInfo;
 import com.google.gson.FieldNamingPolicy;
 import com.google.gson.Gson;
 import com.google.gson.GsonBuilder;
-import com.google.gson.JsonParseException;
 import com.google.gson.JsonPrimitive;
 import java.io.IOException;
 import java.nio.file.Files;
@@ -128,23 +127,15 @@ public record Contract(
 
   /** Reads a contract.json. */
   public static Contract read(Path file) throws IOException {
-    try {
-      return parse(Files.readString(file));
-    } catch (IllegalArgumentException failed) {
-      throw new IllegalArgumentException(file + ": " + failed.getMessage(), failed);
-    }
+    return parse(Files.readString(file));
   }
 
   /** Reads the text of a contract.json. What this program does not know is refused. */
   public static Contract parse(String text) {
-    Contract contract;
-    try {
-      contract = GSON.fromJson(text, Contract.class);
-    } catch (JsonParseException failed) {
-      throw new IllegalArgumentException(failed.getMessage(), failed);
-    }
+    Contract contract = GSON.fromJson(text, Contract.class);
     String schema = contract == null ? null : contract.schema;
-    require(SCHEMA.equals(schema), "schema " + schema + ", and this program reads " + SCHEMA);
+    String other = "the contract has schema " + schema + ", and this program reads " + SCHEMA;
+    require(SCHEMA.equals(schema), other);
     Calls calls = contract.calls;
     Stream.of(calls.encode, calls.embed, calls.prefill, calls.decode)
         .filter(Objects::nonNull)

@@ -98,13 +98,11 @@ public final class Decoder implements AutoCloseable {
   }
 
   /**
-   * Gives each later call to {@code lines}, as {@code kvdoctor step-test MODEL --trace} reads it.
-   *
-   * @param run what the lines belong to, or null
-   * @param lines takes a line of JSON; null ends it
+   * Gives each later call to {@code lines}, a line of JSON, as {@code kvdoctor step-test MODEL
+   * --trace} reads it; null ends it.
    */
-  public void trace(String run, Consumer<String> lines) {
-    sessions.trace(run, lines);
+  public void trace(Consumer<String> lines) {
+    sessions.trace(lines);
   }
 
   /** Ends the call that is running, or the next one; any thread may call it. */

@@ -1,8 +1,8 @@
 package decodeloop;
 
+import ai.onnxruntime.OnnxJavaType;
 import ai.onnxruntime.OnnxTensor;
 import java.nio.ByteBuffer;
-import java.nio.FloatBuffer;
 import java.util.stream.IntStream;
 import java.util.stream.Stream;
 
@@ -11,7 +11,8 @@ import java.util.stream.Stream;
  * graph returns no more. In those of a prefill the padding on the left counts.
  */
 public final class Logits {
-  private final FloatBuffer values;
+  private final ByteBuffer data;
+  private final OnnxJavaType type;
   private final int sequences;
   private final int rows;
   private final int width;
@@ -19,20 +20,11 @@ public final class Logits {
   /** What a call returned. The binding copies it; a row is copied when it is asked for. */
   Logits(OnnxTensor tensor, int sequences) {
     long[] shape = tensor.getInfo().getShape();
-    FloatBuffer floats = tensor.getFloatBuffer(); // null for double
-    values = floats == null ? narrowed(tensor) : floats;
+    data = Tensors.bytes(tensor);
+    type = tensor.getInfo().type;
     this.sequences = sequences;
     rows = shape.length == 3 && shape[0] == sequences ? (int) shape[1] : 1;
-    width = values.remaining() / sequences / rows;
-  }
-
-  private static FloatBuffer narrowed(OnnxTensor tensor) {
-    ByteBuffer data = Tensors.bytes(tensor);
-    FloatBuffer floats = FloatBuffer.allocate(Tensors.count(tensor.getInfo().getShape()));
-    for (int i = 0; i < floats.capacity(); i++) {
-      floats.put(i, (float) Tensors.read(data, tensor.getInfo().type, i));
-    }
-    return floats;
+    width = Tensors.count(shape) / sequences / rows;
   }
 
   /** The number of sequences. */
@@ -48,7 +40,10 @@ public final class Logits {
   /** A copy of a row of a sequence. */
   public float[] row(int sequence, int row) {
     float[] copy = new float[width];
-    values.get((sequence * rows + row) * width, copy);
+    int first = (sequence * rows + row) * width;
+    for (int i = 0; i < width; i++) {
+      copy[i] = (float) Tensors.read(data, type, first + i);
+    }
     return copy;
   }
 

@@ -7,7 +7,6 @@ import ai.onnxruntime.OrtSession;
 import com.google.gson.JsonElement;
 import java.io.IOException;
 import java.io.PrintStream;
-import java.net.URISyntaxException;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.ArrayList;
@@ -27,7 +26,7 @@ public final class Main {
       Token ids in, token ids out: a line for each sequence.
 
         --model FOLDER       folder of the model files
-        --contract FILE      contract.json of the model (the one next to the program)
+        --contract FILE      contract.json of the model (that of the current folder)
         --prompt IDS         ids with commas; once a sequence
         --source IDS         ids for the encoder, once a sequence; or the file of its input:
                              float32, little endian
@@ -44,7 +43,7 @@ public final class Main {
         --threads N          of the sessions; 0 lets the runtime choose (0)
         --provider NAME      execution provider of the runtime (CPUExecutionProvider)
         --record FILE        write the calls into this file; without --prompt those of --runs
-        --runs FILE          runs to play and compare (vectors.json next to the program)
+        --runs FILE          runs to play and compare (vectors.json of the current folder)
       """;
 
   private final Map<String, List<String>> options = new HashMap<>();
@@ -103,7 +102,7 @@ public final class Main {
     if (!options.containsKey("--model")) {
       throw new IllegalArgumentException("--model is missing; see --help");
     }
-    Contract contract = Contract.read(found("--contract", "contract.json"));
+    Contract contract = Contract.read(Path.of(one("--contract", "contract.json")));
     try (OrtSession.SessionOptions session = new OrtSession.SessionOptions()) {
       session.setIntraOpNumThreads(whole("--threads", "0"));
       addProvider(session, one("--provider", "CPUExecutionProvider"));
@@ -127,40 +126,23 @@ public final class Main {
     session.addExecutionProvider(chosen, Map.of());
   }
 
-  /** The path that an option gives, or that of a file next to the program or above it. */
-  private Path found(String option, String name) {
-    if (options.containsKey(option)) {
-      return Path.of(one(option, ""));
-    }
-    try {
-      Path jar = Path.of(Main.class.getProtectionDomain().getCodeSource().getLocation().toURI());
-      return Stream.of(jar.resolveSibling(name), jar.resolve("../..").normalize().resolve(name))
-          .filter(Files::exists)
-          .findFirst()
-          .orElse(Path.of(name));
-    } catch (URISyntaxException failed) {
-      return Path.of(name);
-    }
-  }
-
   /** Decodes the prompts, or without one plays the runs, and writes the calls down. */
   private boolean record(Decoder decoder) throws OrtException, IOException {
-    Path file = Path.of(one("--record", ""));
+    Path vectors = Path.of(one("--runs", "vectors.json")).toAbsolutePath();
+    Path file = Path.of(one("--record", "")).toAbsolutePath();
     boolean plays = !options.containsKey("--prompt");
-    Path vectors = found("--runs", "vectors.json");
-    String text = plays ? Files.readString(vectors) : "";
-    if (plays && file.toAbsolutePath().equals(vectors.toAbsolutePath())) {
+    if (file.equals(vectors)) {
       throw new IllegalArgumentException("--record is the file of --runs itself");
     }
+    String text = plays ? Files.readString(vectors) : "";
     Runs runs = plays ? Runs.read(text) : null;
     try (PrintStream lines = new PrintStream(Files.newOutputStream(file), true, "UTF-8")) {
       if (!plays) {
-        decoder.trace(null, lines::println);
+        decoder.trace(lines::println);
         return decode(decoder);
       }
       lines.println(text.strip().replace('\n', ' ')); // the runs that are due
-      Path folder = vectors.toAbsolutePath().getParent();
-      boolean right = runs.play(decoder, folder, lines::println, System.out::println);
+      boolean right = runs.play(decoder, vectors.getParent(), lines::println, System.out::println);
       if (lines.checkError()) {
         throw new IOException("cannot write " + file);
       }
@@ -177,12 +159,13 @@ public final class Main {
         Generation.most(whole("--most", "20"))
             .choose(
                 new Sampling(
-                    number("--temperature", "0"),
-                    whole("--top-k", "50"),
-                    number("--top-p", "0"),
-                    number("--min-p", "0"),
-                    number("--repetition-penalty", "1"),
-                    Long.parseLong(one("--seed", "0"))));
+                        number("--temperature", "0"),
+                        whole("--top-k", "50"),
+                        number("--top-p", "0"),
+                        number("--min-p", "0"),
+                        number("--repetition-penalty", "1"),
+                        Long.parseLong(one("--seed", "0")))
+                    .choice());
     if (options.containsKey("--stop")) {
       how = how.stopAt(IntStream.of(rows("--stop")[0]).boxed().collect(Collectors.toSet()));
     }

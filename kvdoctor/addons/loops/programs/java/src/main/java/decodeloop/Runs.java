@@ -2,7 +2,6 @@ package decodeloop;
 
 import ai.onnxruntime.OrtException;
 import com.google.gson.JsonElement;
-import com.google.gson.JsonParseException;
 import java.io.IOException;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
@@ -46,12 +45,7 @@ record Runs(String schema, List<Run> runs) {
 
   /** Reads the runs of a file. */
   static Runs read(String text) {
-    Runs read;
-    try {
-      read = Contract.GSON.fromJson(text, Runs.class);
-    } catch (JsonParseException failed) {
-      throw new IllegalArgumentException(failed.getMessage(), failed);
-    }
+    Runs read = Contract.GSON.fromJson(text, Runs.class);
     if (read == null || !SCHEMA.equals(read.schema) || read.runs.isEmpty()) {
       throw new IllegalArgumentException("there are no runs of the schema " + SCHEMA);
     }
@@ -68,7 +62,8 @@ record Runs(String schema, List<Run> runs) {
     boolean right = true;
     for (Run run : runs) {
       decoder.reset();
-      decoder.trace(run.name, record);
+      String named = "{\"run\":" + Contract.GSON.toJson(run.name) + ",";
+      decoder.trace(line -> record.accept(named + line.substring(1)));
       List<List<Integer>> tokens = new ArrayList<>();
       String error = null;
       try {

@@ -27,7 +27,6 @@ final class Sessions implements AutoCloseable {
   private final OrtSession.RunOptions runOptions = new OrtSession.RunOptions();
   private volatile boolean cancelled;
   private Consumer<String> trace;
-  private String run;
 
   Sessions(Path folder, Contract contract, OrtSession.SessionOptions options) throws OrtException {
     try {
@@ -43,8 +42,7 @@ final class Sessions implements AutoCloseable {
     }
   }
 
-  void trace(String run, Consumer<String> lines) {
-    this.run = run;
+  void trace(Consumer<String> lines) {
     trace = lines;
   }
 
@@ -88,9 +86,6 @@ final class Sessions implements AutoCloseable {
   private void note(
       String file, Map<String, OnnxTensor> fed, Map<String, OnnxTensor> got, String error) {
     Map<String, Object> line = new LinkedHashMap<>();
-    if (run != null) {
-      line.put("run", run);
-    }
     line.put("file", file);
     line.put("fed", described(fed));
     line.put("got", described(got));

@@ -21,6 +21,7 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
   private final Set<Integer> stop;
   private final List<List<Integer>> sequences;
   private final boolean[] ended;
+  private int going;
   private Logits logits;
   private int steps;
   private int row;
@@ -37,6 +38,7 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
             .map(one -> Arrays.stream(one).boxed().collect(Collectors.toList()))
             .toList();
     ended = new boolean[prompts.length];
+    going = prompts.length;
     row = prompts.length;
   }
 
@@ -49,11 +51,12 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
       }
       int id = pick(logits.last(at), sequences.get(at));
       sequences.get(at).add(id);
-      ended[at] = stop.contains(id);
-      if (!ended[at]) {
+      if (!stop.contains(id)) {
         action.accept(new Token(at, id));
         return true;
       }
+      ended[at] = true;
+      going--;
     }
     return false;
   }
@@ -63,7 +66,7 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
     try {
       if (steps == 0) {
         logits = how.continues() ? decoder.step(prompts) : decoder.prefill(prompts);
-      } else if (allEnded() || steps >= how.most() || decoder.length() >= decoder.limit()) {
+      } else if (going == 0 || steps >= how.most() || decoder.length() >= decoder.limit()) {
         return false;
       } else {
         logits =
@@ -77,15 +80,6 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
     }
     steps++;
     row = 0;
-    return true;
-  }
-
-  private boolean allEnded() {
-    for (boolean one : ended) {
-      if (!one) {
-        return false;
-      }
-    }
     return true;
   }
 
