@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"unsafe"
 
 	ort "github.com/yalue/onnxruntime_go"
@@ -194,44 +193,18 @@ func product(sizes []int64) int64 {
 	return all
 }
 
-// table is a rectangle of integers.
-type table struct{ shape, data []int64 }
-
-// rectangle makes a table of rows, which must have the same length.
-func rectangle(rows [][]int64) (table, error) {
+// rectangle is the shape of rows, which must have the same length.
+func rectangle(rows [][]int64) ([]int64, error) {
 	if len(rows) == 0 || len(rows[0]) == 0 {
-		return table{}, errors.New("there is nothing in it")
+		return nil, errors.New("there is nothing in it")
 	}
-	made := table{shape: []int64{int64(len(rows)), int64(len(rows[0]))}}
 	for _, row := range rows {
 		if len(row) != len(rows[0]) {
-			return table{}, fmt.Errorf("the rows must have the same length, not %d and %d", len(rows[0]), len(row))
+			return nil, fmt.Errorf("the rows must have the same length, not %d and %d", len(rows[0]), len(row))
 		}
-		made.data = append(made.data, row...)
 	}
-	return made, nil
+	return []int64{int64(len(rows)), int64(len(rows[0]))}, nil
 }
-
-// column is one number of each row.
-func (t table) column(index int64) table {
-	made := table{shape: []int64{t.shape[0], 1}}
-	for at := index; at < int64(len(t.data)); at += t.shape[1] {
-		made.data = append(made.data, t.data[at])
-	}
-	return made
-}
-
-// rows are copies of chosen rows.
-func (t table) rows(chosen []int64) *table {
-	made := &table{shape: []int64{int64(len(chosen)), t.shape[1]}}
-	for _, row := range chosen {
-		made.data = append(made.data, t.data[row*t.shape[1]:(row+1)*t.shape[1]]...)
-	}
-	return made
-}
-
-// fits reports whether a table has a shape.
-func (t *table) fits(shape []int64) bool { return t != nil && slices.Equal(t.shape, shape) }
 
 // toHalf rounds to the nearest float16.
 func toHalf(number float32) uint16 {
