@@ -85,10 +85,13 @@ pub(crate) struct Calls {
 }
 
 impl Calls {
-    /// The inputs of all calls.
-    pub fn inputs(&self) -> impl Iterator<Item = &Input> {
-        let calls = self.encode.iter().chain(&self.embed).chain([&self.prefill, &self.decode]);
-        calls.flat_map(|call| &call.inputs)
+    pub fn iter(&self) -> impl Iterator<Item = &Call> {
+        self.encode.iter().chain(&self.embed).chain([&self.prefill, &self.decode])
+    }
+
+    /// Whether any call has an input of a rule.
+    pub fn follow(&self, rule: Rule) -> bool {
+        self.iter().flat_map(|call| &call.inputs).any(|input| input.rule == rule)
     }
 }
 
@@ -99,7 +102,23 @@ pub(crate) struct Call {
     pub pasts: Vec<String>,
     pub outputs: Vec<String>,
     pub logits: Option<String>,
-    pub states: Option<String>,
+    pub fills: Vec<Fill>,
+    pub encoder: Option<EncoderSize>,
+}
+
+/// An output that goes into a slot of the cache.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Fill {
+    pub slot: usize,
+    pub output: String,
+    pub carry: Carry,
+}
+
+/// The axis that counts encoder states, of a value of the encoder or of the cache; without a name of the source.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct EncoderSize {
+    pub name: Option<String>,
+    pub axis: usize,
 }
 
 /// One input that is not the cache.
@@ -110,11 +129,13 @@ pub(crate) struct Input {
     pub dtype: TensorElementType,
     pub dims: Vec<Dim>,
     pub rule: Rule,
-    pub count: Count,
+    pub count: Axis,
     pub value: f64,
     pub shown: f64,
     pub hidden: f64,
     pub from_right: bool,
+    pub rows_from: Option<Axis>,
+    pub batch_axis: Option<usize>,
     pub made: Option<String>,
 }
 
@@ -122,20 +143,13 @@ pub(crate) struct Input {
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Slot {
     pub past: String,
-    pub present: Option<String>,
-    pub made: Option<String>,
-    pub by_encoder: bool,
     #[serde(with = "Dtype")]
     pub dtype: TensorElementType,
-    pub dims: Vec<Dim>,
-    pub carry: Carry,
     pub batch_axis: Option<usize>,
     pub length_axis: Option<usize>,
-    pub counts_states: bool,
     pub rewinds: String,
-    pub first_length: usize,
     pub heads: usize,
-    pub fed_zeros: bool,
+    pub zeros: Option<Vec<Dim>>,
 }
 
 /// The element types of the contract, by its names.
@@ -157,10 +171,10 @@ enum Dtype {
 
 /// Enums whose variants are names in the contract; `Other` is a name that this program does not know.
 macro_rules! names {
-    ($($(#[$about:meta])* $case:literal $name:ident { $($(#[$attribute:meta])* $variant:ident),* })*) => {
+    ($($(#[$about:meta])* $name:ident { $($(#[$attribute:meta])* $variant:ident),* })*) => {
         $($(#[$about])*
         #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-        #[serde(rename_all = $case)]
+        #[serde(rename_all = "kebab-case")]
         pub(crate) enum $name {
             $($(#[$attribute])* $variant,)*
             #[serde(other)]
@@ -170,21 +184,20 @@ macro_rules! names {
 }
 
 names! {
-    /// What an axis counts; another one has size 1.
-    "snake_case" Axis { Batch, BatchHeads, New, Past, Total, Capacity, Encoder, EncoderInput }
-    /// Where the value of an input comes from.
-    "kebab-case" Rule {
-        Tokens, TokenAndPosition, Embeddings, AttentionMask, PaddingMask, WindowMask, CausalMask, Positions, Rows,
-        Number, EncoderInput, EncoderMask, EncoderStates
+    /// What an axis or a number counts; another axis has size 1.
+    Axis {
+        Batch, #[serde(alias = "batch_heads")] BatchHeads, New, Past, Total, Capacity, Encoder,
+        #[serde(alias = "encoder_input")] EncoderInput, Last, LastNew, Constant
     }
-    /// What a number counts.
-    "kebab-case" Count {
-        Constant, Past, Total, Last, New, LastNew, Batch, Cached, First, #[serde(alias = "encoder_input")] EncoderInput
+    /// Where the value of an input comes from.
+    Rule {
+        Tokens, TokenAndPosition, Embeddings, Positions, Rows, Number, EncoderInput, EncoderMask, EncoderStates,
+        #[serde(alias = "attention-mask", alias = "padding-mask", alias = "window-mask", alias = "causal-mask")] Mask
     }
     /// What becomes of an output of the cache. FeedBack: it is the next value. Hold: the first value stays. Append: its
     /// rows follow those that are there. Write: its rows are written after those of the tokens before. Shift: its rows
     /// come in on one side, and the oldest leave on the other. DropOldest: it is the next value without its oldest row.
-    "kebab-case" Carry { FeedBack, Hold, Append, Write, Shift, DropOldest }
+    Carry { FeedBack, Hold, Append, Write, Shift, DropOldest }
 }
 
 /// A number, or what an axis counts.
@@ -217,10 +230,11 @@ impl FromStr for Contract {
     /// Reads a contract; what it asks for and this program does not know is an error, with the name of the tensor.
     fn from_str(text: &str) -> Result<Self> {
         let contract: Self = serde_json::from_str(text).map_err(|error| Error::Contract(error.to_string()))?;
-        let unknown = |input: &&Input| input.rule == Rule::Other || input.count == Count::Other;
-        let inputs = contract.calls.inputs().filter(unknown).map(|input| &input.name);
-        let slots = contract.slots.iter().filter(|slot| slot.carry == Carry::Other).map(|slot| &slot.past);
-        if let Some(name) = inputs.chain(slots).next() {
+        let unknown = |input: &&Input| input.rule == Rule::Other || input.count == Axis::Other;
+        let inputs = contract.calls.iter().flat_map(|call| &call.inputs).filter(unknown).map(|input| &input.name);
+        let fills = contract.calls.iter().flat_map(|call| &call.fills);
+        let fills = fills.filter(|fill| fill.carry == Carry::Other).map(|fill| &fill.output);
+        if let Some(name) = inputs.chain(fills).next() {
             return Err(Error::Contract(format!("{name:?} has a rule that this program does not know")));
         }
         Ok(contract)

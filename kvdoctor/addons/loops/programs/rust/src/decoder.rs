@@ -8,7 +8,7 @@ use ort::environment::Environment;
 use ort::ep::ExecutionProviderDispatch;
 use ort::value::DynTensor;
 
-use crate::contract::{Axis, Carry, Contract, Dim, Rule, Slot};
+use crate::contract::{Axis, Carry, Contract, Dim, Rule};
 use crate::graphs::{Graphs, Tensors};
 use crate::inputs::State;
 use crate::tensors::{join, size, tensor, write, zeros};
@@ -39,8 +39,8 @@ pub struct Decoder {
     contract: Arc<Contract>,
     graphs: Graphs,
     state: State,
-    /// Whether what the encoder made has been reordered.
-    reordered: bool,
+    /// The number of sequences that the source is for, where it has an axis for them.
+    sources: Option<usize>,
 }
 
 impl Decoder {
@@ -55,7 +55,7 @@ impl Decoder {
         let graphs = Graphs::open(environment, folder.as_ref(), &contract, &settings)?;
         let capacity = if contract.capacity_is_chosen { Some(settings.capacity) } else { contract.context_limit };
         let state = State { capacity, ..State::default() };
-        Ok(Self { contract: Arc::new(contract), graphs, state, reordered: false })
+        Ok(Self { contract: Arc::new(contract), graphs, state, sources: None })
     }
 
     pub fn contract(&self) -> &Contract {
@@ -80,7 +80,6 @@ impl Decoder {
     /// Begins anew: no sequences, and nothing encoded.
     pub fn reset(&mut self) {
         self.state = State { capacity: self.state.capacity, ..State::default() };
-        self.reordered = false;
     }
 
     /// Says what the sequences are about with ids, a row for each; shorter ones are padded on the right and masked.
@@ -120,7 +119,7 @@ impl Decoder {
         }
         let axis = |axis: Axis| source.dims.iter().position(|dim| *dim == Dim::Axis(axis));
         let length = shape[axis(Axis::EncoderInput).or(axis(Axis::Encoder)).unwrap_or(shape.len() - 1)];
-        if mask.is_some() && contract.calls.inputs().all(|input| input.rule != Rule::EncoderMask) {
+        if mask.is_some() && !contract.calls.follow(Rule::EncoderMask) {
             return refuse("this model takes no mask of the source: the sources must have the same length");
         }
         if mask.as_ref().is_some_and(|mask| mask.iter().any(|row| row.len() != length)) {
@@ -129,18 +128,22 @@ impl Decoder {
         let value = tensor(source.dtype, shape, &values)?;
         let mut state = State {
             capacity: self.state.capacity,
-            batch: shape[axis(Axis::Batch).unwrap_or(0)],
             encoded: Tensors::from([(source.name.clone(), value)]),
-            sources: axis(Axis::Batch).map(|axis| shape[axis]),
+            rows: (0..shape[source.batch_axis.unwrap_or(0)]).collect(),
             source_length: length,
             source_mask: mask,
             ..State::default()
         };
         if let Some(call) = &contract.calls.encode {
             let nothing = Tensors::new();
-            state.encoded = self.graphs.run(call, state.feeds(&contract, call, &[], &nothing)?)?;
+            state.encoded = self.graphs.run(call, state.feeds(call, &[], &nothing)?)?;
+            for fill in &call.fills {
+                if let Some(value) = state.encoded.remove(&fill.output) {
+                    state.encoded.insert(contract.slots[fill.slot].past.clone(), value);
+                }
+            }
         }
-        (self.state, self.reordered) = (state, false);
+        (self.state, self.sources) = (state, source.batch_axis.map(|axis| shape[axis]));
         Ok(())
     }
 
@@ -151,8 +154,8 @@ impl Decoder {
     pub fn prefill(&mut self, prompts: &[impl AsRef<[i64]>]) -> Result<Logits> {
         let (batch, longest) = (prompts.len(), prompts.iter().map(|row| row.as_ref().len()).max().unwrap_or(0));
         let padding: Vec<usize> = prompts.iter().map(|row| longest - row.as_ref().len()).collect();
-        if self.contract.source.is_some() && (self.state.encoded.is_empty() || self.reordered) {
-            return refuse("begin with encode(), and again after reorder()");
+        if self.contract.source.is_some() && self.state.encoded.is_empty() {
+            return refuse("begin with encode()");
         }
         if longest == 0 || padding.contains(&longest) {
             return refuse("a prompt needs at least one token");
@@ -160,7 +163,7 @@ impl Decoder {
         if !self.contract.pads && padding.iter().any(|padded| *padded > 0) {
             return refuse("this model takes no padding: the prompts must have the same length");
         }
-        for (wanted, what) in [(self.contract.batch, "the graph takes"), (self.state.sources, "the source is for")] {
+        for (wanted, what) in [(self.contract.batch, "the graph takes"), (self.sources, "the source is for")] {
             if let Some(wanted) = wanted.filter(|wanted| *wanted != batch) {
                 return refuse(format!("{batch} prompts, but {what} {wanted}"));
             }
@@ -169,11 +172,13 @@ impl Decoder {
         let padded = prompts.iter().zip(&padding);
         let ids: Vec<i64> = padded.flat_map(|(row, padded)| [&vec![0; *padded], row.as_ref()].concat()).collect();
         let state = &mut self.state;
-        (state.length, state.batch, state.padding) = (0, batch, padding);
+        (state.length, state.rows, state.padding) = (0, (0..batch).collect(), padding);
         state.cache.clear(); // releases the values before others are made
-        for slot in self.contract.slots.iter().filter(|slot| slot.fed_zeros) {
-            let value = zeros(slot.dtype, &state.first_sizes(slot).shape(&slot.dims))?;
-            state.cache.insert(slot.past.clone(), value);
+        for slot in &self.contract.slots {
+            if let Some(dims) = &slot.zeros {
+                let value = zeros(slot.dtype, &state.sizes(0, 0, slot.heads).shape(dims))?;
+                state.cache.insert(slot.past.clone(), value);
+            }
         }
         let calls = if self.contract.one_token { longest } else { 1 };
         let mut logits = refuse("there are no tokens");
@@ -195,7 +200,7 @@ impl Decoder {
     /// Continues each sequence with new tokens, the same number of each; returns their logits.
     pub fn step(&mut self, tokens: &[impl AsRef<[i64]>]) -> Result<Logits> {
         self.check_begun()?;
-        let (batch, count) = (self.state.batch, tokens.first().map_or(0, |row| row.as_ref().len()));
+        let (batch, count) = (self.state.rows.len(), tokens.first().map_or(0, |row| row.as_ref().len()));
         if tokens.len() != batch || tokens.iter().any(|row| row.as_ref().len() != count) || count == 0 {
             return refuse(format!("a step takes new tokens of {batch} sequences, the same number of each"));
         }
@@ -233,28 +238,28 @@ impl Decoder {
     fn advance(&mut self, ids: &[i64]) -> Result<Logits> {
         let contract = Arc::clone(&self.contract);
         let (state, nothing) = (&mut self.state, Tensors::new());
-        let first = state.length == 0;
-        let call = if first { &contract.calls.prefill } else { &contract.calls.decode };
+        let call = if state.length == 0 { &contract.calls.prefill } else { &contract.calls.decode };
         let embed = contract.calls.embed.as_ref();
         let embed = embed.filter(|_| call.inputs.iter().any(|input| input.rule == Rule::Embeddings));
         let embedded = match embed {
-            Some(embed) => self.graphs.run(embed, state.feeds(&contract, embed, ids, &nothing)?)?,
+            Some(embed) => self.graphs.run(embed, state.feeds(embed, ids, &nothing)?)?,
             None => Tensors::new(),
         };
-        let mut made = self.graphs.run(call, state.feeds(&contract, call, ids, &embedded)?)?;
+        let mut made = self.graphs.run(call, state.feeds(call, ids, &embedded)?)?;
         let logits = call.logits.as_ref().and_then(|name| made.remove(name));
         let logits = logits.ok_or_else(|| Error::Contract(format!("{} returns no logits", call.file)))?;
-        let logits = Logits::new(logits, state.batch)?;
-        let mut next = Vec::with_capacity(contract.slots.len());
-        for slot in &contract.slots {
-            let output = if first { slot.made.as_ref().filter(|_| !slot.by_encoder) } else { slot.present.as_ref() };
-            if let Some(present) = output.and_then(|name| made.remove(name)) {
-                let value = next_value(slot, state.cache.get_mut(&slot.past), present, state.length)?;
+        let logits = Logits::new(logits, state.rows.len())?;
+        let mut next = Vec::with_capacity(call.fills.len());
+        for fill in &call.fills {
+            let slot = &contract.slots[fill.slot];
+            if let Some(present) = made.remove(&fill.output) {
+                let past = state.cache.get_mut(&slot.past);
+                let value = next_value(fill.carry, slot.length_axis.zip(past), present, state.length)?;
                 next.extend(value.map(|value| (slot.past.clone(), value)));
             }
         }
         state.cache.extend(next); // releases the values before
-        state.length += ids.len() / state.batch;
+        state.length += ids.len() / state.rows.len();
         Ok(logits)
     }
 
@@ -268,10 +273,13 @@ impl Decoder {
             return refuse(format!("cannot forget {count} of {shortest} tokens"));
         }
         let length = self.state.length - count;
-        self.replace(|slot, value| match slot.length_axis {
-            Some(axis) if slot.rewinds == "cut" => join(axis, &[(value, 0..length)]).map(Some),
-            _ => Ok(None),
-        })?;
+        let mut cut = Tensors::new();
+        for slot in self.contract.slots.iter().filter(|slot| slot.rewinds == "cut") {
+            if let (Some(value), Some(axis)) = (self.state.value(&slot.past), slot.length_axis) {
+                cut.insert(slot.past.clone(), join(axis, &[(value, 0..length)])?);
+            }
+        }
+        self.state.cache.extend(cut);
         self.state.length = length;
         Ok(())
     }
@@ -282,62 +290,41 @@ impl Decoder {
         if !self.contract.reorders {
             return refuse("the sequences of this model cannot be reordered");
         }
-        if order.is_empty() || order.iter().any(|row| *row >= self.state.batch) {
-            return refuse(format!("{order:?} are not rows of {}", self.state.batch));
+        let (contract, state) = (&self.contract, &mut self.state);
+        if order.is_empty() || order.iter().any(|row| *row >= state.rows.len()) {
+            return refuse(format!("{order:?} are not rows of {}", state.rows.len()));
         }
-        let chosen = |value: &DynTensor, axis: usize, heads: usize| {
-            let pieces = order.iter().map(|row| (value, row * heads..(row + 1) * heads));
-            join(axis, &pieces.collect::<Vec<_>>())
-        };
-        let contract = Arc::clone(&self.contract);
-        let mut encoded = Tensors::new();
-        for (name, value) in &self.state.encoded {
-            let slot = contract.slots.iter().find(|slot| slot.by_encoder && slot.made.as_ref() == Some(name));
-            let axis = slot.map_or(Some(0), |slot| slot.batch_axis);
-            if let Some(axis) = axis.filter(|axis| size(value, *axis) == self.state.batch) {
-                encoded.insert(name.clone(), chosen(value, axis, 1)?);
+        let mut chosen = Tensors::new();
+        let encoded = state.encoded.iter().filter(|(name, _)| !state.cache.contains_key(*name));
+        for (name, value) in encoded.chain(&state.cache) {
+            let slot = contract.slots.iter().find(|slot| slot.past == *name);
+            let source = contract.source.as_ref().filter(|source| source.name == *name);
+            let axis = slot.map_or(source.map_or(Some(0), |source| source.batch_axis), |slot| slot.batch_axis);
+            let heads = slot.map_or(1, |slot| slot.heads);
+            if let Some(axis) = axis {
+                let pieces = order.iter().map(|row| (value, row * heads..(row + 1) * heads));
+                chosen.insert(name.clone(), join(axis, &pieces.collect::<Vec<_>>())?);
             }
         }
-        self.replace(|slot, value| {
-            let Some(axis) = slot.batch_axis else { return Ok(None) };
-            let heads = if slot.dims[axis] == Dim::Axis(Axis::BatchHeads) { slot.heads } else { 1 };
-            chosen(value, axis, heads).map(Some)
-        })?;
-        let state = &mut self.state;
-        state.encoded.extend(encoded);
-        if let Some(mask) = &mut state.source_mask {
-            *mask = order.iter().map(|row| mask[*row].clone()).collect();
-        }
+        state.cache.extend(chosen);
+        state.rows = order.iter().map(|row| state.rows[*row]).collect();
         state.padding = order.iter().map(|row| state.padding[*row]).collect();
-        (state.batch, self.reordered) = (order.len(), true);
-        Ok(())
-    }
-
-    /// Replaces the values of the cache by what a function makes of them, all or none.
-    fn replace(&mut self, make: impl Fn(&Slot, &DynTensor) -> Result<Option<DynTensor>>) -> Result<()> {
-        let mut made = Tensors::new();
-        for slot in &self.contract.slots {
-            if let Some(value) = self.state.cache.get(&slot.past) {
-                made.extend(make(slot, value)?.map(|value| (slot.past.clone(), value)));
-            }
-        }
-        self.state.cache.extend(made);
         Ok(())
     }
 }
 
 /// The next value of a slot: the output itself, or what is made of it; `None` where it is written into the past.
 fn next_value(
-    slot: &Slot,
-    past: Option<&mut DynTensor>,
+    carry: Carry,
+    past: Option<(usize, &mut DynTensor)>,
     present: DynTensor,
     length: usize,
 ) -> Result<Option<DynTensor>> {
-    let (Some(axis), Some(past), true) = (slot.length_axis, past, slot.present.is_some()) else {
+    let Some((axis, past)) = past else {
         return Ok(Some(present));
     };
     let (held, count) = (size(past, axis), size(&present, axis));
-    match slot.carry {
+    match carry {
         Carry::Append => join(axis, &[(past, 0..held), (&present, 0..count)]).map(Some),
         Carry::Shift => join(axis, &[(past, count.min(held)..held), (&present, 0..count)]).map(Some),
         Carry::DropOldest => join(axis, &[(&present, 1..count)]).map(Some),
