@@ -66,7 +66,7 @@ def project(model: Path, modules: Path, out: Path) -> Path:
 def test_the_program_is_formatted_and_typed(modules: Path) -> None:
     folder = modules / "program"
     shutil.copytree(LANGUAGES["typescript"].folder, folder)
-    run(folder, "../node_modules/.bin/prettier", "--check", "**/*.{js,mjs,json,html}")
+    run(folder, "../node_modules/.bin/prettier", "--check", "**/*.{js,mjs,json,html,ts}")
     run(folder, "../node_modules/.bin/tsc")
     (folder / "use.ts").write_text(
         'import * as ort from "onnxruntime-node";\n'

@@ -3,100 +3,80 @@ package decodeloop
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	ort "github.com/yalue/onnxruntime_go"
 )
 
-// Names of what no output of the model has: no name of a model has a NUL.
-const (
-	source    = "\x00source"    // of what Encode was given
-	reordered = "\x00reordered" // of encoder states in the order of the sequences
-)
+// source is the name of what Encode was given: no name of a model has a NUL.
+const source = "\x00source"
 
-// past is what a slot is fed next: what a call has made of it, else what the encoder has.
-func (d *Decoder) past(slot *Slot) ort.Value {
-	if value := d.cache[slot.Past]; value != nil {
+// value is what an input of the cache or of the encoder is fed next: what a call has made of it, else what the encoder has.
+func (d *Decoder) value(name string) ort.Value {
+	if value := d.cache[name]; value != nil {
 		return value
 	}
-	return d.encoded[slot.Made]
-}
-
-// states are those of the encoder; without one the source itself.
-func (d *Decoder) states() ort.Value {
-	if states := d.cache[reordered]; states != nil {
-		return states
-	}
-	if call := d.contract.Calls.Encode; call != nil {
-		return d.encoded[call.States]
-	}
-	return d.encoded[source]
+	return d.encoded[name]
 }
 
 // begin gives the cache the zeros that the first call is fed.
 func (d *Decoder) begin(batch int64) error {
 	for _, slot := range d.contract.Slots {
-		if slot.FedZeros {
-			shape, _ := resolve(slot.Dims, map[string]int64{
-				"batch": batch, "batch_heads": batch * slot.Heads, "capacity": d.capacity,
-				"past": slot.FirstLength, "encoder": slot.FirstLength,
-			}, 1)
-			value, err := fill(slot.DType, shape, nil)
-			if err != nil {
-				return fmt.Errorf("cache %q: %w", slot.Past, err)
-			}
-			d.cache[slot.Past] = value
+		if slot.Zeros == nil {
+			continue
 		}
+		sizes := map[string]int64{"batch": batch, "batch_heads": batch * slot.Heads, "capacity": d.capacity}
+		shape, err := resolve(slot.Zeros, sizes, 1)
+		if err != nil {
+			return err
+		}
+		value, err := fill(slot.DType, shape, nil)
+		if err != nil {
+			return fmt.Errorf("cache %q: %w", slot.Past, err)
+		}
+		d.cache[slot.Past] = value
 	}
 	return nil
 }
 
-// carry takes out of the outputs what the cache becomes. Nothing is replaced until all of it is there.
-func (d *Decoder) carry(outputs map[string]ort.Value, first bool) error {
-	return d.change(func(slot *Slot) (ort.Value, error) {
-		name := slot.Present
-		if first {
-			name = slot.Made
-		}
-		present, ok := outputs[name]
-		if !ok || first && slot.ByEncoder {
-			return nil, nil
-		}
-		if !slot.copies() {
-			delete(outputs, name)
-			return present, nil
-		}
-		past, axis := d.cache[slot.Past], *slot.LengthAxis
-		length, count := past.GetShape()[axis], present.GetShape()[axis]
-		switch slot.Carry {
-		case "append":
-			return join(axis, part{past, 0, length}, part{present, 0, count})
-		case "shift":
-			return join(axis, part{past, min(count, length), length}, part{present, 0, count})
-		case "drop-oldest":
-			return join(axis, part{present, 1, count})
-		}
-		// Written after the tokens that are there, where nothing is read before the call has succeeded.
-		return nil, overwrite(past, present, axis, d.length)
-	})
-}
-
-// change replaces the values of slots by others, all or none; nil leaves one as it is.
-func (d *Decoder) change(make func(*Slot) (ort.Value, error)) error {
+// carry takes out of the outputs of a call what the cache becomes. Nothing is replaced until all of it is there.
+func (d *Decoder) carry(call *Call, outputs map[string]ort.Value) error {
 	next := map[string]ort.Value{}
-	for i := range d.contract.Slots {
-		slot := &d.contract.Slots[i]
-		value, err := make(slot)
+	for _, fill := range call.Fills {
+		value, err := d.next(&d.contract.Slots[fill.Slot], fill.Carry, outputs[fill.Output])
 		if err != nil {
 			release(next)
-			return fmt.Errorf("cache %q: %w", slot.Past, err)
+			return fmt.Errorf("cache %q: %w", d.contract.Slots[fill.Slot].Past, err)
+		}
+		if value == outputs[fill.Output] {
+			delete(outputs, fill.Output)
 		}
 		if value != nil {
-			next[slot.Past] = value
+			next[d.contract.Slots[fill.Slot].Past] = value
 		}
 	}
 	d.replace(next)
 	return nil
+}
+
+// next is the next value of a slot: the output itself or what is made of it; nil where it is written into the past.
+func (d *Decoder) next(slot *Slot, carry string, present ort.Value) (ort.Value, error) {
+	if carry == "feed-back" {
+		return present, nil
+	}
+	past, axis := d.cache[slot.Past], *slot.LengthAxis
+	length, count := past.GetShape()[axis], present.GetShape()[axis]
+	switch carry {
+	case "append":
+		return join(axis, part{past, 0, length}, part{present, 0, count})
+	case "shift":
+		return join(axis, part{past, min(count, length), length}, part{present, 0, count})
+	case "drop-oldest":
+		return join(axis, part{present, 1, count})
+	}
+	// After the tokens that are there, where nothing is read before the call has succeeded.
+	return nil, overwrite(past, present, axis, d.length)
 }
 
 // replace gives the cache other values and destroys those before.
@@ -118,15 +98,19 @@ func (d *Decoder) Rewind(count int64) error {
 	if count < 0 || count >= shortest {
 		return fmt.Errorf("cannot forget %d of %d tokens", count, shortest)
 	}
-	err := d.change(func(slot *Slot) (ort.Value, error) {
+	cut := map[string]ort.Value{}
+	for _, slot := range d.contract.Slots {
 		if slot.Rewinds != "cut" || slot.LengthAxis == nil || count == 0 {
-			return nil, nil
+			continue
 		}
-		return join(*slot.LengthAxis, part{d.past(slot), 0, d.length - count})
-	})
-	if err != nil {
-		return err
+		value, err := join(*slot.LengthAxis, part{d.value(slot.Past), 0, d.length - count})
+		if err != nil {
+			release(cut)
+			return fmt.Errorf("cache %q: %w", slot.Past, err)
+		}
+		cut[slot.Past] = value
 	}
+	d.replace(cut)
 	d.length -= count
 	for row, tokens := range d.history {
 		d.history[row] = tokens[:int64(len(tokens))-count]
@@ -145,32 +129,27 @@ func (d *Decoder) Reorder(rows []int64) error {
 	if worst := slices.Max(rows); worst >= int64(len(d.history)) || slices.Min(rows) < 0 {
 		return fmt.Errorf("the rows %v are not among %d sequences", rows, len(d.history))
 	}
-	var states ort.Value
-	if d.states() != nil {
-		value, err := choose(d.states(), 0, rows, 1)
+	all := maps.Clone(d.encoded)
+	maps.Copy(all, d.cache)
+	chosen := map[string]ort.Value{}
+	for name, value := range all {
+		slot := Slot{BatchAxis: new(int), Heads: 1} // encoder states
+		if at := slices.IndexFunc(d.contract.Slots, func(one Slot) bool { return one.Past == name }); at >= 0 {
+			slot = d.contract.Slots[at]
+		} else if name == source {
+			slot.BatchAxis = d.contract.Source.BatchAxis
+		}
+		if slot.BatchAxis == nil {
+			continue
+		}
+		value, err := choose(value, *slot.BatchAxis, rows, slot.Heads)
 		if err != nil {
-			return fmt.Errorf("encoder states: %w", err)
+			release(chosen)
+			return fmt.Errorf("cache %q: %w", name, err)
 		}
-		states = value
+		chosen[name] = value
 	}
-	err := d.change(func(slot *Slot) (ort.Value, error) {
-		if slot.BatchAxis == nil || d.past(slot) == nil {
-			return nil, nil
-		}
-		each := int64(1)
-		if slot.Dims[*slot.BatchAxis].Axis == "batch_heads" {
-			each = slot.Heads
-		}
-		return choose(d.past(slot), *slot.BatchAxis, rows, each)
-	})
-	if states != nil && err != nil {
-		states.Destroy()
-	} else if states != nil {
-		d.replace(map[string]ort.Value{reordered: states})
-	}
-	if err != nil {
-		return err
-	}
+	d.replace(chosen)
 	d.padding, d.mask = pick(d.padding, rows), pick(d.mask, rows)
 	d.history = pick(d.history, rows)
 	for i := range d.history {

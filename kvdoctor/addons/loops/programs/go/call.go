@@ -1,6 +1,7 @@
 package decodeloop
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -32,7 +33,7 @@ func (d *Decoder) call(ctx context.Context, call *Call, batch int64, tokens [][]
 		defer release(made)
 		embedded = made
 	}
-	sizes := d.sizes(batch, tokens)
+	sizes := d.sizes(call, batch, tokens)
 	inputs, made := map[string]ort.Value{}, map[string]ort.Value{} // the others belong to the decoder
 	defer release(made)
 	for i := range call.Inputs {
@@ -40,10 +41,8 @@ func (d *Decoder) call(ctx context.Context, call *Call, batch int64, tokens [][]
 		switch {
 		case one.Rule == "embeddings":
 			inputs[one.Name] = embedded[one.Made]
-		case one.Rule == "encoder-input" && d.contract.Calls.Encode != nil:
-			inputs[one.Name] = d.encoded[source]
 		case one.Rule == "encoder-input" || one.Rule == "encoder-states":
-			inputs[one.Name] = d.states()
+			inputs[one.Name] = d.value(cmp.Or(one.Made, source))
 		default:
 			shape, at := d.rule(one, sizes, tokens)
 			value, err := fill(one.DType, shape, at)
@@ -53,10 +52,8 @@ func (d *Decoder) call(ctx context.Context, call *Call, batch int64, tokens [][]
 			inputs[one.Name], made[one.Name] = value, value
 		}
 	}
-	for _, slot := range d.contract.Slots {
-		if slices.Contains(call.Pasts, slot.Past) {
-			inputs[slot.Past] = d.past(&slot)
-		}
+	for _, past := range call.Pasts {
+		inputs[past] = d.value(past)
 	}
 	for name, value := range inputs {
 		if value == nil {
@@ -83,6 +80,7 @@ type room struct {
 	name, dtype string
 	dims        []Dim
 	slot        *Slot
+	carry       string
 }
 
 // rooms are the outputs of a call that need room made for them: those of types that Go does not have, those without
@@ -90,25 +88,14 @@ type room struct {
 // fails where the size of one is not known before the call.
 func (d *Decoder) rooms(call *Call) ([]room, error) {
 	calls := &d.contract.Calls
-	statesType := "float"
-	for _, one := range d.contract.inputs() {
-		if one.Rule == "encoder-states" {
-			statesType = one.DType
-		}
+	all := []room{{name: call.Logits, dtype: call.LogitsType, dims: call.LogitsDims}}
+	for _, fill := range call.Fills {
+		slot := &d.contract.Slots[fill.Slot]
+		all = append(all, room{fill.Output, slot.DType, slot.Dims, slot, fill.Carry})
 	}
-	all := []room{{call.Logits, call.LogitsType, call.LogitsDims, nil}, {call.States, statesType, call.StatesDims, nil}}
-	for i := range d.contract.Slots {
-		slot := &d.contract.Slots[i]
-		switch {
-		case call == calls.Encode && slot.ByEncoder || call == &calls.Prefill && !slot.ByEncoder:
-			all = append(all, room{slot.Made, slot.DType, slot.Dims, slot})
-		case call == &calls.Decode:
-			all = append(all, room{slot.Present, slot.DType, slot.Dims, slot})
-		}
-	}
-	if call == calls.Embed {
-		for _, one := range d.contract.inputs() {
-			all = append(all, room{one.Made, one.DType, one.Dims, nil})
+	for _, one := range d.contract.inputs() { // what takes an output has its type and shape
+		if call == calls.Encode || call == calls.Embed {
+			all = append(all, room{name: one.Made, dtype: one.DType, dims: one.Dims})
 		}
 	}
 	counted := map[string]int64{"batch": 1, "batch_heads": 1, "new": 1, "past": 1, "total": 1, "capacity": 1}
@@ -156,13 +143,11 @@ func (r *room) make(sizes map[string]int64) (ort.Value, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r.slot != nil && r.slot.copies() {
-		switch axis := *r.slot.LengthAxis; r.slot.Carry {
-		case "append", "write", "shift":
-			shape[axis] = sizes["new"]
-		case "drop-oldest":
-			shape[axis]++
-		}
+	switch r.carry {
+	case "append", "write", "shift":
+		shape[*r.slot.LengthAxis] = sizes["new"]
+	case "drop-oldest":
+		shape[*r.slot.LengthAxis]++
 	}
 	return fill(r.dtype, shape, nil)
 }

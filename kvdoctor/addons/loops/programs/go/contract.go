@@ -23,6 +23,7 @@ type Contract struct {
 	Slots            []Slot
 	Placeholders     []int64 // tokens in whose places an image or sound belongs
 	Source           *Input  // what Encode takes; nil where there is nothing to encode
+	SourceAxis       int     `json:"source_axis"` // counts its tokens or frames
 	Vocabulary       int64   // entries of a row of logits; 0 where nothing says
 	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence; 0 where nothing says
 	OneToken         bool    `json:"one_token"`     // every call takes one new token
@@ -62,6 +63,17 @@ type Call struct {
 	LogitsDims []Dim  `json:"logits_dims"`
 	States     string
 	StatesDims []Dim `json:"states_dims"`
+	Fills      []Fill
+	Encoder    *struct { // the axis that counts encoder states, of a value of the encoder or the cache, or of the source
+		Name string
+		Axis int
+	}
+}
+
+// Fill is an output of a call that goes into a slot of the cache.
+type Fill struct {
+	Slot          int
+	Output, Carry string
 }
 
 // Input is an input that is not of the cache, and the rule by which its value is made.
@@ -70,24 +82,21 @@ type Input struct {
 	Dims                 []Dim
 	Rule, Count          string
 	Value, Shown, Hidden float64
-	FromRight            bool   `json:"from_right"`
-	Made                 string // the output of the embed call that it takes
+	FromRight            bool    `json:"from_right"`
+	RowsFrom             *string `json:"rows_from"`
+	BatchAxis            *int    `json:"batch_axis"`
+	Made                 string  // the output of the embed call or of the encoder that it takes
 }
 
-// Slot is one tensor of the cache: the input that it is fed to, and the outputs that fill it and carry it on.
+// Slot is one tensor of the cache. Zeros is the shape of its first value, where the loop makes it.
 type Slot struct {
-	Past, Present, Made string
-	ByEncoder           bool `json:"by_encoder"`
-	DType               string
-	Dims                []Dim
-	Carry               string
-	BatchAxis           *int `json:"batch_axis"`
-	LengthAxis          *int `json:"length_axis"`
-	CountsStates        bool `json:"counts_states"`
-	Rewinds             string
-	FirstLength         int64 `json:"first_length"`
-	Heads               int64
-	FedZeros            bool `json:"fed_zeros"`
+	Past, DType string
+	Dims        []Dim
+	BatchAxis   *int `json:"batch_axis"`
+	LengthAxis  *int `json:"length_axis"`
+	Rewinds     string
+	Heads       int64
+	Zeros       []Dim
 }
 
 // Dim is the size of an axis: a number, or the name of what it counts.
@@ -127,16 +136,19 @@ func ParseContract(text []byte) (*Contract, error) {
 	if c.Schema != contractSchema {
 		return nil, fmt.Errorf("its schema is %q, and this program reads %q", c.Schema, contractSchema)
 	}
-	for _, one := range c.inputs() {
-		if !slices.Contains(rules, one.Rule) || !slices.Contains(counts, one.Count) || !isMade(one.DType, one.Dims) {
-			return nil, fmt.Errorf("this program cannot make input %q: rule %q, count %q, %s with %d axes",
-				one.Name, one.Rule, one.Count, one.DType, len(one.Dims))
+	for _, call := range c.calls() {
+		for _, one := range call.Inputs {
+			if !slices.Contains(rules, one.Rule) || !slices.Contains(counts, one.Count) || !isMade(one.DType, one.Dims) {
+				return nil, fmt.Errorf("this program cannot make input %q: rule %q, count %q, %s with %d axes",
+					one.Name, one.Rule, one.Count, one.DType, len(one.Dims))
+			}
 		}
-	}
-	for _, slot := range c.Slots {
-		if !slices.Contains(carries, slot.Carry) || !isMade(slot.DType, slot.Dims) {
-			return nil, fmt.Errorf("this program cannot carry on cache %q: %q, %s with %d axes",
-				slot.Past, slot.Carry, slot.DType, len(slot.Dims))
+		for _, fill := range call.Fills {
+			slot := c.Slots[fill.Slot]
+			if !slices.Contains(carries, fill.Carry) || !isMade(slot.DType, slot.Dims) {
+				return nil, fmt.Errorf("this program cannot carry on cache %q: %q, %s with %d axes",
+					slot.Past, fill.Carry, slot.DType, len(slot.Dims))
+			}
 		}
 	}
 	return &c, nil
@@ -147,10 +159,8 @@ var (
 		"tokens", "embeddings", "attention-mask", "causal-mask", "positions", "number", "encoder-input", "encoder-mask",
 		"encoder-states", "padding-mask", "window-mask", "rows", "token-and-position",
 	}
-	counts = []string{
-		"constant", "past", "total", "last", "new", "cached", "batch", "last-new", "first", "encoder_input",
-	}
-	carries = []string{"feed-back", "hold", "append", "shift", "drop-oldest", "write"}
+	counts  = []string{"constant", "past", "total", "last", "new", "last-new", "batch", "encoder_input"}
+	carries = []string{"feed-back", "append", "shift", "drop-oldest", "write"}
 )
 
 // isMade reports whether the binding makes tensors of a type and shape: those of 16 bits need an axis.
@@ -171,11 +181,6 @@ func (c *Contract) inputs() (all []Input) {
 		all = append(all, call.Inputs...)
 	}
 	return all
-}
-
-// copies reports whether the loop computes the next value of a slot; otherwise it passes on what it got.
-func (s *Slot) copies() bool {
-	return s.Carry != "feed-back" && s.Carry != "hold" && s.LengthAxis != nil && s.Present != ""
 }
 
 // compare fails where the files are not those of the contract. The binding has the inputs and outputs of a file from a

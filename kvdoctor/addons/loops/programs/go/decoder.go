@@ -200,9 +200,8 @@ func (d *Decoder) checkBegin(prompts [][]int64) error {
 	if d.encoded[source] == nil {
 		return errors.New("call Encode before Prefill")
 	}
-	axis := slices.Index(given.Dims, Dim{Axis: "batch"})
-	if axis >= 0 && d.encoded[source].GetShape()[axis] != batch {
-		return fmt.Errorf("%d prompts for %d sources", batch, d.encoded[source].GetShape()[axis])
+	if shape := d.encoded[source].GetShape(); given.BatchAxis != nil && shape[*given.BatchAxis] != batch {
+		return fmt.Errorf("%d prompts for %d sources", batch, shape[*given.BatchAxis])
 	}
 	return nil
 }
@@ -268,8 +267,8 @@ func (d *Decoder) advanceAll(ctx context.Context, tokens [][]int64) (Logits, err
 
 // advance runs one call on new tokens and takes what it returns of the cache.
 func (d *Decoder) advance(ctx context.Context, tokens [][]int64) (Logits, error) {
-	call, first := &d.contract.Calls.Decode, d.length == 0
-	if first {
+	call := &d.contract.Calls.Decode
+	if d.length == 0 {
 		call = &d.contract.Calls.Prefill
 	}
 	outputs, err := d.call(ctx, call, int64(len(tokens)), tokens)
@@ -277,7 +276,7 @@ func (d *Decoder) advance(ctx context.Context, tokens [][]int64) (Logits, error)
 		return nil, err
 	}
 	defer release(outputs)
-	if err := d.carry(outputs, first); err != nil {
+	if err := d.carry(call, outputs); err != nil {
 		return nil, err
 	}
 	d.length += int64(len(tokens[0]))

@@ -1,9 +1,11 @@
 package decodeloop
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -61,7 +63,7 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 		if !slices.ContainsFunc(d.contract.inputs(), masked) {
 			return errors.New("this model takes no mask of the source")
 		}
-		wanted := []int64{shape[0], shape[given.lengthAxis()]}
+		wanted := []int64{shape[0], shape[d.contract.SourceAxis]}
 		if got, err := rectangle(mask); err != nil || !slices.Equal(got, wanted) {
 			return errors.Join(fmt.Errorf("mask: it has shape %v, not %v", got, wanted), err)
 		}
@@ -74,62 +76,45 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 	d.encoded[source], d.sourceMask, d.mask = value, mask, mask
 	if call := d.contract.Calls.Encode; call != nil {
 		batch := shape[0]
-		if axis := slices.Index(given.Dims, Dim{Axis: "batch"}); axis >= 0 {
-			batch = shape[axis]
+		if given.BatchAxis != nil {
+			batch = shape[*given.BatchAxis]
 		}
 		made, err := d.call(ctx, call, batch, nil)
 		if err != nil {
 			d.Reset()
 			return err
 		}
-		for name, value := range made {
-			d.encoded[name] = value
+		for _, fill := range call.Fills {
+			d.encoded[d.contract.Slots[fill.Slot].Past] = made[fill.Output]
+			delete(made, fill.Output)
 		}
+		maps.Copy(d.encoded, made)
 	}
 	return nil
 }
 
 func (i *Input) isIDs() bool { return i.DType == "int64" || i.DType == "int32" }
 
-// lengthAxis is the axis of a source that counts its tokens or frames; else the last one.
-func (i *Input) lengthAxis() int {
-	for _, name := range []string{"encoder_input", "encoder"} {
-		if axis := slices.Index(i.Dims, Dim{Axis: name}); axis >= 0 {
-			return axis
-		}
-	}
-	return len(i.Dims) - 1
-}
-
-// sizes are those of all axes in a call, by their names.
-func (d *Decoder) sizes(batch int64, tokens [][]int64) map[string]int64 {
+// sizes are what axes and numbers count in a call, by their names.
+func (d *Decoder) sizes(call *Call, batch int64, tokens [][]int64) map[string]int64 {
 	count := int64(0)
 	if len(tokens) > 0 {
 		count = int64(len(tokens[0]))
 	}
+	total := d.length + count
 	sizes := map[string]int64{
-		"batch": batch, "new": count, "past": d.length, "total": d.length + count, "capacity": d.capacity,
+		"batch": batch, "new": count, "last-new": count - 1, "past": d.length, "total": total, "last": total - 1,
+		"capacity": d.capacity,
 	}
 	if value := d.encoded[source]; value != nil {
-		sizes["encoder_input"] = value.GetShape()[d.contract.Source.lengthAxis()]
-		sizes["encoder"] = d.encoderLength(sizes["encoder_input"])
+		sizes["encoder_input"] = value.GetShape()[d.contract.SourceAxis]
 	}
-	return sizes
-}
-
-// encoderLength is the number of encoder states; before they are there, that of the encoder's input.
-func (d *Decoder) encoderLength(input int64) int64 {
-	if states := d.states(); states != nil && (d.contract.Calls.Encode != nil || d.contract.Source.Rule == "encoder-states") {
-		return states.GetShape()[1]
-	}
-	for _, slot := range d.contract.Slots {
-		if slot.CountsStates && slot.LengthAxis != nil && (d.length > 0 || slot.ByEncoder) {
-			if value := d.past(&slot); value != nil {
-				return value.GetShape()[*slot.LengthAxis]
-			}
+	if call.Encoder != nil {
+		if value := d.value(cmp.Or(call.Encoder.Name, source)); value != nil {
+			sizes["encoder"] = value.GetShape()[call.Encoder.Axis]
 		}
 	}
-	return input
+	return sizes
 }
 
 // resolve is a shape with the sizes that are known now. An axis of another name has one entry, or is an error where
@@ -155,87 +140,56 @@ func resolve(dims []Dim, sizes map[string]int64, otherwise int64) ([]int64, erro
 // rule is the shape of an input, and its element i as a function of i.
 func (d *Decoder) rule(one *Input, sizes map[string]int64, tokens [][]int64) ([]int64, func(int64) float64) {
 	shape, _ := resolve(one.Dims, sizes, 1)
-	past, total, count := sizes["past"], sizes["total"], sizes["new"]
-	columns, queries, each := int64(1), int64(1), int64(1) // each: elements of one sequence
-	if rank := len(shape); rank > 0 {
-		columns, each = max(shape[rank-1], 1), max(product(shape[1:]), 1)
-		if rank == 1 {
-			each = columns
-		} else {
-			queries = max(shape[rank-2], 1)
-		}
+	past, ids, columns := sizes["past"], slices.Concat(tokens...), int64(1)
+	if len(shape) > 0 {
+		columns = max(shape[len(shape)-1], 1)
 	}
-	oldest := int64(0)
-	if one.FromRight || one.Rule == "window-mask" { // the last token is in the last column
-		oldest = columns - total
+	padding := func(int64) int64 { return 0 } // of the sequence that element i is of
+	if one.BatchAxis != nil {
+		each, batch := max(product(shape[*one.BatchAxis+1:]), 1), shape[*one.BatchAxis]
+		padding = func(i int64) int64 { return d.padding[i/each%batch] }
 	}
-	// shown reports whether element i of a mask is for a place from the first one on and before the end.
-	shown := func(i, first, end int64) bool {
-		column := i%columns - oldest
-		return first <= column && column < end
-	}
-	switch ids := slices.Concat(tokens...); one.Rule {
+	switch one.Rule {
 	case "tokens":
-		if len(shape) != 1 {
-			shape = []int64{int64(len(tokens)), count}
-		} else {
-			shape = []int64{int64(len(ids))}
+		if len(shape) == 1 {
+			return []int64{int64(len(ids))}, func(i int64) float64 { return float64(ids[i]) }
 		}
-		return shape, func(i int64) float64 { return float64(ids[i]) }
+		return []int64{int64(len(tokens)), sizes["new"]}, func(i int64) float64 { return float64(ids[i]) }
 	case "token-and-position":
 		return shape, func(i int64) float64 { return float64([]int64{ids[i/2], past}[i%2]) }
 	case "rows":
 		return shape, func(i int64) float64 { return float64(i / max(product(shape[1:]), 1)) }
-	case "attention-mask", "window-mask":
-		return shape, func(i int64) float64 { return truth(shown(i, d.padding[i/each], total)) }
-	case "padding-mask":
-		return shape, func(i int64) float64 { return truth(!shown(i, d.padding[i/each], total)) }
-	case "causal-mask":
-		before := past
-		if one.Dims[len(shape)-2].Axis == "total" {
-			before = 0
-		}
-		return shape, func(i int64) float64 {
-			if shown(i, 0, before+i/columns%queries+1) {
-				return one.Shown
-			}
-			return one.Hidden
-		}
+	case "attention-mask", "padding-mask", "window-mask", "causal-mask":
+		return shape, one.mask(shape, sizes, padding)
 	case "positions":
-		if len(shape) < 2 {
-			return shape, func(i int64) float64 { return float64(past + i%count) }
-		}
-		batch := int64(len(d.padding))
-		return shape, func(i int64) float64 { return float64(max(past+i%count-d.padding[i/count%batch], 0)) }
+		return shape, func(i int64) float64 { return float64(max(past+i%columns-padding(i), 0)) }
 	case "encoder-mask":
 		if mask := slices.Concat(d.mask...); int64(len(mask)) == product(shape) { // else it belongs to the encoder's input
 			return shape, func(i int64) float64 { return float64(mask[i]) }
 		}
 		return shape, func(int64) float64 { return 1 }
 	}
-	number := one.number(sizes)
+	number := float64(sizes[one.Count]) + one.Value
 	return shape, func(int64) float64 { return number }
 }
 
-func (i *Input) number(sizes map[string]int64) float64 {
-	switch i.Count {
-	case "past", "total", "new", "batch", "encoder_input":
-		return float64(sizes[i.Count])
-	case "last-new":
-		return float64(sizes["new"] - 1)
-	case "last":
-		return float64(sizes["total"] - 1)
-	case "first":
-		return truth(sizes["past"] == 0)
-	case "cached":
-		return truth(sizes["past"] > 0)
+// mask shows what is seen: from the first token to the last one, or in a row to its own token.
+func (i *Input) mask(shape []int64, sizes map[string]int64, padding func(int64) int64) func(int64) float64 {
+	columns, rows, total, oldest := shape[len(shape)-1], int64(1), sizes["total"], int64(0)
+	if i.FromRight { // the last token is in the last column
+		oldest = columns - total
 	}
-	return i.Value
-}
-
-func truth(holds bool) float64 {
-	if holds {
-		return 1
+	begin, end := padding, func(int64) int64 { return total }
+	if i.RowsFrom != nil {
+		rows = shape[len(shape)-2]
+		before := sizes[*i.RowsFrom]
+		begin = func(int64) int64 { return 0 }
+		end = func(at int64) int64 { return before + at/columns%rows + 1 }
 	}
-	return 0
+	return func(at int64) float64 {
+		if column := at%columns - oldest; begin(at) <= column && column < end(at) {
+			return i.Shown
+		}
+		return i.Hidden
+	}
 }

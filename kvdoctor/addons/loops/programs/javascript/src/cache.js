@@ -1,12 +1,12 @@
 // The cache of one batch of sequences: what a call returns becomes what the next one is fed.
 
 import { shapeOf } from "./inputs.js";
-import { SOURCE, STATES } from "./model.js";
+import { SOURCE } from "./model.js";
 import { ARRAYS, join, product, tensor, typeName, write } from "./tensors.js";
 
 /** @import { Model } from "./model.js" */
 /** @import { Tensor } from "./tensors.js" */
-/** @import { Slot, Values } from "./types.js" */
+/** @import { Call, Values } from "./types.js" */
 
 /** A value is disposed of as soon as another one has replaced it. */
 export class Cache {
@@ -24,50 +24,23 @@ export class Cache {
     return this.#values;
   }
 
-  /** The sizes of the source; undefined before `encode`. */
-  get sourceSizes() {
-    const shape = this.#encoded.get(SOURCE)?.dims;
-    return shape && this.sizesOf(shape);
+  /** The shape of the source; undefined before `encode`. */
+  get source() {
+    return this.#encoded.get(SOURCE)?.dims;
   }
 
-  /** The sizes of a source. @param {readonly number[]} shape */
-  sizesOf(shape) {
-    const dims = this.#model.contract.source?.dims ?? [];
-    const length = dims.findIndex((dim) => dim === "encoder_input" || dim === "encoder"); // else the last one
-    return { batch: shape[Math.max(dims.indexOf("batch"), 0)], encoder_input: shape.at(length) ?? 1 };
-  }
-
-  /** The number of encoder states that a call is about. @param {boolean} first */
-  encoderLength(first) {
-    const { calls, source, slots } = this.#model.contract;
-    if (calls.encode?.states != null || source?.rule === "encoder-states") {
-      return this.#values.get(STATES)?.dims[1] ?? 0;
-    }
-    const slot = slots.find(({ counts_states }) => counts_states);
-    const counted = slot?.length_axis != null && (slot.by_encoder || !first);
-    const dims = counted ? this.#values.get(slot.past)?.dims : undefined;
-    return dims?.[slot?.length_axis ?? 0] ?? this.sourceSizes?.encoder_input ?? 0;
-  }
-
-  /** Hold what `encode` was given or made, for every prefill after it. @param {Values} values */
+  /** Hold a source or what `encode` made of it, for every prefill after it. @param {Values} values */
   hold(values) {
-    Object.entries(values).forEach(([name, value]) => this.#encoded.set(name, value));
+    const { calls, slots } = this.#model.contract;
+    const pasts = new Map(calls.encode?.fills.map(({ output, slot }) => [output, slots[slot].past]));
+    Object.entries(values).forEach(([name, value]) => this.#encoded.set(pasts.get(name) ?? name, value));
     this.clear();
   }
 
   /** Forget the sequences. */
   clear() {
-    const { calls, slots } = this.#model.contract;
     const before = [...this.#values.values()];
-    const states = calls.encode === null ? SOURCE : (calls.encode.states ?? "");
-    const ofEncoder = slots.filter((slot) => slot.by_encoder).map((slot) => [slot.past, slot.made ?? ""]);
-    this.#values.clear();
-    for (const [past, made] of [[SOURCE, SOURCE], [STATES, states], ...ofEncoder]) {
-      const value = this.#encoded.get(made);
-      if (value !== undefined) {
-        this.#values.set(past, value);
-      }
-    }
+    this.#values = new Map(this.#encoded);
     before.forEach((value) => this.#release(value));
   }
 
@@ -82,23 +55,26 @@ export class Cache {
   /** Fill what the first call is fed with zeros. @param {number} batch */
   begin(batch) {
     const { capacity, contract, ort } = this.#model;
-    for (const { past, dims, dtype, first_length: length, heads } of contract.slots.filter((slot) => slot.fed_zeros)) {
-      const sizes = { batch, batch_heads: batch * heads, past: length, encoder: length, capacity };
-      const shape = shapeOf(dims, sizes);
-      this.#values.set(past, tensor(ort, typeName(dtype), new ARRAYS[dtype](product(shape)), shape));
+    for (const { past, dtype, zeros, heads } of contract.slots) {
+      if (zeros !== null) {
+        const shape = shapeOf(zeros, { batch, batch_heads: batch * heads, capacity });
+        this.#values.set(past, tensor(ort, typeName(dtype), new ARRAYS[dtype](product(shape)), shape));
+      }
     }
   }
 
   /**
    * Take over what a call returned of the cache.
    *
+   * @param {Call} call
    * @param {Values} outputs
    * @param {number} length - tokens before the call
    */
-  async carry(outputs, length) {
-    const next = this.#model.contract.slots.map((slot) => {
-      const name = length > 0 ? slot.present : slot.by_encoder ? null : slot.made;
-      return /** @type {const} */ ([slot.past, name === null ? undefined : this.#next(slot, outputs[name], length)]);
+  async carry({ fills }, outputs, length) {
+    const { slots } = this.#model.contract;
+    const next = fills.map(({ slot, output, carry }) => {
+      const { past, length_axis: axis } = slots[slot];
+      return /** @type {const} */ ([past, this.#next(this.#values.get(past), outputs[output], carry, axis, length)]);
     });
     await this.#replace(next);
   }
@@ -112,13 +88,12 @@ export class Cache {
   /** Make row i of the batch a copy of what row `rows[i]` was. @param {readonly number[]} rows */
   async reorder(rows) {
     const { slots, source } = this.#model.contract;
-    const single = rows.map((row) => /** @type {const} */ ([row, row + 1]));
-    const next = slots.map(({ past, batch_axis: axis, dims, heads }) => {
-      const several = rows.map((row) => /** @type {const} */ ([row * heads, (row + 1) * heads]));
-      return this.#chosen(past, axis, axis !== null && dims[axis] === "batch_heads" ? several : single);
+    const next = [...this.#values.keys()].map((past) => {
+      const ofEncoder = { batch_axis: past === SOURCE ? (source?.batch_axis ?? 0) : 0, heads: 1 };
+      const { batch_axis, heads } = slots.find((slot) => slot.past === past) ?? ofEncoder;
+      const entries = rows.map((row) => /** @type {const} */ ([row * heads, (row + 1) * heads]));
+      return this.#chosen(past, batch_axis, entries);
     });
-    next.push(this.#chosen(STATES, 0, single));
-    next.push(this.#chosen(SOURCE, Math.max(source?.dims.indexOf("batch") ?? 0, 0), single));
     await this.#replace(next);
   }
 
@@ -155,13 +130,14 @@ export class Cache {
   /**
    * The next past of a slot: the output itself, or what the loop makes of it.
    *
-   * @param {Slot} slot
+   * @param {Tensor | undefined} past
    * @param {Tensor} present
+   * @param {string} carry
+   * @param {number | null} axis
    * @param {number} length - tokens before the call
    */
-  #next({ past: name, carry, length_axis: axis }, present, length) {
-    const past = this.#values.get(name);
-    if (past === undefined || axis === null || carry === "feed-back" || carry === "hold") {
+  #next(past, present, carry, axis, length) {
+    if (past === undefined || axis === null || carry === "feed-back") {
       return present;
     }
     const [size, count] = [past.dims[axis], present.dims[axis]];

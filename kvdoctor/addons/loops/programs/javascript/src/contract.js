@@ -1,12 +1,13 @@
 // What must hold before a model is run by a contract (contract.json).
 
-import { COUNTS, RULES } from "./inputs.js";
+import { RULES } from "./inputs.js";
 import { ARRAYS, typeName } from "./tensors.js";
 
 /** @import { InferenceSession } from "onnxruntime-common" */
 /** @import { Contract, ModelFile } from "./types.js" */
 
 const SCHEMA = "kvdoctor/loop/2";
+const COUNTS = ["constant", "past", "total", "last", "new", "last-new", "batch", "encoder_input"];
 const CARRIES = ["feed-back", "hold", "append", "shift", "drop-oldest", "write"];
 
 /**
@@ -19,20 +20,27 @@ export function checkContract(given) {
   if (contract?.schema !== SCHEMA) {
     throw new Error(`the contract has schema ${contract?.schema}; this program reads ${SCHEMA}`);
   }
-  /** @param {string} name @param {string} dtype @param {readonly string[]} known @param {string} rule */
-  const check = (name, dtype, known, rule) => {
+  /** @param {string} name @param {readonly string[]} known @param {string} rule */
+  const check = (name, known, rule) => {
     if (!known.includes(rule)) {
       throw new Error(`${name} follows ${rule}, which this program does not know`);
     }
+  };
+  /** @param {string} name @param {string} dtype */
+  const checkType = (name, dtype) => {
     if (!(dtype in ARRAYS)) {
       throw new Error(`${name} has element type ${dtype}, which ONNX Runtime for JavaScript does not have`);
     }
   };
-  for (const { name, dtype, rule, count } of Object.values(contract.calls).flatMap((call) => call?.inputs ?? [])) {
-    check(name, dtype, RULES, rule);
-    check(name, dtype, Object.keys(COUNTS), count);
+  for (const call of Object.values(contract.calls)) {
+    for (const { name, dtype, rule, count } of call?.inputs ?? []) {
+      check(name, RULES, rule);
+      check(name, COUNTS, count);
+      checkType(name, dtype);
+    }
+    call?.fills.forEach(({ output, carry }) => check(output, CARRIES, carry));
   }
-  contract.slots.forEach(({ past, dtype, carry }) => check(past, dtype, CARRIES, carry));
+  contract.slots.forEach(({ past, dtype }) => checkType(past, dtype));
   return contract;
 }
 

@@ -9,7 +9,7 @@ import { ARRAYS, element, numbers, product, tensor, typeName } from "./tensors.j
 export { likeliest, sampler } from "./sampling.js";
 
 /** @import { Runtime, Tensor } from "./tensors.js" */
-/** @import { CallOptions, Logits, Source, Tokens } from "./types.js" */
+/** @import { Call, CallOptions, Logits, Source, Tokens } from "./types.js" */
 /** @typedef {import("./types.js").DecodeOptions} DecodeOptions How to decode. */
 /** @typedef {import("./types.js").OpenOptions} OpenOptions How to open a model. */
 
@@ -92,7 +92,7 @@ export class Decoder {
     if (shape.length !== input.dims.length || !expected || product(shape) !== data.length || data.length === 0) {
       throw new RangeError(`the source is ${input.dtype}[${input.dims}]; got ${data.length} numbers as [${shape}]`);
     }
-    const sizes = this.#cache.sizesOf(shape);
+    const sizes = this.#sizes(shape[input.batch_axis ?? 0], 0, encode, shape);
     const masked = encode?.inputs.find(({ rule }) => rule === "encoder-mask");
     const given = mask && sameLength(mask, "the mask");
     if (given && masked && String(given) !== String(shapeOf(masked.dims, sizes))) {
@@ -153,14 +153,14 @@ export class Decoder {
    */
   async prefill(prompts, { every = false, signal } = {}) {
     const { batch, one_token, pads, source } = this.#model.contract;
-    const sizes = this.#cache.sourceSizes;
-    if (source !== null && sizes === undefined) {
+    const shape = this.#cache.source;
+    if (source !== null && shape === undefined) {
       throw new Error("begin with encode()");
     }
     if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
       throw new RangeError("every sequence begins with at least one token");
     }
-    const sources = source?.dims.includes("batch") ? sizes?.batch : undefined;
+    const sources = source?.batch_axis == null ? undefined : shape?.[source.batch_axis];
     if (prompts.length !== (batch ?? sources ?? prompts.length)) {
       throw new RangeError(
         `${prompts.length} prompts for ${batch === null ? `${sources} sources` : `a batch of ${batch}`}`,
@@ -328,22 +328,45 @@ export class Decoder {
    * @param {boolean} every
    */
   async #advance(tokens, every) {
-    const { calls, source } = this.#model.contract;
-    const { capacity } = this.#model;
-    const [length, batch, count] = [this.#length, tokens.length, tokens[0].length];
+    const { calls } = this.#model.contract;
+    const [length, count] = [this.#length, tokens[0].length];
     const call = length === 0 ? calls.prefill : calls.decode;
-    const encoder = source === null ? 0 : this.#cache.encoderLength(length === 0);
-    const encoder_input = this.#cache.sourceSizes?.encoder_input ?? 0;
-    const sizes = { batch, new: count, past: length, total: length + count, capacity, encoder, encoder_input };
+    const sizes = this.#sizes(tokens.length, count, call, this.#cache.source);
     const moment = { sizes, tokens, padding: this.#padding, mask: this.#mask };
     const outputs = await this.#model.run(call, moment, this.#cache.values);
     const logits = outputs[call.logits ?? ""];
     const rows = await this.#readLogits(logits, tokens, every);
-    await this.#cache.carry(outputs, length);
+    await this.#cache.carry(call, outputs, length);
     logits.dispose();
     tokens.forEach((row, at) => this.#tokens[at].push(...row.slice(Math.max(this.#padding[at] - length, 0))));
     this.#length += count;
     return rows;
+  }
+
+  /**
+   * What axes and numbers count in a call on `added` tokens of each sequence.
+   *
+   * @param {number} batch
+   * @param {number} added
+   * @param {Call | null} call
+   * @param {readonly number[]} [source] - its shape
+   */
+  #sizes(batch, added, call, source) {
+    const { capacity, contract } = this.#model;
+    const { name, axis = 0 } = call?.encoder ?? {};
+    const states = name == null ? source : this.#cache.values.get(name)?.dims;
+    return {
+      batch,
+      new: added,
+      "last-new": added - 1,
+      past: this.#length,
+      total: this.#length + added,
+      last: this.#length + added - 1,
+      capacity,
+      constant: 0,
+      encoder: states?.[axis] ?? 0,
+      encoder_input: source?.[contract.source_axis ?? 0] ?? 0,
+    };
   }
 
   /**

@@ -3,21 +3,6 @@
 import { ARRAYS, element, product } from "./tensors.js";
 
 /** @import { Dim, Input, Moment, Sizes } from "./types.js" */
-
-/** What a number counts. @type {Readonly<Record<string, (sizes: Sizes, input: Input) => number>>} */
-export const COUNTS = {
-  constant: (_, { value }) => value,
-  past: (sizes) => sizes["past"],
-  total: (sizes) => sizes["total"],
-  last: (sizes) => sizes["total"] - 1,
-  new: (sizes) => sizes["new"],
-  "last-new": (sizes) => sizes["new"] - 1,
-  cached: (sizes) => Number(sizes["past"] > 0),
-  first: (sizes) => Number(sizes["past"] === 0),
-  batch: (sizes) => sizes["batch"],
-  encoder_input: (sizes) => sizes["encoder_input"],
-};
-
 /** @typedef {(data: any, input: Input, moment: Moment, shape: number[]) => void} Make Fills data that is made of zeros. */
 
 /** @type {Readonly<Record<string, Make>>} */
@@ -28,18 +13,16 @@ const MADE = {
     set(data, dtype, pairs);
   },
   rows: (data, { dtype }) => set(data, dtype, [...data.keys()]),
-  number: (data, input, { sizes }) => data.fill(element(input.dtype, COUNTS[input.count](sizes, input))),
-  "attention-mask": (data, input, moment, shape) => mask(data, { ...input, shown: 1, hidden: 0 }, moment, shape),
-  "window-mask": (data, input, moment, shape) =>
-    mask(data, { ...input, shown: 1, hidden: 0, from_right: true }, moment, shape),
-  "padding-mask": (data, input, moment, shape) => mask(data, { ...input, shown: 0, hidden: 1 }, moment, shape),
+  number: (data, { dtype, count, value }, { sizes }) => data.fill(element(dtype, sizes[count] + value)),
+  "attention-mask": mask,
+  "window-mask": mask,
+  "padding-mask": mask,
   "causal-mask": mask,
-  positions: (data, input, moment) => {
-    const padding = paddingOf(input, moment);
-    const { past, new: added } = moment.sizes;
+  positions: (data, input, { sizes, padding }, shape) => {
+    const columns = shape[shape.length - 1];
     for (let at = 0; at < data.length; at++) {
-      const padded = padding[Math.floor(at / added) % padding.length];
-      data[at] = element(input.dtype, Math.max(past + (at % added) - padded, 0));
+      const padded = padding[sequenceOf(input, shape, at)] ?? 0;
+      data[at] = element(input.dtype, Math.max(sizes["past"] + (at % columns) - padded, 0));
     }
   },
   "encoder-mask": (data, { dtype }, { mask }, [rows, columns]) => {
@@ -81,29 +64,23 @@ function set(data, dtype, values) {
   values.forEach((value, at) => (data[at] = element(dtype, value)));
 }
 
-/**
- * The padding of each sequence; one row stands for all, and cannot mark any.
- *
- * @param {Input} input
- * @param {Moment} moment
- */
-function paddingOf({ dims, rule }, { padding }) {
-  return dims.includes("batch") && rule !== "causal-mask" ? padding : [0];
+/** The sequence that an element is of; -1 where it is of all. @param {Input} input @param {number[]} shape @param {number} at */
+function sequenceOf({ batch_axis: axis }, shape, at) {
+  return axis === null ? -1 : Math.floor(at / product(shape.slice(axis + 1))) % shape[axis];
 }
 
-/** `shown` from the first token on, up to the last one, or in a causal mask up to the query. @type {Make} */
-function mask(data, input, moment, shape) {
+/** What is seen: from the first token to the last one, or in a row to its own token. @type {Make} */
+function mask(data, input, { sizes, padding }, shape) {
   const [queries, columns] = [shape.at(-2) ?? 1, shape[shape.length - 1]];
-  const { past, total } = moment.sizes;
-  const padding = paddingOf(input, moment);
-  const repeated = data.length / columns / padding.length; // rows of each sequence
-  const oldest = input.from_right ? columns - total : 0; // where the newest token is in the last column
-  const before = input.dims.at(-2) === "total" ? 0 : past;
-  const [shown, hidden] = [input.shown, input.hidden].map((value) => element(input.dtype, value));
-  data.fill(hidden);
+  const oldest = input.from_right ? columns - sizes["total"] : 0; // where the newest token is in the last column
+  /** @param {number} column */
+  const place = (column) => Math.min(Math.max(oldest + column, 0), columns);
+  const from = input.rows_from;
+  const shown = element(input.dtype, input.shown);
+  data.fill(element(input.dtype, input.hidden));
   for (let row = 0; row * columns < data.length; row++) {
-    const end = input.rule === "causal-mask" ? before + (row % queries) + 1 : total;
-    const [from, to] = [oldest + padding[Math.floor(row / repeated)], oldest + end];
-    data.fill(shown, row * columns + Math.max(from, 0), row * columns + Math.max(Math.min(to, columns), 0));
+    const padded = padding[sequenceOf(input, shape, row * columns)] ?? 0;
+    const [begin, end] = from === null ? [padded, sizes["total"]] : [0, sizes[from] + (row % queries) + 1];
+    data.fill(shown, row * columns + place(begin), row * columns + place(end));
   }
 }

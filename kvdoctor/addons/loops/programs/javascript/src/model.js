@@ -8,9 +8,8 @@ import { sample, tensor, typeName, useBits } from "./tensors.js";
 /** @import { Runtime, Tensor } from "./tensors.js" */
 /** @import { Call, Contract, Moment, OpenOptions, TracedTensor, Values } from "./types.js" */
 
-/** What `encode` made and no slot has, in the cache of a decoder: no name of a model has a NUL. */
+/** The source in the cache of a decoder: no name of a model has a NUL. */
 export const SOURCE = "\0source";
-export const STATES = "\0states";
 
 /** A model that is open: decoders share it. */
 export class Model {
@@ -85,7 +84,7 @@ export class Model {
       if (rule === "embeddings") {
         feeds[name] = embedded[made ?? ""];
       } else if (rule === "encoder-input" || rule === "encoder-states") {
-        feeds[name] = cache.get(rule === "encoder-input" ? SOURCE : STATES);
+        feeds[name] = cache.get(made ?? SOURCE);
       } else {
         feeds[name] = tensor(this.ort, typeName(dtype), ...makeInput(input, moment));
       }

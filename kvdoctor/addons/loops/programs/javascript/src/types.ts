@@ -16,6 +16,8 @@ export interface Input {
   shown: number;
   hidden: number;
   from_right: boolean;
+  rows_from: string | null;
+  batch_axis: number | null;
   made: string | null;
 }
 
@@ -26,25 +28,26 @@ export interface Call {
   pasts: readonly string[];
   outputs: readonly string[];
   logits: string | null;
-  states: string | null;
+  fills: readonly Fill[];
+  encoder: { place: string; name: string | null; axis: number } | null;
+}
+
+/** An output of a call that goes into a slot of the cache. */
+export interface Fill {
+  slot: number;
+  output: string;
+  carry: string;
 }
 
 /** One tensor of the cache. */
 export interface Slot {
   past: string;
-  present: string | null;
-  made: string | null;
-  by_encoder: boolean;
   dtype: string;
-  dims: readonly Dim[];
-  carry: string;
   batch_axis: number | null;
   length_axis: number | null;
-  counts_states: boolean;
   rewinds: string;
-  first_length: number;
   heads: number;
-  fed_zeros: boolean;
+  zeros: readonly Dim[] | null;
 }
 
 /** What a session of a file must have. */
@@ -63,6 +66,7 @@ export interface Contract {
   calls: { encode: Call | null; embed: Call | null; prefill: Call; decode: Call };
   slots: readonly Slot[];
   source: Input | null;
+  source_axis: number | null;
   vocabulary: number | null;
   context_limit: number | null;
   one_token: boolean;
