@@ -6,6 +6,7 @@ import (
 	"math"
 	"unsafe"
 
+	"github.com/x448/float16"
 	ort "github.com/yalue/onnxruntime_go"
 )
 
@@ -206,28 +207,9 @@ func rectangle(rows [][]int64) ([]int64, error) {
 	return []int64{int64(len(rows)), int64(len(rows[0]))}, nil
 }
 
-// toHalf rounds to the nearest float16.
-func toHalf(number float32) uint16 {
-	bits := math.Float32bits(number)
-	sign, size := uint16(bits>>16&0x8000), bits&0x7fffffff
-	switch {
-	case size > 0x7f800000:
-		return sign | 0x7e00 // not a number
-	case size >= 0x477ff000:
-		return sign | 0x7c00
-	case size < 0x38800000: // without the leading 1: the sum has as many bits as are left
-		return sign | uint16(math.Float32bits(math.Float32frombits(size)+0.5))
-	}
-	return sign | uint16((size-0x38000000+0xfff+size>>13&1)>>13)
-}
+func toHalf(number float32) uint16 { return float16.Fromfloat32(number).Bits() }
 
-func fromHalf(half uint16) float32 {
-	bits := uint32(half&0x7fff)<<13 | uint32(half&0x8000)<<16
-	if half&0x7c00 == 0x7c00 {
-		return math.Float32frombits(bits | 0x7f800000)
-	}
-	return math.Float32frombits(bits) * math.Float32frombits(0x77800000) // 2^112, between the two exponents
-}
+func fromHalf(bits uint16) float32 { return float16.Frombits(bits).Float32() }
 
 // toBrain rounds to the nearest bfloat16.
 func toBrain(number float32) uint16 {

@@ -65,7 +65,7 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 		}
 		wanted := []int64{shape[0], shape[d.contract.SourceAxis]}
 		if got, err := rectangle(mask); err != nil || !slices.Equal(got, wanted) {
-			return errors.Join(fmt.Errorf("mask: it has shape %v, not %v", got, wanted), err)
+			return errors.Join(fmt.Errorf("mask: it has shape %v, not %v", wanted, got), err)
 		}
 	}
 	value, err := fill(given.DType, shape, at)
