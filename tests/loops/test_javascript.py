@@ -241,8 +241,7 @@ def test_the_server_keeps_to_its_folders(modules: Path, tmp_path: Path) -> None:
     [
         (("--most=0",), "--most takes a number, 1 or more, not 0"),
         (("--temperature=nan",), "--temperature takes a number"),
-        (("--follow=5", "--self-test=sideways"), "a self-test is rewind or reorder"),
-        (("--follow=0x5",), "not integers with commas: 0x5"),
+        (("--stop=0x5",), "not integers with commas: 0x5"),
         (("--provider=nonsense",), "there is no provider nonsense; onnxruntime-node has cpu"),
         (("--contract=package.json",), "the contract has schema undefined"),
     ],
