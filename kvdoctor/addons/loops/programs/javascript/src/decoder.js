@@ -9,7 +9,7 @@ import { ARRAYS, element, numbers, product, tensor, typeName } from "./tensors.j
 export { likeliest, sampler } from "./sampling.js";
 
 /** @import { Runtime, Tensor } from "./tensors.js" */
-/** @import { Call, CallOptions, Logits, Source, Tokens } from "./types.js" */
+/** @import { Call, CallOptions, Contract, Logits, Source, Tokens } from "./types.js" */
 /** @typedef {import("./types.js").DecodeOptions} DecodeOptions How to decode. */
 /** @typedef {import("./types.js").OpenOptions} OpenOptions How to open a model. */
 
@@ -62,8 +62,7 @@ export class Decoder {
   reset() {
     this.#refuseWhileBusy();
     this.#calls++;
-    this.#clear();
-    this.#cache.forget();
+    this.#forget();
   }
 
   /** Give back the cache and the sessions, those of all decoders that share them. */
@@ -87,7 +86,8 @@ export class Decoder {
     if (input === null) {
       throw new Error("the model reads no source");
     }
-    const { data, shape, padding } = "shape" in source ? { ...source, padding: undefined } : this.#padSources(source);
+    const { data, shape, padding } =
+      "shape" in source ? { ...source, padding: undefined } : padSources(source, contract);
     const expected = input.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
     if (shape.length !== input.dims.length || !expected || product(shape) !== data.length || data.length === 0) {
       throw new RangeError(`the source is ${input.dtype}[${input.dims}]; got ${data.length} numbers as [${shape}]`);
@@ -99,8 +99,7 @@ export class Decoder {
       throw new RangeError(`the mask has shape [${shapeOf(masked.dims, sizes)}]; got [${given}]`);
     }
     await this.#alone(async () => {
-      this.#clear();
-      this.#cache.forget();
+      this.#forget();
       const array = new ARRAYS[input.dtype](data.length);
       data.forEach((value, at) => (array[at] = element(input.dtype, value)));
       this.#cache.hold({ [SOURCE]: tensor(ort, typeName(input.dtype), array, shape) });
@@ -109,37 +108,10 @@ export class Decoder {
         const moment = { sizes, tokens: [], padding: [], mask: this.#mask };
         this.#cache.hold(encode === null ? {} : await this.#model.run(encode, moment, this.#cache.values));
       } catch (error) {
-        this.#cache.forget();
+        this.#forget();
         throw error;
       }
     });
-  }
-
-  /**
-   * Rows of ids as one array, with their mask: padded on the right where the model takes a mask.
-   *
-   * @param {Tokens} rows
-   */
-  #padSources(rows) {
-    const { calls, source } = this.#model.contract;
-    const inputs = [calls.encode, calls.prefill].flatMap((call) => call?.inputs ?? []);
-    if (!source?.dtype.startsWith("int")) {
-      throw new RangeError("the source is numbers with their shape");
-    }
-    if (!inputs.some(({ rule }) => rule === "encoder-mask")) {
-      sameLength(rows, "the source");
-    }
-    const longest = Math.max(0, ...rows.map((row) => row.length));
-    if (rows.length === 0 || rows.some((row) => row.length === 0)) {
-      throw new RangeError("the source: give rows of the same length, at least 1");
-    }
-    if (!rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
-      throw new RangeError("the ids of the source are whole numbers, 0 or more");
-    }
-    const columns = [...Array(longest).keys()];
-    const data = rows.flatMap((row) => columns.map((column) => row[column] ?? 0));
-    const padding = rows.map((row) => columns.map((column) => Number(column < row.length)));
-    return { data, shape: [rows.length, longest], padding };
   }
 
   /**
@@ -391,6 +363,12 @@ export class Decoder {
     });
   }
 
+  #forget() {
+    this.#givenMask = undefined;
+    this.#clear();
+    this.#cache.forget();
+  }
+
   #clear() {
     this.#length = 0;
     this.#padding = [];
@@ -443,6 +421,30 @@ export class Decoder {
       throw new RangeError(`a sequence has at most ${most} tokens here`);
     }
   }
+}
+
+/**
+ * Rows of ids as one array, with their mask: padded on the right where the model takes a mask.
+ *
+ * @param {Tokens} rows
+ * @param {Contract} contract
+ */
+function padSources(rows, { calls, source }) {
+  if (!source?.dtype.startsWith("int")) {
+    throw new RangeError("the source is numbers with their shape");
+  }
+  const masked = [calls.encode, calls.prefill].some((call) => call?.inputs.some(({ rule }) => rule === "encoder-mask"));
+  const longest = Math.max(0, ...rows.map((row) => row.length));
+  if (rows.length === 0 || rows.some((row) => row.length === 0 || (row.length < longest && !masked))) {
+    throw new RangeError("the source: give rows of the same length, at least 1");
+  }
+  if (!rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
+    throw new RangeError("the ids of the source are whole numbers, 0 or more");
+  }
+  const columns = [...Array(longest).keys()];
+  const data = rows.flatMap((row) => columns.map((column) => row[column] ?? 0));
+  const padding = rows.map((row) => columns.map((column) => Number(column < row.length)));
+  return { data, shape: [rows.length, longest], padding };
 }
 
 /**
