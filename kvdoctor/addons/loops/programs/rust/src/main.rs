@@ -2,19 +2,21 @@
 
 mod runs;
 
+use std::collections::HashMap;
 use std::env;
+use std::error::Error;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 
 use decode_loop::ort::ep;
-use decode_loop::{Contract, Decoder, Sampler, Sampling, Settings, ort};
+use decode_loop::{Contract, Decoder, Generation, Sampler, Sampling, Settings, ort};
 
 use runs::Source;
 
 /// What goes wrong here ends the program with its text.
-type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const HELP: &str = "Token ids in, token ids out.
 
@@ -29,7 +31,7 @@ const HELP: &str = "Token ids in, token ids out.
   --top-k N            sample from so many tokens, 0 for all (50)
   --top-p P            sample from the likeliest tokens with this probability (1)
   --min-p P            sample from tokens with this part of the largest probability (0)
-  --repetition-penalty X  on tokens that are there already (1)
+  --repetition-penalty X on tokens that are there already (1)
   --seed N             of the sampling (0)
   --capacity N         room of the cache in tokens, where the contract leaves it open (512)
   --threads N          threads of a session
@@ -37,82 +39,51 @@ const HELP: &str = "Token ids in, token ids out.
   --record FILE        play the runs, and write a trace for kvdoctor step-test --trace
   --runs FILE          runs to play (vectors.json next to the contract)";
 
-#[derive(Default)]
-struct Options {
-    model: PathBuf,
-    contract: Option<PathBuf>,
-    settings: Settings,
-    prompts: Vec<Vec<i64>>,
-    sources: Vec<String>,
-    source_shape: Vec<usize>,
-    record: Option<PathBuf>,
-    runs: Option<PathBuf>,
-    most: Option<usize>,
-    stop: Option<Vec<i64>>,
-    sampling: Sampling,
-}
+/// The values of each option, in the order in which they were given.
+struct Options(HashMap<String, Vec<String>>);
 
 impl Options {
-    fn set(&mut self, name: &str, value: &str) -> Result<()> {
-        match name {
-            "--model" => self.model = value.into(),
-            "--contract" => self.contract = Some(value.into()),
-            "--prompt" => self.prompts.push(numbers(name, value)?),
-            "--source" => self.sources.push(value.into()),
-            "--source-shape" => self.source_shape = numbers(name, value)?,
-            "--record" => self.record = Some(value.into()),
-            "--runs" => self.runs = Some(value.into()),
-            "--capacity" => self.settings.capacity = number(name, value)?,
-            "--threads" => self.settings.threads = Some(number(name, value)?),
-            "--provider" => self.settings.providers = find_provider(value)?,
-            "--most" => self.most = Some(number(name, value)?),
-            "--stop" => self.stop = Some(numbers(name, value)?),
-            "--temperature" => self.sampling.temperature = number(name, value)?,
-            "--top-k" => self.sampling.top_k = number(name, value)?,
-            "--top-p" => self.sampling.top_p = number(name, value)?,
-            "--min-p" => self.sampling.min_p = number(name, value)?,
-            "--repetition-penalty" => self.sampling.repetition_penalty = number(name, value)?,
-            "--seed" => self.sampling.seed = number(name, value)?,
-            _ => return Err(format!("there is no option {name}; --help lists them").into()),
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let mut given: HashMap<_, Vec<_>> = HashMap::new();
+        while let Some(name) = arguments.next() {
+            if !HELP.contains(&format!("\n  {name} ")) {
+                return Err(format!("there is no option {name}; --help lists them").into());
+            }
+            let value = arguments.next().ok_or_else(|| format!("{name} needs a value"))?;
+            given.entry(name).or_default().push(value);
         }
-        Ok(())
+        Ok(Self(given))
     }
 
-    fn check(&self) -> Result<()> {
-        if self.model.as_os_str().is_empty() || self.record.is_some() != self.prompts.is_empty() {
-            return Err("give the --model folder, and at least one --prompt, or a --record".into());
-        }
-        if self.most == Some(0) || self.sampling.temperature.is_nan() || self.sampling.temperature < 0.0 {
-            return Err("--most is 1 or more, and --temperature 0 or more".into());
-        }
-        Ok(())
+    fn all(&self, name: &str) -> &[String] {
+        self.0.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    /// A value as a number, a path or a text, where it was given.
+    fn get<T: FromStr<Err: Error>>(&self, name: &str) -> Result<Option<T>> {
+        let value = |text: &String| text.trim().parse().map_err(|error| format!("{name} {text}: {error}").into());
+        self.all(name).last().map(value).transpose()
+    }
+
+    /// Each value as numbers with commas between them.
+    fn rows<T: FromStr<Err: Error>>(&self, name: &str) -> Result<Vec<Vec<T>>> {
+        let number = |part: &str| part.trim().parse().map_err(|error| format!("{name} {part}: {error}").into());
+        let row = |text: &String| text.split(',').filter(|part| !part.is_empty()).map(number).collect();
+        self.all(name).iter().map(row).collect()
     }
 
     /// The source in the form that the contract asks for.
     fn source(&self, contract: &Contract) -> Result<Option<Source>> {
-        match (contract.source_is_ids(), self.sources.first()) {
+        match (contract.source_is_ids(), self.get("--source")?) {
             (None, None) => Ok(None),
             (None, Some(_)) => Err("this model takes no --source".into()),
             (Some(_), None) => Err("give a --source".into()),
+            (Some(true), _) => Ok(Some(Source::Ids(self.rows("--source")?))),
             (Some(false), Some(file)) => {
-                Ok(Some(Source::Floats { file: file.into(), shape: self.source_shape.clone() }))
-            }
-            (Some(true), _) => {
-                let rows: Result<_> = self.sources.iter().map(|source| numbers("--source", source)).collect();
-                Ok(Some(Source::Ids(rows?)))
+                Ok(Some(Source::Floats { file, shape: self.rows("--source-shape")?.pop().unwrap_or_default() }))
             }
         }
     }
-}
-
-/// The number that an option has.
-fn number<T: FromStr<Err: std::error::Error>>(name: &str, text: &str) -> Result<T> {
-    text.trim().parse().map_err(|error| format!("{name} {text}: {error}").into())
-}
-
-/// Numbers with commas between them.
-fn numbers<T: FromStr<Err: std::error::Error>>(name: &str, text: &str) -> Result<Vec<T>> {
-    text.split(',').filter(|part| !part.is_empty()).map(|part| number(name, part)).collect()
 }
 
 /// What is added to a session for a provider, by the name of its feature or that of the runtime.
@@ -153,34 +124,53 @@ fn main() -> ExitCode {
 
 /// Tokens go to standard output, a line for each sequence; returns whether all was as expected.
 fn decode() -> Result<bool> {
-    let mut given = Options { sampling: Sampling { top_k: 50, ..Sampling::default() }, ..Options::default() };
-    let mut arguments = env::args().skip(1);
-    while let Some(name) = arguments.next() {
-        if name == "--help" {
-            println!("{HELP}");
-            return Ok(true);
-        }
-        given.set(&name, &arguments.next().ok_or_else(|| format!("{name} needs a value"))?)?;
+    if env::args().any(|argument| argument == "--help") {
+        println!("{HELP}");
+        return Ok(true);
     }
-    given.check()?;
+    let given = Options::parse(env::args().skip(1))?;
+    let prompts = given.rows("--prompt")?;
+    let (record, most) = (given.get::<PathBuf>("--record")?, given.get("--most")?.unwrap_or(20));
+    let sampling = Sampling {
+        temperature: given.get("--temperature")?.unwrap_or(0.0),
+        top_k: given.get("--top-k")?.unwrap_or(50),
+        top_p: given.get("--top-p")?.unwrap_or(1.0),
+        min_p: given.get("--min-p")?.unwrap_or(0.0),
+        repetition_penalty: given.get("--repetition-penalty")?.unwrap_or(1.0),
+        seed: given.get("--seed")?.unwrap_or(0),
+    };
+    if record.is_some() != prompts.is_empty()
+        || most == 0
+        || sampling.temperature.is_nan()
+        || sampling.temperature < 0.0
+    {
+        return Err("give a --prompt or a --record, a --most of 1 or more, and a --temperature of 0 or more".into());
+    }
+    let settings = Settings {
+        providers: find_provider(&given.get::<String>("--provider")?.unwrap_or("cpu".into()))?,
+        threads: given.get("--threads")?,
+        capacity: given.get("--capacity")?.unwrap_or(512),
+    };
+    let folder: PathBuf = given.get("--model")?.ok_or("give the --model folder")?;
     // Projects of one name share a program where they share a target folder: `cargo run` says which of them runs.
     let project = env::var("CARGO_MANIFEST_DIR").unwrap_or_else(|_| env!("CARGO_MANIFEST_DIR").into());
-    let file = given.contract.clone().unwrap_or_else(|| Path::new(&project).join("contract.json"));
+    let file = given.get("--contract")?.unwrap_or_else(|| Path::new(&project).join("contract.json"));
     let environment = ort::init().build()?;
-    let mut decoder = Decoder::open(&environment, &given.model, Contract::read(&file)?, given.settings.clone())?;
-    if let Some(record) = &given.record {
-        let runs = given.runs.unwrap_or_else(|| file.with_file_name("vectors.json"));
-        return runs::record(&mut decoder, &runs, record);
+    let mut decoder = Decoder::open(&environment, folder, Contract::read(&file)?, settings)?;
+    if let Some(record) = record {
+        let runs = given.get("--runs")?.unwrap_or_else(|| file.with_file_name("vectors.json"));
+        return runs::record(&mut decoder, &runs, &record);
     }
     if let Some(source) = given.source(decoder.contract())? {
         source.encode(&mut decoder, Path::new(""))?;
     }
-    let mut generation = decoder.contract().generation.clone();
-    generation.most = given.most.unwrap_or(20);
-    generation.end = given.stop.unwrap_or(generation.end);
-    let mut sampler = Sampler::new(given.sampling);
+    let mut generation = Generation { most, ..decoder.contract().generation.clone() };
+    if let Some(end) = given.rows("--stop")?.pop() {
+        generation.end = end;
+    }
+    let mut sampler = Sampler::new(sampling);
     let choose = |logits: &[f32], tokens: &[i64]| Ok(sampler.choose(logits, tokens));
-    for row in decoder.generate(&given.prompts, &generation, choose, |_| ControlFlow::Continue(()))? {
+    for row in decoder.generate(&prompts, &generation, choose, |_| ControlFlow::Continue(()))? {
         println!("{}", row.iter().map(i64::to_string).collect::<Vec<_>>().join(","));
     }
     Ok(true)
