@@ -293,12 +293,7 @@ export class Decoder {
     }
   }
 
-  /**
-   * Run one call on new tokens.
-   *
-   * @param {Tokens} tokens
-   * @param {boolean} every
-   */
+  /** Run one call on new tokens. @param {Tokens} tokens @param {boolean} every */
   async #advance(tokens, every) {
     const { calls } = this.#model.contract;
     const [length, count] = [this.#length, tokens[0].length];

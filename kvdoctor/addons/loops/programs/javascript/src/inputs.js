@@ -35,12 +35,7 @@ const MADE = {
 /** The rules of inputs. */
 export const RULES = [...Object.keys(MADE), "embeddings", "encoder-input", "encoder-states"];
 
-/**
- * The sizes of a shape; an axis that no loop counts has size 1.
- *
- * @param {readonly Dim[]} dims
- * @param {Sizes} sizes
- */
+/** The sizes of a shape; an axis that no loop counts has size 1. @param {readonly Dim[]} dims @param {Sizes} sizes */
 export function shapeOf(dims, sizes) {
   return dims.map((dim) => (typeof dim === "number" ? dim : (sizes[dim] ?? 1)));
 }

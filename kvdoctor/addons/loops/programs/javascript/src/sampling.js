@@ -2,11 +2,7 @@
 
 /** @import { Choose, Logits, Sampling } from "./types.js" */
 
-/**
- * The index of the largest value.
- *
- * @param {Logits} logits
- */
+/** The index of the largest value. @param {Logits} logits */
 export function likeliest(logits) {
   let best = 0;
   // Not with `reduce`: a call for each entry of the vocabulary takes several times as long.
@@ -69,11 +65,7 @@ function leastWeight(weights, topK, topP) {
   return sorted === weights ? 0 : top[least];
 }
 
-/**
- * Numbers from 0 to 1 (mulberry32): Math.random takes no seed.
- *
- * @param {number} seed
- */
+/** Numbers from 0 to 1 (mulberry32): Math.random takes no seed. @param {number} seed */
 function randomNumbers(seed) {
   let state = seed;
   return () => {
