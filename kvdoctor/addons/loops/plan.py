@@ -244,7 +244,8 @@ class LoopPlan:
     def source_axis(self) -> int | None:
         """The axis of the source that is its length."""
         dims = self.source.dims if self.source else ()
-        return next((i for i, dim in enumerate(dims) if dim == "encoder_input"), len(dims) - 1) if dims else None
+        counted = [axis for axis, dim in enumerate(dims) if dim in ("encoder_input", "encoder")]
+        return next(iter(counted), len(dims) - 1) if dims else None
 
     @property
     def rewinds(self) -> bool:
