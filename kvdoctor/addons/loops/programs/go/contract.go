@@ -144,6 +144,9 @@ func ParseContract(text []byte) (*Contract, error) {
 			}
 		}
 		for _, fill := range call.Fills {
+			if fill.Slot < 0 || fill.Slot >= len(c.Slots) {
+				return nil, fmt.Errorf("output %q goes into no slot of the cache", fill.Output)
+			}
 			slot := c.Slots[fill.Slot]
 			if !slices.Contains(carries, fill.Carry) || !isMade(slot.DType, slot.Dims) {
 				return nil, fmt.Errorf("this program cannot carry on cache %q: %q, %s with %d axes",
