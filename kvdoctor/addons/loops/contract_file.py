@@ -34,7 +34,7 @@ def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
         "layout": plan.layout,
         "files": [_describe_file(file, target, plan) for file in plan.files],
         "calls": {name: to_plain(getattr(plan, name)) for name in ("encode", "embed", "prefill", "decode")},
-        "slots": [to_plain(slot) | {"fed_zeros": slot.zeros is not None} for slot in plan.slots],
+        "slots": [to_plain(slot) for slot in plan.slots],
         "source": to_plain(plan.source),
         "source_axis": plan.source_axis,
         "vocabulary": plan.vocabulary,

@@ -162,7 +162,7 @@ def _call(contract: CacheContract, phase: PhaseName, slots: tuple[SlotPlan, ...]
         logits_dims=_declared(logits.name if logits else None, graph),
         states_dims=_declared(states, graph),
         fills=fills,
-        encoder=_encoder_size(phase, contract, slots) if any("encoder" in one.dims for one in inputs) else None,
+        encoder=_encoder_size(phase, contract) if any("encoder" in one.dims for one in inputs) else None,
     )
 
 
@@ -176,16 +176,17 @@ def _fills(phase: PhaseName, slots: tuple[SlotPlan, ...]) -> Iterator[Fill]:
             yield Fill(number, slot.made, slot.carry if joined else "feed-back")
 
 
-def _encoder_size(phase: PhaseName, contract: CacheContract, slots: tuple[SlotPlan, ...]) -> EncoderSize:
+def _encoder_size(phase: PhaseName, contract: CacheContract) -> EncoderSize:
     """Where a call finds the number of encoder states: in them, in the cache that they made, else in their source."""
     source = _source_graph(contract)
     if "encode" in contract.phases and (states := _output(source, "encoder_states")) is not None:
         return EncoderSize("encoded", states, 1)
     if "encode" not in contract.phases and any(port.role == "encoder_states" for port in source.inputs):
         return EncoderSize("source", None, 1)
-    for slot in slots:
-        if slot.counts_states and slot.length_axis is not None and (slot.by_encoder or phase == "decode"):
-            return EncoderSize("cache", slot.past, slot.length_axis)
+    for one in contract.slots:
+        made = one.filled_in == "encode" or phase == "decode"
+        if "encoder" in one.axes and one.length_axis is not None and made:
+            return EncoderSize("cache", one.past, one.length_axis)
     axes = next((port.axes for port in source.inputs if port.role == "encoder_input"), ())
     return EncoderSize("source", None, axes.index("encoder_input") if "encoder_input" in axes else len(axes) - 1)
 
@@ -303,9 +304,7 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
         layer=slot.layer,
         batch_axis=batched,
         length_axis=slot.length_axis,
-        counts_states="encoder" in slot.axes,
         rewinds=_rewinding(slot, held),
-        first_length=first,
         heads=(contract.heads or 1) if "batch_heads" in slot.axes else 1,
         zeros=tuple(_first_size(dim, first) for dim in dims) if zeros else None,
     )

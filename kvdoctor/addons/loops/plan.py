@@ -140,9 +140,7 @@ class SlotPlan:
         carry: What becomes of the present (`kvdoctor.contract.Carry`); `hold` keeps the first value.
         batch_axis: The axis of the sequences; None where it has none. One entry of it is `heads` rows.
         length_axis: The axis of tokens or encoder states; None for a state of fixed size.
-        counts_states: Whether that axis counts encoder states.
         rewinds: How it goes back to an earlier length: cut there, left as it is, or not at all.
-        first_length: The length that the first call is fed where no value is made before: zeros in that shape.
         heads: Entries of the batch axis that belong to one sequence.
         zeros: The shape of its first value, in sequences and room, where the loop makes it; else None.
     """
@@ -158,9 +156,7 @@ class SlotPlan:
     layer: int | None
     batch_axis: int | None
     length_axis: int | None
-    counts_states: bool
     rewinds: Literal["cut", "stays", "impossible"]
-    first_length: int = 0
     heads: int = 1
     zeros: tuple[Dim, ...] | None = None
 
