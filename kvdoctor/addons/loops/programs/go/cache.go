@@ -150,19 +150,16 @@ func (d *Decoder) Reorder(rows []int64) error {
 		chosen[name] = value
 	}
 	d.replace(chosen)
-	d.padding, d.mask = pick(d.padding, rows), pick(d.mask, rows)
-	d.history = pick(d.history, rows)
-	for i := range d.history {
-		d.history[i] = slices.Clone(d.history[i])
+	if len(d.mask) == len(d.history) {
+		d.mask = pick(d.mask, rows)
 	}
+	d.padding, d.history = pick(d.padding, rows), pick(d.history, rows)
+	d.history = d.History() // each a copy of its own
 	return nil
 }
 
-// pick are the chosen ones of some values, or nil of nil.
+// pick are the chosen ones of some values.
 func pick[T any](values []T, chosen []int64) []T {
-	if values == nil {
-		return nil
-	}
 	made := make([]T, len(chosen))
 	for i, at := range chosen {
 		made[i] = values[at]

@@ -52,7 +52,7 @@ type File struct {
 	Outputs []string
 }
 
-// Call is one kind of call. Logits and States are names of outputs, empty where it returns none.
+// Call is one kind of call. Logits is the name of an output, empty where it returns none.
 type Call struct {
 	File       string
 	Inputs     []Input // without the cache
@@ -61,8 +61,6 @@ type Call struct {
 	Logits     string
 	LogitsType string `json:"logits_type"`
 	LogitsDims []Dim  `json:"logits_dims"`
-	States     string
-	StatesDims []Dim `json:"states_dims"`
 	Fills      []Fill
 	Encoder    *struct { // the axis that counts encoder states, of a value of the encoder or the cache, or of the source
 		Name string
@@ -144,6 +142,9 @@ func ParseContract(text []byte) (*Contract, error) {
 			}
 		}
 		for _, fill := range call.Fills {
+			if fill.Slot < 0 || fill.Slot >= len(c.Slots) {
+				return nil, fmt.Errorf("output %q goes into no slot of the cache", fill.Output)
+			}
 			slot := c.Slots[fill.Slot]
 			if !slices.Contains(carries, fill.Carry) || !isMade(slot.DType, slot.Dims) {
 				return nil, fmt.Errorf("this program cannot carry on cache %q: %q, %s with %d axes",

@@ -145,9 +145,9 @@ func (d *Decoder) rule(one *Input, sizes map[string]int64, tokens [][]int64) ([]
 		columns = max(shape[len(shape)-1], 1)
 	}
 	padding := func(int64) int64 { return 0 } // of the sequence that element i is of
-	if one.BatchAxis != nil {
+	if one.BatchAxis != nil && len(d.padding) > 0 {
 		each, batch := max(product(shape[*one.BatchAxis+1:]), 1), shape[*one.BatchAxis]
-		padding = func(i int64) int64 { return d.padding[i/each%batch] }
+		padding = func(i int64) int64 { return d.padding[i/each%min(batch, int64(len(d.padding)))] }
 	}
 	switch one.Rule {
 	case "tokens":

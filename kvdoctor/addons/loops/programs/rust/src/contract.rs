@@ -233,7 +233,8 @@ impl FromStr for Contract {
         let unknown = |input: &&Input| input.rule == Rule::Other || input.count == Axis::Other;
         let inputs = contract.calls.iter().flat_map(|call| &call.inputs).filter(unknown).map(|input| &input.name);
         let fills = contract.calls.iter().flat_map(|call| &call.fills);
-        let fills = fills.filter(|fill| fill.carry == Carry::Other).map(|fill| &fill.output);
+        let unknown = |fill: &&Fill| fill.carry == Carry::Other || fill.slot >= contract.slots.len();
+        let fills = fills.filter(unknown).map(|fill| &fill.output);
         if let Some(name) = inputs.chain(fills).next() {
             return Err(Error::Contract(format!("{name:?} has a rule that this program does not know")));
         }

@@ -122,14 +122,15 @@ impl Decoder {
         if mask.is_some() && !contract.calls.follow(Rule::EncoderMask) {
             return refuse("this model takes no mask of the source: the sources must have the same length");
         }
-        if mask.as_ref().is_some_and(|mask| mask.iter().any(|row| row.len() != length)) {
-            return refuse(format!("the mask of this source has {length} columns"));
+        let rows = shape[source.batch_axis.unwrap_or(0)];
+        if mask.as_ref().is_some_and(|mask| mask.len() != rows || mask.iter().any(|row| row.len() != length)) {
+            return refuse(format!("the mask of this source has {rows} rows of {length}"));
         }
         let value = tensor(source.dtype, shape, &values)?;
         let mut state = State {
             capacity: self.state.capacity,
             encoded: Tensors::from([(source.name.clone(), value)]),
-            rows: (0..shape[source.batch_axis.unwrap_or(0)]).collect(),
+            rows: (0..rows).collect(),
             source_length: length,
             source_mask: mask,
             ..State::default()

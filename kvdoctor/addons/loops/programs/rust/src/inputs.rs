@@ -112,8 +112,8 @@ impl State {
                 })
             }
             Rule::EncoderMask => {
-                let rows = self.source_mask.iter().flat_map(|mask| self.rows.iter().flat_map(|row| &mask[*row]));
-                let mask: Vec<f64> = rows.map(|shown| *shown as f64).collect();
+                let rows = self.source_mask.iter().flat_map(|mask| self.rows.iter().filter_map(|row| mask.get(*row)));
+                let mask: Vec<f64> = rows.flatten().map(|shown| *shown as f64).collect();
                 // Where the encoder shortens what it reads, all states count.
                 if mask.len() == count { mask } else { vec![1.0; count] }
             }
@@ -127,8 +127,8 @@ impl State {
         let each = one.batch_axis.map(|axis| shape[axis + 1..].iter().product::<usize>().max(1));
         let mut values = vec![0.0; shape.iter().product()];
         for (at, row) in values.chunks_mut(columns).enumerate() {
-            let sequence = each.map(|each| at * columns / each % self.rows.len());
-            fill(row, sequence.map_or(0, |sequence| self.padding[sequence]));
+            let padding = each.and_then(|each| self.padding.get(at * columns / each % self.rows.len()));
+            fill(row, padding.copied().unwrap_or(0));
         }
         values
     }
