@@ -300,8 +300,6 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
         dtype=slot.dtype,
         dims=dims,
         carry=carry,
-        kind=slot.kind,
-        layer=slot.layer,
         batch_axis=batched,
         length_axis=slot.length_axis,
         rewinds=_rewinding(slot, held),

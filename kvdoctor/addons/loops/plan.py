@@ -152,8 +152,6 @@ class SlotPlan:
     dtype: str
     dims: tuple[Dim, ...]
     carry: Carry
-    kind: str
-    layer: int | None
     batch_axis: int | None
     length_axis: int | None
     rewinds: Literal["cut", "stays", "impossible"]
@@ -219,14 +217,9 @@ class LoopPlan:
         return tuple(dict.fromkeys(call.file for call in self.calls))
 
     @property
-    def inputs(self) -> tuple[Input, ...]:
-        """The inputs of all calls, without the cache."""
-        return tuple(one for call in self.calls for one in call.inputs)
-
-    @property
     def dtypes(self) -> frozenset[str]:
         """The element types of all tensors that the loop makes or reads."""
-        made = {one.dtype for one in self.inputs} | {slot.dtype for slot in self.slots}
+        made = {one.dtype for call in self.calls for one in call.inputs} | {slot.dtype for slot in self.slots}
         return frozenset(made | {call.logits_type for call in (self.prefill, self.decode)})
 
     @property

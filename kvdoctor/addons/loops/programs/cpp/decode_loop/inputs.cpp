@@ -20,8 +20,8 @@ std::size_t sequence_of(const Input& one, const Shape& shape, std::size_t batch,
 }  // namespace
 
 Decoder::Step Decoder::step_of(std::span<const std::int64_t> ids) const {
-  const auto batch =
-      static_cast<std::int64_t>(std::max<std::size_t>(1, std::max(state_.padding.size(), state_.sources)));
+  const std::size_t rows = state_.padding.empty() ? std::max<std::size_t>(state_.sources, 1) : state_.padding.size();
+  const auto batch = static_cast<std::int64_t>(rows);
   const auto count = static_cast<std::int64_t>(ids.size()) / batch, past = state_.length, total = past + count;
   return {ids,
           {{"batch", batch},
