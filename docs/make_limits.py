@@ -18,7 +18,7 @@ from limit_models import write_all
 from kvdoctor.runtime.environments import EnvironmentUnavailable, find_uv
 from kvdoctor.runtime.release_environments import prepare_environment
 from kvdoctor.runtime.targets import bindings
-from kvdoctor.runtime.targets.limits import FILE, operator_of
+from kvdoctor.runtime.targets.limits import FILE, meanings, operator_of
 
 RELEASES = (
     *("1.15.1", "1.16.0", "1.16.3", "1.17.0", "1.17.3", "1.18.1", "1.19.2", "1.20.1", "1.21.1", "1.22.0", "1.22.1"),
@@ -150,7 +150,11 @@ def page(data: dict[str, Any]) -> str:
         rows.append([*cells, _short(whole), str(len(attributes) or "none")])
     header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "missing operators", "missing attributes"]
     shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
-    lines = [HEAD, *_markdown(header, rows), MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
+    changes = [
+        [f"`{one.operator}`", one.last, one.before, one.since, f"[{one.after}]({one.source})"] for one in meanings()
+    ]
+    lines = [HEAD, *_markdown(header, rows), CHANGES, *_markdown(["operator", "up to", "", "from", ""], changes)]
+    lines += [MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
     return "\n".join(lines)
 
 
@@ -211,11 +215,21 @@ a document. The last three columns are about the operators and attributes that s
 count at the opset that last changed them, and `kvdoctor/runtime/targets/limits.json` names the attributes.
 """
 
-MIDDLE = """
+CHANGES = """
 For a patch release that is not in the table, only what holds for all measured patches of its minor version is reported:
 some added operators. A release beyond the table is run, and only what the run shows is reported; its largest IR version
 and opset are then asked of itself, with such small models.
 
+## Changed meanings
+
+Operators that compute something else on the CPU from some release on, with the same inputs and attributes: the first
+two columns are the newest measured release with the old meaning, the next two the oldest with the new one
+(`kvdoctor/runtime/targets/meanings.json`; a test runs each on both sides). A finding of `--target` names the rows that
+lie between the two runtimes. `inspect --target` warns without a run (KV406) where the old meaning is wrong for every
+decoder: a window, `softcap` with a mask, `nonpad_kv_seqlen`.
+"""
+
+MIDDLE = """
 ## Bindings
 """
 
