@@ -20,27 +20,27 @@ FEW = 14
 
 def page() -> str:
     """The whole page."""
-    links: dict[str, str] = {}
-    return "\n".join([HEAD, *(entry(check, links) for check in all_checks())])
+    under: dict[str, str] = {}
+    return "\n".join([HEAD, *(entry(check, under) for check in all_checks())])
 
 
-def entry(check: Check, links: dict[str, str]) -> str:
-    """The section of one check; `links` has the check under which each paragraph stands, which several may share."""
+def entry(check: Check, under: dict[str, str]) -> str:
+    """The section of one check; `under` has the check under which each paragraph stands, which several may share."""
     paragraphs, shared = [], dict[str, list[str]]()
     own = f"[{check.code}](#{check.code.lower()}-{check.name})"
     for paragraph in check.documentation.split("\n\n"):
-        label, _, text = paragraph.partition(": ")
-        other = links.setdefault(paragraph, own)
-        if other != own and label in LABELS and len(text.split()) > FEW:
+        label, _, rest = paragraph.partition(": ")
+        other = under.setdefault(paragraph, own)
+        if other != own and label in LABELS and len(rest.split()) > FEW:
             shared.setdefault(other, []).append(label)
         else:
             paragraphs.append(paragraph)
     paragraphs += [f"{', '.join(labels)}: as for {other}." for other, labels in shared.items()]
-    section = "\n\n".join((f"## {check.code} {check.name}", *paragraphs)) + "\n"
+    text = "\n\n".join((f"## {check.code} {check.name}", *paragraphs)) + "\n"
     if repairs := list_graph_repairs(check.name):
         links = ", ".join(f"[{name}](repairs.md)" for name in repairs)
-        section += f"\nRepairs that `kvdoctor re-export` tries: {links}.\n"
-    return section
+        text += f"\nRepairs that `kvdoctor re-export` tries: {links}.\n"
+    return text
 
 
 if __name__ == "__main__":

@@ -141,20 +141,29 @@ def _since(feature: str) -> int:
 
 def page(data: dict[str, Any]) -> str:
     """docs/targets.md."""
-    rows = []
+    rows: list[list[str]] = []
     for release, facts in data["releases"].items():
         whole = [name for name in data["contrib"] if name in facts["unsupported"]]
         attributes = [f for f in facts["unsupported"] if ":" in f and f not in whole and operator_of(f) not in whole]
         standard = [name for name in facts["unsupported"] if ":" not in name]
-        cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
-        rows.append([*cells, _short(whole), str(len(attributes) or "none")])
+        cells = [str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
+        cells += [_short(whole), str(len(attributes) or "none")]
+        if rows and rows[-1][1:] == cells:
+            rows[-1][0] += f", {release}"
+        else:
+            rows.append([release, *cells])
     header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "missing operators", "missing attributes"]
-    shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
+    numbered = ", ".join(binding.name for binding in bindings.BINDINGS if binding.follows_runtime)
+    shipped = [
+        [binding.name, _shipped(binding), binding.source, _faults(binding)]
+        for binding in bindings.BINDINGS
+        if not binding.follows_runtime
+    ]
     changes = [
         [f"`{one.operator}`", one.last, one.before, one.since, f"[{one.after}]({one.source})"] for one in meanings()
     ]
     lines = [HEAD, *_markdown(header, rows), CHANGES, *_markdown(["operator", "up to", "", "from", ""], changes)]
-    lines += [MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
+    lines += [MIDDLE.format(numbered), *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
     return "\n".join(lines)
 
 
@@ -169,8 +178,6 @@ def _count(features: list[str]) -> str:
 
 
 def _shipped(binding: bindings.Binding) -> str:
-    if binding.follows_runtime:
-        return "numbered as onnxruntime"
     return ", ".join(f"{release}: {runtime}" for release, runtime in binding.ships.items())
 
 
@@ -231,6 +238,8 @@ decoder: a window, `softcap` with a mask, `nonpad_kv_seqlen`.
 
 MIDDLE = """
 ## Bindings
+
+Numbered as the onnxruntime that they hold: {}. The others:
 """
 
 
