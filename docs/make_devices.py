@@ -24,7 +24,8 @@ HEAD = """# Devices: what was measured, and what is documented
 
 Releases of onnxruntime on the CPU: [targets](targets.md). Of devices, the kernels of WebGPU, on software adapters that
 need no GPU: [by kernel and model](https://github.com/kvdoctor/kvdoctor/blob/main/evidence/providers.md), with releases
-and date. `kvdoctor step-test MODEL --provider webgpu` does the same for your model ([CI](ci.md#on-webgpu-without-a-gpu)).
+and date. `kvdoctor step-test MODEL --provider webgpu` does the same for your model:
+[CI](ci.md#on-webgpu-without-a-gpu).
 
 The [page of a written program](consumers.md#in-a-browser-and-on-a-phone), with `webgpu` of onnxruntime-web 1.30.0 in
 Chromium 156 on SwiftShader, on 2026-11-26:
