@@ -2,9 +2,7 @@
 
 How it is decided: the same experiments, with the same feeds, are run in an isolated environment with only the target's
 release. What fails in the local runtime as well is not reported for the target. Logits of experiments that pass in both
-are compared by the tolerances of docs/policy.md. The fault location is searched under the target. docs/targets.md has a
-table of operators that compute something else from some release on: a row is named where the two runtimes stand on
-different sides of it, and `inspect` reads the table without a run.
+are compared by the tolerances of docs/policy.md. The fault location is searched under the target.
 
 Reproduce: `kvdoctor step-test MODEL --target onnxruntime==1.16.3 -v`
 
@@ -18,13 +16,12 @@ from kvdoctor.choices import Required
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
+from kvdoctor.diagnose.checks.meaning_changed import list_changes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
-from kvdoctor.report.wording import shorten_names
-from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
-from kvdoctor.runtime.targets.limits import Meaning, find_meanings
+from kvdoctor.runtime.targets import Target, TargetResult
 
 ANOTHER = Advice("re-export", "use a release that runs the model as it is, or export it again for this one")
 
@@ -54,46 +51,6 @@ def target_differs(context: TargetContext) -> Faults:
         yield from _report_runs(context, result, ("differs",))
         if not _find_wrong_runs(context, result):
             yield from _report_gaps(context, result)
-
-
-@check("KV406", "meaning-changed", "targets")
-def meaning_changed(context: TargetContext) -> Faults:
-    """An operator that computes something else in a target's release than in newer ones.
-
-    What it means: the target opens the file and runs it, by an older meaning of an operator. The model then differs
-    from its checkpoint, often only beyond some length: a window is one entry longer, hidden tokens are attended to.
-    """
-    seen = {r.target for r in _list_other_results(context) if _find_wrong_runs(context, r) or _find_gaps(r)}
-    targets = [target for target in context.targets if target not in seen]
-    for file in context.stack.members:
-        for change, nodes in (find_meanings(file.view) if file.view is not None else {}).items():
-            older = [t for t in targets if t.is_after(change) is False and not is_ruled_out(file, t.limits)]
-            if not (older and change.predicts):
-                continue
-            named = shorten_names(tuple(target.words for target in older))
-            cause = f"{change.operator} computes something else with {named} than from {change.since} on"
-            advice = Advice("re-export", f"use onnxruntime {change.since} or newer, or export without that use of it")
-            fault = Fault("warning", nodes, cause, advice, apart=tuple(target.asked for target in older))
-            fault = fault.compare(change.after, f"{shorten_names(nodes)} with {named}", evidence=(str(change),))
-            yield fault.also(file=file.name, nodes=nodes, where=f"file {file.name}", confidence="suspected")
-
-
-def _list_changes(context: TargetContext, result: TargetResult, run: Run | None) -> Iterator[str]:
-    """What changed its meaning between the local runtime and the target, and concerns the calls of a run."""
-    here, there, steps = context.local_runtime, result.target, run.steps if run is not None else ()
-    met = {
-        "all": True,
-        "chunk": any(step.past_length and step.new_tokens > 1 for step in steps),
-        # Of `batch-rows` the steps are the single rows.
-        "batch": (run is not None and run.experiment == "batch-rows")
-        or any(one.shape[0] > 1 for step in steps for one in step.fed.values() if len(one.shape) > 1),
-    }
-    changes: dict[Meaning, None] = {}
-    for file in context.stack.members:
-        changes |= dict.fromkeys(find_meanings(file.view) if file.view is not None else ())
-    for change in changes:
-        if here is not None and met[change.calls] and {here.is_after(change), there.is_after(change)} == {True, False}:
-            yield str(change)
 
 
 def _name_local(context: TargetContext) -> str:
@@ -138,7 +95,7 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     where = f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}"
     evidence = (run.location.words, *run.location.provenance) if run.location is not None else ()
     effects = tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4])
-    evidence += tuple(_list_changes(context, result, run))
+    evidence += tuple(list_changes(context, result, run))
     yield fault.also(where=where, effects=effects, evidence=evidence)
 
 
@@ -181,7 +138,7 @@ def _describe_cause(run: Run, target: Target) -> str:
 
 def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     """Logits that are consistent in both runtimes, and differ between them."""
-    apart = _find_gaps(result)
+    apart = {name: gap for name, gap in result.gaps.items() if gap.verdict == "fail"}
     if not apart:
         return
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
@@ -193,13 +150,8 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     difference = apart[name].difference
     observed = _describe_size(difference) if difference is not None else "another number of logits"
     fault = fault.compare(f"the logits of {_name_local(context)}", shapes or observed)
-    evidence = tuple(_list_changes(context, result, result.run(name)))
+    evidence = tuple(list_changes(context, result, result.run(name)))
     yield fault.also(where=f"{name}, step {apart[name].step}, under {result.target.words}", evidence=evidence)
-
-
-def _find_gaps(result: TargetResult) -> dict[str, LogitsGap]:
-    """The experiments whose logits differ between the runtimes by more than noise."""
-    return {name: gap for name, gap in result.gaps.items() if gap.verdict == "fail"}
 
 
 def _describe_size(difference: LogitsDifference) -> str:
