@@ -22,7 +22,7 @@ from kvdoctor.diagnose.context import TargetContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 from kvdoctor.runtime.targets import TargetResult
-from kvdoctor.runtime.targets.limits import Meaning, find_meanings
+from kvdoctor.runtime.targets.limits import Meaning, describe_operator, find_meanings
 
 
 @check("KV406", "meaning-changed", "targets")
@@ -37,7 +37,8 @@ def meaning_changed(context: TargetContext) -> Faults:
             if not (older and change.predicts):
                 continue
             named = shorten_names(tuple(target.words for target in older))
-            cause = f"{change.operator} computes something else with {named} than from {change.since} on"
+            operator = describe_operator(change.operator)
+            cause = f"{operator} computes something else with {named} than from {change.since} on"
             advice = Advice("re-export", f"use onnxruntime {change.since} or newer, or export without that use of it")
             fault = Fault("warning", nodes, cause, advice, apart=tuple(target.asked for target in older))
             fault = fault.compare(change.after, f"{shorten_names(nodes)} with {named}", evidence=(str(change),))

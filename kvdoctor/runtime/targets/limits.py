@@ -121,6 +121,11 @@ def describe_feature(feature: str) -> str:
     return f"attribute {attribute} of {whole}" if attribute else whole
 
 
+def describe_operator(operator: str) -> str:
+    """`com.microsoft:GroupQueryAttention` as `com.microsoft GroupQueryAttention`."""
+    return operator.replace(":", " ")
+
+
 def operator_of(feature: str) -> str:
     """The operator that a feature belongs to: of an attribute the operator, of an operator itself."""
     domain, separator, name = feature.rpartition(":")
@@ -255,7 +260,8 @@ class Meaning:
 
     def __str__(self) -> str:
         """Both meanings in one sentence."""
-        return f"{self.operator} up to {self.last}: {self.before}; from {self.since} on: {self.after} ({self.source})"
+        name = describe_operator(self.operator)
+        return f"{name} up to {self.last}: {self.before}; from {self.since} on: {self.after} ({self.source})"
 
 
 @cache
