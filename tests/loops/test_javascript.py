@@ -181,6 +181,7 @@ def test_webassembly_is_never_passed_as_webgpu(modules: Path, tab: chromium.Tab,
     folder = project(model, modules, tmp_path / "loop")
     with on_webgpu(folder, model) as (with_adapter, address):
         assert shown(with_adapter, address, 300)[:2] == ("bad", NOTHING)
+        assert not (folder / "trace.jsonl").exists(), "it would pass as one of WebGPU"
         state, said, rows = shown(tab, address)
     assert (state, said) == ("bad", "Not all runs are as expected.")
     assert all(outcome.startswith("error: ") for _, outcome in rows)

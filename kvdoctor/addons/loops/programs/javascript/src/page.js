@@ -17,7 +17,7 @@ const WORK = {
 
 /**
  * Count what a provider gives its device to do: the runtime computes nodes that the provider does not take as
- * WebAssembly, without a word.
+ * WebAssembly, and does not say so.
  *
  * @param {string} provider
  */
@@ -153,17 +153,17 @@ async function main() {
     write: (line) => lines.push(line + "\n"),
     report,
   });
-  const trace = new Blob(lines, { type: "application/jsonl" });
-  element("trace").setAttribute("href", URL.createObjectURL(trace));
-  element("trace").hidden = false;
-  if (post !== null) {
-    await fetched(post, { method: "POST", body: trace });
-  }
   if (provider in WORK) {
     element("provider").textContent = `${device}, ${counted.pieces} kernels; nodes without one ran as WebAssembly`;
     if (good && counted.pieces === 0) {
       throw new Error(`nothing ran on ${provider}: all nodes were computed as WebAssembly`);
     }
+  }
+  const trace = new Blob(lines, { type: "application/jsonl" });
+  element("trace").setAttribute("href", URL.createObjectURL(trace));
+  element("trace").hidden = false;
+  if (post !== null) {
+    await fetched(post, { method: "POST", body: trace });
   }
   show(good ? "All runs are as expected." : "Not all runs are as expected.", good ? "good" : "bad");
 }
