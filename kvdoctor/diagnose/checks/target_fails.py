@@ -18,6 +18,7 @@ from kvdoctor.contract import describe
 from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
+from kvdoctor.diagnose.checks.meaning_changed import list_changes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
@@ -125,6 +126,7 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     elif run.location is None and run.no_location is not None:
         evidence += (f"node not found: {run.no_location}",)
     effects = tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4])
+    evidence += tuple(list_changes(context, result, run))
     yield fault.also(where=where, effects=effects, evidence=evidence)
 
 
@@ -188,6 +190,7 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
         fault = fault.also(evidence=(place.words, *place.provenance, *fault.evidence), nodes=names)
     elif gap.no_location is not None:
         fault = fault.also(evidence=(f"operator not found: {gap.no_location}", *fault.evidence))
+    fault = fault.also(evidence=(*fault.evidence, *list_changes(context, result, result.run(name))))
     observed = _describe_size(gap.difference) if gap.difference is not None else "another number of logits"
     fault = fault.compare(f"the logits of {_name_local(context, target)}", shapes or observed)
     yield fault.also(where=f"{name}, step {gap.step}{node}, under {target.words}")
