@@ -39,7 +39,9 @@ REPORTS = (
         "loop-breaks-contract-blank",
         ("taken over after step", "feed its states and its token"),
     ),
-    Reported("microsoft/onnxruntime-genai#1682", "loop-breaks-contract-hole", ("hides token 3 (id 2)", "is no padding")),
+    Reported(
+        "microsoft/onnxruntime-genai#1682", "loop-breaks-contract-hole", ("hides token 3 (id 2)", "is no padding")
+    ),
     Reported(
         "DakeQQ/Native-LLM-for-Android#33",
         "loop-breaks-contract-switch",
