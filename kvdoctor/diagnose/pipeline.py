@@ -143,7 +143,10 @@ def step_test(
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    draft, prompted = open_draft(options.draft) if options.draft is not None else None, _read_prompt(options, contracts)
+    draft, prompted = (
+        open_draft(options.draft) if options.draft is not None else None,
+        _read_prompt(options, folder, contracts),
+    )
     checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
     session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
@@ -274,13 +277,16 @@ def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder,
     return folder, with_given(read, options.feed, options.logits_output, names)
 
 
-def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Options:
+def _read_prompt(options: Options, folder: ModelFolder, contracts: dict[str, CacheContract]) -> Options:
     """The options with the prompt that was given, directly or in a file, checked against the contracts."""
     if not options.prompt_ids and options.inputs is None:
         return options
     from kvdoctor.decode.samples import read_samples
+    from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 
-    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()))
+    tables = (positions(stack, contracts[stack.name]) for stack in folder.stacks if stack.name in contracts)
+    rows = min((count for count in tables if count is not None), default=None)
+    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()), rows)
     return replace(options, prompt_ids=samples.prompt)
 
 
