@@ -79,6 +79,7 @@ def test_what_may_stay_incomplete_is_said_and_no_exit_code(codes: str, code: int
     assert done.code == code
     assert ("incomplete, allowed" in done.out) == (code == 0)
     assert call("gate", "exports/cut-short", "--static", "--allow-incomplete", codes, cwd=exports).code == 3
+    assert "'KV999' names no check" in call("gate", "exports", "--allow-incomplete", f"{codes},KV999", cwd=exports).err
     reason = f'[[overrides]]\nmodels = ["exports/cut*"]\nallow-incomplete = {{ {codes} = "no such device" }}\n'
     (exports / "kvdoctor.toml").write_text(reason, encoding="utf-8")
     done = call("gate", "exports", "--static", cwd=exports)

@@ -42,6 +42,7 @@ Kind = Literal[
     "encoder-missing",
     "encoder-changes",
     "setting",
+    "token-unknown",
     "state-adopted",
 ]
 """The ways in which a step breaks the contract."""

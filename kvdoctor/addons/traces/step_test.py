@@ -130,9 +130,10 @@ def _confirm(checked: "TraceCheck", replay: Run | None, files: SideCars) -> "Tra
                 replace(one, suspected=None if _hides_end(one, files) else one.suspected) for one in checked.breaks
             )
             return replace(checked, breaks=tuple(breaks))
-        for step, one in checked.doubts:
-            if step.number == replay.failed_step:
-                return replace(checked, step=step, breaks=(one,), failed=None, steps=step.number + 1)
+    for step, one in checked.doubts if replay is not None else ():
+        shows = "failed" if one.kind == "token-unknown" else "differs"
+        if replay is not None and (replay.outcome, replay.failed_step) == (shows, step.number):
+            return replace(checked, step=step, breaks=(one,), failed=None, steps=step.number + 1)
     return checked
 
 
