@@ -124,12 +124,10 @@ def _confirm(checked: "TraceCheck", replay: Run | None, files: SideCars) -> "Tra
 
     That is a doubt, or a mask that leaves out one token of a prompt: an end token, where no file says otherwise.
     """
-    if replay is not None and replay.outcome == "differs":
-        if checked.step is not None and replay.failed_step in (None, checked.step.number):
-            breaks = (
-                replace(one, suspected=None if _hides_end(one, files) else one.suspected) for one in checked.breaks
-            )
-            return replace(checked, breaks=tuple(breaks))
+    places = (None, checked.step.number) if checked.step is not None else ()
+    if replay is not None and replay.outcome == "differs" and replay.failed_step in places:
+        breaks = (replace(one, suspected=None if _hides_end(one, files) else one.suspected) for one in checked.breaks)
+        return replace(checked, breaks=tuple(breaks))
     for step, one in checked.doubts if replay is not None else ():
         shows = "failed" if one.kind == "token-unknown" else "differs"
         if replay is not None and (replay.outcome, replay.failed_step) == (shows, step.number):
