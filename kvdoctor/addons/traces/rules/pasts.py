@@ -103,16 +103,14 @@ def _first_wrong(moment: StepContext, slot: Slot, fed: TraceTensor) -> _Wrong | 
     if length and slot in moment.contract.growing and not moment.buffered and slot.first == "empty":
         return _not_empty(moment, slot, fed, due, length)
     if _misfits(due, fed) and not (length and slot.first == "empty"):
-        return _Wrong("wrong-size", slot, fed, due, f"{slot.past} has another size than the graph declares", _AS_IS)
+        advice = f"allocate it as {describe(slot.dtype, slot.shape)}, as the graph declares"
+        return _Wrong("wrong-size", slot, fed, due, f"{slot.past} has another size than the graph declares", advice)
     if slot.growth == "replace" and slot.first == "zeros":
         values = moment.values(slot.past)
         if values is not None and values.any():
             cause = f"{slot.past} is not zero on the first step, so that it holds the state of another sequence"
             return _Wrong("past-not-empty", slot, fed, due, cause, "feed zeros on the first step of each sequence")
     return None
-
-
-_AS_IS = "allocate it in the declared shape"
 
 
 def _not_empty(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast, length: int) -> _Wrong | None:
