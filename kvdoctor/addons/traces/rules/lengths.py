@@ -189,7 +189,8 @@ def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[Contra
     earlier = before.last.fed.get(port.name) if before is not None else None
     if before is None:
         # Padding and dummies are counted in many ways; without them the last position is the last token.
-        padded = bool(moment.past) or any(_pads(moment.values(mask.name)) for mask, _ in moment.ports("attention_mask"))
+        masks = [moment.values(mask.name) for mask, _ in moment.ports("attention_mask")]
+        padded = bool(moment.past) or any(mask is not None and not mask.all() for mask in masks)
         wrong = not padded and int(rows.max()) != moment.new - 1
         due, cause = _span(0, moment.new), f"{port.name} ends at {int(rows.max())} for {tokens(moment.new)}"
     else:
@@ -215,11 +216,6 @@ def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[Contra
             cause=cause,
             advice=FROM_LARGEST if array.ndim == 3 and before is not None else COUNTS_ON,
         )
-
-
-def _pads(mask: Array | None) -> bool:
-    """Whether a mask hides a token."""
-    return mask is not None and not mask.all()
 
 
 def _last(earlier: TraceTensor, many: bool) -> Array:

@@ -151,7 +151,8 @@ def _by_shape(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPa
         cause = f"the axes of {slot.past} stand in another order"
         return _Wrong("wrong-size", slot, fed, due, cause, "feed it as it was returned, or in the declared layout")
     returned = before.last.got.get(slot.present or "")
-    if slot.carry == "hold" or 0 in _beside_length(slot, fed.shape):
+    others = [size for axis, size in enumerate(fed.shape) if axis != slot.length_axis]
+    if slot.carry == "hold" or 0 in others:
         back = returned is not None and returned.shape == fed.shape
         if fed.empty:
             cause = f"what is fed to {slot.past} has no elements"
@@ -263,10 +264,6 @@ def _crossed(slot: Slot, other: Slot, fed: TraceTensor, due: ExpectedPast, how: 
 def _length(slot: Slot, shape: tuple[int | None, ...]) -> int | None:
     at = slot.length_axis
     return shape[at] if at is not None and at < len(shape) else None
-
-
-def _beside_length(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for axis, size in enumerate(shape) if axis != slot.length_axis)
 
 
 def _hold(slot: Slot) -> str:
