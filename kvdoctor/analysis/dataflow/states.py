@@ -119,7 +119,7 @@ class Dataflow:
         """The entries that are concatenated to an input, and which of the input's axes each of theirs is."""
         for _, path in self.walk(name, rank):
             if path.join is not None and path.join.has("join") and path.axes is not None and NEW not in path.axes:
-                own = self.descent.reached_from({name})
+                own = self.descent.reached_from({name}, path.join)
                 new = next((value for value in path.join.inputs if value not in own), None)
                 return (new, path.axes) if new is not None else None
         return None
