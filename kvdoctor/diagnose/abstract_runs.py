@@ -74,6 +74,10 @@ LOOPS = (
     *("why", "why-fed-back", "written-places"),
 )
 """The loops and what explains their differences. What follows is run only where they pass."""
+PADDED = ("left-padding", "encoder-padding")
+"""Uses that no proof covers: all that is run where the graph proves the others."""
+PADDED_CALLS, PADDED_SHARE = 10, 5
+"""Calls that these make, and the share of `NODES` that they may compute: not of a large stack."""
 UNMASKED = ("not-causal", *GENERAL_CAUSES)
 """Causes that a mask has as well which does not hide later tokens."""
 USES = (
@@ -214,7 +218,11 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
 def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
     """The experiments that the budget of nodes allows on a stack; raises `CannotCheck` where there are none."""
     contract = replace(context.contract, exactness="float")
+    if context.is_proved and all(by_name()[name].applies(contract) for name in PADDED):
+        return ()
     size, budget, graphs = _open_stack(context, contract)
+    if context.is_proved and size * PADDED_CALLS > NODES // PADDED_SHARE:
+        return ()
     runs = _run_by(contract, context, size, budget, graphs)
     doubtful = any(not one.settled for one in contract.ambiguities)
     if not doubtful or not any(run.outcome in ("failed", "differs") for run in runs):
@@ -251,7 +259,8 @@ def _run_by(
     # Positions of a rotary embedding only tell distances apart: one number in place of a vector cannot show that, and
     # padding that moves all positions equally would look wrong.
     rotary = any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
-    for experiment in _choose(contract.usable_length, rotary, steps_of_a_loop):
+    names = PADDED if context.is_proved else (*LOOPS, *USES)
+    for experiment in _choose(names, contract.usable_length, rotary, steps_of_a_loop):
         if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
             break
         steps.clear()
@@ -266,7 +275,7 @@ def _run_by(
             if experiment.name == "plain-loop":
                 break
             continue
-    if not found:
+    if not found and not context.is_proved:
         raise CannotCheck("the logits or the cache of a plain loop cannot be computed without a run")
     return tuple(_drop_unsure(found, contract, graphs.values()))
 
@@ -342,11 +351,11 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
     return frozenset(names - others)
 
 
-def _choose(limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
+def _choose(names: Iterable[str], limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
     """The experiments of an abstract run, in its order, with so many steps of a loop."""
     every, long = by_name(), limit is None or limit > LONGEST
     left_out = {"left-padding"} if rotary else set[str]()
     left_out |= {"full-context"} if long else set()
-    for one in (every[name] for name in (*LOOPS, *USES) if name in every and name not in left_out):
+    for one in (every[name] for name in names if name in every and name not in left_out):
         shorter = replace(one, scenario=replace(one.scenario, steps=steps))
         yield shorter if one.name.endswith("-loop") else one

@@ -22,7 +22,7 @@ from kvdoctor.contract import DECODING, CacheContract
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
-from kvdoctor.diagnose.ground import find_proof
+from kvdoctor.diagnose.ground import find_proof, without_faults
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import as_argument, free_name
@@ -68,8 +68,9 @@ def inspect(
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
         if predicts:
+            context = replace(context, proof=find_proof(stack, contract))
             found += predict_faults(context, found, options.selection)
-        proof = find_proof(stack, contract, (*results.findings, *found.findings)) if predicts else None
+        proof = without_faults(context.proof, stack.name, (*results.findings, *found.findings))
         stacks.append(replace(facts, proof=proof, logits_can_be_cut=_can_cut_logits(stack, contract)))
         results += correct_advice(found, context, check_advice, options, None)
     for target in (target for target in options.targets if target.limits is None):

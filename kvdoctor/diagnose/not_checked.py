@@ -4,7 +4,7 @@
 | --- | --- |
 | Why was no decode step run on a stack? | `find_unmet_preconditions` |
 | Why is an experiment not in the list of runs? | `why_unfit` |
-| Why was an experiment `skipped`? | `why_unasked`; what runs show: `decode/experiment_run.py` |
+| Why was an experiment `skipped`? | `why_unasked`, `why_proved`; what runs show: `decode/experiment_run.py` |
 | Why were experiments cut off? | `find_interrupted` |
 | Why is a check of the contract not run? | `find_obstacle` |
 | Why does a run give no verdict? | `find_undecided_runs`, and the other `find_` functions after it |
@@ -56,6 +56,8 @@ ASKED_BY: dict[Round, str] = {
 """What asks for the rounds of checks that not every step-test has."""
 REPORTED_REQUESTS = ("", "reference")
 """The requests of `Experiment.on_request` that a step-test knows; the other experiments serve other commands."""
+PROVED = "proved for every length; --thorough runs it"
+"""The reason for experiments that a proof answers."""
 COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
 
@@ -156,6 +158,12 @@ def why_unasked(experiment: "Experiment", options: Options) -> str | None:
     use = experiment.use
     wanted = not experiment.thorough or options.thorough or (use is not None and use.required in options.require)
     return None if wanted else ONLY_THOROUGH
+
+
+def why_proved(experiment: "Experiment", context: ContractContext, options: Options) -> str | None:
+    """Why an experiment that visits lengths shows nothing new: they are proved, of exact numbers in any runtime."""
+    asked = options.thorough or options.targets or context.contract.exactness != "float"
+    return PROVED if experiment.lengths and context.is_proved and not asked else None
 
 
 def why_unfit(experiment: "Experiment", contract: CacheContract) -> str | None:
