@@ -7,6 +7,7 @@ declares. ONNX Runtime computes shapes itself; compilers and loops that allocate
 from collections.abc import Iterator, Mapping
 
 from kvdoctor.analysis.abstract_step import AbstractStep
+from kvdoctor.analysis.proof.prove import find_shapes
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.model.view import GraphView, declared
@@ -32,16 +33,22 @@ def find_stale_shapes(decode: OnnxFile, contract: CacheContract) -> tuple[StaleS
     names = {value.name for value in (*graph.value_info, *graph.output)}
     if len({value.name for value in graph.input} & read) < len(read) or not names:
         return ()
-    fed, found = AbstractStep(decode).compute(contract)
-    return tuple(compare_declared(decode.graph, contract, fed, found))
+    found = find_shapes(decode.graph)
+    if not found or names - found.keys() - _presents(contract):
+        fed, found = AbstractStep(decode).compute(contract)
+        found = {**fed, **found}
+    return tuple(compare_declared(decode.graph, contract, found, found))
+
+
+def _presents(contract: CacheContract) -> set[str]:
+    return {port.name for port in contract.graph("decode").outputs if port.role == "present"}
 
 
 def compare_declared(
     view: GraphView, contract: CacheContract, fed: Mapping[str, Shape], found: Mapping[str, Shape]
 ) -> Iterator[StaleShape]:
     """The values whose declared axes have the name of an input's axis, and another length than that in one call."""
-    presents = {port.name for port in contract.graph("decode").outputs if port.role == "present"}
-    lengths: dict[str, set[int]] = {}
+    presents, lengths = _presents(contract), dict[str, set[int]]()
     for name, port in view.inputs.items():
         for size, length in zip(port.shape or (), fed.get(name, ()), strict=False):
             if isinstance(size, str):

@@ -76,8 +76,6 @@ LOOPS = (
 """The loops and what explains their differences. What follows is run only where they pass."""
 PADDED = ("left-padding", "encoder-padding")
 """Uses that no proof covers: all that is run where the graph proves the others."""
-PADDED_CALLS, PADDED_SHARE = 10, 5
-"""Calls that these make, and the share of `NODES` that they may compute: not of a large stack."""
 UNMASKED = ("not-causal", *GENERAL_CAUSES)
 """Causes that a mask has as well which does not hide later tokens."""
 USES = (
@@ -218,11 +216,7 @@ def _digest_call(graph: AbstractGraph, feeds: Mapping[str, Abstract]) -> bytes:
 def run_abstractly(context: ContractContext) -> tuple[Run, ...]:
     """The experiments that the budget of nodes allows on a stack; raises `CannotCheck` where there are none."""
     contract = replace(context.contract, exactness="float")
-    if context.is_proved and all(by_name()[name].applies(contract) for name in PADDED):
-        return ()
     size, budget, graphs = _open_stack(context, contract)
-    if context.is_proved and size * PADDED_CALLS > NODES // PADDED_SHARE:
-        return ()
     runs = _run_by(contract, context, size, budget, graphs)
     doubtful = any(not one.settled for one in contract.ambiguities)
     if not doubtful or not any(run.outcome in ("failed", "differs") for run in runs):

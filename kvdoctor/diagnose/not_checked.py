@@ -353,11 +353,11 @@ def _list_unrun(one: Check, report: Report, rounds: Set[Round]) -> Iterator[NotC
 
 def _list_unlisted(stack: StackFacts, runs: Iterable[Run], options: Options) -> Iterator[NotChecked]:
     """The experiments of a step-test without an entry in the list of runs, where there are runs."""
-    from kvdoctor.decode.experiments import load
-
     listed = {run.experiment for run in runs if run.stack == stack.name}
     if not listed or stack.contract is None:
         return
+    from kvdoctor.decode.experiments import load  # loads numpy
+
     for experiment in load():
         if experiment.name not in listed and experiment.on_request in REPORTED_REQUESTS:
             reason = why_unasked(experiment, options) or why_unfit(experiment, stack.contract) or "it was not run"

@@ -9,18 +9,22 @@ functions, with an empty past. Rows with padding, rounding, and what a runtime d
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.proof.constants import digest_weights, has_one_float, identify, read_constant
 from kvdoctor.analysis.proof.inputs import input_type, slot_shape
 from kvdoctor.analysis.proof.masks import is_weak
-from kvdoctor.analysis.proof.types import Lengths, Type
+from kvdoctor.analysis.proof.terms import BATCH, ENCODER, NEW, PAST, symbol
+from kvdoctor.analysis.proof.types import Lengths, Type, size_of
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.traverse import describe_node
+from kvdoctor.model.view import GraphView
 
+UNSIZED = symbol("unknown")
 KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
 
 
@@ -50,6 +54,21 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     except NotProved:
         return Proof(exceptions=(many,))
     return replace(found, single=True, exceptions=(many,))
+
+
+_WALKS: WeakKeyDictionary[GraphView, Walk] = WeakKeyDictionary()
+"""The last walk over each decode graph."""
+SIZES = {BATCH: 2, NEW: 3, PAST: 5, ENCODER: 7}
+
+
+def find_shapes(view: GraphView) -> dict[str, tuple[int, ...]]:
+    """The shapes of inputs and values in a step of these sizes, as far as the last proof typed them; () without one."""
+    walk, found = _WALKS.get(view), dict[str, tuple[int, ...]]()
+    for name, value in walk.values.items() if walk is not None else ():
+        sizes = [size_of(axis).at(SIZES) for axis in value.type.shape or ((UNSIZED,),)]
+        if None not in sizes:
+            found[name] = tuple(size for size in sizes if size is not None)
+    return found
 
 
 @dataclass
@@ -131,6 +150,8 @@ class Prover:
         values |= self._inputs(graph, phase, lengths, given)
         walk = Walk(flow, lengths, self.keys, values)
         walk.run()
+        if phase == "decode":
+            _WALKS[file.graph] = walk
         return walk
 
     def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
