@@ -6,9 +6,8 @@ declares. ONNX Runtime computes shapes itself; compilers and loops that allocate
 
 from collections.abc import Iterator, Mapping
 
-from kvdoctor.analysis.abstract_step import AbstractStep
 from kvdoctor.analysis.proof.prove import find_shapes
-from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.model.view import GraphView, declared
 from kvdoctor.records import record
@@ -27,28 +26,21 @@ class StaleShape:
     axes: tuple[int, ...]
 
 
-def find_stale_shapes(decode: OnnxFile, contract: CacheContract) -> tuple[StaleShape, ...]:
-    """The values that a decode step computes in other shapes than declared, by shapes alone; presents are left out."""
-    graph, read = decode.graph.model.graph, {port.name for port in contract.graph("decode").inputs}
-    names = {value.name for value in (*graph.value_info, *graph.output)}
-    if len({value.name for value in graph.input} & read) < len(read) or not names:
+def find_stale_shapes(stack: StackFiles, contract: CacheContract) -> tuple[StaleShape, ...]:
+    """The values that a decode step computes in other shapes than declared, by types alone; presents are left out."""
+    graph, read = stack.main.graph.model.graph, {port.name for port in contract.graph("decode").inputs}
+    if contract.missing or len({value.name for value in graph.input} & read) < len(read):
         return ()
-    found = find_shapes(decode.graph)
-    if not found or names - found.keys() - _presents(contract):
-        fed, found = AbstractStep(decode).compute(contract)
-        found = {**fed, **found}
-    return tuple(compare_declared(decode.graph, contract, found, found))
-
-
-def _presents(contract: CacheContract) -> set[str]:
-    return {port.name for port in contract.graph("decode").outputs if port.role == "present"}
+    found = find_shapes(stack, contract)
+    return tuple(compare_declared(stack.main.graph, contract, found, found))
 
 
 def compare_declared(
     view: GraphView, contract: CacheContract, fed: Mapping[str, Shape], found: Mapping[str, Shape]
 ) -> Iterator[StaleShape]:
     """The values whose declared axes have the name of an input's axis, and another length than that in one call."""
-    presents, lengths = _presents(contract), dict[str, set[int]]()
+    presents = {port.name for port in contract.graph("decode").outputs if port.role == "present"}
+    lengths: dict[str, set[int]] = {}
     for name, port in view.inputs.items():
         for size, length in zip(port.shape or (), fed.get(name, ()), strict=False):
             if isinstance(size, str):

@@ -97,10 +97,6 @@ class Term:
             return None
         return sum(factor * prod(values[name] for name in monomial) for monomial, factor in self.parts)
 
-    def factor_of(self, symbol: str) -> int:
-        """The coefficient of a symbol alone."""
-        return dict(self.parts).get((symbol,), 0)
-
     def least(self) -> int | None:
         """The smallest value: the past may be empty, all else is at least 1. None where there is none."""
         lowest = 0

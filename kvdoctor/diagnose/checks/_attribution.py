@@ -156,13 +156,14 @@ def leave_to_other(context: RunContext, name: str = "cached-differs") -> None:
 
 
 def find_faulty_uses(context: RunContext, outcome: str, *, coarse: bool = False) -> Iterator[tuple[Run, "Use"]]:
-    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
+    """Runs of other sizes with that outcome, where the loop passes, or is proved, and no simpler use goes wrong too.
 
     Those that are wrong by a rounded cache alone, one fault for all uses, are left out, or are the only ones: `coarse`.
     """
     loop = context.checked_loop
     wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
-    for experiment, use in context.uses.items() if loop is not None and loop.shows == "passed" else ():
+    right = context.is_proved if loop is None else loop.shows == "passed"
+    for experiment, use in context.uses.items() if right else ():
         run = context.find_run(experiment)
         if run is not None and run.shows == outcome and not wrong.intersection(use.after) and run.too_coarse == coarse:
             yield run, use
