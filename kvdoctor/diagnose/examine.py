@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdoctor.analysis.contract_reader import add_observed_sizes
 from kvdoctor.analysis.proof import Proof
@@ -38,9 +38,6 @@ from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 from kvdoctor.runtime.client import Runtime, StackResults
 from kvdoctor.runtime.targets import Refused
-
-if TYPE_CHECKING:
-    from kvdoctor.decode.experiments import Experiment
 
 GENERATOR = "generator"
 """The name of the whole model among the graphs of a contract."""
@@ -135,7 +132,7 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     """All experiments that the options ask for, on one stack."""
     from kvdoctor.decode.experiments import load
 
-    wanted = (one for one in load() if _why_skipped(one, context, options) is None)
+    wanted = (one for one in load() if not_checked.why_skipped(one, context, options) is None)
     chosen = [one.name for one in wanted if not_checked.why_unfit(one, context.contract) is None]
     return ExperimentJob(
         stack=context.stack.name,
@@ -152,17 +149,13 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     )
 
 
-def _why_skipped(experiment: "Experiment", context: ContractContext, options: Options) -> str | None:
-    return not_checked.why_unasked(experiment, options) or not_checked.why_proved(experiment, context, options)
-
-
 def _list_skipped(context: ContractContext, options: Options, runtime: Runtime) -> Iterator[Run]:
     """The entries of experiments that nobody asked for, or that a proof answers, in the list of runs."""
     from kvdoctor.decode.experiments import load
 
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
     for experiment in load():
-        reason = _why_skipped(experiment, context, options)
+        reason = not_checked.why_skipped(experiment, context, options)
         if reason is not None and experiment.on_request in not_checked.REPORTED_REQUESTS:
             yield Run(context.stack.name, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 

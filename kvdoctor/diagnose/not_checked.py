@@ -4,7 +4,7 @@
 | --- | --- |
 | Why was no decode step run on a stack? | `find_unmet_preconditions` |
 | Why is an experiment not in the list of runs? | `why_unfit` |
-| Why was an experiment `skipped`? | `why_unasked`, `why_proved`; what runs show: `decode/experiment_run.py` |
+| Why was an experiment `skipped`? | `why_skipped`; what runs show: `decode/experiment_run.py` |
 | Why were experiments cut off? | `find_interrupted` |
 | Why is a check of the contract not run? | `find_obstacle` |
 | Why does a run give no verdict? | `find_undecided_runs`, and the other `find_` functions after it |
@@ -160,10 +160,11 @@ def why_unasked(experiment: "Experiment", options: Options) -> str | None:
     return None if wanted else ONLY_THOROUGH
 
 
-def why_proved(experiment: "Experiment", context: ContractContext, options: Options) -> str | None:
-    """Why an experiment that visits lengths shows nothing new: they are proved, of exact numbers in any runtime."""
-    asked = options.thorough or options.targets or context.contract.exactness != "float"
-    return PROVED if experiment.lengths and context.is_proved and not asked else None
+def why_skipped(experiment: "Experiment", context: ContractContext, options: Options) -> str | None:
+    """Why an experiment is not asked for, or not needed: exact numbers in one runtime are proved at every length."""
+    runs = options.thorough or options.targets or context.contract.exactness != "float"
+    proved = experiment.lengths and context.is_proved and not runs
+    return why_unasked(experiment, options) or (PROVED if proved else None)
 
 
 def why_unfit(experiment: "Experiment", contract: CacheContract) -> str | None:
