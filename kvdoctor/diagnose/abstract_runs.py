@@ -249,13 +249,13 @@ def _run_by(
     driver = AbstractDriver(context.stack.name, contract, graphs, 0, keep)
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
-    steps_of_a_loop = STEPS if size <= LARGE else FEW_STEPS
     # Positions of a rotary embedding only tell distances apart: one number in place of a vector cannot show that, and
     # padding that moves all positions equally would look wrong.
     rotary = any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
     names = PADDED if context.is_proved else (*LOOPS, *USES)
-    for experiment in _choose(names, contract.usable_length, rotary, steps_of_a_loop):
-        if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
+    for experiment in _choose(names, contract.usable_length, rotary, STEPS if size <= LARGE else FEW_STEPS):
+        loop = replace(context, runs=tuple(found)).checked_loop
+        if experiment.name in USES and loop is not None and loop.outcome in ("failed", "differs"):
             break
         steps.clear()
         try:
@@ -305,12 +305,6 @@ def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[Abst
     return [run for run in runs if run.outcome == "failed"]
 
 
-def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
-    """The run of the loop that decides whether other uses say anything."""
-    held = [run for run in runs if run.experiment == "held-loop" and run.outcome != "skipped"]
-    return held or [run for run in runs if run.experiment == "plain-loop"] if context.emptied_slots else runs[:1]
-
-
 def _open_graphs(
     contract: CacheContract, views: Mapping[str, tuple[GraphView | None, Path]], budget: Budget
 ) -> dict[str, AbstractGraph]:
@@ -347,9 +341,8 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
 
 def _choose(names: Iterable[str], limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
     """The experiments of an abstract run, in its order, with so many steps of a loop."""
-    every, long = by_name(), limit is None or limit > LONGEST
     left_out = {"left-padding"} if rotary else set[str]()
-    left_out |= {"full-context"} if long else set()
-    for one in (every[name] for name in names if name in every and name not in left_out):
+    left_out |= {"full-context"} if limit is None or limit > LONGEST else set()
+    for one in (by_name()[name] for name in names if name not in left_out):
         shorter = replace(one, scenario=replace(one.scenario, steps=steps))
         yield shorter if one.name.endswith("-loop") else one
