@@ -253,7 +253,7 @@ def _run_by(
     # padding that moves all positions equally would look wrong.
     rotary = any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
     names = PADDED if context.is_proved else (*LOOPS, *USES)
-    for experiment in _choose(names, contract.usable_length, rotary, STEPS if size <= LARGE else FEW_STEPS):
+    for experiment in _choose(names, contract.usable_length, rotary, size):
         loop = replace(context, runs=tuple(found)).checked_loop
         if experiment.name in USES and loop is not None and loop.outcome in ("failed", "differs"):
             break
@@ -339,10 +339,10 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
     return frozenset(names - others)
 
 
-def _choose(names: Iterable[str], limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
-    """The experiments of an abstract run, in its order, with so many steps of a loop."""
+def _choose(names: Iterable[str], limit: int | None, rotary: bool, size: int) -> Iterator[Experiment]:
+    """The experiments of an abstract run, in its order; a loop on graphs of many nodes has few steps."""
     left_out = {"left-padding"} if rotary else set[str]()
     left_out |= {"full-context"} if limit is None or limit > LONGEST else set()
     for one in (by_name()[name] for name in names if name not in left_out):
-        shorter = replace(one, scenario=replace(one.scenario, steps=steps))
+        shorter = replace(one, scenario=replace(one.scenario, steps=STEPS if size <= LARGE else FEW_STEPS))
         yield shorter if one.name.endswith("-loop") else one
