@@ -164,7 +164,7 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     words = "in the float32 copy" if run.hidden else exactness
     compared = [step for step in run.steps if step.difference is not None and run.failed_step is None]
     worst = max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
-    step = run.wrong_step or worst  # all may be within the limit of a fault
+    step = run.wrong_step or worst
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     growth = describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"

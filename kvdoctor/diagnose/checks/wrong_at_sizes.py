@@ -49,13 +49,11 @@ def wrong_at_lengths(context: RunContext) -> Faults:
     """
     for run, use in _unnamed(context, AT_LENGTHS):
         fault = build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
-        # Entries of a long prompt that come back as zeros.
-        cause = numbering.cause if (numbering := context.find_run("numbering")) is not None else None
-        zeros = cause.evidence if cause is not None and cause.name == "wrong-at-lengths" else None
-        if zeros is not None:
-            yield replace(
-                fault, cause=f"{fault.cause}: entries of the cache are left at zero", evidence=(zeros,), repair=ZEROS
-            )
+        numbering = context.find_run("numbering")
+        zeros = numbering.cause if numbering is not None else None
+        if zeros is not None and zeros.name == "wrong-at-lengths":  # in a long prompt
+            cause = f"{fault.cause}: entries of the cache are left at zero"
+            yield replace(fault, cause=cause, evidence=(zeros.evidence,), repair=ZEROS)
             return  # it is one fault, at whatever lengths it shows
         yield fault
 
