@@ -32,7 +32,7 @@ def row(one: Experiment) -> str:
         if one.unless_passed:
             when += f", unless {one.unless_passed} passed"
         if one.lengths:
-            when += ", unless every length is proved"
+            when += ", unless proved"
         purpose = describe_use(one)
     return f"| {one.name} | {one.question} | {when} | {purpose} |\n"
 
