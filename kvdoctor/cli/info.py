@@ -133,7 +133,7 @@ def _format_issue(issue: "Issue") -> str:
 
 def _fill(text: str, first: str = "") -> str:
     """A paragraph, wrapped on a terminal and where COLUMNS says how wide."""
-    if not (sys.stdout.isatty() or os.environ.get("COLUMNS")):
+    if not (sys.stdout.isatty() or (os.environ.get("COLUMNS") and "LINES" not in os.environ)):
         return first + text
     import shutil
     import textwrap

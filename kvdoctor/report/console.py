@@ -42,7 +42,8 @@ class _Console(Console):
 
 def open_console(color: str) -> Console:
     """Standard output: as wide as the terminal, or as COLUMNS says; else in a pipe one line per fact."""
-    terminal, columns = sys.stdout.isatty(), os.environ.get("COLUMNS", "")
+    # With LINES it is what a library (readline) exported for its own terminal, and nobody's wish.
+    terminal, columns = sys.stdout.isatty(), os.environ.get("COLUMNS", "") * ("LINES" not in os.environ)
     wide = int(columns) if columns.isdecimal() and LEAST_WIDTH <= int(columns) <= PIPE_WIDTH else None
     # Source: force-color.org and bixense.com/clicolors.
     asked = (os.environ.get(name, "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
