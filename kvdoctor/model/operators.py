@@ -49,8 +49,8 @@ Making = Literal["constant", "measure", "sizes", "fill", "generate", "range", "r
 """Values from something else: from the shape of the input (`sizes`: each), one number in a shape that an input gives,
 numbers by the shape or size that an input gives, numbers that count up, noise."""
 
-Control = Literal["branch", "loop", "sequence"]
-"""Nodes with bodies, and those whose result is no tensor."""
+Control = Literal["branch", "loop", "sequence", "listed", "insert", "element"]
+"""Nodes with bodies; what makes a sequence, of all inputs or with one more; what takes an element of one."""
 
 Trait = Literal[Moving, Rounding, Joining, Computing, Arithmetic, Bending, Along, Attending, Weighing, Making, Control]
 
@@ -329,14 +329,17 @@ _add("HannWindow HammingWindow BlackmanWindow MelWeightMatrix", "generate", shap
 _add("If", "branch")
 _add("Loop Scan", "loop")
 _add("BeamSearch GreedySearch Sampling WhisperBeamSearch", "search")
-_add("SplitToSequence SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceMap", "sequence")
+_add("SplitToSequence SequenceErase SequenceMap", "sequence")
+_add("SequenceConstruct SequenceEmpty", "sequence listed")
+_add("SequenceInsert", "sequence insert")
+_add("SequenceAt", "element")
 _add("Optional OptionalGetElement", "sequence")
 
 # No walk asks what these do.
 _add("AffineGrid ArgMax ArgMin AveragePool Col2Im ConcatFromSequence DFT DepthToSpace Det GlobalAveragePool SwiGLU")
 _add("GlobalLpPool GlobalMaxPool GridSample ImageDecoder LpPool MaxPool MaxRoiPool MaxUnpool")
 _add("NegativeLogLikelihoodLoss NonMaxSuppression NonZero OneHot OptionalHasElement RegexFullMatch Resize")
-_add("ReverseSequence RoiAlign STFT SequenceAt SequenceLength SoftmaxCrossEntropyLoss SpaceToDepth StringConcat")
+_add("ReverseSequence RoiAlign STFT SequenceLength SoftmaxCrossEntropyLoss SpaceToDepth StringConcat")
 _add("StringNormalizer StringSplit TfIdfVectorizer TopK Unique Upsample")
 
 

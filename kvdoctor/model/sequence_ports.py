@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.model.edit import drop_unused, replace_all
+from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import input_of
 from kvdoctor.model.view import Scope, integers
@@ -54,10 +55,10 @@ def _elements(scope: Scope, name: str) -> list[str] | None:
     """The values that a sequence is made of, in order; None where the graph does not say."""
     inserted: list[NodeProto] = []
     node = scope.producers.get(scope.through(name))
-    while node is not None and node.op_type == "SequenceInsert" and len(inserted) < MOST_ELEMENTS:
+    while node is not None and has(node.op_type, "insert") and len(inserted) < MOST_ELEMENTS:
         inserted.append(node)
         node = scope.producers.get(scope.through(input_of(node, 0)))
-    if node is None or node.op_type not in ("SequenceConstruct", "SequenceEmpty"):
+    if node is None or not has(node.op_type, "listed"):
         return None
     elements = list(node.input)
     for insert in reversed(inserted):
@@ -80,7 +81,7 @@ def _find_reads(graph: GraphProto, name: str) -> dict[int, list[NodeProto]]:
     found: dict[int, list[NodeProto]] = {}
     for scope in _scopes(Scope(graph, "graph")):
         for node in (node for node in scope.graph.node if name in node.input):
-            at = _index(scope, node.input[1]) if node.op_type == "SequenceAt" and len(node.input) == 2 else None
+            at = _index(scope, node.input[1]) if has(node.op_type, "element") and len(node.input) == 2 else None
             if at is None or not 0 <= at < MOST_ELEMENTS:
                 return {}
             found.setdefault(at, []).append(node)
@@ -115,7 +116,8 @@ def _take_elements(graph: GraphProto, port: ValueInfoProto, reads: dict[int, lis
     for at, value in enumerate(made):
         value.type.CopyFrom(port.type.sequence_type.elem_type)
         for node in reads.get(at, ()):
-            node.op_type, node.input[:] = "Identity", [value.name]
+            node.op_type = "Identity"
+            node.input[:] = [value.name]
     _replace_port(graph.input, port, made)
 
 
