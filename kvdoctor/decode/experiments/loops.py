@@ -12,7 +12,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value, Way
 from kvdoctor.decode.experiments import Calls, Experiment, Use, always, several_tokens
 from kvdoctor.decode.experiments.cache_entries import growing, one_step
-from kvdoctor.decode.experiments.fixed_chunks import overlapping
+from kvdoctor.decode.experiments.multi_turn import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder
 

@@ -12,7 +12,7 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `encoder-rows`.
 Repair: take the encoder and the config from one export; or correct the number in the config.
 """
 
-from kvdoctor.decode.experiments.encoder_rows import DIFFERENT
+from kvdoctor.decode.experiments.rows import DIFFERENT
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 

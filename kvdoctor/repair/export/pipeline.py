@@ -26,10 +26,19 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
-from kvdoctor.repair.export import run_exporter, source_model
-from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
+from kvdoctor.repair.export import run_exporter
+from kvdoctor.repair.export.exporters import (
+    EXPORTERS,
+    Exporter,
+    SourceModel,
+    compare_ports,
+    delete_surplus_decoders,
+    find_exporter,
+    no_source,
+    read_because,
+    read_source,
+)
 from kvdoctor.repair.export.run_exporter import ExportedModel
-from kvdoctor.repair.export.source_model import SourceModel
 from kvdoctor.repair.fix_report import report_fix, report_unproved
 from kvdoctor.repair.pipeline import repair_and_prove
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
@@ -166,13 +175,11 @@ def _read_source(session: _ExportSession) -> SourceModel:
     if path is not None and not Path(path).exists():
         raise UsageError(f"{path!r} does not exist; leave it out if there is no ONNX model yet")
     if because is not None:
-        return source_model.read_because(because)
+        return read_because(because)
     if path is None:
-        return source_model.no_source(session.checkpoint)
+        return no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
-    return source_model.read_source(
-        step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice))
-    )
+    return read_source(step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice)))
 
 
 @contextlib.contextmanager
@@ -206,7 +213,7 @@ def _repair_export(
     target: Path,
 ) -> tuple[Report, bool]:
     """Repair the new export into its place, prove it, and report; gives whether it was proved."""
-    deleted = source_model.delete_surplus_decoders(folder, source)
+    deleted = delete_surplus_decoders(folder, source)
     before = _diagnose(session, session.plain_options, folder, "before")
     opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.how.fix)
     copy_export(replace(opened, shown=str(folder)), target)
@@ -230,7 +237,7 @@ def _repair_export(
         choices=plan.choices,
         failures=exported.failures,
         findings=before.report.findings,
-        ports=tuple(source_model.compare_ports(source, after.report.model.files)),
+        ports=tuple(compare_ports(source, after.report.model.files)),
         left_out=deleted,
         recipe=run_exporter.FOLDER,
     )

@@ -13,8 +13,7 @@ from typing import IO, Any
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
-from kvdoctor.repair.export.source_model import SourceFacts
+from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, SourceFacts, find_exporter
 from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptLog, ScriptProcess
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvdoctor.addons.conversions.graphs.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
+from kvdoctor.addons.conversions.graphs.growing_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
 from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
 from kvdoctor.addons.conversions.options import ConvertChoices

@@ -8,8 +8,7 @@ follow from sizes, constants, masks and encoder states alone are free: they can 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.new_cache.cuts import KeySide, find_key_side
-from kvdoctor.addons.conversions.new_cache.fused import label_attention
+from kvdoctor.addons.conversions.new_cache.cuts import KeySide, find_key_side, label_attention
 from kvdoctor.addons.conversions.new_cache.labels import (
     Labels,
     Mixes,

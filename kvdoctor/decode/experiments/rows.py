@@ -1,12 +1,18 @@
-"""Rows of a batch: their order in a beam search, and whether one influences another in a decode step."""
+"""Rows: of a batch in a beam search and in a decode step, and of an encoder of images or audio in a prompt."""
 
+from dataclasses import replace
+
+import numpy as np
+
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, unjudged
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import as_probe, same_entries, same_logits
-from kvdoctor.decode.experiments.loops import has_exact_rows, takes_rows
+from kvdoctor.decode.experiments.loops import FEW, decode_loop, has_exact_rows, takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
+from kvdoctor.errors import CannotCheck
 
 ORDER = (2, 0, 0, 4, 3)
 """Which row each beam goes on from: one is dropped, one comes twice."""
@@ -74,3 +80,69 @@ def _differing(builder: FeedBuilder, row: int, alone: Answer, together: Answer) 
             if ours.shape == mine.shape and not same_entries(ours, mine, builder.tolerance):
                 return f"the entries of row {row} in {name}, in a batch of {builder.scenario.batch},"
     return None
+
+
+MOST_ROWS = 64
+"""Rows in the prompt of the loop: an image may have a thousand, and all of them are one prefill."""
+DIFFERENT = "encoder-rows-differ"
+
+
+def has_rows(contract: CacheContract) -> str | None:
+    """There must be an encoder of images or audio, and a graph that makes the embeddings of the other tokens."""
+    if not contract.features:
+        return "no encoder makes rows for the embeddings"
+    if "embed" not in contract.phases:
+        return "no graph makes the embeddings of the other tokens"
+    return several_tokens(contract)
+
+
+@Experiment(
+    "encoder-rows",
+    "whether each encoder returns one row per placeholder",
+    applies=has_rows,
+    with_features=True,
+    order=6,
+)
+def count_rows(builder: FeedBuilder) -> Decision:
+    """Each encoder once: as many rows as the prompt has placeholders for one image or one audio clip."""
+    yield from ()
+    made = builder.count_rows() if builder.count_rows is not None else {}
+    declared = [one for one in builder.contract.features if one.rows is not None and one.phase in made]
+    for one in declared:
+        if made[one.phase] != one.rows:
+            file = builder.contract.graph(one.phase).file
+            thing = "an image" if one.phase == "vision" else "an audio clip"
+            returned = f"{file} returns {made[one.phase]} rows for {thing}"
+            return Cause(DIFFERENT, f"{returned}, and the prompt has {one.rows} placeholders ({one.declared})")
+    if not declared:
+        raise CannotCheck("no config gives the number of placeholders")
+    return None
+
+
+@Experiment(
+    "rows-in-prompt",
+    "the held loop after a prompt with the rows of the encoders",
+    Scenario(prompt=MOST_ROWS + 2, steps=FEW),
+    applies=has_rows,
+    use=Use("the rows of an encoder in the prompt", "error"),
+    changes_feeds=True,
+    with_features=True,
+    order=6,
+)
+def loop_with_rows(builder: FeedBuilder) -> Calls:
+    """The held loop after a prompt with the rows between two tokens; without the rows the logits must be others."""
+    made = builder.count_rows() if builder.count_rows is not None else {}
+    rows = min(sum(made.values()), MOST_ROWS)
+    limit = builder.contract.usable_length
+    if limit is not None:
+        rows = min(rows, limit - FEW - 2)
+    if rows < 1:
+        raise CannotCheck("there is no room for the rows of an encoder")
+    scenario = replace(builder.scenario, prompt=rows + 2, steps=FEW)
+    text = replace(builder, scenario=scenario, tokens=builder.tokens[:, :0])
+    tokens = text.tokens.copy()
+    tokens[:, 1 : rows + 1] = -1 - np.arange(rows)
+    mixed = replace(text, tokens=tokens)
+    yield from decode_loop(mixed, "held")
+    expected = yield from mixed.whole(scenario.prompt)
+    yield replace(text.prefill(scenario.prompt, expected), kind="control", label="rows of the encoder left out")
