@@ -1,0 +1,59 @@
+"""The components that kvdoctor uses: what is installed, and the command that installs or repairs the rest."""
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from kvdoctor.errors import KvdoctorError, WorkerDied
+from kvdoctor.repair.export.exporters import EXPORTERS
+from kvdoctor.report.info_document import Component, EnvironmentDocument
+from kvdoctor.runtime.environments import Requirements, find_uv, transformers_for
+
+NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil", "msgspec")
+
+
+def describe_components() -> EnvironmentDocument:
+    """Return the state, name and version of each component, and the command that installs it."""
+    machine = f"{sys.platform} {platform.machine()}"
+    return EnvironmentDocument(platform.python_version(), machine, tuple(_list_components()))
+
+
+def _list_components() -> Iterator[Component]:
+    missing = []
+    for name in NEEDED:
+        try:
+            yield Component("ok", f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            yield Component("MISSING", f"{name}: pip install {name}")
+    yield _providers(missing)
+    if find_uv() is not None:
+        yield Component("ok", "uv: makes isolated environments for other versions of onnxruntime and for exporters")
+    else:
+        yield Component("absent", "uv, for other versions of onnxruntime and for exporters: pip install uv")
+    yield _source("checkpoints for --reference", transformers_for({}))
+    yield from (_source(f"exporter {exporter.name}", exporter.needs) for exporter in EXPORTERS)
+    yield Component("limits", "time per answer, and resident memory of the worker (sampled every 20 ms)")
+
+
+def _source(purpose: str, needs: Requirements) -> Component:
+    """Return where the packages for a purpose come from: this Python, or an environment that uv makes."""
+    if needs.are_installed:
+        return Component("ok", f"{purpose}: in this Python")
+    if find_uv() is not None:
+        names = ", ".join(needs.requirements[:4]) + (", ..." if len(needs.requirements) > 4 else "")
+        return Component("ok", f"{purpose}: uv installs {names}, downloaded at the first use")
+    return Component("absent", f"{purpose}: pip install uv, or pip install 'kvdoctor[{needs.extra}]'")
+
+
+def _providers(missing: list[str]) -> Component:
+    if "onnxruntime" in missing:
+        return Component("MISSING", "execution providers: pip install onnxruntime")
+    from kvdoctor.runtime.process import Limits, Worker
+
+    try:
+        with Worker(Limits(timeout=60)) as worker:
+            return Component("ok", f"execution providers: {', '.join(worker.greet().providers)}")
+    except (KvdoctorError, WorkerDied) as error:
+        return Component("BROKEN", f"onnxruntime does not load ({error}): pip install --force-reinstall onnxruntime")
