@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from kvdoctor.analysis.dialects.dialect import find_dialect
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_values, return_values
+from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_values, return_values, set_size
 from kvdoctor.model.operators import Trait, has, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.traverse import (
@@ -222,8 +222,7 @@ def _add_present(context: RepairContext, file: str, slot: Slot, name: str, value
     output.name = name
     dim = output.type.tensor_type.shape.dim[slot.axes.index("past")]
     length = dim.dim_param or "past_sequence_length"
-    dim.Clear()
-    dim.dim_param = f"{length} + {new}"
+    set_size(dim, f"{length} + {new}")
     text = f"{describe_type(output)}, {text}"
     return Change(file, f"main graph, outputs, {name!r}", f"no output returns {slot.past}", text)
 

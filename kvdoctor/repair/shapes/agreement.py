@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,8 +165,7 @@ def _compare_calls(
 
     source, graph = Path(context.copy.file(file).path), find_graph(context, file)
     runtime, provider = context.running, context.options.provider
-    changed = ModelProto()
-    changed.CopyFrom(context.model(file))
+    changed = deepcopy(context.model(file))
     with scratch_folder() as folder:
         variants = []
         for model, name in ((before or read_located(source), "old"), (changed, "new")):

@@ -7,18 +7,18 @@ new, and the attention of its own step reads what is stored, so that no split of
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.graphs.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
-from kvdoctor.addons.conversions.graphs.static_cache import forget_trace
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import CacheContract, Slot, describe
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot, scale_name
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, sort_nodes
+from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, set_size, sort_nodes
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import (
@@ -347,19 +347,16 @@ class _Writer:
         value.type.tensor_type.elem_type = STORED[self.codec.kind]
         dims = value.type.tensor_type.shape.dim
         if self.codec.kind == "int4" and len(dims) == len(slot.axes):
-            dims[_width_axis(slot)].Clear()
-            dims[_width_axis(slot)].dim_value = (slot.size("head_dim") or 0) // 2
+            set_size(dims[_width_axis(slot)], (slot.size("head_dim") or 0) // 2)
 
 
 def _declare_scale(values: ValueInfoProto, slot: Slot, name: str) -> ValueInfoProto:
     """The declaration of scales: as that of their values, with one element for each row."""
-    declared = ValueInfoProto()
-    declared.CopyFrom(values)
+    declared = deepcopy(values)
     declared.name, declared.type.tensor_type.elem_type = name, FLOAT16
     dims = declared.type.tensor_type.shape.dim
     if len(dims) == len(slot.axes):
-        dims[_width_axis(slot)].Clear()
-        dims[_width_axis(slot)].dim_value = 1
+        set_size(dims[_width_axis(slot)], 1)
     return declared
 
 

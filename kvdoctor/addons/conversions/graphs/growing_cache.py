@@ -11,12 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
-from kvdoctor.addons.conversions.graphs.static_cache import forget_trace
+from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Slot
-from kvdoctor.model.edit import drop_unused, sort_nodes
+from kvdoctor.model.edit import drop_unused, set_size, sort_nodes
 from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import find_attribute, input_of, needed_for, output_of, readers
@@ -56,11 +55,7 @@ def declare_length(model: ModelProto, slots: list[Slot], rows: int | None, file:
             continue
         dim, is_past = dims[at[value.name]], value.name in pasts
         before = dim.dim_param or str(dim.dim_value)
-        dim.Clear()
-        if rows is None:
-            dim.dim_param = PAST_SIZE if is_past else TOTAL_SIZE
-        else:
-            dim.dim_value = rows
+        set_size(dim, rows if rows is not None else PAST_SIZE if is_past else TOTAL_SIZE)
         after = dim.dim_param or f"{rows} entries"
         yield Change(file, f"{'input' if is_past else 'output'} {value.name!r}", before, after)
 
@@ -270,21 +265,17 @@ def _declare(model: ModelProto, graph: Graph, slots: list[Slot], file: str) -> I
     pasts = {slot.past for slot in slots}
     for value in (*model.graph.input, *model.graph.output):
         dims = value.type.tensor_type.shape.dim
-        found = [presents[value.name]] if value.name in presents else _find(axes.get(value.name, ()))
+        found = [index for index, axis in enumerate(axes.get(value.name, ())) if axis == "past"]
+        found = [presents[value.name]] if value.name in presents else found
         for index in found:
             if index < len(dims):
                 before = dims[index].dim_param or str(dims[index].dim_value)
                 if before == PAST_SIZE and value.name in pasts:
                     continue
-                dims[index].Clear()
-                dims[index].dim_param = PAST_SIZE if value.name in pasts else total
+                set_size(dims[index], PAST_SIZE if value.name in pasts else total)
                 kind = "output" if value.name in presents else "input"
                 yield Change(file, f"{kind} {value.name!r}", before, dims[index].dim_param)
     del model.graph.value_info[:]  # they hold the buffer's length
-
-
-def _find(axes: tuple[str, ...]) -> list[int]:
-    return [index for index, axis in enumerate(axes) if axis == "past"]
 
 
 def _list_rules(contract: CacheContract, graph: Graph) -> Iterator[str]:

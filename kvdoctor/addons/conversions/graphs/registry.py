@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import cache
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.decode.paired_walks import Rows
 from kvdoctor.decode.stored_cache import StoredSlot
+from kvdoctor.model.edit import set_size
+from kvdoctor.model.proto import ValueInfoProto
 from kvdoctor.records import record
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
@@ -98,3 +100,24 @@ def read_asked(choices: ConvertChoices) -> tuple[Asked, ...]:
         UsageError: a choice makes no sense.
     """
     return tuple(Asked(one, choice) for one in load() if (choice := one.read(choices)) is not None)
+
+
+TRACE = "export.json"
+"""What the exporter of transformers writes next to the graph."""
+
+
+def forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
+    """Remove the inputs of the trace from export.json: the copy takes others."""
+    content = context.copy.side_car(TRACE)
+    components = content.get("components") if isinstance(content, dict) else None
+    for key, entry in (components if isinstance(components, dict) else {}).items():
+        metadata = entry.get("metadata") if isinstance(entry, dict) and entry.get("file") == file else None
+        if isinstance(metadata, dict) and metadata.pop("kwargs", None):
+            yield Change(TRACE, f"components.{key}.metadata.kwargs", "the inputs of the trace", "removed")
+
+
+def fix_sizes(values: Iterable[ValueInfoProto], symbols: Mapping[str, int]) -> None:
+    """Declare sizes with these names as numbers."""
+    for dim in (dim for value in values for dim in value.type.tensor_type.shape.dim):
+        if dim.dim_param in symbols:
+            set_size(dim, symbols[dim.dim_param])

@@ -3,6 +3,8 @@
 Exporters read the batch size for it from the tokens. The encoder has none, so there it is read from its own states.
 """
 
+from copy import deepcopy
+
 from kvdoctor.addons.conversions.layouts.merging import unite_functions, unite_opsets
 from kvdoctor.addons.conversions.layouts.naming import first_of
 from kvdoctor.addons.conversions.layouts.registry import DoesNotFit
@@ -38,8 +40,7 @@ def return_from_encoder(encoder: ModelProto, first: ModelProto, states: tuple[st
         DoesNotFit: a cache is computed from more than the states.
         UsageError: the two graphs use different opsets, or functions of one name that differ.
     """
-    made = ModelProto()
-    made.CopyFrom(first)
+    made = deepcopy(first)
     graph = made.graph
     replace_all(graph.output, [value for value in graph.output if value.name in caches])
     _read_batch_from(states[1], made)

@@ -5,11 +5,12 @@ states that it is fed, contains the encoder. It is cut off at the value from whi
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 from kvdoctor.addons.conversions.layouts.naming import ENCODER, ROLES, PortNames, name_axes, rename_ports
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, Cut, DoesNotFit, LayoutSource
 from kvdoctor.contract import CacheContract, Graph, Port
-from kvdoctor.model.edit import fresh_name, prune, rename_all, replace_all
+from kvdoctor.model.edit import declare, fresh_name, prune, rename_all, replace_all
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import all_names, input_of, needed_for, producers
@@ -204,23 +205,16 @@ def _find_axes(own: list[ValueInfoProto], symbol: str) -> Iterator[tuple[str, in
 
 def _declaration(graph: GraphProto, name: str) -> ValueInfoProto:
     """The declaration of a value; a tensor of floats if the graph has none."""
-    found = ValueInfoProto()
-    known = next((v for v in (*graph.output, *graph.value_info) if v.name == name), None)
-    if known is not None and declared(known).shape is not None:
-        found.CopyFrom(known)
-        return found
-    alike = [
+    known = [v for v in (*graph.output, *graph.value_info) if v.name == name][:1]
+    known = [v for v in known if declared(v).shape is not None] or [
         v
         for v in graph.output
         for n in graph.node
         if v.name in n.output and has(n.op_type, "copy") and input_of(n, 0) == name
     ]
-    if alike:
-        found.CopyFrom(alike[0])
-    else:
-        found.type.tensor_type.elem_type = TensorProto.FLOAT
-        for axis in ("batch_size", "encoder_sequence_length", "hidden_size"):
-            found.type.tensor_type.shape.dim.add(dim_param=axis)
+    if not known:
+        return declare(name, TensorProto.FLOAT, ("batch_size", "encoder_sequence_length", "hidden_size"))
+    found: ValueInfoProto = deepcopy(known[0])
     found.name = name
     return found
 

@@ -9,6 +9,7 @@ them. A data file of which nearly everything is used is copied as it is, so that
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import BinaryIO
 
@@ -118,8 +119,7 @@ class EqualTensors:
     def _place(tensor: TensorProto) -> TensorBytes | bytes:
         if is_external(tensor):
             return span_of(tensor)
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
+        copy = deepcopy(tensor)
         for name in ("name", "doc_string", "metadata_props"):
             if name in copy.DESCRIPTOR.fields_by_name:
                 copy.ClearField(name)
@@ -194,8 +194,7 @@ def _restore_small(model: ModelProto, root: Path, everything: bool) -> None:
 
 def _copies(tensors: object) -> Iterator[TensorProto]:
     for tensor in tensors:  # type: ignore[attr-defined]
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
+        copy = deepcopy(tensor)
         yield copy
 
 

@@ -8,9 +8,9 @@ from kvdoctor.addons.conversions.new_cache.cuts import LENGTH_AXIS, RANK, KeySid
 from kvdoctor.addons.conversions.new_cache.labels import Mixes
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes
-from kvdoctor.model.edit import GraphWriter, make_node, prune, rename_reads, replace_all, sort_nodes
+from kvdoctor.model.edit import GraphWriter, declare, make_node, prune, rename_reads, replace_all, set_size, sort_nodes
 from kvdoctor.model.operators import has, operator_of
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node, find_attribute, input_of, output_of, values_read
 from kvdoctor.repair.workspace import CannotRepair
 from kvdoctor.report.repair_record import Change
@@ -246,7 +246,7 @@ class Rewriter:
                 dims[axis] = length
                 if batch is not None:
                     dims[batch] = self.given.batch
-                _declare_value(ports.add(name=name), kind, dims)
+                ports.append(declare(name, kind, dims))
             read = self.writer.node("permuted", "Transpose", [present], perm=TO_KEYS) if permuted else present
             self.joined[side.value] = read
             text = f"joins {past!r} in front of it: {present!r}"
@@ -315,8 +315,7 @@ class Rewriter:
             dims = value.type.tensor_type.shape.dim
             if axis is not None and axis < len(dims):
                 before = dims[axis].dim_param
-                dims[axis].Clear()
-                dims[axis].dim_param = total
+                set_size(dims[axis], total)
                 self.changes.append(Change(self.file, value.name, before, total))
 
 
@@ -336,12 +335,6 @@ def _name_slots(sides: list[KeySide]) -> list[tuple[KeySide, str]]:
     if counts["key"] != counts["value"]:
         raise CannotRepair(f"it has {counts['key']} keys and {counts['value']} values of its tokens")
     return named
-
-
-def _declare_value(value: ValueInfoProto, kind: int, dims: list[int | str]) -> None:
-    value.type.tensor_type.elem_type = kind
-    for size in dims:
-        value.type.tensor_type.shape.dim.add(**{"dim_value" if isinstance(size, int) else "dim_param": size})
 
 
 def _find_type(walk: TokenAxes, model: ModelProto, name: str) -> int:
