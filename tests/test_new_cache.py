@@ -16,7 +16,7 @@ from support.isolated import FIXTURES, call, give_up, kvdoctor
 from support.text_fixtures import compile_text
 
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions.new_cache.labels import Mixes, multiply, regroup, spell_product
+from kvdoctor.addons.conversions.new_cache.key_sides import Mixes, multiply, regroup, spell_product
 from kvdoctor.errors import UsageError
 from kvdoctor.report.document import Report
 

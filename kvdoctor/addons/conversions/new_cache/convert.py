@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdoctor.addons.conversions.messages import NewCacheDone, NewCacheJob
-from kvdoctor.addons.conversions.new_cache.cuts import MASK, is_causal
-from kvdoctor.addons.conversions.new_cache.labels import Labels
+from kvdoctor.addons.conversions.new_cache.key_sides import MASK, Labels, is_causal
 from kvdoctor.addons.conversions.new_cache.rewrite import Rewriter
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs, read_inputs, read_sizes
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes, label_tokens

@@ -4,8 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvdoctor.addons.conversions.new_cache.cuts import LENGTH_AXIS, RANK, KeySide, choose_mask, is_causal, write_mask
-from kvdoctor.addons.conversions.new_cache.labels import Mixes
+from kvdoctor.addons.conversions.new_cache.key_sides import (
+    LENGTH_AXIS,
+    RANK,
+    KeySide,
+    Mixes,
+    choose_mask,
+    is_causal,
+    write_mask,
+)
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes
 from kvdoctor.model.edit import GraphWriter, declare, make_node, prune, rename_reads, replace_all, set_size, sort_nodes

@@ -8,12 +8,14 @@ follow from sizes, constants, masks and encoder states alone are free: they can 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.new_cache.cuts import KeySide, find_key_side, label_attention
-from kvdoctor.addons.conversions.new_cache.labels import (
+from kvdoctor.addons.conversions.new_cache.key_sides import (
+    KeySide,
     Labels,
     Mixes,
     Shape,
     broadcast,
+    find_key_side,
+    label_attention,
     multiply,
     regroup,
     spell_product,
