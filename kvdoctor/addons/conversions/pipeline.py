@@ -14,6 +14,7 @@ from kvdoctor.addons.conversions.convert_layout import (
 )
 from kvdoctor.addons.conversions.graphs.proof import Base, measure_costs, prove_conversions
 from kvdoctor.addons.conversions.graphs.registry import Asked, Converted
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.new_cache.convert import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
@@ -265,12 +266,12 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     proofs, costs, notes = dict[str, list[Proof]](), list[CacheCosts](), list[str]()
     for one in done:
         made, base = _merge(one), _find_base(outcome, root, one.stack)
-        if made.stored and base.side is not None:
-            cost = measure_costs(session, made, base.side)
-            made = replace(made, allowed=cost.allowed, drift=cost.drift)
+        if made.how.stored and base.side is not None:
+            cost = measure_costs(session, made.how.stored, base.side)
+            made = replace(made, how=replace(made.how, allowed=cost.allowed, drift=cost.drift))
             costs.append(cost.facts)
         proofs[one.stack] = list(prove_conversions(session, made, base, outcome.after, after))
-        notes += _describe_base(session, base, measured=bool(made.stored))
+        notes += _describe_base(session, base, measured=bool(made.how.stored))
     shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
@@ -337,18 +338,16 @@ def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], optio
 def _merge(one: StackConversion) -> Converted:
     """All conversions of a stack as one, to be compared with the original."""
     made = [converted for _, converted in one.made]
-    limits = [converted.most_tokens for converted in made if converted.most_tokens is not None]
-    return Converted(
-        changes=tuple(change for converted in made for change in converted.changes),
-        loop=(),
-        rows="last" if any(converted.rows == "last" for converted in made) else "all",
-        keep=next((converted.keep for converted in made if converted.keep), ()),
-        most_tokens=min(limits, default=None),
-        capacity=next((converted.capacity for converted in made if converted.capacity is not None), None),
-        reveals=tuple(name for converted in made for name in converted.reveals),
-        stored=tuple(slot for converted in made for slot in converted.stored),
-        weights=tuple(name for converted in made for name in converted.weights),
+    hows = [converted.how for converted in made]
+    how = Comparison(
+        rows="last" if any(how.rows == "last" for how in hows) else "all",
+        keep=next((how.keep for how in hows if how.keep), ()),
+        weights=tuple(name for how in hows for name in how.weights),
+        capacity=next((how.capacity for how in hows if how.capacity is not None), None),
+        stored=tuple(slot for how in hows for slot in how.stored),
     )
+    changes = tuple(change for converted in made for change in converted.changes)
+    return Converted(changes, (), how, tuple(name for converted in made for name in converted.reveals))
 
 
 def _list_applied(done: tuple[StackConversion, ...]) -> Iterator[Applied]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_ends, find_maker
 from kvdoctor.choices import Attentions
 from kvdoctor.contract import Slot
@@ -85,7 +86,7 @@ def convert(context: RepairContext, choice: Attentions) -> Converted:  # noqa: A
             context.cannot(f"{file} returns no logits")
         found = [_find_weights(scopes, slots) for scopes, _ in find_ends((model.graph,), logits)]
         changes += _return_weights(model, found, slots, file)
-    return Converted(tuple(changes), LOOP, weights=names)
+    return Converted(tuple(changes), LOOP, Comparison(weights=names))
 
 
 def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:

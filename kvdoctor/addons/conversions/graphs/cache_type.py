@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.graphs.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.choices import CacheType
@@ -90,7 +91,7 @@ def convert(context: RepairContext, choice: TypeChoice) -> Converted:
             sort_nodes(graph)
         changes += forget_trace(context, file)
     stored = tuple(StoredSlot(s.past, choice.kind, s.axes.index("head_dim"), scales[s.past]) for s in slots)
-    return Converted(tuple(changes), tuple(_list_rules(slots, choice)), stored=stored)
+    return Converted(tuple(changes), tuple(_list_rules(slots, choice)), Comparison(stored=stored))
 
 
 def _choose_slots(context: RepairContext, contract: CacheContract, choice: TypeChoice) -> tuple[Slot, ...]:

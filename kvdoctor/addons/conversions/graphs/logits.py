@@ -6,6 +6,7 @@ name it: the number of last rows, 0 for all.
 """
 
 from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.lm_head import Head, NoHead, describe_op, find_ends, find_heads
 from kvdoctor.choices import LogitsRows
 from kvdoctor.contract import Port
@@ -49,10 +50,10 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
         if port is not None:  # find_heads has looked
             changes += _insert(model, heads[name], port, choice, name)
     if choice == "last":
-        return Converted(tuple(changes), LAST, "last")
+        return Converted(tuple(changes), LAST, Comparison(rows="last"))
     for name in models:
         changes += forget_trace(context, name)
-    return Converted(tuple(changes), SELECTABLE, "all", COMPARED)
+    return Converted(tuple(changes), SELECTABLE, Comparison(keep=COMPARED))
 
 
 def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: LogitsRows, file: str) -> list[Change]:

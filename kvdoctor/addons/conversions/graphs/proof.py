@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Iterator
 
 from kvdoctor.addons.conversions.graphs.registry import Converted
-from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, PairedDone, PairedJob
+from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, Comparison, PairedDone, PairedJob
 from kvdoctor.analysis.slot_memory import total
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
-from kvdoctor.decode.stored_cache import STORABLE
+from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.records import record
 from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
@@ -44,19 +44,19 @@ class MeasuredCost:
     failed: str = ""
 
 
-def measure_costs(session: RepairSession, made: Converted, side: PairedSide) -> MeasuredCost:
+def measure_costs(session: RepairSession, stored: tuple[StoredSlot, ...], side: PairedSide) -> MeasuredCost:
     """Run a model in a loop that rounds its cache as its conversion does, and in other ways.
 
     Raises:
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    job = CacheCostJob(side, made.stored, seed=session.options.seed, provider=session.options.provider)
+    job = CacheCostJob(side, stored, seed=session.options.seed, provider=session.options.provider)
     found, failed = session.runtime.answer(job, CacheCosted)
     if not found:
         found = (CacheCosted("token", "token", failed=failed or "nothing was measured"),)
     written = found[0]
-    kind = made.stored[0].kind
-    narrow = {one.past for one in made.stored}
+    kind = stored[0].kind
+    narrow = {one.past for one in stored}
     growing = [slot for slot in side.contract.slots if slot.kind in STORABLE and "past" in slot.axes]
     facts = CacheCosts(
         side.stack,
@@ -127,38 +127,25 @@ def prove_conversions(
     """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base."""
     yield from prove_loops(base.stack, after, before)
     yield prove_no_new_finding(base.stack, before.report, after.report, made.reveals)
-    yield from _compare(session, made, base, after.contract(base.stack))
+    yield from _compare(session, made.how, base, after.contract(base.stack))
 
 
-def _compare(session: RepairSession, made: Converted, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
+def _compare(session: RepairSession, how: Comparison, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
     """Run both models side by side."""
     stack = base.stack
-    what = "logits and caches" if made.rows == "all" else "the last row of logits and the caches"
+    what = "logits and caches" if how.rows == "all" else "the last row of logits and the caches"
     claim = f"{what} of every call are those of {base.words}"
-    if made.stored:
-        kind = made.stored[0].kind
+    if how.stored:
+        kind = how.stored[0].kind
         claim += f", but for the rounding to {kind}"
-        if not made.drift:
+        if not how.drift:
             yield Proof(stack, claim, False, f"what {kind} costs could not be measured on {base.words}")
             return
     if base.side is None or converted is None or not converted.slots:
         yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
         return
-    job = PairedJob(
-        base.side,
-        PairedSide(stack, session.at.absolute(), converted),
-        rows=made.rows,
-        keep=made.keep,
-        weights=made.weights,
-        stored=made.stored,
-        allowed=made.allowed,
-        drift=made.drift,
-        most_tokens=made.most_tokens,
-        capacity=made.capacity,
-        seed=session.options.seed,
-        provider=session.options.provider,
-        tolerances=dict(session.options.tolerances),
-    )
+    copy, options = PairedSide(stack, session.at.absolute(), converted), session.options
+    job = PairedJob(base.side, copy, how, dict(options.tolerances), seed=options.seed, provider=options.provider)
     answers, failed = session.runtime.answer(job, PairedDone)
     done = answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
     if done.failed:
@@ -167,9 +154,9 @@ def _compare(session: RepairSession, made: Converted, base: Base, converted: Cac
         reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
         yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
     else:
-        yield Proof(stack, claim, True, _describe(done, made, base))
-        if made.capacity is not None:
-            yield from _describe_capacity(stack, done, made.capacity, converted.new_tokens or 1)
+        yield Proof(stack, claim, True, _describe(done, how, base))
+        if how.capacity is not None:
+            yield from _describe_capacity(stack, done, how.capacity, converted.new_tokens or 1)
 
 
 def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) -> Iterator[Proof]:
@@ -180,17 +167,17 @@ def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) ->
     yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
 
 
-def _describe(done: PairedDone, made: Converted, base: Base) -> str:
+def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
     within = "bit for bit" if done.exact else f"within {done.worst:.1e} standard deviations"
     sizes = [
         f"prompts of {_list(done.prompts)}",
         f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
         f"batches of {_list(done.batches)}",
-        f"with {_list(made.keep)} rows asked for" if made.keep else "",
-        f"{len(made.weights)} outputs whose weights sum to 1" if made.weights else "",
+        f"with {_list(how.keep)} rows asked for" if how.keep else "",
+        f"{len(how.weights)} outputs whose weights sum to 1" if how.weights else "",
     ]
-    if made.stored and not done.exact:
-        within += f" (allowed: {made.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
+    if how.stored and not done.exact:
+        within += f" (allowed: {how.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
     text = f"{done.calls} calls, {within}: {', '.join(filter(None, sizes))}"
     if done.not_run:
         text += f"; not run by {base.words}: {len(done.not_run)} calls, as {done.not_run[0]}"

@@ -3,13 +3,11 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from functools import cache
 from typing import Any
 
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
-from kvdoctor.decode.paired_walks import Rows
-from kvdoctor.decode.stored_cache import StoredSlot
 from kvdoctor.model.edit import set_size
 from kvdoctor.model.proto import ValueInfoProto
 from kvdoctor.records import record
@@ -19,33 +17,19 @@ from kvdoctor.report.repair_record import Change
 
 @record
 class Converted:
-    """A stack after its conversion in memory: the changes, what the loop must do now, and how it is compared.
+    """A stack after its conversion in memory.
 
     Attributes:
         changes: Every change of a graph; a file is written if one names it.
         loop: What a loop must do from now on that it need not do with the original.
-        rows: The rows of logits that a call returns.
-        keep: The values of the input that asks for rows, each of which is compared; empty without such an input.
-        most_tokens: Tokens that a sequence may have; None where the original's limits stay.
-        weights: Outputs that hold attention weights: what they have in the last axis sums to 1.
-        capacity: Tokens of the buffer that a cache became; sequences up to it are compared, and one more must fail.
-        stored: The slots that are stored in another type; the caches are compared as they are read.
-        allowed: How far logits may lie apart because of that, in standard deviations of the logits.
-        drift: By past, its deviation and how far its rows may lie apart because of that, beyond their own rounding.
+        how: How it is compared with the original.
         reveals: Names of findings that are the purpose of the conversion.
     """
 
     changes: tuple[Change, ...]
     loop: tuple[str, ...]
-    rows: Rows = "all"
-    keep: tuple[int, ...] = ()
-    most_tokens: int | None = None
-    capacity: int | None = None
-    stored: tuple[StoredSlot, ...] = ()
-    allowed: float = 0.0
-    drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+    how: Comparison = Comparison()
     reveals: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
 
 
 @record

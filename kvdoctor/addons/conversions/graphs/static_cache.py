@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvdoctor.addons.conversions.graphs.growing_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
 from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, fix_sizes, forget_trace
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
@@ -74,7 +75,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     slots = _find_growing(context, contract, model)
     if is_fused(model, slots):
         changes = [*declare_length(model, slots, capacity, file), *forget_trace(context, file)]
-        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), capacity=capacity)
+        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), Comparison(capacity=capacity))
     joins = [_find_join(context, model, slot) for slot in slots]
     uses = LengthUses(model, graph, capacity)
     writing = _RowWriter(model, graph, prefix="static_cache")
@@ -84,7 +85,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     changes += _declare(model, contract, slots, capacity, file)
     changes += forget_trace(context, file)
     sort_nodes(model.graph)
-    return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), capacity=capacity)
+    return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), Comparison(capacity=capacity))
 
 
 def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
