@@ -15,7 +15,6 @@ from kvdoctor.addons.comparison.document import (
     Difference,
     DiffReport,
     Effect,
-    FindingDiff,
     Logits,
     StackDiff,
     WeightDifference,
@@ -269,7 +268,9 @@ def _or_none(value: str | None) -> str:
 
 
 def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Row]:
-    reported = _reported_experiments()
+    from kvdoctor.decode.experiments import load
+
+    reported = {experiment.name for experiment in load() if experiment.judged and experiment.shown}
     same = [run for run in stack.experiments if run.a == run.b]
     for run in stack.experiments:
         under = f" under {run.target}" if run.target != "here" else ""
@@ -283,13 +284,6 @@ def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[
         yield _make_row("same", "experiments", f"{len(same)} with the same outcome")
     if stack.logits is not None:
         yield _logits_row(stack.logits, diff)
-
-
-def _reported_experiments() -> set[str]:
-    """The experiments that findings depend on; the others try common workarounds."""
-    from kvdoctor.decode.experiments import load
-
-    return {experiment.name for experiment in load() if experiment.judged and experiment.shown}
 
 
 def _logits_row(found: Logits, diff: DiffReport) -> Row:
@@ -311,16 +305,12 @@ def _logits_row(found: Logits, diff: DiffReport) -> Row:
 def _finding_rows(diff: DiffReport) -> Iterator[Row]:
     for one in diff.findings:
         if one.state != "same":
-            yield _finding_row(one)
+            yield _make_row(one.state, one.state, format_headline(one.finding), one.effect)
     same = [one.finding for one in diff.findings if one.state == "same"]
     if same:
         yield _make_row("same", "both sides", _list_names(f"{f.severity}[{f.code}] {f.name}" for f in same))
     if not diff.findings and diff.a.source != "golden":  # which have none of their own
         yield _make_row("same", "both sides", "none on either side")
-
-
-def _finding_row(one: FindingDiff) -> Row:
-    return _make_row(one.state, one.state, format_headline(one.finding), one.effect)
 
 
 def _list_names(names: Iterable[str]) -> str:

@@ -158,7 +158,9 @@ def _undo(graph: GraphProto, node: NodeProto, name: str) -> NodeProto | None:
     if has(node.op_type, "copy"):
         return back
     if has(node.op_type, "permute") and (order := find_attribute(node, "perm")) is not None:
-        back.attribute.add(name="perm", type=order.type, ints=_invert([*order.ints]))
+        back.attribute.add(
+            name="perm", type=order.type, ints=sorted(range(len(order.ints)), key=order.ints.__getitem__)
+        )
         return back
     if has(node.op_type, "cast") and (to := find_attribute(node, "to")) is not None and to.i == TensorProto.FLOAT:
         narrow = _find_type(graph, input_of(node, 0))
@@ -186,7 +188,3 @@ def _find_type(graph: GraphProto, name: str) -> int | None:
             takes = operator_of(node.op_type).takes_content
             waiting += [name for at, name in enumerate(node.input) if takes(at)]
     return None
-
-
-def _invert(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)

@@ -9,7 +9,7 @@ from copy import deepcopy
 
 from kvdoctor.addons.conversions.layouts.naming import ENCODER, ROLES, PortNames, name_axes, rename_ports
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, Cut, DoesNotFit, LayoutSource
-from kvdoctor.contract import CacheContract, Graph, Port
+from kvdoctor.contract import CacheContract, Graph
 from kvdoctor.model.edit import declare, fresh_name, prune, rename_all, replace_all
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
@@ -94,13 +94,14 @@ def find_inside(graph: GraphProto, contract: CacheContract) -> Cut | None:
     ports = {port.name: port for port in contract.graph("prefill").inputs}
     behind = needed_for(graph, crossed)
     feeding = [value.name for value in graph.input if value.name in behind]
-    if not crossed or any(_is_states(ports.get(name)) for name in feeding):
+    if not crossed or any(name in ports and ports[name].role == "encoder_states" for name in feeding):
         return None
     given, outputs = {value.name for value in graph.input}, [value.name for value in graph.output]
     sizes = {
         name for node in graph.node if has(node.op_type, "sizes") and input_of(node, 0) in given for name in node.output
     }
-    for name in _last_first(graph, _find_shared(graph, crossed)):
+    shared = _find_shared(graph, crossed)
+    for name in [name for node in reversed(graph.node) for name in node.output if name in shared]:
         beyond = needed_for(graph, [other for other in outputs if other != name], without={name, *sizes}) & given
         inside = needed_for(graph, [name], without=sizes) & given
         if inside - beyond:
@@ -111,19 +112,11 @@ def find_inside(graph: GraphProto, contract: CacheContract) -> Cut | None:
     )
 
 
-def _is_states(port: Port | None) -> bool:
-    return port is not None and port.role == "encoder_states"
-
-
 def _find_shared(graph: GraphProto, crossed: list[str]) -> set[str]:
     """The values that all cross-attention keys and values depend on, without those that only rearrange another."""
     shared = set.intersection(*(needed_for(graph, [name]) for name in crossed))
     made = producers(graph)
     return {name for name in shared - set(crossed) if name in made and made[name].op_type not in LAYING_OUT}
-
-
-def _last_first(graph: GraphProto, names: set[str]) -> list[str]:
-    return [name for node in reversed(graph.node) for name in node.output if name in names]
 
 
 def _names_without_encoder(contract: CacheContract, cut: Cut) -> PortNames:

@@ -18,7 +18,16 @@ from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNo
 from kvdoctor.addons.conversions.layouts.weights import EqualTensors
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import declare, fresh_name, function_key, prune, rename_all, rename_banned, replace_all
+from kvdoctor.model.edit import (
+    declare,
+    fresh_name,
+    function_key,
+    make_node,
+    prune,
+    rename_all,
+    rename_banned,
+    replace_all,
+)
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import (
     AttributeProto,
@@ -254,7 +263,7 @@ def _make_branch(graph: GraphProto, outer: set[str]) -> None:
     for value in graph.output:
         if value.name not in own or value.name in returned:
             name = fresh_name(f"{value.name}.returned", known)
-            graph.node.append(NodeProto(op_type="Identity", name=name, input=[value.name], output=[name]))
+            graph.node.append(make_node("Identity", [value.name], name))
             value.name = name
         returned.add(value.name)
 
@@ -267,7 +276,11 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
 
     Gives them, and how many are weights of both graphs. Changes the graphs; bytes are read below `root`.
     """
-    mine = [_find_liftable(graph) for graph in graphs]
+    stays = [_find_fused(graph) for graph in graphs]
+    mine = [
+        {tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay and _is_weight(tensor)}
+        for graph, stay in zip(graphs, stays, strict=True)
+    ]
     sameness = EqualTensors(root, (tensor for weights in mine for tensor in weights.values()))
     keys = [{name: sameness.key(tensor) for name, tensor in weights.items()} for weights in mine]
     locals_ = [own_names(graph) for graph in graphs]
@@ -287,12 +300,6 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
         replace_all(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
         _rename_weights(graph, names)
     return list(lifted.values()), len(set(keys[0].values()) & set(keys[1].values()))
-
-
-def _find_liftable(graph: GraphProto) -> dict[str, TensorProto]:
-    """The initializers of a graph that are moved out of it, by name."""
-    stay = _find_fused(graph)
-    return {tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay and _is_weight(tensor)}
 
 
 def _is_weight(tensor: TensorProto) -> bool:

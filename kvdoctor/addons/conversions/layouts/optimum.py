@@ -31,6 +31,7 @@ from kvdoctor.addons.conversions.layouts.naming import (
     axis_names,
     find_unnameable,
     first_of,
+    list_renamings,
     name_axes,
     name_half,
     optimum_names,
@@ -52,7 +53,7 @@ from kvdoctor.addons.conversions.layouts.weights import (
 )
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
-from kvdoctor.model.edit import prune, replace_all
+from kvdoctor.model.edit import keep_only, prune
 from kvdoctor.model.external_data import external_tensors
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.report.repair_record import Change
@@ -101,7 +102,8 @@ def _convert_pair(source: LayoutSource, together: bool) -> ConvertedModels:
     if together:
         made.models[source.new_name(MERGED)] = merge_halves(source, first, later, kept, made)
     else:
-        _drop_kept_outputs(later, kept)
+        keep_only(later.graph.output, lambda value: value.name not in kept)  # the caller keeps them
+        prune(later)
         made.models |= {source.new_name(FIRST): first, source.new_name(LATER): later}
     return made
 
@@ -115,22 +117,10 @@ def name_half_as_optimum(
         DoesNotFit: it needs an input that has no such name.
     """
     old = source.name("decoder-with-past" if is_later else "decoder")
-    before = [*(value.name for value in half.graph.input), *(value.name for value in half.graph.output)]
+    made.changes += list_renamings(old, half.graph, names)
     name_half(half, source, is_later, names)
     name_axes(half.graph, names.axes, axis_names(source.contract))
     put_in_order(half.graph, source.contract)
-    both = {**names.inputs, **names.outputs}
-    for name in before:
-        if name not in both:
-            made.changes.append(Change(old, "inputs and outputs", name, "left out"))
-        elif both[name] != name:
-            made.changes.append(Change(old, "inputs and outputs", name, both[name]))
-
-
-def _drop_kept_outputs(later: ModelProto, kept: dict[str, str]) -> None:
-    """Drop the outputs of later steps that the caller keeps."""
-    replace_all(later.graph.output, [value for value in later.graph.output if value.name not in kept])
-    prune(later)
 
 
 def _convert_single(source: LayoutSource) -> ConvertedModels:
