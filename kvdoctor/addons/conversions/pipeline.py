@@ -96,10 +96,7 @@ def convert(request: ConvertRequest, options: Options) -> Report:
 
 def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert | None) -> Report:
     path = request.path
-    with (
-        Runtime(options.limits) as runtime,
-        scratch_folder() as scratch,
-    ):
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder = open_folder(path)
         first = apply_repairs(folder, before.report, RepairChoice(), runtime, options)
@@ -275,7 +272,12 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
-    extended = outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
+    applied = [
+        Applied(stack.stack, Conversion(one.title, one.conversion.summary, loop=converted.loop), converted.changes)
+        for stack in done
+        for one, converted in stack.made
+    ]
+    extended = outcome.extended(after, applied, [entry for proof in proofs.values() for entry in proof])
     return replace(extended, costs=tuple(costs), bases=tuple(notes))
 
 
@@ -348,10 +350,3 @@ def _merge(one: StackConversion) -> Converted:
     )
     changes = tuple(change for converted in made for change in converted.changes)
     return Converted(changes, (), how, tuple(name for converted in made for name in converted.reveals))
-
-
-def _list_applied(done: tuple[StackConversion, ...]) -> Iterator[Applied]:
-    for stack in done:
-        for asked, converted in stack.made:
-            entry = Conversion(asked.title, asked.conversion.summary, loop=converted.loop)
-            yield Applied(stack.stack, entry, converted.changes)

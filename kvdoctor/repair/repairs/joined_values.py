@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kvdoctor.analysis.dialects.dialect import find_dialect
-from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.contract import Slot
 from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_values, return_values, set_size
 from kvdoctor.model.operators import Trait, has, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto
@@ -40,13 +40,18 @@ def return_joined(context: RepairContext) -> tuple[Change, ...]:
     """
     contract, file = context.drivable, context.file_of("decode")
     logits = contract.graph("decode").port("logits")
-    slots = [slot for slot in contract.of_kind("self-attention") if slot.present and _may_be_lost(slot)]
+    slots = [
+        slot
+        for slot in contract.of_kind("self-attention")
+        if slot.present and (slot.growth in ("grow", "shared") or (slot.growth == "static" and slot.takes_new is False))
+    ]
     if logits is None or not slots:
         context.cannot("no slot grows, or the graph returns no logits that would show the right value", INSTEAD)
     view = context.view(file)
     scope, used_name = view.behind(logits.name)
     graph = scope.graph
-    joined, made = JoinedValues.of(graph, used_name, _token_inputs(contract)), producers(graph)
+    tokens = [p.name for p in contract.graph("decode").inputs if p.role in ("token_ids", "embeddings")]
+    joined, made = JoinedValues.of(graph, used_name, tokens), producers(graph)
     values: dict[str, str] = {}
     changes: list[Change] = []
     for slot in slots:
@@ -66,14 +71,6 @@ def return_joined(context: RepairContext) -> tuple[Change, ...]:
         context.cannot("every present is the value that the attention uses: the fault is in its computation", INSTEAD)
     return_values(view.model, graph, values)
     return tuple(changes)
-
-
-def _may_be_lost(slot: Slot) -> bool:
-    return slot.growth in ("grow", "shared") or (slot.growth == "static" and slot.takes_new is False)
-
-
-def _token_inputs(contract: CacheContract) -> list[str]:
-    return [p.name for p in contract.graph("decode").inputs if p.role in ("token_ids", "embeddings")]
 
 
 @record

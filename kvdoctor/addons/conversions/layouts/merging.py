@@ -86,11 +86,7 @@ def merge(first: ModelProto, later: ModelProto, work: MergePlan) -> ModelProto:
 
 
 def _build_merged(
-    model: ModelProto,
-    first: GraphProto,
-    later: GraphProto,
-    inputs: list[ValueInfoProto],
-    weights: list[TensorProto],
+    model: ModelProto, first: GraphProto, later: GraphProto, inputs: list[ValueInfoProto], weights: list[TensorProto]
 ) -> ModelProto:
     graph = model.graph
     graph.name = "merged"

@@ -140,7 +140,11 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
                 left = tuple(replace(one, reason=text) if one.essential else one for one in unproved.not_checked)
                 return replace(unproved, command="convert", not_checked=left)
             report = report_fix(session, outcome, request.out)
-            cost = {**report.measured["cost"], "decoding": gain, "gains": _describe_gains(gain)}
+            gains = [
+                f"{stack}: {'; '.join(f'{n} tokens: {old / new:.2g} times as fast' for n, (old, new) in times.items())}"
+                for stack, times in gain.items()
+            ]
+            cost = {**report.measured["cost"], "decoding": gain, "gains": gains}
             report = replace(report, command="convert", measured={**report.measured, "cost": cost})
             if request.out is not None:
                 write_reports(pending.path, report)
@@ -239,13 +243,6 @@ def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:
     found = sorted({one.name for one in listed if one.severity == "error" or one.use == "full-context"})
     detail = ", ".join(found) or "; ".join(one.reason for one in after.report.not_checked if one.essential)
     return Proof(stack, "step-test calls the copy healthy", after.report.verdict == "healthy" and not found, detail)
-
-
-def _describe_gains(gain: dict[str, Any]) -> list[str]:
-    return [
-        f"{stack}: {'; '.join(f'{count} tokens: {old / new:.2g} times as fast' for count, (old, new) in times.items())}"
-        for stack, times in gain.items()
-    ]
 
 
 def _describe(done: NewCacheDone) -> str:

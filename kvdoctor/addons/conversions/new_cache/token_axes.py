@@ -25,15 +25,7 @@ from kvdoctor.addons.conversions.new_cache.sizes import Inputs, Sizes
 from kvdoctor.model.operator_axes import read_equation
 from kvdoctor.model.operators import CONTRIB, has, operator_of
 from kvdoctor.model.proto import GraphProto, NodeProto
-from kvdoctor.model.traverse import (
-    STANDARD,
-    describe_node,
-    find_attribute,
-    input_of,
-    producers,
-    readers,
-    values_read,
-)
+from kvdoctor.model.traverse import STANDARD, describe_node, find_attribute, input_of, producers, readers, values_read
 from kvdoctor.repair.workspace import CannotRepair
 
 LAST_AXIS_FROM = 13
