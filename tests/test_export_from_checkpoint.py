@@ -24,16 +24,10 @@ from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.repair.export import run_exporter
-from kvdoctor.repair.export.exporters import (
-    EXPORTERS,
-    SourceFacts,
-    compare_ports,
-    find_exporter,
-    read_because,
-    read_source,
-)
+from kvdoctor.repair.export.exporters import EXPORTERS, find_exporter
 from kvdoctor.repair.export.pipeline import export_from_checkpoint, refuse_impossible
 from kvdoctor.repair.export.run_exporter import list_plans
+from kvdoctor.repair.export.source_model import SourceFacts, compare_ports, read_because, read_source
 from kvdoctor.repair.session import RepairRequest
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.markdown import render
@@ -307,6 +301,9 @@ def test_an_onnx_export_is_no_checkpoint(tmp_path: Path) -> None:
         (["--exporter", "transformers", "--opset", "17"], "writes 18 to"),
         (["--exporter", "transformers", "--dtype", "int4"], "writes fp32, fp16"),
         (["--exporter", "genai", "--task", "x"], "--task is for"),
+        (["--exporter", "optimum", "--fusions", "webgpu"], "--fusions is for the exporter transformers"),
+        (["--task", "x", "--static-cache", "64"], "--static-cache is for the exporter transformers"),
+        (["--opset", "8"], "writes 18 to"),
         (["--because", "nowhere.json"], "cannot be read"),
     ],
 )
@@ -348,6 +345,7 @@ def chosen(source: SourceFacts, **asked: Any) -> tuple[str, int | None, str, dic
         (SourceFacts("a", ("genai-decoder-only",), (), 22, "int8"), {}, ("genai", None, "fp32")),
         (SourceFacts("a", ("torch-decoder-only",), (), 23, "float"), {}, ("optimum", None, "fp32")),
         (SourceFacts("a", ("optimum-merged",), (), 18, "float"), {"opset": 21}, ("transformers", 21, "fp32")),
+        (SourceFacts("a", ("optimum-merged",), (), 18, "float"), {"fusions": "webgpu"}, ("transformers", 18, "fp32")),
         (
             SourceFacts("a", ("optimum-merged",), (), 18, "float16"),
             {"dtype": "fp32", "opset": 17},
@@ -372,6 +370,9 @@ def test_samples_freeze_no_axis() -> None:
     sizes = [flags[name] for name in ("rows", "prompt", "source", "decoder_tokens")]
     assert min(sizes) >= 2
     assert len({*sizes, 2}) == len(sizes) + 1
+    assert (flags["fusions"], flags["static"]) == (None, None)
+    asked = chosen(SourceFacts(), fusions="cpu", static_cache=64)[3]
+    assert (asked["fusions"], asked["static"]) == ("cpu", 64)
 
 
 def test_every_exporter_pins_what_it_needs() -> None:

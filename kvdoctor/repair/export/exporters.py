@@ -4,128 +4,18 @@ None of them is imported here: `scripts/run.py` does the export in a Python of i
 exporter names.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.contract import describe
-from kvdoctor.errors import UsageError
+from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.report.document import Report
-from kvdoctor.report.facts import FileFacts
-from kvdoctor.report.json_format import read_report
-from kvdoctor.report.repair_record import ExportChoice, PortChange, RepairSide
+from kvdoctor.repair.export.source_model import SourceFacts
+from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import GENAI, TORCH, TRANSFORMERS, Requirements
 
-
-@record
-class SourceFacts:
-    """Facts of the model that an export replaces; all empty if there is none.
-
-    `layouts` are those of its stacks, `roles` those of its files, `opset` is the newest that a file imports, `dtype`
-    the element type of its cache, `faults` are the checks that fired as warnings or errors.
-    """
-
-    name: str = ""
-    layouts: tuple[str, ...] = ()
-    roles: tuple[str, ...] = ()
-    opset: int | None = None
-    dtype: str | None = None
-    faults: tuple[str, ...] = ()
-
-
-@record(slots=False)
-class SourceModel:
-    """The model that is replaced: facts for the choice of an exporter, its findings, and its files as in a report."""
-
-    facts: SourceFacts
-    before: RepairSide
-    files: tuple[FileFacts, ...]
-
-
-def no_source(checkpoint: str) -> SourceModel:
-    """The facts if there is no model to replace."""
-    return SourceModel(SourceFacts(name=checkpoint), RepairSide("nothing-found", ()), ())
-
-
-def read_source(report: Report) -> SourceModel:
-    """The facts in a report."""
-    files, contracts = report.model.files, [stack.contract for stack in report.stacks if stack.contract is not None]
-    decoders = (file.opsets for file in files if "decoder" in file.role)
-    facts = SourceFacts(
-        name=report.model.path,
-        layouts=tuple(stack.layout for stack in report.stacks if stack.contract is not None),
-        roles=tuple(dict.fromkeys(file.role for file in files)),
-        opset=max(filter(None, (opsets.get("", opsets.get("ai.onnx")) for opsets in decoders)), default=None),
-        dtype=next((slot.dtype for contract in contracts for slot in contract.slots), None),
-        faults=tuple(dict.fromkeys(found.name for found in report.findings if found.severity != "note")),
-    )
-    return SourceModel(facts, RepairSide(report.verdict, report.findings), files)
-
-
-def read_because(path: str) -> SourceModel:
-    """Read the report that `--because` names.
-
-    Raises:
-        UsageError: it cannot be read, or is not a report; the message says how to write one.
-    """
-    try:
-        return read_source(read_report(path))
-    except UsageError as reason:
-        raise UsageError(f"--because {reason}") from None
-
-
-DECODERS = ("decoder-merged", "decoder", "decoder-with-past")
-
-
-def delete_surplus_decoders(folder: Path, known: SourceModel) -> tuple[str, ...]:
-    """Delete decoders that the replaced model does not have, if all of its own are there; gives their names."""
-    if not known.facts.roles:
-        return ()
-    files = open_folder(str(folder)).files
-    wanted = set(known.facts.roles).intersection(DECODERS)
-    if not wanted or not wanted <= {file.role for file in files}:
-        return ()
-    surplus = [file for file in files if file.role in DECODERS and file.role not in wanted]
-    shared = {external.path for file in files if file not in surplus for external in file.external}
-    for file in surplus:
-        file.path.unlink()
-        for external in file.external:
-            if external.path not in shared and external.path.is_relative_to(folder):
-                external.path.unlink(missing_ok=True)
-    return tuple(file.name for file in surplus)
-
-
-def compare_ports(known: SourceModel, files: tuple[FileFacts, ...]) -> Iterator[PortChange]:
-    """Inputs and outputs that differ from the replaced model, in files of the same name or role."""
-    for file in files:
-        named = [other for other in known.files if other.path == file.path]
-        same = [other for other in known.files if other.role == file.role]
-        alone = len(same) == 1 and sum(other.role == file.role for other in files) == 1
-        for before in (named or (same if alone else []))[:1]:
-            for sides in ((before.inputs, file.inputs), (before.outputs, file.outputs)):
-                was, now = ({str(port["name"]): port for port in ports} for ports in sides)
-                for name in dict.fromkeys([*was, *now]):
-                    if not _is_compatible(was.get(name), now.get(name)):
-                        types = (None if port is None else _describe(port) for port in (was.get(name), now.get(name)))
-                        yield PortChange(file.path, name, *types)
-
-
-def _is_compatible(was: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
-    """Whether a caller feeds and reads both in the same way; names of free axes do not matter."""
-    if was is None or now is None or was.get("dtype") != now.get("dtype"):
-        return False
-    old, new = was.get("shape"), now.get("shape")
-    if old is None or new is None:
-        return True
-    return len(old) == len(new) and all(a == b or not isinstance(b, int) for a, b in zip(old, new, strict=True))
-
-
-def _describe(port: dict[str, Any]) -> str:
-    return str(port.get("dtype")) if port.get("shape") is None else describe(str(port.get("dtype")), port["shape"])
-
-
+ASKED = "asked for"
+SOME_TAKE = ("task", "fusions", "static_cache")
+"""The options of `re-export` that not every exporter has."""
 Flags = tuple[dict[str, Any], tuple[ExportChoice, ...]]
 """The flags of a script, and the reason for each."""
 
@@ -136,7 +26,8 @@ class Exporter:
 
     `writes` are the layouts of its exports, by the beginnings of their names. `opsets` are the lowest and the highest
     ONNX opset that it can write, None if the caller cannot choose one. `flags` gives the flags of its script for a
-    model to be replaced, and the reason for each. `own_layout` says that its files are for a runtime of its own: it
+    model to be replaced and what is asked for, and the reason for each. `takes` are the options of `re-export` that not
+    every exporter has. `own_layout` says that its files are for a runtime of its own: it
     never stands in for another exporter that failed.
     """
 
@@ -147,8 +38,8 @@ class Exporter:
     writes: tuple[str, ...]
     dtypes: tuple[str, ...]
     opsets: tuple[int, int] | None
-    flags: Callable[[SourceFacts], Flags]
-    takes_task: bool = False
+    flags: Callable[[SourceFacts, ReExportChoices], Flags]
+    takes: tuple[str, ...] = ()
     own_layout: bool = False
 
 
@@ -156,7 +47,7 @@ PAIR = "decoder-with-past"
 OF_TRANSFORMERS_5 = (f"torch=={TORCH}", "transformers==5.23.0", "onnx==1.23.2")
 
 
-def choose_merge(source: SourceFacts) -> Flags:
+def choose_merge(source: SourceFacts, _asked: ReExportChoices) -> Flags:
     """Whether the two decoders are merged: as in the model that is replaced."""
     if PAIR in source.roles and "decoder-merged" not in source.roles:
         return {"merge": False}, (ExportChoice("merge", "no", f"{source.name} is a pair of decoders"),)
@@ -180,7 +71,7 @@ OPTIMUM = Exporter(
     dtypes=("fp32", "fp16", "bf16"),
     opsets=(11, 20),
     flags=choose_merge,
-    takes_task=True,
+    takes=("task",),
 )
 """Hugging Face Optimum (optimum-onnx): names that Optimum, transformers.js and most loops know.
 
@@ -194,17 +85,22 @@ FREEZES = "one would freeze their number at 1"
 FROZEN = {"past-axis-frozen", "batch-axis-frozen", "sequence-axis-frozen"}
 
 
-def choose_sample(source: SourceFacts) -> Flags:
+def choose_sample(source: SourceFacts, asked: ReExportChoices) -> Flags:
     """Samples that freeze no axis, with padding so that the graphs take the mask."""
     frozen = sorted(FROZEN.intersection(source.faults))
     why = f"{', '.join(frozen)} in {source.name}" if frozen else "torch treats lengths of 0 and 1 as constants"
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in SIZES.items())
-    choices = (
+    choices = [
         ExportChoice("sample", sizes, why),
         ExportChoice("new tokens", "2 per step, unless a recurrent state forbids it", FREEZES),
         ExportChoice("padding", "in the sample", "a mask of ones is left out of the graphs"),
-    )
-    return {**SIZES, "multi_token": True, "padded": True}, choices
+    ]
+    if asked.fusions is not None:
+        choices.append(ExportChoice("fused operators", f"for {asked.fusions}", ASKED))
+    if asked.static_cache is not None:
+        choices.append(ExportChoice("cache", f"{asked.static_cache} tokens, written in place", ASKED))
+    own = {"fusions": asked.fusions, "static": asked.static_cache}
+    return {**SIZES, "multi_token": True, "padded": True, **own}, tuple(choices)
 
 
 TRANSFORMERS_5 = Exporter(
@@ -220,6 +116,7 @@ TRANSFORMERS_5 = Exporter(
     dtypes=("fp32", "fp16", "bf16"),
     opsets=(18, 24),
     flags=choose_sample,
+    takes=("fusions", "static_cache"),
 )
 """The exporter of transformers 5: a graph for the prompt and one for the steps, traced by torch.export.
 
@@ -228,7 +125,7 @@ starts with one token, freezes the past at 1. kvdoctor's samples have lengths of
 """
 
 
-def choose_kernels(source: SourceFacts) -> Flags:  # noqa: ARG001 - the signature of all exporters
+def choose_kernels(_source: SourceFacts, _asked: ReExportChoices) -> Flags:
     """The kernels that the graph is built for."""
     why = "the export is diagnosed and proved on the CPU"
     return {"provider": "cpu"}, (ExportChoice("kernels", "for the CPU", why),)
@@ -261,6 +158,3 @@ EXPORTERS = (OPTIMUM, TRANSFORMERS_5, ONNXRUNTIME_GENAI)
 def find_exporter(name: str) -> Exporter:
     """The exporter of that name. Raises KeyError: there is none."""
     return {exporter.name: exporter for exporter in EXPORTERS}[name]
-
-
-NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil", "msgspec")

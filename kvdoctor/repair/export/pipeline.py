@@ -26,19 +26,10 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
-from kvdoctor.repair.export import run_exporter
-from kvdoctor.repair.export.exporters import (
-    EXPORTERS,
-    Exporter,
-    SourceModel,
-    compare_ports,
-    delete_surplus_decoders,
-    find_exporter,
-    no_source,
-    read_because,
-    read_source,
-)
+from kvdoctor.repair.export import run_exporter, source_model
+from kvdoctor.repair.export.exporters import EXPORTERS, OPTIMUM, SOME_TAKE, TRANSFORMERS_5, Exporter, find_exporter
 from kvdoctor.repair.export.run_exporter import ExportedModel
+from kvdoctor.repair.export.source_model import SourceModel
 from kvdoctor.repair.fix_report import report_fix, report_unproved
 from kvdoctor.repair.pipeline import repair_and_prove
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
@@ -73,6 +64,8 @@ def refuse_impossible(request: RepairRequest, checkpoint: str, offline: bool) ->
                 refuse_unfit(Path(request.out), Path(source), request.force)
     if request.how.exporter is not None:
         _refuse_unfit_options(request.how, find_exporter(request.how.exporter))
+    elif not any(run_exporter.supports(exporter, request.how) for exporter in EXPORTERS):
+        _refuse_unfit_options(request.how, TRANSFORMERS_5 if request.how.task is None else OPTIMUM)
 
 
 def _refuse_unfit_checkpoint(shown: str, folder: Path) -> None:
@@ -98,9 +91,10 @@ def _refuse_unfit_options(export: ReExportChoices, exporter: Exporter) -> None:
     name = exporter.name
     if export.dtype is not None and export.dtype not in exporter.dtypes:
         raise UsageError(f"--dtype {export.dtype}: the exporter {name} writes {', '.join(exporter.dtypes)}")
-    if export.task is not None and not exporter.takes_task:
-        takers = ", ".join(other.name for other in EXPORTERS if other.takes_task)
-        raise UsageError(f"--task is for the exporter {takers}; {name} takes the task from the checkpoint")
+    for option in SOME_TAKE:
+        if getattr(export, option) is not None and option not in exporter.takes:
+            takers = ", ".join(other.name for other in EXPORTERS if option in other.takes)
+            raise UsageError(f"--{option.replace('_', '-')} is for the exporter {takers}; {name} has no such option")
     if export.opset is not None and exporter.opsets is None:
         raise UsageError(f"--opset: the exporter {name} writes an opset of its own choice; leave it out")
     lowest, highest = exporter.opsets or (0, 0)
@@ -175,11 +169,13 @@ def _read_source(session: _ExportSession) -> SourceModel:
     if path is not None and not Path(path).exists():
         raise UsageError(f"{path!r} does not exist; leave it out if there is no ONNX model yet")
     if because is not None:
-        return read_because(because)
+        return source_model.read_because(because)
     if path is None:
-        return no_source(session.checkpoint)
+        return source_model.no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
-    return read_source(step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice)))
+    return source_model.read_source(
+        step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice))
+    )
 
 
 @contextlib.contextmanager
@@ -213,7 +209,7 @@ def _repair_export(
     target: Path,
 ) -> tuple[Report, bool]:
     """Repair the new export into its place, prove it, and report; gives whether it was proved."""
-    deleted = delete_surplus_decoders(folder, source)
+    deleted = source_model.delete_surplus_decoders(folder, source)
     before = _diagnose(session, session.plain_options, folder, "before")
     opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.how.fix)
     copy_export(replace(opened, shown=str(folder)), target)
@@ -237,7 +233,7 @@ def _repair_export(
         choices=plan.choices,
         failures=exported.failures,
         findings=before.report.findings,
-        ports=tuple(compare_ports(source, after.report.model.files)),
+        ports=tuple(source_model.compare_ports(source, after.report.model.files)),
         left_out=deleted,
         recipe=run_exporter.FOLDER,
     )
