@@ -17,8 +17,8 @@ import kvdoctor
 from kvdoctor import api
 from kvdoctor.addons.conversions import api as conversions
 from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.graphs.conversion import Asked, Converted, load, read_asked
 from kvdoctor.addons.conversions.graphs.logits import KEEP
-from kvdoctor.addons.conversions.graphs.registry import Asked, Converted, load, read_asked
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest, refuse_impossible_conversions
 from kvdoctor.choices import LogitsRows

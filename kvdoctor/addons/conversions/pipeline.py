@@ -12,8 +12,7 @@ from kvdoctor.addons.conversions.convert_layout import (
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
-from kvdoctor.addons.conversions.graphs.proof import Base, measure_costs, prove_conversions
-from kvdoctor.addons.conversions.graphs.registry import Asked, Converted
+from kvdoctor.addons.conversions.graphs.conversion import Asked, Base, Converted, measure_costs, prove_conversions
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.new_cache.convert import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices

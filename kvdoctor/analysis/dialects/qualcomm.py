@@ -8,7 +8,7 @@ quic/efficient-transformers.
 
 from kvdoctor.analysis.dialects.dialect import KV, Dialect, N, RoleRule, SlotRule
 
-DIALECT = Dialect(
+QUALCOMM = Dialect(
     name="qualcomm",
     order=70,
     slots=(

@@ -9,9 +9,8 @@ from typing import Literal
 from kvdoctor.contract import CacheContract, PhaseName, Slot
 from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, FaultSource, Step
-from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, Take
+from kvdoctor.diagnose.locate.first_divergence import CallPair, Divergence, DivergenceSearch, FlatFile, Take
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, TrialFailed
-from kvdoctor.diagnose.locate.match_values import FlatFile
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operator_of, operators_with

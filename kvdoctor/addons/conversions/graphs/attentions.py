@@ -8,7 +8,7 @@ encoder], named as transformers and transformers.js do; no other value changes.
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_ends, find_maker
 from kvdoctor.choices import Attentions

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.graphs.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, fix_sizes
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.errors import UsageError

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Slot

@@ -5,7 +5,7 @@ multiplies the wanted rows only. `selectable` adds the input `num_logits_to_keep
 name it: the number of last rows, 0 for all.
 """
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, forget_trace
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.lm_head import Head, NoHead, describe_op, find_ends, find_heads
 from kvdoctor.choices import LogitsRows

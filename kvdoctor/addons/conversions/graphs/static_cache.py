@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes, forget_trace
 from kvdoctor.addons.conversions.graphs.growing_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion, fix_sizes, forget_trace
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op

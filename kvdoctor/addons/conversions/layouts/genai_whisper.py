@@ -9,7 +9,7 @@ Sources: src/models/whisper.cpp, src/models/kv_cache.cpp and src/python/py/model
 (onnxruntime-genai 0.18.0).
 """
 
-from kvdoctor.addons.conversions.layouts.cross_cache import return_from_encoder, take_as_inputs
+from kvdoctor.addons.conversions.layouts.encoders import return_from_encoder, take_as_inputs
 from kvdoctor.addons.conversions.layouts.genai_config import (
     CONSUMER,
     INTEGERS,
