@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from support.isolated import EXPORTS
+from support.proofs import repair_of
 from support.sampling import sampled
 from test_conversions import DECODER, Spoil, not_proved, proved, write
 
@@ -84,8 +85,7 @@ def test_exact_layers_stay_as_they_are(name: str, kind: str, tmp_path: Path) -> 
     assert types == {(0, STORED[kind]), (1, "float")}
     scaled = {slot.layer for slot in stack.contract.slots if slot.part.endswith("-scale")}
     assert scaled == (set() if kind == "float16" else {0})
-    assert report.repair is not None
-    (costs,) = report.repair.cache_costs
+    (costs,) = repair_of(report).cache_costs
     assert costs.exact_layers == (1,)
     assert costs.bytes_before is not None
     assert costs.bytes_after is not None
@@ -109,9 +109,8 @@ def test_a_static_cache_is_stored_in_8_bits(tmp_path: Path) -> None:
 def test_a_dry_run_shows_what_it_costs_and_writes_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "model")
     report = conversions.convert(source, cache_type="int8")
-    assert report.repair is not None
     assert not list(tmp_path.glob("out*"))
-    (costs,) = report.repair.cache_costs
+    (costs,) = repair_of(report).cache_costs
     assert (costs.bytes_before, costs.bytes_after) == (128, 48)
     plans = [(one.keys, one.values, one.layer) for one in costs.costs]
     shared = [(one, None, None) for one in ("token", "channel", "head", "tensor")]
@@ -131,8 +130,7 @@ def test_fewer_bits_cost_more(tmp_path: Path) -> None:
     source, found = write(tmp_path / "model"), []
     for kind in ("float16", "int8", "int4"):
         report = conversions.convert(source, cache_type=kind)
-        assert report.repair is not None
-        found.append(report.repair.cache_costs[0].costs[0].divergence or 0.0)
+        found.append(repair_of(report).cache_costs[0].costs[0].divergence or 0.0)
     assert found[0] < found[1] / 10 < found[2] / 100
 
 

@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
+from support.proofs import failed, repair_of
 from support.text_fixtures import Fixture, load_all
 
 import kvdoctor
@@ -47,11 +48,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def failed(report: Report) -> list[str]:
-    assert report.repair is not None
-    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
-
-
 def proved(source: Path, out: Path | None, **choices: Any) -> Report:
     """The report of a conversion that is proved and leaves its source as it is."""
     before = contents(source)
@@ -64,8 +60,7 @@ def proved(source: Path, out: Path | None, **choices: Any) -> Report:
 
 def lines(report: Report) -> list[str]:
     """What was proved, and what a loop must do."""
-    assert report.repair is not None
-    return [*(f"{entry.claim}: {entry.detail}" for entry in report.repair.proof), *report.repair.loop]
+    return [*(f"{entry.claim}: {entry.detail}" for entry in repair_of(report).proof), *repair_of(report).loop]
 
 
 def refusal(source: Path, out: Path, **choices: Any) -> str:
@@ -76,8 +71,7 @@ def refusal(source: Path, out: Path, **choices: Any) -> str:
         return str(error)
     assert exit_code(report, "error") == 1
     assert [finding for finding in report.findings if finding.severity == "error"]
-    assert report.repair is not None
-    assert report.repair.out is None
+    assert repair_of(report).out is None
     return " ".join(report.notes)
 
 
@@ -331,10 +325,9 @@ def test_a_conversion_that_is_not_proved_writes_nothing(fault: str, tmp_path: Pa
 def test_a_plan_writes_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "model")
     report = conversions.convert(source, None, logits="last")
-    assert report.repair is not None
-    assert report.repair.is_planned
-    assert report.repair.changes
-    assert any("logits" in line for diff in report.repair.diff for line in diff.lines)
+    assert repair_of(report).is_planned
+    assert repair_of(report).changes
+    assert any("logits" in line for diff in repair_of(report).diff for line in diff.lines)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

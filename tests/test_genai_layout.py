@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.genai_folders import GENAI, config_of, convert, failures, named, ports, re_export, require_runtime
+from support.genai_folders import GENAI, config_of, convert, named, ports, re_export, require_runtime
 from support.isolated import EXPORTS, give_up, kvdoctor
+from support.proofs import failed
 from support.text_fixtures import load_all
 
 from kvdoctor.addons.conversions import pipeline
@@ -207,8 +208,8 @@ def test_without_onnxruntime_genai_nothing_is_written(tmp_path: Path, monkeypatc
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
     folder = write(tmp_path / "m", "decoder-only-healthy")
     report = re_export(folder, tmp_path / "out", offline=True)
-    (failed,) = failures(report)
-    assert "could not be proved, onnxruntime-genai is not available" in failed
+    (reason,) = failed(report)
+    assert "could not be proved, onnxruntime-genai is not available" in reason
     assert exit_code(report, "error") == 1
     assert not (tmp_path / "out").exists()
     assert not any("--keep-unproved" in note for note in report.notes)
@@ -249,7 +250,7 @@ def test_exports_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
 def test_other_names_and_caches_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Names of its own, names without a pattern, one buffer for past and present, float16, a padded vocabulary."""
     report = re_export(write(tmp_path / "m", name), tmp_path / "out")
-    assert failures(report) == []
+    assert failed(report) == []
     assert (tmp_path / "out" / "genai_config.json").is_file()
 
 
@@ -264,7 +265,7 @@ def test_one_graph_of_two_generates_the_same_tokens(form: str, tmp_path: Path) -
             Options(),
         )
     report = re_export(tmp_path / form, tmp_path / "out")
-    assert failures(report) == []
+    assert failed(report) == []
     assert [path.name for path in (tmp_path / "out").glob("*.onnx")] == ["model.onnx"]
 
 
@@ -308,5 +309,5 @@ def test_a_wrong_copy_is_not_proved(
 
     monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=make),))
     report = re_export(EXPORTS / "gpt2", tmp_path / "out")
-    assert any(said in text for text in failures(report)), failures(report)
+    assert any(said in text for text in failed(report)), failed(report)
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import compose, helper, numpy_helper
-from support.genai_folders import GENAI, config_of, convert, failures, named, ports, re_export, require_runtime
+from support.genai_folders import GENAI, config_of, convert, named, ports, re_export, require_runtime
 from support.isolated import EXPORTS, kvdoctor
+from support.proofs import failed
 
 from kvdoctor.addons.conversions.convert_layout import refuse_impossible_layout
 from kvdoctor.addons.conversions.layouts import genai
@@ -237,7 +238,7 @@ def test_a_pair_generates_the_same_tokens(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "pair")
     change(folder / "decoder_model.onnx", _round_keys)
     report = re_export(folder, tmp_path / "out")
-    assert failures(report) == []
+    assert failed(report) == []
     assert (tmp_path / "out" / "genai_config.json").is_file()
 
 
@@ -256,5 +257,5 @@ def test_another_cross_attention_cache_is_not_proved(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
     report = re_export(write(tmp_path / "m", "pair"), tmp_path / "out")
-    assert any("onnxruntime-genai generates the tokens" in text for text in failures(report)), failures(report)
+    assert any("onnxruntime-genai generates the tokens" in text for text in failed(report)), failed(report)
     assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from support.command_line import run
+from support.proofs import repair_of
 from support.repaired import REPOSITORY, re_export
 from support.sampling import sampled
 from support.text_fixtures import load_all
@@ -340,8 +341,7 @@ def test_a_config_above_the_onnx_folder_is_corrected_in_out(tmp_path: Path) -> N
     (source / "config.json").unlink()
     (source.parent / "config.json").write_text(json.dumps({**config, "n_layer": 7}), encoding="utf-8")
     report = pipeline.re_export(RepairRequest(str(source), str(tmp_path / "out")), Options())
-    assert report.repair is not None
-    assert report.repair.proved
+    assert repair_of(report).proved
     repaired = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert repaired["n_layer"] == config["n_layer"]
     assert json.loads((source.parent / "config.json").read_text(encoding="utf-8"))["n_layer"] == 7
@@ -399,7 +399,6 @@ def test_where_the_numbers_decide_nothing_the_loop_repeats_the_originals(tmp_pat
     with (model / "w.bin").open("wb") as file:
         file.truncate(1 << 30)
     report = pipeline.re_export(RepairRequest(str(model), str(tmp_path / "out")), Options(max_memory=1200))
-    assert report.repair is not None
-    assert report.repair.proved
+    assert repair_of(report).proved
     claim = "plain-loop logits equal to those of the original's held loop, bit for bit"
-    assert claim in [entry.claim for entry in report.repair.proof]
+    assert claim in [entry.claim for entry in repair_of(report).proof]
