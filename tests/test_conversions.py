@@ -352,17 +352,20 @@ def test_fixed_sizes_decode_as_the_original_from_an_empty_past_on(more: dict[str
     assert [run.shows for run in again.runs if run.experiment == "plain-loop"] == ["passed"]
 
 
+def without_cache(source: Path, tokens: list[int]) -> tuple[np.ndarray, list[str]]:
+    """The logits of all tokens in one call, and the names of the pasts."""
+    session = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
+    feeds = {**first_step(len(tokens)), "input_ids": np.array([tokens])}
+    return session.run(["logits"], feeds)[0], [name for name in feeds if name.startswith("past")]
+
+
 def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
     """The rules, followed by hand in a loop of a few lines."""
     source = write(tmp_path / "model")
     conversions.convert(source, tmp_path / "out", sizes=SIZES)
     tokens = [3, 7, 5, 9, 4]
-    whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
-    feeds = first_step(len(tokens))
-    feeds["input_ids"] = np.array([tokens])
-    want = whole.run(["logits"], feeds)[0]
+    want, names = without_cache(source, tokens)
     fixed = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = [name for name in feeds if name.startswith("past")]
     returned = ["logits", *(name.replace("past_key_values", "present") for name in names)]
     past = {name: np.zeros((1, 2, 6, 4), np.float32) for name in names}
     for n, token in enumerate(tokens):

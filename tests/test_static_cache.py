@@ -11,7 +11,7 @@ import pytest
 from support.isolated import EXPORTS
 from support.proofs import repair_of
 from support.sampling import sampled
-from test_conversions import DECODER, Spoil, first_step, not_proved, proved, refusal, write
+from test_conversions import DECODER, Spoil, not_proved, proved, refusal, without_cache, write
 
 import kvdoctor
 from kvdoctor.addons.conversions import api as conversions
@@ -105,12 +105,8 @@ def test_the_rules_of_the_fix_report_decode_up_to_the_last_row(tmp_path: Path) -
     """N - 1 and N tokens are right, whatever the rows behind them hold; token N + 1 is refused."""
     source, tokens, capacity = write(tmp_path / "model"), [3, 7, 5, 9, 4, 8], 6
     conversions.convert(source, tmp_path / "out", cache=f"static={capacity}")
-    whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
-    feeds = first_step(len(tokens))
-    feeds["input_ids"] = np.array([tokens])
-    want = whole.run(["logits"], feeds)[0]
+    want, names = without_cache(source, tokens)
     static = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = [name for name in feeds if name.startswith("past")]
     returned = ["logits", *(name.replace("past_key_values", "present") for name in names)]
     past = {name: np.full((1, 2, capacity, 4), 7, np.float32) for name in names}
     for start, stop in ((0, 3), (3, 5), (5, 6)):
