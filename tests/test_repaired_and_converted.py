@@ -268,7 +268,7 @@ def keys_scaled(graph: onnx.GraphProto) -> None:
 
 def test_a_wrong_conversion_of_a_repaired_copy_is_not_proved(tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", COUNTED), tmp_path / "out"
-    asked = faulty(keys_scaled, logits="last")
+    asked = faulty(keys_scaled, "model.onnx", logits="last")
     report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any("those of the repaired copy: first difference: batch 1" in text for text in failed(report))
     assert any("present.0.key differs" in text for text in failed(report)), failed(report)
