@@ -127,11 +127,11 @@ def swap_entries(past: Past, slots: Iterable[Slot], one: int, other: int) -> Pas
     return changed
 
 
-def change_token(builder: FeedBuilder, place: int, row: int | slice = slice(None)) -> FeedBuilder:
-    """A builder with another token at a position of the sequence, in one row or in all."""
+def change_token(builder: FeedBuilder, place: int) -> FeedBuilder:
+    """A builder with another token at a position of the sequence, in all rows."""
     tokens = builder.tokens.copy()
     last = (builder.contract.vocabulary or 2**31) - 1
-    tokens[row, place] += np.where(tokens[row, place] < last, 1, -1)
+    tokens[:, place] += np.where(tokens[:, place] < last, 1, -1)
     return replace(builder, tokens=tokens)
 
 

@@ -217,11 +217,10 @@ def name_half(model: ModelProto, source: LayoutSource, later: bool, names: PortN
         raise DoesNotFit(f"{source.name(role)} takes {listed}, for which the new layout has no name")  # type: ignore[arg-type]
 
 
-def first_of(items: Iterable[str], most: int = 3) -> str:
-    """A few names, and how many more there are."""
+def first_of(items: Iterable[str]) -> str:
+    """Three names, and how many more there are."""
     listed = list(items)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def rename_ports(graph: GraphProto, inputs: dict[str, str], outputs: dict[str, str]) -> None:
