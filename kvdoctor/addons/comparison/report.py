@@ -26,7 +26,7 @@ from kvdoctor.report.console import Page, open_text
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.json_format import dump
 from kvdoctor.report.markdown import write
-from kvdoctor.report.wording import format_bytes, shorten_names
+from kvdoctor.report.wording import format_bytes, join_some, shorten_names
 from kvdoctor.report.wording.finding import format_headline
 
 DOCUMENT, FORMATS = DiffReport, ("text", "json", "markdown")
@@ -220,8 +220,8 @@ def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
     for what, found in (("file", fields), ("operators", operators)):
         for subject, counts in found.items():
             most = len(counts) if everything else MAX_NAMES
-            more = f" and {len(counts) - most} more (all with -v)" if len(counts) > most else ""
-            yield _make_row("changed", what, f"{subject}: {', '.join(counts[:most])}{more}")
+            shown = join_some(counts, most, rest=" and {} more (all with -v)")
+            yield _make_row("changed", what, f"{subject}: {shown}")
 
 
 def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
@@ -314,9 +314,7 @@ def _finding_rows(diff: DiffReport) -> Iterator[Row]:
 
 
 def _list_names(names: Iterable[str]) -> str:
-    found = list(dict.fromkeys(names))
-    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-    return ", ".join(found[:MAX_NAMES]) + more
+    return join_some(list(dict.fromkeys(names)), MAX_NAMES)
 
 
 def _seconds(measured: dict[str, Any]) -> dict[int, float]:

@@ -14,6 +14,7 @@ from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.model.weights import Weight
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared
+from kvdoctor.report.wording import join_some
 
 
 def sort_and_name(context: RepairContext) -> tuple[Change, ...]:
@@ -35,7 +36,7 @@ def _sort_and_name(context: RepairContext, file: str) -> Iterator[Change]:
             moved = next(b for a, b in zip(_list_titles(scope.graph), before, strict=True) if a != b)
             yield Change(file, f"{scope.path}, order of nodes", f"{moved} before its inputs", "sorted topologically")
         if renamed := _name_uniquely(scope.graph.node):
-            shown = "; ".join(renamed[:3]) + (f"; and {len(renamed) - 3} more" if len(renamed) > 3 else "")
+            shown = join_some(renamed, 3, "; ", "; and {} more")
             shared = f"{len(renamed)} nodes share the name of another"
             yield Change(file, f"{scope.path}, names of nodes", shared, shown)
 

@@ -17,6 +17,7 @@ from kvdoctor.model.proto import GraphProto, ModelProto, ValueInfoProto
 from kvdoctor.model.traverse import all_names, own_names, subgraphs
 from kvdoctor.records import record
 from kvdoctor.report.repair_record import Change
+from kvdoctor.report.wording import join_some
 
 MERGED, FIRST, LATER, ENCODER, SINGLE = (
     "decoder_model_merged",
@@ -219,8 +220,7 @@ def name_half(model: ModelProto, source: LayoutSource, later: bool, names: PortN
 
 def first_of(items: Iterable[str]) -> str:
     """Three names, and how many more there are."""
-    listed = list(items)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    return join_some(list(items), 3)
 
 
 def rename_ports(graph: GraphProto, inputs: dict[str, str], outputs: dict[str, str]) -> None:
