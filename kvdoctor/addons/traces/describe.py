@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvdoctor.decode.runs import Run
-from kvdoctor.report.wording import join_some
 
 if TYPE_CHECKING:
     from kvdoctor.addons.traces.check import TraceCheck
@@ -30,7 +29,7 @@ def describe_trace(held: "TraceCheck", run: Run | None, path: str, stack: str) -
         text += f" (it fits {', '.join(held.also)} as well)"
     parts = [text, *_describe_outputs(held), *_describe_own_replay(held, run)]
     if held.blind:
-        shown = join_some(held.blind, 4)
+        shown = ", ".join(held.blind[:4]) + (f" and {len(held.blind) - 4} more" if len(held.blind) > 4 else "")
         parts.append(f"not decided by shapes: the values of {shown} (give their data, or .npz)")
     return f"trace {path}: {'; '.join(parts)}"
 
@@ -115,5 +114,5 @@ def quote_error(step: "TraceStep") -> str:
 def name_location(held: "TraceCheck", one: "ContractViolation") -> str:
     """The place of a break: `trace step 2 (line 3), input past_key_values.0.key and 3 more`."""
     assert held.step is not None  # noqa: S101 - a break is one of a step
-    names = join_some(one.inputs, 1)
+    names = one.inputs[0] + (f" and {len(one.inputs) - 1} more" if len(one.inputs) > 1 else "") if one.inputs else ""
     return f"trace step {held.step.number} ({held.step.place})" + (f", input {names}" if names else "")

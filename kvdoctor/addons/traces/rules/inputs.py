@@ -13,7 +13,6 @@ from kvdoctor.addons.traces.rules.doubts import takes_frames
 from kvdoctor.addons.traces.step import ContractViolation, StepContext, first_length, list_inputs, size_of, tokens
 from kvdoctor.contract import CacheContract, PhaseName, Port, describe
 from kvdoctor.errors import similar_names
-from kvdoctor.report.wording import shorten_names
 
 CROSS = "cross-attention"
 WORDS = {"encoder_states": "the encoder states", "encoder_mask": "the mask of the encoder's input"}
@@ -240,7 +239,7 @@ def ports(moment: StepContext) -> Iterator[ContractViolation]:
             inputs=tuple(unknown),
             declared=f"{file} has no such input" + (f"; near is {near[0]}" if near else ""),
             observed=list_inputs(unknown, moment),
-            cause=f"{shorten_names(unknown)} is fed, which {file} does not take",
+            cause=f"{_list_names(unknown)} is fed, which {file} does not take",
             advice="leave it out of the feed of this graph",
         )
     wrong = [port for name, port in known.items() if name in fed and fed[name].dtype != port.dtype]
@@ -269,7 +268,7 @@ def _report_missing(missing: list[Port], unknown: list[str], file: str, contract
         inputs=tuple(names),
         declared=f"{first.name} {describe(first.dtype, first.shape)}" + (f": {meaning}" if meaning else ""),
         observed="not fed" + (f"; {near[0]} is, which {file} does not have" if near else ""),
-        cause=f"{shorten_names(names)} is missing, an input of {file}",
+        cause=f"{_list_names(names)} is missing, an input of {file}",
         advice="feed every input of the graph at every step" + (f": {first.name} is {meaning}" if meaning else ""),
     )
 
@@ -281,7 +280,7 @@ def _report_mismatch(wrong: list[Port], moment: StepContext, kind: str, text: st
         inputs=tuple(port.name for port in wrong),
         declared=f"{first.name} {describe(first.dtype, first.shape)}",
         observed=list_inputs([port.name for port in wrong], moment),
-        cause=f"{shorten_names([port.name for port in wrong])} {text}",
+        cause=f"{_list_names([port.name for port in wrong])} {text}",
         advice=f"feed {first.name} as {describe(first.dtype, first.shape)}",
     )
 
@@ -292,3 +291,7 @@ def _rank(port: Port) -> int:
 
 def _fed_rank(moment: StepContext, port: Port) -> int:
     return len(moment.step.fed[port.name].shape)
+
+
+def _list_names(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
