@@ -30,7 +30,7 @@ from kvdoctor.diagnose.context import (
 )
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
-from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs
+from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs, without_faults
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck
@@ -219,7 +219,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     if graded is not None:
         found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
     facts = stack_facts(stack, after.contract, context.folder.side_cars)
-    facts = replace(facts, proof=find_proof(stack, after.contract, found.findings))
+    proof = seen.proof or find_proof(stack, after.contract)
+    facts = replace(facts, proof=without_faults(proof, stack.name, found.findings))
     return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results, graded)
 
 

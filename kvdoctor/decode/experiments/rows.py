@@ -17,7 +17,7 @@ from kvdoctor.decode.experiments.cache_entries import as_probe, same_entries, sa
 from kvdoctor.decode.experiments.loops import FEW, decode_loop, has_exact_rows, takes_any_batch, takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits
 from kvdoctor.decode.feeds import FeedBuilder
-from kvdoctor.decode.runs import Cause
+from kvdoctor.decode.runs import ROWS_DIFFER, Cause
 from kvdoctor.errors import CannotCheck
 
 ORDER = (2, 0, 0, 4, 3)
@@ -90,7 +90,6 @@ def _differing(builder: FeedBuilder, row: int, alone: Answer, together: Answer) 
 
 MOST_ROWS = 64
 """Rows in the prompt of the loop: an image may have a thousand, and all of them are one prefill."""
-DIFFERENT = "encoder-rows-differ"
 
 
 def has_rows(contract: CacheContract) -> str | None:
@@ -119,7 +118,7 @@ def count_rows(builder: FeedBuilder) -> Decision:
             file = builder.contract.graph(one.phase).file
             thing = "an image" if one.phase == "vision" else "an audio clip"
             returned = f"{file} returns {made[one.phase]} rows for {thing}"
-            return Cause(DIFFERENT, f"{returned}, and the prompt has {one.rows} placeholders ({one.declared})")
+            return Cause(ROWS_DIFFER, f"{returned}, and the prompt has {one.rows} placeholders ({one.declared})")
     if not declared:
         raise CannotCheck("no config gives the number of placeholders")
     return None

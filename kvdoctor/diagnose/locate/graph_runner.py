@@ -104,8 +104,14 @@ class GraphRunner:
         self, left: TrialModel, right: TrialModel, pairs: Iterable[Pair], inject: Iterable[Pair] = ()
     ) -> tuple[ValueDifference | None, ...]:
         """Compare outputs of two models."""
-        job = CompareJob(left, right, *(tuple(map(_make_pair, one)) for one in (pairs, inject)), provider=self.provider)
-        return self._trial(job).differences
+        made = (
+            tuple(
+                ValuePair(own, other, tuple(rule if rule is None else tuple(rule) for rule in take))
+                for own, other, take in one
+            )
+            for one in (pairs, inject)
+        )
+        return self._trial(CompareJob(left, right, *made, provider=self.provider)).differences
 
     def sizes(self, flat: RunnableGraph, values: Iterable[str], feeds: Path) -> dict[str, tuple[int, ...]]:
         """The shapes of values, without reading the values."""
@@ -154,8 +160,3 @@ class GraphRunner:
 def side(variant: Variant, feeds: Path) -> TrialModel:
     """A variant and the feeds of its call, as the worker reads them."""
     return TrialModel(variant.path, variant.root, feeds, "off")
-
-
-def _make_pair(pair: Pair) -> ValuePair:
-    left, right, take = pair
-    return ValuePair(left, right, tuple(None if rule is None else tuple(rule) for rule in take))
