@@ -188,9 +188,13 @@ class Allowed(Feeds):
     """What may stay unchecked, each with its reason: a mapping, or codes alone."""
 
     def read(self, given: Any) -> Any:
-        """Accept a mapping of codes and reasons, or texts of codes. A code that names nothing allows nothing."""
+        """Accept a mapping of codes (`KV2-KV3` is a range) and reasons, or texts of codes that name checks."""
         found = given if isinstance(given, Mapping) else dict.fromkeys(Names.read(self, given), "on the command line")
-        return dict(found) if all(map(choices.is_text, (*found, *found.values()))) else self.refuse(given)
+        if not all(map(choices.is_text, (*found, *found.values()))):
+            self.refuse(given)
+        named = (word.replace("-KV", " KV").split() for word in found if word != "everything")
+        _check_codes(tuple(part for parts in named for part in parts))
+        return dict(found)
 
 
 _FLAGS = {"true": 1.0, "false": 0.0}

@@ -263,7 +263,7 @@ IN_DECODER = {
     "no positions": mistaken(0, "position_ids", lambda f, _: f.pop("position_ids"), "input-missing"),
     "a hole in the mask": wrong(0, "attention_mask",
         lambda f, _: f["attention_mask"] * (np.arange(f["attention_mask"].shape[1]) != 1),
-        "mask-values", "hides token 1, which stands between", SMALL),
+        "mask-values", "which stands between tokens that it shows", SMALL),
     "all ids and the cache": mistaken(1, "input_ids",
         lambda f, loop: (every_id(f, loop), f.update(position_ids=np.arange(f["input_ids"].shape[1])[None])),
         "all-ids-with-cache"),

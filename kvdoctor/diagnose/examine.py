@@ -10,6 +10,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.analysis.configs import declared_lengths
 from kvdoctor.analysis.contract_reader import add_observed_sizes
 from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.search_operators import read_search, read_search_graph
@@ -134,6 +135,8 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
 
     wanted = (one for one in load() if not_checked.why_skipped(one, context, options) is None)
     chosen = [one.name for one in wanted if not_checked.why_unfit(one, context.contract) is None]
+    # What an export lost has no threshold in its graph.
+    declared = declared_lengths(context.folder.side_cars.config) if options.reference is not None else frozenset()
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),
@@ -142,7 +145,9 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
         seed=options.seed,
         provider=options.provider,
         tolerances=dict(options.tolerances),
-        thresholds=tuple(one.length for one in list_thresholds(context.stack, context.contract)),
+        thresholds=tuple(
+            sorted(declared.union(one.length for one in list_thresholds(context.stack, context.contract)))
+        ),
         prompt=options.prompt_ids,
         inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
         added=context.added,

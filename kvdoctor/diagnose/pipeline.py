@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdoctor import addons
+from kvdoctor.analysis.contract_file import list_differences
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
@@ -33,12 +34,13 @@ from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_dr
 from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs, without_faults
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
-from kvdoctor.errors import CannotCheck
+from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import DraftFacts, StackFacts
+from kvdoctor.report.wording import join_some
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.scratch import scratch_folder
 from kvdoctor.runtime.targets import Target, of_release
@@ -137,13 +139,30 @@ def step_test(
             return step_test(path, options, fresh, plan)
     began = time.perf_counter()
     report = _test_steps(path, options, runtime, plan)
+    if options.contract is not None and report.verdict in ("unhealthy", "incomplete"):
+        own = _test_steps(path, replace(options, contract=None), runtime, replace(plan, locate=False))
+        if own.verdict == "healthy":
+            raise UsageError(_blame_contract(options.contract, report, own))
     return replace(report, notes=(*report.notes, *list_loosened(options.tolerances))).timed(began)
+
+
+def _blame_contract(file: str, report: Report, own: Report) -> str:
+    """Why a contract that was given is at fault: the model works by the one that its graph shows, and not by this."""
+    found = [f"{one.code} {one.name}" for one in report.findings if one.severity == "error"]
+    found += [f"{one.code} not checked" for one in report.not_checked if one.essential]
+    read = {stack.name: stack.contract for stack in own.stacks}
+    listed = [text for one in report.stacks for text in list_differences(one.contract, read.get(one.name))]
+    text = f"the contract in {file} is not that of the model, which is healthy by the contract that its graph shows"
+    return f"{text}; by this one: {found[0]}. It has {join_some(listed, 3, '; ')}"
 
 
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    draft, prompted = open_draft(options.draft) if options.draft is not None else None, _read_prompt(options, contracts)
+    draft, prompted = (
+        open_draft(options.draft) if options.draft is not None else None,
+        _read_prompt(options, folder, contracts),
+    )
     checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
     session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
@@ -275,13 +294,16 @@ def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder,
     return folder, with_given(read, options.feed, options.logits_output, names)
 
 
-def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Options:
+def _read_prompt(options: Options, folder: ModelFolder, contracts: dict[str, CacheContract]) -> Options:
     """The options with the prompt that was given, directly or in a file, checked against the contracts."""
     if not options.prompt_ids and options.inputs is None:
         return options
     from kvdoctor.decode.samples import read_samples
+    from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 
-    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()))
+    tables = (positions(stack, contracts[stack.name]) for stack in folder.stacks if stack.name in contracts)
+    rows = min((count for count in tables if count is not None), default=None)
+    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()), rows)
     return replace(options, prompt_ids=samples.prompt)
 
 

@@ -115,7 +115,7 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
-    if other.experiment == "batch" and rows is not None and rows.outcome == "differs":
+    if other.experiment in ("batch", "beam-reorder") and rows is not None and rows.outcome == "differs":
         return "batch-rows-interact"  # rows that interact without a cache do so with one
     place = other.location
     if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:

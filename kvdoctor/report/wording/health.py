@@ -1,5 +1,6 @@
 """What works: the uses of a stack that passed, how closely and by what controls, what was not tried, what decides."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -75,8 +76,11 @@ def format_tally(report: Report) -> str:
     # What a float32 copy alone shows, and no finding calls an error, does not keep a use from working.
     working = sum(run.shows == "passed" or (report.verdict == "healthy" and run.hidden) for run in runs)
     whose = " of the copy" if record is not None and record.after is not None else ""
+    # What the caller's loop does wrong says nothing of the model.
+    in_loop = {one.name for one in report.findings if one.severity == "error"} == {"loop-breaks-contract"}
+    whose = " of the model" if in_loop else whose
     parts = (
-        of_copy + name_verdict(report) + (f": {found}" if found else ""),
+        of_copy + name_verdict(report) + (f": {found}" if found else "") + ", in your loop" * in_loop,
         f"{working} of {len(runs)} uses{whose} work" if runs else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
@@ -240,8 +244,8 @@ def advise_decision(report: Report) -> Text:
         return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
     absent = [entry.reason for entry in report.not_checked if entry.reason.startswith("no .onnx file")]
     if not report.model.files and absent:
-        exported = absent[0].partition("; export it: ")[2]
-        return _advise(exported) if exported else "give the folder of an export, or an .onnx file"
+        command = re.search(r"(?:export it: |`)(kvdoctor [^`]+)", absent[0])
+        return _advise(command[1]) if command else "give the folder of an export, or an .onnx file"
     if not report.stacks or report.command == "inspect":
         return _advise(f"kvdoctor inspect {model} -v", "shows what was read")
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
