@@ -17,8 +17,8 @@ writes the copy nevertheless, marked). `--fix NAMES` uses only the named repairs
 bit for bit; reference, the same within the tolerance of the arithmetic; sizes, all outputs at the sizes that the
 original accepts, bit for bit; own, none, because the fault affects all of them.
 
-Made from `kvdoctor/repair/repairs/` by `python docs/make_repairs.py`; each file says what its repair requires and
-ensures.
+Made from `kvdoctor/repair/repairs/` by `python docs/make_repairs.py`; each says what it
+requires and ensures.
 
 | repair | what it does | repairs | keeps |
 | --- | --- | --- | --- |

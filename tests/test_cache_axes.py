@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.text_fixtures import load_all
+from support.text_fixtures import Fixture, load_all
 
 from kvdoctor.analysis import abstract_step
 from kvdoctor.analysis.axes import slot_axes
@@ -16,7 +16,7 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract, Dim, Slot
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
-from kvdoctor.report.document import exit_code
+from kvdoctor.report.document import Report, exit_code
 
 PARTS = load_all()["layout-parts-behind-length-healthy"]
 
@@ -28,6 +28,14 @@ def read_one(text: str, folder: Path) -> CacheContract:
 
 def read_slots(text: str, folder: Path) -> tuple[Slot, ...]:
     return read_one(text, folder).slots
+
+
+def step_tested(text: str, folder: Path, fixture: Fixture = PARTS) -> tuple[Report, CacheContract]:
+    """The report of a graph, and the contract of its stack."""
+    report = step_test(str(replace(fixture, files={"model.onnx": text}).write(folder)))
+    contract = report.stacks[0].contract
+    assert contract is not None
+    return report, contract
 
 
 def test_key_and_value_have_an_axis_behind_the_length(tmp_path: Path) -> None:
@@ -80,11 +88,8 @@ def take_time_first(text: str) -> str:
 
 def test_tokens_in_front_of_the_batch_are_run(tmp_path: Path) -> None:
     """Tokens and logits have time first, as the graph shows, and the runs feed them so."""
-    folder = str(replace(PARTS, files={"model.onnx": take_time_first(TIME_FIRST)}).write(tmp_path))
-    assert not inspect(folder).findings
-    report = step_test(folder)
-    contract = report.stacks[0].contract
-    assert contract is not None
+    report, contract = step_tested(take_time_first(TIME_FIRST), tmp_path)
+    assert not inspect(str(tmp_path)).findings
     graph = contract.graph("decode")
     assert [(p.role, p.axes[:2]) for p in (graph.port("token_ids"), graph.port("logits")) if p is not None] == [
         ("token_ids", ("new", "batch")),
@@ -95,9 +100,7 @@ def test_tokens_in_front_of_the_batch_are_run(tmp_path: Path) -> None:
 
 def test_names_alone_do_not_put_the_tokens_in_front_of_the_batch(tmp_path: Path) -> None:
     """The graph decides: on tokens [batch, new] it returns caches of as many sequences."""
-    report = step_test(str(replace(PARTS, files={"model.onnx": TIME_FIRST}).write(tmp_path)))
-    contract = report.stacks[0].contract
-    assert contract is not None
+    report, contract = step_tested(TIME_FIRST, tmp_path)
     assert contract.graph("decode").declared_new_tokens == "batch_size"
     assert not report.findings
     assert report.verdict == "healthy", report.not_checked
@@ -149,11 +152,8 @@ decoder (
 def test_a_graph_of_one_sequence_is_not_run(fault: bool, tmp_path: Path) -> None:
     """Its heads are no frozen batch, and it is called neither faulty nor healthy, whether it is or not."""
     text = ONE_SEQUENCE.replace("query_at = Range (begin, end, one)", "query_at = Range (zero, end, one)")
-    folder = str(replace(PARTS, files={"model.onnx": text if fault else ONE_SEQUENCE}).write(tmp_path))
-    assert not inspect(folder).findings
-    report = step_test(folder)
-    contract = report.stacks[0].contract
-    assert contract is not None
+    report, contract = step_tested(text if fault else ONE_SEQUENCE, tmp_path)
+    assert not inspect(str(tmp_path)).findings
     assert {slot.axes for slot in contract.slots} == {("kv_heads", "past", "head_dim")}
     assert not contract.last_logits_only
     assert not report.findings
@@ -181,10 +181,7 @@ BLOOM = load_all()["layout-bloom-transposed-healthy"]
 def test_the_number_of_heads_in_an_axis_of_batch_times_heads_is_that_of_the_graph(fault: bool, tmp_path: Path) -> None:
     """No config gives it: a step on two sequences agrees with one number of heads alone, also where it is faulty."""
     text = BLOOM.files["model.onnx"]
-    folder = str(replace(BLOOM, files={"model.onnx": _without_offset(text) if fault else text}).write(tmp_path))
-    report = step_test(folder)
-    contract = report.stacks[0].contract
-    assert contract is not None
+    report, contract = step_tested(_without_offset(text) if fault else text, tmp_path, BLOOM)
     assert contract.heads == 2
     assert [finding.code for finding in report.findings] == (["KV315"] if fault else [])
     assert exit_code(report, report.fail_on) == (1 if fault else 0)
@@ -232,11 +229,7 @@ CROSS = load_all()["layout-cross-given-healthy"]
 @pytest.mark.parametrize("fault", [False, True])
 def test_cross_attention_caches_have_rows_of_batch_times_heads(fault: bool, tmp_path: Path) -> None:
     text = _in_rows(CROSS.files["decoder.onnx"])
-    report = step_test(
-        str(replace(CROSS, files={"model.onnx": _without_offset(text) if fault else text}).write(tmp_path))
-    )
-    contract = report.stacks[0].contract
-    assert contract is not None
+    report, contract = step_tested(_without_offset(text) if fault else text, tmp_path, CROSS)
     assert (contract.heads, {slot.axes[0] for slot in contract.slots}) == (2, {"batch_heads"})
     assert [finding.code for finding in report.findings] == (["KV315"] if fault else [])
     assert report.verdict == ("unhealthy" if fault else "healthy"), report.not_checked
@@ -280,7 +273,7 @@ def test_the_length_is_the_axis_that_is_named_so(name: str) -> None:
 def test_one_sequence_of_one_head_has_no_batch(tmp_path: Path) -> None:
     """Its cache [1, past, width] looks like a batch of 1, and its logits [tokens, vocabulary] do not."""
     text = ONE_SEQUENCE.replace("[2, ", "[1, ").replace("[8, 2, 4]", "[8, 1, 4]")
-    report = step_test(str(replace(PARTS, files={"model.onnx": text}).write(tmp_path)))
+    report, _ = step_tested(text, tmp_path)
     assert not report.findings
     assert "has a batch axis" in report.not_checked[0].reason
 

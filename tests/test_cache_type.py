@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +10,19 @@ import onnx
 import onnxruntime as ort
 import pytest
 from support.isolated import EXPORTS
+from support.proofs import repair_of
 from support.sampling import sampled
-from support.text_fixtures import load_all
+from test_conversions import DECODER, Spoil, not_proved, proved, write
 
 from kvdoctor import api
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions import pipeline
-from kvdoctor.addons.conversions.graphs.registry import Asked, Converted, read_asked
-from kvdoctor.addons.conversions.options import ConvertChoices
-from kvdoctor.addons.conversions.pipeline import ConvertRequest
 from kvdoctor.contract import SCALE_SUFFIX
 from kvdoctor.decode.stored_cache import measure_drift, read_stored, round_values, row_scales
 from kvdoctor.errors import UsageError
-from kvdoctor.options import Options
-from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report import formats
-from kvdoctor.report.document import Report, exit_code
+from kvdoctor.report.document import exit_code
 
-FIXTURES = load_all()
-DECODER = "decoder-only-healthy"
 STORED = {"float16": "float16", "int8": "int8", "int4": "uint8"}
-
-
-def write(folder: Path, name: str = DECODER) -> Path:
-    folder.mkdir()
-    FIXTURES[name].write(folder)
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def failed(report: Report) -> list[str]:
-    assert report.repair is not None
-    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
 
 
 SLOW = pytest.mark.slow
@@ -64,11 +40,8 @@ SLOW = pytest.mark.slow
 )
 def test_a_cache_is_stored_in_another_type(name: str, kind: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
-    before = contents(source)
-    report = conversions.convert(source, out, cache_type=kind)
-    assert not failed(report)
-    assert contents(source) == before
-    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    report = proved(source, out, cache_type=kind)
+    assert report.verdict == "healthy"
     for stack in report.stacks:
         assert stack.contract is not None
         values = [slot for slot in stack.contract.slots if slot.part in ("key", "value")]
@@ -96,9 +69,7 @@ def test_a_cache_is_stored_in_another_type(name: str, kind: str, tmp_path: Path)
     ],
 )
 def test_other_layouts_are_stored_in_8_bits(name: str, tmp_path: Path) -> None:
-    report = conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache_type="int8")
-    assert not failed(report)
-    assert (tmp_path / "out").is_dir()
+    proved(write(tmp_path / "model", name), tmp_path / "out", cache_type="int8")
     assert exit_code(api.step_test(tmp_path / "out"), "error") == 0
 
 
@@ -107,50 +78,30 @@ def test_other_layouts_are_stored_in_8_bits(name: str, tmp_path: Path) -> None:
 )
 def test_exact_layers_stay_as_they_are(name: str, kind: str, tmp_path: Path) -> None:
     """The first layer is rounded and the last one is not, although its rows are computed from rounded ones."""
-    report = conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache_type=kind, exact_layers="1")
-    assert not failed(report)
-    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    report = proved(write(tmp_path / "model", name), tmp_path / "out", cache_type=kind, exact_layers="1")
+    assert report.verdict == "healthy"
     (stack,) = report.stacks
     assert stack.contract is not None
     types = {(slot.layer, slot.dtype) for slot in stack.contract.slots if slot.part in ("key", "value")}
     assert types == {(0, STORED[kind]), (1, "float")}
     scaled = {slot.layer for slot in stack.contract.slots if slot.part.endswith("-scale")}
     assert scaled == (set() if kind == "float16" else {0})
-    assert report.repair is not None
-    (costs,) = report.repair.cache_costs
+    (costs,) = repair_of(report).cache_costs
     assert costs.exact_layers == (1,)
     assert costs.bytes_before is not None
     assert costs.bytes_after is not None
     assert costs.bytes_before / 2 < costs.bytes_after < costs.bytes_before
 
 
-@pytest.mark.parametrize(
-    ("choices", "words"),
-    [
-        ({"exact_layers": "0"}, "give --cache-type too"),
-        ({"cache_type": "int8", "exact_layers": "2"}, "it has no layer 2; its cache has layers 0, 1"),
-        ({"cache_type": "int8", "exact_layers": "0,1"}, "leaves no layer to convert"),
-        ({"cache_type": "int8", "exact_layers": "-1"}, "it has no layer -1"),
-    ],
-)
-def test_exact_layers_that_make_no_sense_are_refused(choices: dict[str, str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=words):
-        conversions.convert(write(tmp_path / "model"), tmp_path / "out", **choices)
-
-
 @SLOW
 def test_a_real_export_is_stored_in_8_bits(tmp_path: Path) -> None:
     """Keys of its first step are transposed for the product and for the present apart: both are rounded."""
-    report = conversions.convert(EXPORTS / "marian-4.46.3", tmp_path / "out", cache_type="int8")
-    assert not failed(report)
-    assert exit_code(report, "error") == 0
+    proved(EXPORTS / "marian-4.46.3", tmp_path / "out", cache_type="int8")
 
 
 @SLOW
 def test_a_static_cache_is_stored_in_8_bits(tmp_path: Path) -> None:
-    report = conversions.convert(EXPORTS / "gpt2", tmp_path / "out", cache="static=24", cache_type="int8")
-    assert not failed(report)
-    (stack,) = report.stacks
+    (stack,) = proved(EXPORTS / "gpt2", tmp_path / "out", cache="static=24", cache_type="int8").stacks
     assert stack.contract is not None
     assert {slot.growth for slot in stack.contract.slots} == {"static"}
     assert {slot.dtype for slot in stack.contract.slots} == {"int8", "float16"}
@@ -159,9 +110,8 @@ def test_a_static_cache_is_stored_in_8_bits(tmp_path: Path) -> None:
 def test_a_dry_run_shows_what_it_costs_and_writes_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "model")
     report = conversions.convert(source, cache_type="int8")
-    assert report.repair is not None
     assert not list(tmp_path.glob("out*"))
-    (costs,) = report.repair.cache_costs
+    (costs,) = repair_of(report).cache_costs
     assert (costs.bytes_before, costs.bytes_after) == (128, 48)
     plans = [(one.keys, one.values, one.layer) for one in costs.costs]
     shared = [(one, None, None) for one in ("token", "channel", "head", "tensor")]
@@ -181,8 +131,7 @@ def test_fewer_bits_cost_more(tmp_path: Path) -> None:
     source, found = write(tmp_path / "model"), []
     for kind in ("float16", "int8", "int4"):
         report = conversions.convert(source, cache_type=kind)
-        assert report.repair is not None
-        found.append(report.repair.cache_costs[0].costs[0].divergence or 0.0)
+        found.append(repair_of(report).cache_costs[0].costs[0].divergence or 0.0)
     assert found[0] < found[1] / 10 < found[2] / 100
 
 
@@ -192,24 +141,21 @@ def test_the_copy_stores_what_the_arithmetic_says(tmp_path: Path) -> None:
         out = tmp_path / kind
         conversions.convert(write(tmp_path / f"model-{kind}"), out, cache_type=kind)
         session = ort.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
-        original = ort.InferenceSession(
-            str(tmp_path / f"model-{kind}" / "model.onnx"), providers=["CPUExecutionProvider"]
-        )
+        whole = str(tmp_path / f"model-{kind}" / "model.onnx")
+        original = ort.InferenceSession(whole, providers=["CPUExecutionProvider"])
         tokens = np.arange(4, dtype=np.int64).reshape(1, -1)
         feeds: dict[str, Any] = {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "position_ids": tokens}
-        empty = {
-            port.name: np.zeros((1, 2, 0, 4), np.float32) for port in original.get_inputs() if port.name not in feeds
-        }
-        stored = {
-            port.name: np.zeros(
-                (1, 2, 0, port.shape[-1]),
-                {"tensor(float16)": np.float16, "tensor(int8)": np.int8}.get(port.type, np.uint8),
-            )
-            for port in session.get_inputs()
-            if port.name not in feeds
-        }
-        (exact,) = original.run(["present.0.value"], {**feeds, **empty})
-        values, scales = session.run(["present.0.value", "present.0.value_scale"], {**feeds, **stored})
+        types = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+        whole_past, past = (
+            {
+                port.name: np.zeros((1, 2, 0, port.shape[-1]), types.get(port.type, np.uint8))
+                for port in one.get_inputs()
+                if port.name not in feeds
+            }
+            for one in (original, session)
+        )
+        (exact,) = original.run(["present.0.value"], {**feeds, **whole_past})
+        values, scales = session.run(["present.0.value", "present.0.value_scale"], {**feeds, **past})
         read = read_stored(values, scales, kind, 3)
         assert np.array_equal(scales, row_scales(exact, kind, (3,)))
         assert np.array_equal(read, round_values(exact, kind, scales))
@@ -228,25 +174,30 @@ def test_rows_of_zeros_and_large_numbers_survive() -> None:
         assert np.array_equal(again, read), "a row that is rounded again stays"
 
 
+INT8 = {"cache_type": "int8"}
+
+
 @pytest.mark.parametrize(
-    ("name", "kind", "named"),
+    ("name", "choices", "named"),
     [
-        (
-            "layout-gqa-growing-healthy",
-            "int8",
-            "the node com.microsoft.GroupQueryAttention .* takes 'past_key_values.0.key'",
-        ),
-        ("layout-attention-23-healthy", "int8", "the node Attention .* takes"),
-        ("decoder-only-half-cache-healthy", "float16", "is stored as float16 already"),
-        ("layout-delta-healthy", "int8", "the loop changes the cache of .* itself"),
-        ("layout-scatter-static-healthy", "int8", "the node Transpose .* new rows do not meet that past"),
-        ("layout-cross-given-healthy", "int8", "is made by the encoder graph"),
-        ("layout-mamba-states-healthy", "int8", "it has no cache of keys and values"),
+        ("layout-gqa-growing-healthy", INT8, "the node com.microsoft.GroupQueryAttention .* takes 'past_key_values.0"),
+        ("layout-attention-23-healthy", INT8, "the node Attention .* takes"),
+        ("decoder-only-half-cache-healthy", {"cache_type": "float16"}, "is stored as float16 already"),
+        ("layout-delta-healthy", INT8, "the loop changes the cache of .* itself"),
+        ("layout-scatter-static-healthy", INT8, "the node Transpose .* new rows do not meet that past"),
+        ("layout-cross-given-healthy", INT8, "is made by the encoder graph"),
+        ("layout-mamba-states-healthy", INT8, "it has no cache of keys and values"),
+        (DECODER, {"exact_layers": "0"}, "give --cache-type too"),
+        (DECODER, {**INT8, "exact_layers": "2"}, "it has no layer 2; its cache has layers 0, 1"),
+        (DECODER, {**INT8, "exact_layers": "0,1"}, "leaves no layer to convert"),
+        (DECODER, {**INT8, "exact_layers": "-1"}, "it has no layer -1"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_with_the_node(name: str, kind: str, named: str, tmp_path: Path) -> None:
+def test_what_cannot_be_stored_is_refused_with_the_reason(
+    name: str, choices: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=named):
-        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache_type=kind)
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
 
 
@@ -254,21 +205,6 @@ def test_a_stored_cache_is_not_stored_again(tmp_path: Path) -> None:
     conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache_type="int8")
     with pytest.raises(UsageError, match="is stored as int8 already"):
         conversions.convert(tmp_path / "out", tmp_path / "again", cache_type="int4")
-
-
-Spoil = Callable[[onnx.GraphProto], None]
-
-
-def faulty(spoil: Spoil, **choices: Any) -> Asked:
-    """A conversion with a mistake."""
-    (asked,) = read_asked(ConvertChoices(**choices))
-
-    def convert(context: RepairContext, choice: Any) -> Converted:
-        made = asked.conversion.convert(context, choice)
-        spoil(context.model("model.onnx").graph)
-        return made
-
-    return Asked(replace(asked.conversion, convert=convert), asked.choice)
 
 
 def node_of(graph: onnx.GraphProto, output: str) -> onnx.NodeProto:
@@ -339,12 +275,8 @@ def scales_of_the_last_row(graph: onnx.GraphProto) -> None:
 )
 @pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=SLOW)])
 def test_a_copy_with_a_mistake_is_not_written(spoil: Spoil, kind: str, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "model"), tmp_path / "out"
-    asked = faulty(spoil, cache_type=kind)
-    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
-    assert any("but for the rounding" in text and "first difference" in text for text in failed(report)), failed(report)
-    assert not out.exists()
-    assert exit_code(report, "error") == 1
+    found = not_proved(write(tmp_path / "model"), tmp_path / "out", spoil, cache_type=kind)
+    assert any("but for the rounding" in text and "first difference" in text for text in found), found
 
 
 def rounded_again(graph: onnx.GraphProto) -> None:
@@ -357,11 +289,9 @@ def rounded_again(graph: onnx.GraphProto) -> None:
 
 
 def test_a_copy_that_rounds_exact_layers_is_not_written(tmp_path: Path) -> None:
-    source, out = write(tmp_path / "model"), tmp_path / "out"
-    asked = faulty(rounded_again, cache_type="int8", exact_layers=(1,))
-    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
-    assert any("present.1.key, as it is read, is off by" in text for text in failed(report)), failed(report)
-    assert not out.exists()
+    choices: dict[str, Any] = {"cache_type": "int8", "exact_layers": (1,)}
+    found = not_proved(write(tmp_path / "model"), tmp_path / "out", rounded_again, **choices)
+    assert any("present.1.key, as it is read, is off by" in text for text in found), found
 
 
 def test_a_pair_of_one_stack_is_left_whole(tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
+from support.proofs import failed, repair_of
 from support.text_fixtures import Fixture, load_all
 
 import kvdoctor
 from kvdoctor import api
 from kvdoctor.addons.conversions import api as conversions
 from kvdoctor.addons.conversions import pipeline
+from kvdoctor.addons.conversions.graphs.conversion import Asked, Converted, load, read_asked
 from kvdoctor.addons.conversions.graphs.logits import KEEP
-from kvdoctor.addons.conversions.graphs.registry import Asked, Converted, load, read_asked
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest, refuse_impossible_conversions
 from kvdoctor.choices import LogitsRows
@@ -47,9 +48,19 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def failed(report: Report) -> list[str]:
-    assert report.repair is not None
-    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
+def proved(source: Path, out: Path | None, **choices: Any) -> Report:
+    """The report of a conversion that is proved and leaves its source as it is."""
+    before = contents(source)
+    report = conversions.convert(source, out, **choices)
+    assert not failed(report)
+    assert contents(source) == before
+    assert exit_code(report, "error") == 0
+    return report
+
+
+def lines(report: Report) -> list[str]:
+    """What was proved, and what a loop must do."""
+    return [*(f"{entry.claim}: {entry.detail}" for entry in repair_of(report).proof), *repair_of(report).loop]
 
 
 def refusal(source: Path, out: Path, **choices: Any) -> str:
@@ -60,8 +71,7 @@ def refusal(source: Path, out: Path, **choices: Any) -> str:
         return str(error)
     assert exit_code(report, "error") == 1
     assert [finding for finding in report.findings if finding.severity == "error"]
-    assert report.repair is not None
-    assert report.repair.out is None
+    assert repair_of(report).out is None
     return " ".join(report.notes)
 
 
@@ -93,11 +103,8 @@ def test_a_head_that_a_later_branch_reads_is_refused(tmp_path: Path) -> None:
         (returned, f"  float[batch_size, s, 16] peak,\n{returned}"),
         ("float hide = {10000}", "float hide = {10000}, bool truth = {1}"),
     ]
-    said = refusal(
-        write(tmp_path / "model", DECODER, ("  logits = MatMul (x2, w_logits)", head), *more),
-        tmp_path / "out",
-        logits="last",
-    )
+    source = write(tmp_path / "model", DECODER, ("  logits = MatMul (x2, w_logits)", head), *more)
+    said = refusal(source, tmp_path / "out", logits="last")
     assert "Neg" in said or "Abs" in said
     assert "for another output" in said
 
@@ -106,29 +113,20 @@ def test_a_later_graph_of_one_token_is_compared_with_one_token_a_step(tmp_path: 
     """Its inputs have that size, so a chunk cannot even be fed."""
     frozen = ("int64[s43, s69]", "int64[s43, 1]")
     source = write(tmp_path / "model", "layout-scatter-static-pair-healthy", frozen)
-    report = conversions.convert(source, logits="last")
-    assert report.repair is not None
-    assert not failed(report)
-    (proof,) = (entry for entry in report.repair.proof if "the last row of logits" in entry.claim)
-    assert "steps of 1 on pasts up to" in proof.detail
-    assert "not run" not in proof.detail
+    (proof,) = (text for text in lines(proved(source, None, logits="last")) if "the last row of logits" in text)
+    assert "steps of 1 on pasts up to" in proof
+    assert "not run" not in proof
 
 
 @pytest.mark.parametrize("name", [DECODER, pytest.param("merged-healthy", marks=pytest.mark.slow), "pair-healthy"])
 def test_last_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
-    before = contents(source)
     assert advises_last_logits(source)
-    report = conversions.convert(source, out, logits="last")
-    assert report.repair is not None
-    assert not failed(report)
-    assert contents(source) == before
-    assert exit_code(report, "error") == 0
-    assert any("the last row of logits" in entry.claim for entry in report.repair.proof)
-    assert any("float[batch, 1, vocabulary]" in line for line in report.repair.loop)
+    report = proved(source, out, logits="last")
+    for text in ("the last row of logits", "float[batch, 1, vocabulary]"):
+        assert any(text in line for line in lines(report))
     assert [stack.contract.last_logits_only for stack in report.stacks if stack.contract] == [True] * len(report.stacks)
-    again = api.step_test(out)
-    assert exit_code(again, "error") == 0
+    assert exit_code(api.step_test(out), "error") == 0
 
 
 def test_only_the_last_row_reaches_the_head(tmp_path: Path) -> None:
@@ -226,10 +224,7 @@ def test_a_model_that_returns_the_last_row_is_refused(tmp_path: Path) -> None:
 )
 def test_selectable_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = conversions.convert(write(tmp_path / "model", name), out, logits="selectable")
-    assert report.repair is not None
-    assert not failed(report)
-    for stack in report.stacks:
+    for stack in proved(write(tmp_path / "model", name), out, logits="selectable").stacks:
         assert stack.contract is not None
         port = stack.contract.graph("decode").port("logits_to_keep")
         assert port is not None
@@ -251,7 +246,17 @@ def test_as_many_rows_as_are_asked_for(tmp_path: Path) -> None:
 Spoil = Callable[[onnx.GraphProto], None]
 
 
-def faulty(spoil: Spoil, file: str = "model.onnx", **choices: Any) -> Asked:
+def not_proved(source: Path, out: Path, spoil: Spoil, **choices: Any) -> list[str]:
+    """What is not proved of a faulty conversion, and is not written."""
+    file = next((path.name for path in source.glob("*merged.onnx")), "model.onnx")
+    asked = faulty(spoil, file, **choices)
+    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
+    assert not out.exists()
+    assert exit_code(report, "error") == 1
+    return failed(report)
+
+
+def faulty(spoil: Spoil, file: str, **choices: Any) -> Asked:
     """A conversion of kvdoctor whose result is then spoilt."""
     (asked,) = read_asked(ConvertChoices(**choices))
 
@@ -263,12 +268,16 @@ def faulty(spoil: Spoil, file: str = "model.onnx", **choices: Any) -> Asked:
     return Asked(replace(asked.conversion, convert=convert), asked.choice)
 
 
-def first_row(graph: onnx.GraphProto) -> None:
-    """The first row instead of the last one: equal only while there is one token."""
-    for tensor in graph.initializer:
-        if tensor.name.startswith("logits_rows."):
-            values = {"starts": [0], "ends": [1], "axes": [1]}[tensor.name.partition(".")[2]]
-            tensor.CopyFrom(numpy_helper.from_array(np.array(values, np.int64), tensor.name))
+def constants(prefix: str, **values: int) -> Spoil:
+    """Other numbers in the constants of these names."""
+
+    def spoil(graph: onnx.GraphProto) -> None:
+        for tensor in graph.initializer:
+            begin, _, name = tensor.name.partition(".")
+            if begin == prefix and name in values:
+                tensor.CopyFrom(numpy_helper.from_array(np.array([values[name]], np.int64), tensor.name))
+
+    return spoil
 
 
 def one_less(graph: onnx.GraphProto) -> None:
@@ -278,48 +287,58 @@ def one_less(graph: onnx.GraphProto) -> None:
     node.input.append(node.input[0])
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rows", "step"),
-    [
-        (first_row, "last", "batch 1, prompt of 2 tokens"),
-        (one_less, "selectable", "2 rows of logits with 1 rows requested"),
-    ],
-)
-def test_a_conversion_that_is_not_proved_writes_nothing(spoil: Spoil, rows: str, step: str, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "model"), tmp_path / "out"
-    report = pipeline.convert(
-        ConvertRequest(str(source), str(out), ConvertChoices(), (faulty(spoil, logits=rows),)), Options()
-    )
-    assert any(step in text for text in failed(report)), failed(report)
-    assert not out.exists()
-    assert exit_code(report, "error") == 1
+def scores(graph: onnx.GraphProto) -> None:
+    """The scores before their softmax."""
+    for inner in (inner for node in graph.node for attribute in node.attribute for inner in attribute.g.node):
+        if inner.op_type in ("Reshape", "Shape"):
+            names = {"c_cross_shares": "c_cross_masked", "n_cross_shares": "n_cross_masked"}
+            inner.input[:] = [names.get(name, name) for name in inner.input]
+
+
+SIZES = ("batch=1", "new=1", "past=6")
+NO_SIZES = (("past=0",), ("batch=1", "batch=2"), ("length=3",), ("past=4",), ("batch=x",))
+FAULTY: dict[str, tuple[Spoil, dict[str, Any], str]] = {
+    "the first row, equal only while there is one token": (
+        *(constants("logits_rows", starts=0, ends=1, axes=1), {"logits": "last"}),
+        "batch 1, prompt of 2 tokens",
+    ),
+    "all rows": (one_less, {"logits": "selectable"}, "2 rows of logits with 1 rows requested"),
+    "sizes declared alone, as the tools of ONNX Runtime do": (
+        *(constants("fixed_past", starts=0), {"sizes": SIZES}),
+        "first difference: batch 1, prompt of 1",
+    ),
+    "the new row cut off in place of the oldest": (
+        *(constants("fixed_past", starts=0, ends=6), {"sizes": SIZES}),
+        "first difference: batch 1, prompt of 1",
+    ),
+    "weights that do not sum to 1": (scores, {"attentions": "cross"}, "do not sum to 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_conversion_that_is_not_proved_writes_nothing(fault: str, tmp_path: Path) -> None:
+    spoil, choices, said = FAULTY[fault]
+    source = write(tmp_path / "model", "merged-healthy" if "attentions" in choices else DECODER)
+    assert said in "\n".join(not_proved(source, tmp_path / "out", spoil, **choices))
 
 
 def test_a_plan_writes_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "model")
     report = conversions.convert(source, None, logits="last")
-    assert report.repair is not None
-    assert report.repair.is_planned
-    assert report.repair.changes
-    assert any("logits" in line for diff in report.repair.diff for line in diff.lines)
+    assert repair_of(report).is_planned
+    assert repair_of(report).changes
+    assert any("logits" in line for diff in repair_of(report).diff for line in diff.lines)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-SIZES = ("batch=1", "new=1", "past=6")
 
 
 @pytest.mark.parametrize("more", [{}, {"logits": "last"}])
 def test_fixed_sizes_decode_as_the_original_from_an_empty_past_on(more: dict[str, str], tmp_path: Path) -> None:
     source, out = write(tmp_path / "model"), tmp_path / "out"
-    before = contents(source)
-    report = conversions.convert(source, out, sizes=SIZES, **more)
-    assert report.repair is not None
-    assert not failed(report)
-    assert contents(source) == before
-    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
-    (claim,) = (entry for entry in report.repair.proof if "those of the original" in entry.claim)
-    assert "prompts of 1, steps of 1 on pasts up to 5" in claim.detail
-    assert any("attention_mask of 7 columns is 0 for the first 6 - n" in line for line in report.repair.loop)
+    report = proved(source, out, sizes=SIZES, **more)
+    assert report.verdict == "healthy"
+    (claim,) = (line for line in lines(report) if "those of the original" in line)
+    assert "prompts of 1, steps of 1 on pasts up to 5" in claim
+    assert any("attention_mask of 7 columns is 0 for the first 6 - n" in line for line in lines(report))
     (stack,) = report.stacks
     assert stack.contract is not None
     for slot in stack.contract.slots:
@@ -333,17 +352,20 @@ def test_fixed_sizes_decode_as_the_original_from_an_empty_past_on(more: dict[str
     assert [run.shows for run in again.runs if run.experiment == "plain-loop"] == ["passed"]
 
 
+def without_cache(source: Path, tokens: list[int]) -> tuple[np.ndarray, list[str]]:
+    """The logits of all tokens in one call, and the names of the pasts."""
+    session = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
+    feeds = {**first_step(len(tokens)), "input_ids": np.array([tokens])}
+    return session.run(["logits"], feeds)[0], [name for name in feeds if name.startswith("past")]
+
+
 def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
     """The rules, followed by hand in a loop of a few lines."""
     source = write(tmp_path / "model")
     conversions.convert(source, tmp_path / "out", sizes=SIZES)
     tokens = [3, 7, 5, 9, 4]
-    whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
-    feeds = first_step(len(tokens))
-    feeds["input_ids"] = np.array([tokens])
-    want = whole.run(["logits"], feeds)[0]
+    want, names = without_cache(source, tokens)
     fixed = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = [name for name in feeds if name.startswith("past")]
     returned = ["logits", *(name.replace("past_key_values", "present") for name in names)]
     past = {name: np.zeros((1, 2, 6, 4), np.float32) for name in names}
     for n, token in enumerate(tokens):
@@ -355,23 +377,20 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "named"),
+    ("name", "choices", "named"),
     [
-        ("merged-healthy", 'If ".*" reads .*no-past branch'),
-        ("pair-healthy", "its first step is another graph"),
-        ("layout-gqa-growing-healthy", "com.microsoft.GroupQueryAttention"),
+        ("merged-healthy", {"sizes": SIZES}, 'If ".*" reads .*no-past branch'),
+        ("pair-healthy", {"sizes": SIZES}, "its first step is another graph"),
+        ("layout-gqa-growing-healthy", {"sizes": SIZES}, "com.microsoft.GroupQueryAttention"),
+        *((DECODER, {"sizes": sizes}, "--sizes") for sizes in NO_SIZES),
+        (DECODER, {"attentions": "cross"}, "no cross-attention cache"),
+        ("layout-ort-whisper-attention-healthy", {"attentions": "cross"}, "com.microsoft"),
     ],
 )
-def test_sizes_that_a_graph_cannot_have_are_refused(name: str, named: str, tmp_path: Path) -> None:
+def test_what_a_graph_cannot_have_is_refused(name: str, choices: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named):
-        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", sizes=SIZES)
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("sizes", [("past=0",), ("batch=1", "batch=2"), ("length=3",), ("past=4",), ("batch=x",)])
-def test_sizes_that_are_none_are_refused(sizes: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--sizes"):
-        conversions.convert(write(tmp_path / "model"), tmp_path / "out", sizes=sizes)
 
 
 def test_positions_that_count_the_padding_are_not_proved(tmp_path: Path) -> None:
@@ -390,30 +409,6 @@ def test_positions_that_count_the_padding_are_not_proved(tmp_path: Path) -> None
     assert any("first difference: batch 1, prompt of 1 token: logits off by" in text for text in failed(report))
     assert not out.exists()
     assert exit_code(report, "error") == 1
-
-
-def declared_alone(graph: onnx.GraphProto) -> None:
-    """What the tools of ONNX Runtime do: the sizes are declared, and the presents stay longer than the past."""
-    for tensor in graph.initializer:
-        if tensor.name == "fixed_past.starts":
-            tensor.CopyFrom(numpy_helper.from_array(np.array([0], np.int64), tensor.name))
-
-
-def the_oldest_rows(graph: onnx.GraphProto) -> None:
-    """The new row is cut off in place of the oldest."""
-    for tensor in graph.initializer:
-        if tensor.name in ("fixed_past.starts", "fixed_past.ends"):
-            value = 0 if tensor.name.endswith("starts") else 6
-            tensor.CopyFrom(numpy_helper.from_array(np.array([value], np.int64), tensor.name))
-
-
-@pytest.mark.parametrize("spoil", [declared_alone, the_oldest_rows])
-def test_sizes_that_are_not_proved_write_nothing(spoil: Spoil, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "model"), tmp_path / "out"
-    asked = faulty(spoil, sizes=SIZES)
-    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
-    assert any("first difference: batch 1, prompt of 1" in text for text in failed(report)), failed(report)
-    assert not out.exists()
 
 
 def test_a_loop_is_written_for_a_mask_that_counts_from_the_right(tmp_path: Path) -> None:
@@ -436,12 +431,8 @@ def test_cross_attention_weights_are_returned_and_change_nothing(
     name: str, more: dict[str, str], tmp_path: Path
 ) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
-    before = contents(source)
-    report = conversions.convert(source, out, attentions="cross", **more)
-    assert report.repair is not None
-    assert not failed(report)
-    assert contents(source) == before
-    assert any("1 outputs whose weights sum to 1" in entry.detail for entry in report.repair.proof)
+    report = proved(source, out, attentions="cross", **more)
+    assert any("1 outputs whose weights sum to 1" in line for line in lines(report))
     assert exit_code(api.step_test(out), "error") == 0
     for path in out.glob("*.onnx"):
         model = onnx.load(str(path))
@@ -482,31 +473,6 @@ def test_an_attention_of_another_form_is_refused_with_the_node(
     source = write(tmp_path / "model", "merged-healthy", edit, more)
     assert named in refusal(source, tmp_path / "out", attentions="cross")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [(DECODER, "no cross-attention cache"), ("layout-ort-whisper-attention-healthy", "com.microsoft")],
-)
-def test_what_has_no_weights_to_return_is_refused(name: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=named):
-        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", attentions="cross")
-
-
-def test_weights_that_are_none_are_not_proved(tmp_path: Path) -> None:
-    def scores(graph: onnx.GraphProto) -> None:
-        for node in graph.node:
-            for attribute in node.attribute:
-                for inner in attribute.g.node:
-                    if inner.op_type in ("Reshape", "Shape"):
-                        names = {"c_cross_shares": "c_cross_masked", "n_cross_shares": "n_cross_masked"}
-                        inner.input[:] = [names.get(name, name) for name in inner.input]
-
-    source, out = write(tmp_path / "model", "merged-healthy"), tmp_path / "out"
-    asked = faulty(scores, file="decoder_model_merged.onnx", attentions="cross")
-    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
-    assert any("do not sum to 1" in text for text in failed(report)), failed(report)
-    assert not out.exists()
 
 
 CHOICES = (

@@ -141,17 +141,12 @@ HARMLESS: dict[str, Callable[[CacheContract], CacheContract]] = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_a_loop_can_see_is_told_and_is_no_worse(name: str, gpt2: CacheContract) -> None:
-    deltas = compare_contracts(gpt2, HARMLESS[name](gpt2))
-    assert deltas
-    assert {one.effect for one in deltas} == {"neutral"}
+    assert {one.effect for one in compare_contracts(gpt2, HARMLESS[name](gpt2))} == {"neutral"}
 
 
-def test_a_size_that_is_free_again_is_better(gpt2: CacheContract) -> None:
+def test_a_free_size_is_better_and_what_is_other_on_every_layer_is_told_once(gpt2: CacheContract) -> None:
     fixed = port_named("input_ids", shape=(1, "sequence_length"))(gpt2)
     assert [one.effect for one in compare_contracts(fixed, gpt2) if one.field == "size of batch"] == ["better"]
-
-
-def test_what_is_other_in_the_same_way_on_every_layer_is_told_once(gpt2: CacheContract) -> None:
     (renamed,) = compare_contracts(gpt2, slots_called("past.{}.{}")(gpt2))
     assert renamed.subject == tuple(slot.past for slot in gpt2.slots)
     assert len(renamed.subject) == 4
@@ -183,8 +178,9 @@ def test_a_model_and_its_copy_under_another_name_are_equal(tmp_path: Path) -> No
     assert len(stack["experiments"]) > 10
 
 
-def test_the_repaired_copy_is_better(sick_and_fixed: tuple[Path, Path]) -> None:
-    diff = kvdoctor.diff(*sick_and_fixed)
+def test_the_repaired_copy_is_better_and_the_way_back_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
+    sick, fixed = sick_and_fixed
+    diff = kvdoctor.diff(sick, fixed)
     assert (diff.verdict, diff.exit_code) == ("better", 0)
     diff.raise_if_worse()
     assert "- gone         error[KV203] cross-cache-emptied" in kvdoctor.render(diff)
@@ -192,14 +188,14 @@ def test_the_repaired_copy_is_better(sick_and_fixed: tuple[Path, Path]) -> None:
     assert kvdoctor.render(diff).splitlines()[-1].startswith("B is better: KV203 cross-cache-emptied is gone")
     jsonschema.validate(json.loads(json.dumps(diff.to_dict())), schemas()["diff"])
 
-
-def test_the_way_back_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
-    sick, fixed = sick_and_fixed
     diff = kvdoctor.diff(fixed, sick)
     assert (diff.verdict, diff.exit_code) == ("worse", 1)
     assert diff.reasons == ("parity lost: plain-loop passed -> failed at step 2", "new error KV203 cross-cache-emptied")
     with pytest.raises(kvdoctor.Worse, match="B is worse: parity lost"):
         diff.raise_if_worse()
+    diff = kvdoctor.diff(fixed, sick, ignore="KV203", fail_on="note")
+    assert "KV203" not in {one.finding.code for one in diff.findings}
+    assert diff.reasons == ("parity lost: plain-loop passed -> failed at step 2",)
 
 
 @pytest.mark.parametrize(
@@ -216,28 +212,26 @@ def test_both_sides_must_be_asked_alike(asked: Any, said: str, sick_and_fixed: t
         kvdoctor.diff(*sick_and_fixed, **asked)
 
 
+def with_other(report: Path, place: tuple[Any, ...], value: Any, out: Path) -> Path:
+    """The report with another value at a place."""
+    document = part = json.loads(report.read_text())
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    out.write_text(json.dumps(document))
+    return out
+
+
 def test_a_report_of_which_more_was_asked_is_refused(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
-    document = json.loads(sick_and_fixed[0].read_text())
-    document["arguments"]["trace"] = "loop.jsonl"
-    (tmp_path / "traced.json").write_text(json.dumps(document))
+    traced = with_other(sick_and_fixed[0], ("arguments", "trace"), "loop.jsonl", tmp_path / "traced.json")
     with pytest.raises(kvdoctor.UsageError, match=r"traced.json' was written with --trace, and the other side"):
-        kvdoctor.diff(tmp_path / "traced.json", sick_and_fixed[1])
-
-
-def test_ignored_findings_make_nothing_worse(sick_and_fixed: tuple[Path, Path]) -> None:
-    sick, fixed = sick_and_fixed
-    diff = kvdoctor.diff(fixed, sick, ignore="KV203", fail_on="note")
-    assert "KV203" not in {one.finding.code for one in diff.findings}
-    assert diff.reasons == ("parity lost: plain-loop passed -> failed at step 2",)
+        kvdoctor.diff(traced, sick_and_fixed[1])
 
 
 def test_a_report_against_the_model_itself_needs_no_run_when_static(sick_and_fixed: tuple[Path, Path]) -> None:
     done = run("--static", sick_and_fixed[0], sick_and_fixed[0].with_suffix(""))
-    assert done.returncode == 0
-    assert (
-        done.stdout.splitlines()[-1]
-        == "equal in contract and operator counts; wiring, weights and logits were not compared"
-    )
+    said = "equal in contract and operator counts; wiring, weights and logits were not compared"
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, said)
 
 
 def test_another_architecture_is_readable_and_worse() -> None:
@@ -247,15 +241,12 @@ def test_another_architecture_is_readable_and_worse() -> None:
     assert "LayerNormalization 5 -> 0" in kvdoctor.render(diff)
 
 
-def test_same_fault_under_other_names_is_not_new(sick_and_fixed: tuple[Path, Path]) -> None:
+def test_same_fault_under_other_names_is_not_new_and_on_more_layers_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
     findings = list(kvdoctor.read_report(sick_and_fixed[0]).findings)
     renamed = [replace(one, fingerprint="other", stack=one.stack and f"{one.stack}_q4") for one in findings]
     names = {"merged_q4": "merged", "merged": "merged"}
     assert {one.state for one in compare_findings(findings, renamed, names, "note")} == {"same"}
-
-
-def test_the_same_fault_on_more_layers_is_worse(sick_and_fixed: tuple[Path, Path]) -> None:
-    (fault,) = (one for one in kvdoctor.read_report(sick_and_fixed[0]).findings if one.code == "KV203")
+    (fault,) = (one for one in findings if one.code == "KV203")
     fewer = replace(fault, subject=fault.subject[:1], fingerprint="other")
     assert [one.effect for one in compare_findings([fewer], [fault], {"merged": "merged"}, "error")] == ["worse"]
     assert [one.effect for one in compare_findings([fault], [fewer], {"merged": "merged"}, "error")] == ["neutral"]
@@ -272,17 +263,14 @@ def test_what_is_not_readable_is_neither_equal_nor_worse(tmp_path: Path) -> None
         assert kvdoctor.render(diff).splitlines()[-1].startswith("the comparison is incomplete: ")
 
 
-def test_a_report_without_runs_is_no_proof(tmp_path: Path) -> None:
+def test_a_report_without_runs_or_logits_is_no_proof(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
     document = kvdoctor.inspect(GPT2).to_dict()
     (tmp_path / "static.json").write_text(json.dumps(document))
     diff = kvdoctor.diff(tmp_path / "static.json", tmp_path / "static.json")
     assert (diff.verdict, diff.exit_code) == ("incomplete", 3)
     assert "--static compares the rest" in kvdoctor.render(diff)
     assert kvdoctor.diff(tmp_path / "static.json", tmp_path / "static.json", static=True).verdict == "equal"
-
-
-def test_logits_that_were_asked_for_and_are_not_there_leave_it_open(sick_and_fixed: tuple[Path, Path]) -> None:
-    diff = kvdoctor.diff(*sick_and_fixed, agree="bits")
+    diff = kvdoctor.diff(*sick_and_fixed, agree="bits")  # logits that are asked for
     assert (diff.verdict, diff.exit_code) == ("incomplete", 3)
     assert "a report has no logits; give both models" in kvdoctor.render(diff)
 
@@ -324,20 +312,15 @@ def test_a_report_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_report_that_contradicts_itself_is_refused(
     place: tuple[Any, ...], value: Any, sick_and_fixed: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    document = part = json.loads(sick_and_fixed[0].read_text())
-    for key in place[:-1]:
-        part = part[key]
-    part[place[-1]] = value
-    (tmp_path / "report.json").write_text(json.dumps(document))
+    report = with_other(sick_and_fixed[0], place, value, tmp_path / "report.json")
     with pytest.raises(kvdoctor.UsageError, match=r"report\.json' (does not fit|is not JSON)"):
-        kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1])
+        kvdoctor.diff(report, sick_and_fixed[1])
 
 
 def test_what_stands_under_measured_is_never_relied_on(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
-    document = json.loads(sick_and_fixed[1].read_text())
-    document["measured"] = {"merged": {"step_seconds": {"cached:50": "soon", "cached:x": 1.0}, "peak_bytes": []}}
-    (tmp_path / "report.json").write_text(json.dumps(document))
-    assert "measured" not in kvdoctor.render(kvdoctor.diff(tmp_path / "report.json", sick_and_fixed[1]))
+    measured = {"merged": {"step_seconds": {"cached:50": "soon", "cached:x": 1.0}, "peak_bytes": []}}
+    report = with_other(sick_and_fixed[1], ("measured",), measured, tmp_path / "report.json")
+    assert "measured" not in kvdoctor.render(kvdoctor.diff(report, sick_and_fixed[1]))
 
 
 def test_wrong_usage_ends_with_2(tmp_path: Path) -> None:

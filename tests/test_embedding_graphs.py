@@ -47,11 +47,6 @@ def changed(path: Path, change: Change, to: Path | None = None) -> Path:
     return to or path
 
 
-def other_weights(model: onnx.ModelProto) -> None:
-    for tensor in model.graph.initializer:
-        tensor.CopyFrom(from_array(to_array(tensor) * 2, tensor.name))
-
-
 def notes_of(report: Report) -> str:
     return " ".join(report.notes)
 

@@ -31,7 +31,7 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.float32 import write_float32_copy
-from kvdoctor.diagnose.float32.quantization import unround_integers
+from kvdoctor.diagnose.float32.rounding import unround_integers
 from kvdoctor.diagnose.float32.widen import widen
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import CannotCheck

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+from support.proofs import repair_of
 from support.sampling import sampled
 from support.text_fixtures import FOLDER, read
 
@@ -34,13 +35,11 @@ def repaired(source: Path, out: Path) -> Report:
 
 def names(report: Report) -> list[str]:
     """The repairs looked at here; weights that are stored twice are merged as well."""
-    assert report.repair is not None
-    return sorted({repair.name for repair in report.repair.repairs}.intersection(REPAIRS))
+    return sorted({repair.name for repair in repair_of(report).repairs}.intersection(REPAIRS))
 
 
 def is_proved(report: Report) -> bool:
-    assert report.repair is not None
-    return report.repair.proved and report.verdict == "healthy" and report.repair.out is not None
+    return repair_of(report).proved and report.verdict == "healthy" and repair_of(report).out is not None
 
 
 @pytest.mark.parametrize(
@@ -97,10 +96,9 @@ def test_decoders_written_by_hand_are_repaired_and_proved(file: str, repairs: li
 def test_positions_that_were_folded_are_not_made_up(file: str, tmp_path: Path) -> None:
     """The row of the table of positions for a past of 5 is all that is left of it."""
     report = repaired(SCRATCH / f"{file}.onnx", tmp_path / "out")
-    assert report.repair is not None
-    assert not report.repair.proved
+    assert not repair_of(report).proved
     assert not (tmp_path / "out").exists()
-    reason = next(entry for entry in report.repair.not_repaired if entry.finding == "past-axis-frozen")
+    reason = next(entry for entry in repair_of(report).not_repaired if entry.finding == "past-axis-frozen")
     assert "[1, 32]" in reason.reason
     assert "not in the file" in reason.reason
     assert "export again" in reason.instead

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.genai_folders import GENAI, config_of, convert, failures, named, ports, re_export, require_runtime
+from support.genai_folders import GENAI, config_of, convert, named, ports, re_export, require_runtime
 from support.isolated import EXPORTS, give_up, kvdoctor
+from support.proofs import failed
 from support.text_fixtures import load_all
 
 from kvdoctor.addons.conversions import pipeline
@@ -67,15 +69,10 @@ def test_what_is_not_known_is_left_out_or_has_a_stated_reason(tmp_path: Path) ->
     assert any("no tokenizer" in note for note in made.notes)
 
 
-def test_several_tokens_that_end_a_text_stay_several(tmp_path: Path) -> None:
-    made = convert(
-        write(tmp_path / "m", "decoder-only-healthy", CONTEXT | {"eos_token_id": 7}, {"eos_token_id": [5, 3]})
-    )
-    assert config_of(made)["model"]["eos_token_id"] == [5, 3]
-
-
-def test_one_buffer_is_declared_where_the_contract_has_one(tmp_path: Path) -> None:
-    made = convert(write(tmp_path / "m", "layout-genai-kv-cache-dim-healthy"))
+def test_several_ends_of_a_text_and_one_buffer_are_declared(tmp_path: Path) -> None:
+    ends = CONTEXT | {"eos_token_id": 7}, {"eos_token_id": [5, 3]}
+    assert config_of(convert(write(tmp_path / "m", "decoder-only-healthy", *ends)))["model"]["eos_token_id"] == [5, 3]
+    made = convert(write(tmp_path / "buffer", "layout-genai-kv-cache-dim-healthy"))
     assert config_of(made)["search"]["past_present_share_buffer"] is True
 
 
@@ -152,46 +149,39 @@ def test_patterns(names: list[str], pattern: str | None) -> None:
     assert genai.find_pattern(names) == pattern
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("pair-healthy", "has an encoder"),
-        ("layout-scatter-static-healthy", "neither grows with each step nor is one buffer"),
-        ("layout-delta-optimum-healthy", "neither grows with each step nor is one buffer"),
-        ("layout-hybrid-conv-healthy", "'past_conv.0' is a conv-state"),
-        ("layout-fused-key-value-healthy", "is a key-value of layer 0"),
-        ("layout-heads-first-healthy", "the axes of 'past_key_values.0.key' are kv_heads, batch"),
-        ("layout-embed-tokens-healthy", "it takes 'inputs_embeds' (embeddings)"),
-        ("layout-cut-positions-healthy", "it takes 'start' (past length)"),
-        ("layout-ort-gpt2-attention-healthy", "'attention_mask' is float[batch, total]"),
-        ("layout-lstm-plain-healthy", "1 new token at a time"),
-        ("layout-greedy-search-healthy", "operator"),
-    ],
-)
-def test_other_decoders_are_refused_by_name(name: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as refusal:
-        refuse_impossible_layout(str(write(tmp_path / "m", name)), GENAI)
-    assert reason in str(refusal.value)
+DECODER = "decoder-only-healthy"
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "reason"),
+    ("name", "configs", "reason"),
     [
-        ({}, {"eos_token_id": 0}, "max_position_embeddings"),
-        (CONTEXT, {}, "eos_token_id from 0 to 15"),
-        (CONTEXT, {"eos_token_id": 16}, "eos_token_id"),
-        (CONTEXT, {"eos_token_id": True}, "eos_token_id"),
-        (CONTEXT, {"eos_token_id": []}, "eos_token_id"),
-        (CONTEXT, {"eos_token_id": ["0"]}, "eos_token_id"),
-        (CONTEXT, "[0", "eos_token_id"),
-        (CONTEXT, "[" * 5000, "eos_token_id"),
-        ("null", {"eos_token_id": 0}, "max_position_embeddings"),
+        ("pair-healthy", (), "has an encoder"),
+        ("layout-scatter-static-healthy", (), "neither grows with each step nor is one buffer"),
+        ("layout-delta-optimum-healthy", (), "neither grows with each step nor is one buffer"),
+        ("layout-hybrid-conv-healthy", (), "'past_conv.0' is a conv-state"),
+        ("layout-fused-key-value-healthy", (), "is a key-value of layer 0"),
+        ("layout-heads-first-healthy", (), "the axes of 'past_key_values.0.key' are kv_heads, batch"),
+        ("layout-embed-tokens-healthy", (), "it takes 'inputs_embeds' (embeddings)"),
+        ("layout-cut-positions-healthy", (), "it takes 'start' (past length)"),
+        ("layout-ort-gpt2-attention-healthy", (), "'attention_mask' is float[batch, total]"),
+        ("layout-lstm-plain-healthy", (), "1 new token at a time"),
+        ("layout-greedy-search-healthy", (), "operator"),
+        (DECODER, ({}, {"eos_token_id": 0}), "max_position_embeddings"),
+        (DECODER, (CONTEXT, {}), "eos_token_id from 0 to 15"),
+        (DECODER, (CONTEXT, {"eos_token_id": 16}), "eos_token_id"),
+        (DECODER, (CONTEXT, {"eos_token_id": True}), "eos_token_id"),
+        (DECODER, (CONTEXT, {"eos_token_id": []}), "eos_token_id"),
+        (DECODER, (CONTEXT, {"eos_token_id": ["0"]}), "eos_token_id"),
+        (DECODER, (CONTEXT, "[0"), "eos_token_id"),
+        (DECODER, (CONTEXT, "[" * 5000), "eos_token_id"),
+        (DECODER, ("null", {"eos_token_id": 0}), "max_position_embeddings"),
     ],
 )
-def test_what_is_needed_and_not_known_is_asked_for(config: Any, generation: Any, reason: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "m", "decoder-only-healthy", config, generation)
+def test_what_it_does_not_run_or_does_not_know_is_named(
+    name: str, configs: tuple[Any, ...], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError) as refusal:
-        refuse_impossible_layout(str(folder), GENAI)
+        refuse_impossible_layout(str(write(tmp_path / "m", name, *configs)), GENAI)
     assert reason in str(refusal.value)
 
 
@@ -218,8 +208,8 @@ def test_without_onnxruntime_genai_nothing_is_written(tmp_path: Path, monkeypatc
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
     folder = write(tmp_path / "m", "decoder-only-healthy")
     report = re_export(folder, tmp_path / "out", offline=True)
-    (failed,) = failures(report)
-    assert "could not be proved, onnxruntime-genai is not available" in failed
+    (reason,) = failed(report)
+    assert "could not be proved, onnxruntime-genai is not available" in reason
     assert exit_code(report, "error") == 1
     assert not (tmp_path / "out").exists()
     assert not any("--keep-unproved" in note for note in report.notes)
@@ -260,7 +250,7 @@ def test_exports_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
 def test_other_names_and_caches_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Names of its own, names without a pattern, one buffer for past and present, float16, a padded vocabulary."""
     report = re_export(write(tmp_path / "m", name), tmp_path / "out")
-    assert failures(report) == []
+    assert failed(report) == []
     assert (tmp_path / "out" / "genai_config.json").is_file()
 
 
@@ -275,47 +265,49 @@ def test_one_graph_of_two_generates_the_same_tokens(form: str, tmp_path: Path) -
             Options(),
         )
     report = re_export(tmp_path / form, tmp_path / "out")
-    assert failures(report) == []
+    assert failed(report) == []
     assert [path.name for path in (tmp_path / "out").glob("*.onnx")] == ["model.onnx"]
+
+
+def configure(section: str, key: str, value: Any) -> Callable[[ConvertedModels], None]:
+    """Another value in the configuration."""
+
+    def spoil(made: ConvertedModels) -> None:
+        config = config_of(made)
+        decoder = config["model"]["decoder"]
+        {"decoder": decoder, "search": config["search"], **decoder}[section][key] = value
+        made.texts["genai_config.json"] = json.dumps(config)
+
+    return spoil
+
+
+def negate(made: ConvertedModels) -> None:
+    """The copy is healthy by itself, and generates something else."""
+    (model,) = made.models.values()
+    (negated,) = (node for node in model.graph.node if "logits" in node.output)
+    negated.output[:] = ["logits.before"]
+    model.graph.node.append(onnx.helper.make_node("Neg", ["logits.before"], ["logits"]))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_runtime")
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("inputs", "past_key_names", "past_key_values.%d.value"), ("search", "past_present_share_buffer", True)],
+    ("spoil", "said"),
+    [
+        (configure("inputs", "past_key_names", "past_key_values.%d.value"), "onnxruntime-genai"),
+        (configure("search", "past_present_share_buffer", True), "onnxruntime-genai"),
+        (negate, "prompt of 1, step 0: it generates token"),
+    ],
 )
-def test_a_wrong_configuration_is_not_proved(
-    section: str, key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_copy_is_not_proved(
+    spoil: Callable[[ConvertedModels], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(source: LayoutSource) -> ConvertedModels:
+    def make(source: LayoutSource) -> ConvertedModels:
         made = genai.make(source)
-        config = config_of(made)
-        decoder = config["model"]["decoder"]
-        {"decoder": decoder, "search": config["search"], **decoder}[section][key] = value
-        made.texts["genai_config.json"] = json.dumps(config)
+        spoil(made)
         return made
 
-    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=make),))
     report = re_export(EXPORTS / "gpt2", tmp_path / "out")
-    assert any("onnxruntime-genai" in text for text in failures(report)), failures(report)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_runtime")
-def test_other_weights_are_told_by_their_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is healthy by itself, and generates something else: the first step that differs is named."""
-
-    def spoil(source: LayoutSource) -> ConvertedModels:
-        made = genai.make(source)
-        (model,) = made.models.values()
-        (negated,) = (node for node in model.graph.node if "logits" in node.output)
-        negated.output[:] = ["logits.before"]
-        model.graph.node.append(onnx.helper.make_node("Neg", ["logits.before"], ["logits"]))
-        return made
-
-    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
-    report = re_export(EXPORTS / "gpt2", tmp_path / "out")
-    assert any("prompt of 1, step 0: it generates token" in text for text in failures(report)), failures(report)
+    assert any(said in text for text in failed(report)), failed(report)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import compose, helper, numpy_helper
-from support.genai_folders import GENAI, config_of, convert, failures, named, ports, re_export, require_runtime
+from support.genai_folders import GENAI, config_of, convert, named, ports, re_export, require_runtime
 from support.isolated import EXPORTS, kvdoctor
+from support.proofs import failed
 
 from kvdoctor.addons.conversions.convert_layout import refuse_impossible_layout
 from kvdoctor.addons.conversions.layouts import genai
@@ -63,8 +65,7 @@ def test_the_encoder_returns_the_cross_attention_cache_and_the_decoder_takes_it(
 
 def stripped(model: onnx.ModelProto) -> onnx.ModelProto:
     """A model whose weights are empty, for the checker: they still lie in the files of the source."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     for tensor in copy.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             zeros = np.zeros(tuple(tensor.dims), helper.tensor_dtype_to_np_dtype(tensor.data_type))
@@ -142,38 +143,15 @@ def _add(graph: onnx.GraphProto, *nodes: onnx.NodeProto) -> None:
     graph.node.extend([*nodes, helper.make_node("Add", [f"{name}.before", nodes[-1].output[0]], [name])])
 
 
-@pytest.mark.parametrize(
-    ("file", "spoil", "reason"),
-    [
-        ("encoder_model.onnx", _open_frames, "does not declare how many frames 'input_features' has"),
-        ("encoder_model.onnx", _add_mask, "its encoder takes 'attention_mask' as well"),
-        ("decoder_with_past_model.onnx", _add_mask, "'attention_mask' .*, which onnxruntime-genai does not feed"),
-    ],
-)
-def test_what_it_would_not_feed_is_refused(
-    file: str, spoil: Callable[[onnx.GraphProto], None], reason: str, tmp_path: Path
-) -> None:
-    folder = write(tmp_path / "m", "pair")
-    convert(folder)
-    change(folder / file, spoil)
-    with pytest.raises(UsageError, match=reason):
-        convert(folder)
-
-
-def test_a_decoder_without_its_encoder_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "m", "pair")
-    (folder / "encoder_model.onnx").unlink()
-    with pytest.raises(UsageError, match="has an encoder, whose file is not next to the decoder"):
-        convert(folder)
-
-
-def test_an_encoder_inside_the_first_step_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_decoder_without_a_file_of_its_encoder_is_refused_with_the_way_out(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "pair")
     encoder, first = (onnx.load(folder / f"{name}_model.onnx") for name in ("encoder", "decoder"))
     encoder = compose.add_prefix(encoder, "encoder.", rename_inputs=False)
     whole = compose.merge_models(encoder, first, io_map=[(encoder.graph.output[0].name, "encoder_hidden_states")])
-    onnx.save(whole, folder / "decoder_model.onnx")
     (folder / "encoder_model.onnx").unlink()
+    with pytest.raises(UsageError, match="has an encoder, whose file is not next to the decoder"):
+        convert(folder)
+    onnx.save(whole, folder / "decoder_model.onnx")
     with pytest.raises(UsageError, match=r"inside the graph of the first step: cut it out first, .* --layout optimum"):
         convert(folder)
 
@@ -191,14 +169,21 @@ def _take_states(graph: onnx.GraphProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [(_take_second_size, "reads a length from input_ids"), (_take_states, "takes more of the encoder states")],
+    ("file", "spoil", "reason"),
+    [
+        ("encoder_model.onnx", _open_frames, "does not declare how many frames 'input_features' has"),
+        ("encoder_model.onnx", _add_mask, "its encoder takes 'attention_mask' as well"),
+        ("decoder_with_past_model.onnx", _add_mask, "'attention_mask' .*, which onnxruntime-genai does not feed"),
+        ("decoder_model.onnx", _take_second_size, "reads a length from input_ids"),
+        ("decoder_model.onnx", _take_states, "takes more of the encoder states"),
+    ],
 )
-def test_what_the_encoder_cannot_compute_is_named(
-    spoil: Callable[[onnx.GraphProto], None], reason: str, tmp_path: Path
+def test_what_is_not_fed_or_not_computed_by_the_encoder_is_refused(
+    file: str, spoil: Callable[[onnx.GraphProto], None], reason: str, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m", "pair")
-    change(folder / "decoder_model.onnx", spoil)
+    convert(folder)
+    change(folder / file, spoil)
     with pytest.raises(UsageError, match=reason):
         convert(folder)
 
@@ -253,7 +238,7 @@ def test_a_pair_generates_the_same_tokens(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "pair")
     change(folder / "decoder_model.onnx", _round_keys)
     report = re_export(folder, tmp_path / "out")
-    assert failures(report) == []
+    assert failed(report) == []
     assert (tmp_path / "out" / "genai_config.json").is_file()
 
 
@@ -272,5 +257,5 @@ def test_another_cross_attention_cache_is_not_proved(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
     report = re_export(write(tmp_path / "m", "pair"), tmp_path / "out")
-    assert any("onnxruntime-genai generates the tokens" in text for text in failures(report)), failures(report)
+    assert any("onnxruntime-genai generates the tokens" in text for text in failed(report)), failed(report)
     assert not (tmp_path / "out").exists()

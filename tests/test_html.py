@@ -26,7 +26,6 @@ from kvdoctor.report.repair_record import RepairRecord, RepairSide
 from kvdoctor.report.sections.findings import draw_cache
 
 EXPORTS = Path("fixtures/exports")
-ROOT = Path(__file__).parent.parent
 HOSTILE = "<script>alert(1)</script>\"'>]]>&amp;\u202egnp.\x1b[31m\x00\n::error::<img src=x onerror=alert(2)>"
 QUOTED = ("path", "where", "declared", "observed", "cause", "text", "reason", "error", "producer", "words", "scope")
 QUOTED += ("past", "present", "filled_by", "file", "name", "layout", "files", "notes", "subject", "effects", "evidence")

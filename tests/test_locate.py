@@ -29,7 +29,7 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import FaultLocation
 from kvdoctor.decode.tolerances import TOLERANCES
-from kvdoctor.diagnose.locate.optimizers import PASSES, find_pass
+from kvdoctor.diagnose.locate.difference import PASSES, find_pass
 from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import CannotCheck

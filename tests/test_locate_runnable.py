@@ -17,7 +17,7 @@ from kvdoctor.decode.calls import Encoded, Scenario, as_array, load_call, save_c
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.decode.messages import CompareJob, TrialJob, TrialModel, ValuePair
-from kvdoctor.diagnose.locate.match_values import chunks, match_entries
+from kvdoctor.diagnose.locate.first_divergence import chunks, match_entries
 from kvdoctor.diagnose.locate.runnable import flatten, read_located, write_variant
 from kvdoctor.errors import CannotCheck, WorkerDied
 from kvdoctor.runtime.client import Runtime

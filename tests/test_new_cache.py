@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.isolated import FIXTURES, call, give_up, kvdoctor
+from support.proofs import claims, repair_of
 from support.text_fixtures import compile_text
 
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions.new_cache.labels import Mixes, multiply, regroup, spell_product
+from kvdoctor.addons.conversions.new_cache.key_sides import Mixes, multiply, regroup, spell_product
 from kvdoctor.errors import UsageError
-from kvdoctor.report.document import Report
 
 SCRATCH = Path(__file__).parents[1] / "fixtures" / "from_scratch" / "cacheless.onnx"
 
@@ -71,9 +71,7 @@ decoder (int64[batch, length] input_ids, int64[batch, length] attention_mask) =>
   places = Gather (w_places, least)
   tokens = Gather (w_tokens, input_ids)
   x0 = Add (tokens, places)
-""".replace("  square =", "  SQUARE =")
-    .replace("  counted = Unsqueeze (count, from_first)\n", "")
-    .replace("  SQUARE =", "  counted = Unsqueeze (count, from_first)\n  square =")
+"""
     + LAYER.format(i=0, j=1)
     + LAYER.format(i=1, j=2)
     + "  logits = MatMul (x2, w_logits)\n}\n"
@@ -90,11 +88,6 @@ def write(folder: Path, *edits: tuple[str, str]) -> Path:
     path = folder / "model.onnx"
     onnx.save(compile_text(text), path)
     return path
-
-
-def claims(report: Report) -> dict[str, bool]:
-    assert report.repair is not None
-    return {entry.claim: entry.holds for entry in report.repair.proof}
 
 
 def decode(session: ort.InferenceSession, prompt: list[int], count: int) -> list[int]:
@@ -132,7 +125,7 @@ def test_a_decoder_gets_a_cache_that_step_test_calls_healthy(tmp_path: Path) -> 
             assert shapes[f"past_key_values.{layer}.{part}"] == ["batch", 2, "past_sequence_length", 4]
     old, new = (ort.InferenceSession(folder / "model.onnx") for folder in (source.parent, tmp_path / "out"))
     assert decode(new, [3, 1, 4], 20) == decode(old, [3, 1, 4], 20)
-    (compared,) = (entry for entry in report.repair.proof if "new rows" in entry.claim)  # type: ignore[union-attr]
+    (compared,) = (entry for entry in repair_of(report).proof if "new rows" in entry.claim)
     assert "prompts of 1 to 24 tokens" in compared.detail
     assert "padding on the left" in compared.detail
     assert set(report.measured["cost"]["decoding"]["decoder"]) >= {"10", "50"}
@@ -209,8 +202,7 @@ def test_int8_weights_are_proved_without_their_rounding(tmp_path: Path) -> None:
     onnx.save(model, source)
     report = conversions.convert(source, tmp_path / "out", cache="growing")
     assert all(claims(report).values())
-    assert report.repair is not None
-    assert any("one scale from all tokens" in line for line in report.repair.loop)
+    assert any("one scale from all tokens" in line for line in repair_of(report).loop)
 
 
 def test_a_hand_written_gpt_and_the_command_that_is_suggested(tmp_path: Path) -> None:

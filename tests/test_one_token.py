@@ -12,10 +12,10 @@ from onnx import numpy_helper
 from support.isolated import FIXTURES as SOURCES
 from support.isolated import kvdoctor
 from support.text_fixtures import load_all
+from test_experiments import Scripted, named
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Call, Scenario, as_array
-from kvdoctor.decode.experiments import Experiment, load
+from kvdoctor.decode.calls import Answer, Call, Scenario, as_array
 from kvdoctor.decode.experiments.long_states import LAST, PLACES, _find_amplified
 from kvdoctor.decode.experiments.one_token import KEPT, LOOP
 from kvdoctor.decode.feeds import FeedBuilder
@@ -64,10 +64,6 @@ def test_a_required_batch_is_proved_by_rows_alone(tmp_path: Path, runtime: Runti
     assert (report.verdict, [entry.code for entry in report.not_checked]) == ("healthy", ["KV301"])
 
 
-def named(name: str) -> Experiment:
-    return next(experiment for experiment in load() if experiment.name == name)
-
-
 def read_contract(name: str, folder: Path) -> CacheContract:
     contract = inspect(str(FIXTURES[name].write(folder))).stacks[0].contract
     assert contract is not None
@@ -91,22 +87,10 @@ class Decoder:
             reads = not (self.fault == "unread" and index == 1)
             takes = not (self.fault == "untouched" and index == 1)
             total += float(past.mean()) * (index + 1) if reads else 0.0
-            outputs[slot.present or ""] = Held(past * 0.5 + (token * (index + 1) if takes else 1.0))
+            outputs[slot.present or ""] = Scripted(past * 0.5 + (token * (index + 1) if takes else 1.0))
         hidden = self.seen if self.fault == "remembers" else 0.0
-        outputs["logits"] = Held(np.sin(np.arange(16.0) * (1 + total + token + hidden)).reshape(1, 1, 16))
+        outputs["logits"] = Scripted(np.sin(np.arange(16.0) * (1 + total + token + hidden)).reshape(1, 1, 16))
         return Answer(outputs, "logits", call.past, call.new)
-
-
-class Held:
-    def __init__(self, content: Array) -> None:
-        self.content = content
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.content.shape)
-
-    def array(self) -> Array:
-        return self.content
 
 
 def drive(name: str, builder: FeedBuilder, decoder: Decoder) -> tuple[list[tuple[Call, Answer]], Cause | None]:

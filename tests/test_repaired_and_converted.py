@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from test_conversions import contents, failed, faulty, write
+from support.proofs import claims, failed, repair_of
+from test_conversions import contents, faulty, write
 
 from kvdoctor import api
 from kvdoctor.addons.conversions import api as conversions
@@ -24,7 +25,7 @@ from kvdoctor.repair import session
 from kvdoctor.repair.repairs.registry import load
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report import formats
-from kvdoctor.report.document import Report, exit_code
+from kvdoctor.report.document import exit_code
 from kvdoctor.report.repair_record import Change
 
 SLOW = pytest.mark.slow
@@ -54,11 +55,6 @@ def decode(path: Path, tokens: list[int]) -> np.ndarray:
     return np.asarray(logits)[:, -1]
 
 
-def claims(report: Report) -> set[str]:
-    assert report.repair is not None
-    return {entry.claim for entry in report.repair.proof}
-
-
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
@@ -79,16 +75,15 @@ def test_one_call_repairs_and_converts(name: str, choices: dict[str, Any], tmp_p
     source, out = write(tmp_path / "model", name), tmp_path / "out"
     before = contents(source)
     report = conversions.convert(source, out, **choices)
-    assert report.repair is not None
     assert not failed(report)
     assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
     assert contents(source) == before
     gone = f"{FOUND[name].partition(' ')[2]} is gone"
-    assert {gone, "logits of the first step equal to the original's, bit for bit"} <= claims(report)
+    assert {gone, "logits of the first step equal to the original's, bit for bit"} <= claims(report).keys()
     compared = [claim for claim in claims(report) if "those of the repaired copy" in claim]
     assert len(compared) == 1
     assert "caches" in compared[0]
-    (base,) = report.repair.bases
+    (base,) = repair_of(report).bases
     assert base.endswith(f"not with {source}, which has {FOUND[name]}")
     assert sorted(path.name for path in out.rglob("*") if path.is_file()) == sorted(report_contents(out))
     assert exit_code(api.step_test(out), "error") == 0
@@ -112,9 +107,8 @@ def test_the_copy_decodes_as_the_healthy_twin(name: str, tmp_path: Path) -> None
 
 def test_a_healthy_model_is_compared_with_itself_as_it_is(tmp_path: Path) -> None:
     report = conversions.convert(write(tmp_path / "model", TWINS[COUNTED]), tmp_path / "out", cache="static=12")
-    assert report.repair is not None
     assert "logits and caches of every call are those of the original" in claims(report)
-    assert not report.repair.bases
+    assert not repair_of(report).bases
 
 
 @pytest.mark.slow
@@ -123,8 +117,7 @@ def test_the_cost_of_a_type_is_that_of_the_repaired_loop(tmp_path: Path) -> None
     found = {}
     for name in (SWAPPED, TWINS[SWAPPED]):
         report = conversions.convert(write(tmp_path / name, name), cache_type="int8")
-        assert report.repair is not None
-        found[name] = report.repair
+        found[name] = repair_of(report)
     assert not list(tmp_path.glob("out*"))
     (mine,), (theirs,) = (record.cache_costs for record in found.values())
     for one, other in zip(mine.costs, theirs.costs, strict=True):
@@ -136,7 +129,6 @@ def test_the_cost_of_a_type_is_that_of_the_repaired_loop(tmp_path: Path) -> None
 
 def test_every_form_of_the_report_says_what_was_compared(tmp_path: Path) -> None:
     report = conversions.convert(write(tmp_path / "model", COUNTED), logits="last")
-    assert report.repair is not None
     for name in ("text", "markdown", "html", "json"):
         text = formats.render(report, name).replace("\\", "")
         assert "the conversion is compared with the repaired copy" in text, name
@@ -146,11 +138,12 @@ def test_only_the_faulty_decoder_of_a_folder_is_compared_with_its_repaired_copy(
     source = write(tmp_path / "model", COUNTED)
     shutil.copy(write(tmp_path / "twin", TWINS[COUNTED]) / "model.onnx", source / "model_right.onnx")
     report = conversions.convert(source, tmp_path / "out", logits="last")
-    assert report.repair is not None
     assert not failed(report)
-    compared = {e.stack: e.claim.rpartition("those of ")[2] for e in report.repair.proof if "those of the" in e.claim}
+    compared = {
+        e.stack: e.claim.rpartition("those of ")[2] for e in repair_of(report).proof if "those of the" in e.claim
+    }
     assert sorted(compared.values()) == ["the original", "the repaired copy"]
-    (base,) = report.repair.bases
+    (base,) = repair_of(report).bases
     assert compared[base.partition(":")[0]] == "the repaired copy"
 
 
@@ -166,10 +159,9 @@ def test_only_the_faulty_decoder_of_a_folder_is_compared_with_its_repaired_copy(
 )
 def test_pairs_and_merged_decoders(name: str, choices: dict[str, str], tmp_path: Path) -> None:
     report = conversions.convert(write(tmp_path / "model", name), tmp_path / "out", **choices)
-    assert report.repair is not None
     assert not failed(report)
     assert any("caches of every call are those of the repaired copy" in claim for claim in claims(report))
-    assert len(report.repair.bases) == 1
+    assert len(repair_of(report).bases) == 1
     assert exit_code(api.step_test(tmp_path / "out"), "error") == 0
 
 
@@ -180,8 +172,7 @@ def test_a_fault_that_cannot_be_repaired_comes_first(choices: dict[str, str], tm
     report = conversions.convert(source, out, **choices)
     assert not out.exists()
     assert exit_code(report, "error") == 1
-    assert report.repair is not None
-    assert not report.repair.cache_costs
+    assert not repair_of(report).cache_costs
     text = formats.render(report, "text")
     reason = "a conversion is compared with the model as it is, and its plain-loop does not pass"
     assert text.index("KV310") < text.index("cannot be converted") < text.index(reason)
@@ -277,7 +268,7 @@ def keys_scaled(graph: onnx.GraphProto) -> None:
 
 def test_a_wrong_conversion_of_a_repaired_copy_is_not_proved(tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", COUNTED), tmp_path / "out"
-    asked = faulty(keys_scaled, logits="last")
+    asked = faulty(keys_scaled, "model.onnx", logits="last")
     report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert any("those of the repaired copy: first difference: batch 1" in text for text in failed(report))
     assert any("present.0.key differs" in text for text in failed(report)), failed(report)

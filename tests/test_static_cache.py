@@ -9,26 +9,21 @@ import onnx
 import onnxruntime as ort
 import pytest
 from support.isolated import EXPORTS
+from support.proofs import repair_of
 from support.sampling import sampled
-from test_conversions import DECODER, Spoil, contents, failed, faulty, first_step, refusal, write
+from test_conversions import DECODER, Spoil, not_proved, proved, refusal, without_cache, write
 
 import kvdoctor
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions import pipeline
-from kvdoctor.addons.conversions.options import ConvertChoices
-from kvdoctor.addons.conversions.pipeline import ConvertRequest
 from kvdoctor.errors import UsageError
-from kvdoctor.options import Options
-from kvdoctor.report.document import Report, exit_code
+from kvdoctor.report.document import Report
 
 OPSET_24 = (("ir_version: 8", "ir_version: 11"), ('["" : 17]', '["" : 24]'))
 
 
 def check_static(report: Report, capacity: int) -> None:
-    assert report.repair is not None
-    assert not failed(report)
-    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
-    claims = {entry.claim: entry.detail for entry in report.repair.proof}
+    assert report.verdict == "healthy"
+    claims = {entry.claim: entry.detail for entry in repair_of(report).proof}
     assert f"has {capacity} tokens" in claims[f"a buffer of {capacity} tokens was filled"]
     assert "fails" in claims[f"a buffer of {capacity} tokens is not written beyond its end"]
     for stack in report.stacks:
@@ -55,10 +50,8 @@ def check_static(report: Report, capacity: int) -> None:
 )
 def test_a_buffer_decodes_as_the_growing_cache(name: str, edits: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name, *edits), tmp_path / "out"
-    before = contents(source)
-    report = conversions.convert(source, out, cache="static=12")
+    report = proved(source, out, cache="static=12")
     check_static(report, 12)
-    assert contents(source) == before
     (file,) = (path for path in out.glob("*.onnx") if path.name == report.stacks[0].contract.graph("decode").file)
     model = onnx.load(str(file))
     onnx.checker.check_model(model, full_check=True)
@@ -71,22 +64,19 @@ def test_a_buffer_decodes_as_the_growing_cache(name: str, edits: tuple[tuple[str
 def test_a_buffer_of_an_operator_is_declared_and_grows_again(tmp_path: Path) -> None:
     """GroupQueryAttention writes in place by itself: the declared length alone changes, there and back."""
     source, out = write(tmp_path / "model", "layout-gqa-growing-healthy"), tmp_path / "out"
-    report = conversions.convert(source, out, cache="static=12")
-    assert not failed(report)
-    assert (exit_code(report, "error"), report.verdict, report.findings) == (0, "healthy", ())
-    assert report.repair is not None
-    claims = {entry.claim: entry.detail for entry in report.repair.proof}
+    report = proved(source, out, cache="static=12")
+    assert (report.verdict, report.findings) == ("healthy", ())
+    claims = {entry.claim: entry.detail for entry in repair_of(report).proof}
     assert "returns" in claims["a buffer of 12 tokens is not written beyond its end"]
     assert {slot.growth for slot in report.stacks[0].contract.slots} == {"static"}
-    grown = conversions.convert(out, tmp_path / "grown", cache="growing")
-    assert not failed(grown)
+    grown = proved(out, tmp_path / "grown", cache="growing")
     assert {slot.growth for slot in grown.stacks[0].contract.slots} == {"shared"}
 
 
 @pytest.mark.parametrize("name", sampled(["llama-gqa", "gpt2"], 2))
 def test_real_exports_become_buffers_of_their_context(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = conversions.convert(EXPORTS / name, out, cache="static")
+    report = proved(EXPORTS / name, out, cache="static")
     check_static(report, 64)
     model = onnx.load(str(out / "model.onnx"))
     onnx.checker.check_model(model, full_check=True)
@@ -115,12 +105,8 @@ def test_the_rules_of_the_fix_report_decode_up_to_the_last_row(tmp_path: Path) -
     """N - 1 and N tokens are right, whatever the rows behind them hold; token N + 1 is refused."""
     source, tokens, capacity = write(tmp_path / "model"), [3, 7, 5, 9, 4, 8], 6
     conversions.convert(source, tmp_path / "out", cache=f"static={capacity}")
-    whole = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"])
-    feeds = first_step(len(tokens))
-    feeds["input_ids"] = np.array([tokens])
-    want = whole.run(["logits"], feeds)[0]
+    want, names = without_cache(source, tokens)
     static = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = [name for name in feeds if name.startswith("past")]
     returned = ["logits", *(name.replace("past_key_values", "present") for name in names)]
     past = {name: np.full((1, 2, capacity, 4), 7, np.float32) for name in names}
     for start, stop in ((0, 3), (3, 5), (5, 6)):
@@ -133,7 +119,7 @@ def test_the_rules_of_the_fix_report_decode_up_to_the_last_row(tmp_path: Path) -
 
 def test_the_context_of_the_config_limits_the_buffer(tmp_path: Path) -> None:
     source = write(tmp_path / "model", "decoder-only-short-context-healthy")
-    check_static(conversions.convert(source, tmp_path / "out", cache="static"), 9)
+    check_static(proved(source, tmp_path / "out", cache="static"), 9)
     with pytest.raises(UsageError, match="allows 9 tokens, so a buffer of 10"):
         conversions.convert(source, tmp_path / "more", cache="static=10")
     with pytest.raises(UsageError, match="give a number"):
@@ -142,8 +128,7 @@ def test_the_context_of_the_config_limits_the_buffer(tmp_path: Path) -> None:
 
 def test_all_sizes_are_numbers_with_fixed_sizes(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = conversions.convert(write(tmp_path / "model"), out, cache="static=12", sizes=("batch=1", "new=1"))
-    check_static(report, 12)
+    check_static(proved(write(tmp_path / "model"), out, cache="static=12", sizes=("batch=1", "new=1")), 12)
     model = onnx.load(str(out / "model.onnx"))
     for value in (*model.graph.input, *model.graph.output):
         assert all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim), value.name
@@ -151,32 +136,44 @@ def test_all_sizes_are_numbers_with_fixed_sizes(tmp_path: Path) -> None:
 
 def test_the_traced_inputs_of_the_original_are_not_those_of_the_copy(tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", "config-agrees-healthy"), tmp_path / "out"
-    check_static(conversions.convert(source, out, cache="static=12"), 12)
+    check_static(proved(source, out, cache="static=12"), 12)
     assert "kwargs" in json.loads((source / "export.json").read_text())["components"]["model"]["metadata"]
     assert "kwargs" not in json.loads((out / "export.json").read_text())["components"]["model"]["metadata"]
 
 
+STATIC, GROWING = {"cache": "static=12"}, {"cache": "growing"}
+
+
 @pytest.mark.parametrize(
-    ("name", "named"),
+    ("name", "choices", "named"),
     [
-        ("merged-healthy", 'the node If "optimum::if" selects a branch without a past'),
-        ("pair-healthy", "its first step is another graph"),
-        ("layout-attention-23-healthy", 'the node Attention "mixed0" has no mask'),
-        ("layout-multihead-attention-healthy", "the node com.microsoft.MultiHeadAttention"),
-        ("layout-canary-healthy", 'the node Slice "ids" reads'),
-        ("layout-scatter-static-healthy", "is a static buffer already"),
-        ("decoder-only-half-cache-healthy", 'the node Cast "past_k0" reads'),
+        ("merged-healthy", STATIC, 'the node If "optimum::if" selects a branch without a past'),
+        ("pair-healthy", STATIC, "its first step is another graph"),
+        ("layout-attention-23-healthy", STATIC, 'the node Attention "mixed0" has no mask'),
+        ("layout-multihead-attention-healthy", STATIC, "the node com.microsoft.MultiHeadAttention"),
+        ("layout-canary-healthy", STATIC, 'the node Slice "ids" reads'),
+        ("layout-scatter-static-healthy", STATIC, "is a static buffer already"),
+        ("decoder-only-half-cache-healthy", STATIC, 'the node Cast "past_k0" reads'),
         pytest.param(
-            "cache-not-faster",
-            'the node Expand "large" uses the length of the past in an unknown way',
+            *("cache-not-faster", STATIC, 'the node Expand "large" uses the length of the past in an unknown way'),
             marks=pytest.mark.slow,  # its steps take long on purpose
         ),
-        ("layout-lstm-states-healthy", "no past has a variable length"),
+        ("layout-lstm-states-healthy", STATIC, "no past has a variable length"),
+        (DECODER, GROWING, "it has no static buffer"),
+        ("layout-retained-state-healthy", GROWING, "the node Where .* where a write of new rows is expected"),
+        ("layout-decoder-masked-mha-healthy", GROWING, "the node com.microsoft.DecoderMaskedMultiHeadAttention"),
+        ("layout-delta-healthy", GROWING, "is not written in place by the graph"),
+        ("layout-scatter-static-pair-healthy", GROWING, "its first step is another graph"),
+        *(
+            (DECODER, {"cache": words}, "--cache")
+            for words in ("static=4", "static=x", "static=", "dynamic", "static=12,static=13")
+        ),
+        (DECODER, {**STATIC, "sizes": ("new=1", "past=12")}, "another form of the cache"),
     ],
 )
-def test_a_graph_of_another_form_is_refused_with_the_node(name: str, named: str, tmp_path: Path) -> None:
+def test_what_is_of_another_form_is_refused_with_the_node(name: str, choices: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=named):
-        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache="static=12")
+        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
 
 
@@ -207,14 +204,7 @@ OTHER_USES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("uses", "node"),
-    [
-        ("a block of past columns", "ConstantOfShape"),
-        ("columns behind the first", "Slice"),
-        ("parts of past and new tokens", "Split"),
-    ],
-)
+@pytest.mark.parametrize(("uses", "node"), list(zip(OTHER_USES, ("ConstantOfShape", "Slice", "Split"), strict=True)))
 def test_an_unknown_use_of_the_length_is_refused_with_the_node(uses: str, node: str, tmp_path: Path) -> None:
     source = write(tmp_path / "model", DECODER, *OTHER_USES[uses])
     text = refusal(source, tmp_path / "out", cache="static=12")
@@ -240,7 +230,7 @@ KNOWN_USES = {
 @pytest.mark.parametrize("uses", KNOWN_USES)
 def test_masks_of_other_forms_are_converted(uses: str, tmp_path: Path) -> None:
     source = write(tmp_path / "model", DECODER, *KNOWN_USES[uses])
-    check_static(conversions.convert(source, tmp_path / "out", cache="static=12"), 12)
+    check_static(proved(source, tmp_path / "out", cache="static=12"), 12)
 
 
 def always_at_the_start(graph: onnx.GraphProto) -> None:
@@ -265,27 +255,27 @@ def last_row_again(graph: onnx.GraphProto) -> None:
     graph.node.insert(0, onnx.helper.make_node("Min", ["cache_position", "static_last"], ["static_bounded"]))
 
 
+def joined_in_front(graph: onnx.GraphProto) -> None:
+    """New rows stand in front of the past."""
+    for node in graph.node:
+        if node.op_type == "Concat" and node.output[0].startswith("updated"):
+            node.input[:] = [node.input[1], node.input[0]]
+
+
 @pytest.mark.parametrize(
     ("spoil", "difference"),
     [
         (always_at_the_start, "first difference: batch 1, prompt of 2 tokens"),
         (mask_of_the_start, "first difference: batch 1, prompt of "),
         (last_row_again, "a buffer of 12 tokens is not written beyond its end: it runs"),
+        (joined_in_front, "first difference: batch 1, prompt of"),
     ],
 )
-def test_a_buffer_that_is_not_proved_is_not_written(spoil: Spoil, difference: str, tmp_path: Path) -> None:
-    source, out = write(tmp_path / "model"), tmp_path / "out"
-    asked = faulty(spoil, cache="static=12")
-    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
-    assert any(difference in text for text in failed(report)), failed(report)
-    assert not out.exists()
-    assert exit_code(report, "error") == 1
-
-
-@pytest.mark.parametrize("choice", ["static=4", "static=x", "static=", "dynamic", "static=12,static=13"])
-def test_a_choice_that_makes_no_sense_is_refused(choice: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--cache"):
-        conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache=choice)
+def test_a_cache_that_is_not_proved_is_not_written(spoil: Spoil, difference: str, tmp_path: Path) -> None:
+    grows = spoil is joined_in_front
+    source = write(tmp_path / "model", "layout-tensor-scatter-heads-healthy" if grows else DECODER)
+    found = not_proved(source, tmp_path / "out", spoil, **(GROWING if grows else STATIC))
+    assert any(difference in text for text in found), found
 
 
 @pytest.mark.parametrize("choice", ["static=65", "static"])
@@ -297,24 +287,14 @@ def test_a_buffer_is_no_longer_than_the_table_of_positions(choice: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_buffer_and_a_fixed_past_are_two_forms(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="another form of the cache"):
-        conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache="static=12", sizes=("new=1", "past=12"))
-
-
 def test_a_repaired_copy_is_converted(tmp_path: Path) -> None:
     """A warning is repaired as well; what is converted is the repaired graph."""
-    report = conversions.convert(write(tmp_path / "model", "mask-not-offset-step"), tmp_path / "out", cache="static=12")
-    assert report.repair is not None
-    assert [one.name for one in report.repair.repairs] == ["offset-mask", "cache static=12"]
-    assert not failed(report)
-    assert exit_code(report, "error") == 0
+    report = proved(write(tmp_path / "model", "mask-not-offset-step"), tmp_path / "out", cache="static=12")
+    assert [one.name for one in repair_of(report).repairs] == ["offset-mask", "cache static=12"]
 
 
 def check_growing(report: Report) -> None:
-    assert report.repair is not None
-    assert not failed(report)
-    assert (exit_code(report, "error"), report.verdict) == (0, "healthy")
+    assert report.verdict == "healthy"
     for stack in report.stacks:
         assert stack.contract is not None
         slots = stack.contract.of_kind("self-attention")
@@ -326,9 +306,7 @@ def check_growing(report: Report) -> None:
 )
 def test_a_static_cache_grows(name: str, tmp_path: Path) -> None:
     source, out = write(tmp_path / "model", name), tmp_path / "out"
-    before = contents(source)
-    check_growing(conversions.convert(source, out, cache="growing"))
-    assert contents(source) == before
+    check_growing(proved(source, out, cache="growing"))
     model = onnx.load(str(out / "model.onnx"))
     onnx.checker.check_model(model, full_check=True)
     assert not [node.op_type for node in model.graph.node if "Scatter" in node.op_type]
@@ -344,34 +322,3 @@ def test_a_buffer_grows_again_beyond_its_length(tmp_path: Path) -> None:
     (run,) = (run for run in report.runs if run.experiment == "long-past")
     assert run.outcome == "passed"
     assert max(step.past_length for step in run.steps) > 24
-
-
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        (DECODER, "it has no static buffer"),
-        ("layout-retained-state-healthy", "the node Where .* where a write of new rows is expected"),
-        ("layout-decoder-masked-mha-healthy", "the node com.microsoft.DecoderMaskedMultiHeadAttention"),
-        ("layout-delta-healthy", "is not written in place by the graph"),
-        ("layout-scatter-static-pair-healthy", "its first step is another graph"),
-    ],
-)
-def test_what_is_no_buffer_of_the_graph_does_not_grow(name: str, named: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=named):
-        conversions.convert(write(tmp_path / "model", name), tmp_path / "out", cache="growing")
-    assert not (tmp_path / "out").exists()
-
-
-def joined_in_front(graph: onnx.GraphProto) -> None:
-    """New rows stand in front of the past."""
-    for node in graph.node:
-        if node.op_type == "Concat" and node.output[0].startswith("updated"):
-            node.input[:] = [node.input[1], node.input[0]]
-
-
-def test_a_growing_cache_that_is_not_proved_is_not_written(tmp_path: Path) -> None:
-    source, out = write(tmp_path / "model", "layout-tensor-scatter-heads-healthy"), tmp_path / "out"
-    asked = faulty(joined_in_front, cache="growing")
-    report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
-    assert any("first difference: batch 1, prompt of" in text for text in failed(report)), failed(report)
-    assert not out.exists()

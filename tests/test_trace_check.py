@@ -148,6 +148,18 @@ def swap(one: str, other: str) -> Callable[[Feeds, Loop], object]:
     return lambda feeds, _: feeds.update({one: feeds[other], other: feeds[one]})
 
 
+def mistaken(step: int, names: str, make: Callable[[Feeds, Loop], object], kind: str, *more: Any) -> Mistake:
+    """A mistake from a step on."""
+    return Mistake(at(step, make), kind, step, names, *more)
+
+
+def wrong(
+    step: int, name: str, value: "Callable[[Feeds, Loop], np.ndarray[Any, Any]]", kind: str, *more: Any
+) -> Mistake:
+    """A wrong value of one input from a step on."""
+    return mistaken(step, name, put(name, value), kind, *more)
+
+
 def all_ids(feeds: Feeds, loop: Loop) -> None:
     feeds["input_ids"] = np.concatenate([*(c["fed"]["input_ids"][:, -1:] for c in loop.calls), feeds["input_ids"]], 1)
 
@@ -165,96 +177,52 @@ def stale(feeds: Feeds, loop: Loop) -> None:
 SELF, OTHER = "past_key_values.0.decoder.key", "past_key_values.1.decoder.key"
 VALUE, CROSS = "past_key_values.0.decoder.value", "past_key_values.0.encoder.key"
 IN_MERGED = {
-    "no switch": Mistake(at(0, lambda f, _: f.pop("use_cache_branch")), "input-missing", 0, "use_cache_branch"),
-    "switch of another type": Mistake(
-        at(0, put("use_cache_branch", lambda f, _: f["use_cache_branch"].astype(np.int64))),
-        "wrong-type", 0, "use_cache_branch", "int64, not bool",
-    ),
-    "switch without axis": Mistake(
-        at(0, put("use_cache_branch", lambda f, _: f["use_cache_branch"].reshape(()))),
-        "wrong-rank",
-        0,
-        "use_cache_branch",
-    ),
-    "cached branch at once": Mistake(
-        at(0, put("use_cache_branch", lambda *_: np.array([True]))), "cached-too-early", 0, "use_cache_branch",
-        "on the first step", SMALL,
-    ),
-    "cached branch never": Mistake(
-        at(2, put("use_cache_branch", lambda *_: np.array([False]))), "cached-too-late", 2, "use_cache_branch",
-        "ignores the cache", SMALL,
-    ),
-    "encoder states left out": Mistake(
-        at(1, lambda f, _: f.pop("encoder_hidden_states")), "input-missing", 1, "encoder_hidden_states"
-    ),
-    "encoder states empty": Mistake(
-        at(1, put("encoder_hidden_states", lambda f, _: f["encoder_hidden_states"][:, :0])),
-        "encoder-missing", 1, "encoder_hidden_states",
-    ),
-    "encoder states of another sentence": Mistake(
-        at(2, put("encoder_hidden_states", lambda f, _: f["encoder_hidden_states"] * 2)),
-        "encoder-changes", 2, "encoder_hidden_states", "the encoder states change", EVERYTHING,
-    ),
-    "encoder states cut": Mistake(
-        at(1, put("encoder_hidden_states", lambda f, _: f["encoder_hidden_states"][:, :-1])),
-        "encoder-changes", 1, "encoder_hidden_states",
-    ),
-    "unknown input": Mistake(
-        at(1, put("decoder_attention_mask", lambda *_: np.ones((1, 2), np.int64))),
-        "input-unknown", 1, "decoder_attention_mask",
-    ),
-    "ids of 32 bits": Mistake(
-        at(0, put("input_ids", lambda f, _: f["input_ids"].astype(np.int32))), "wrong-type", 0, "input_ids"
-    ),
-    "ids without batch": Mistake(
-        at(1, put("input_ids", lambda f, _: f["input_ids"][0])), "wrong-rank", 1, "input_ids"
-    ),
-    "past in half precision": Mistake(
-        at(1, each("past", lambda n, f, _: f[n].astype(np.float16))), "wrong-type", 1, SELF, "float16, not float"
-    ),
-    "past never renewed": Mistake(at(2, stale), "past-stale", 2, SELF, "did not grow by the 1 token of that step"),
-    "past one short": Mistake(
-        at(3, each("decoder.", lambda n, f, _: f[n][:, :, 2:])), "past-length", 3, SELF, "length 1, where 3 tokens",
-    ),
-    "past forgotten": Mistake(
-        at(2, each("decoder.", lambda n, f, _: f[n][:, :, :0])), "cache-dropped", 2, SELF, "length 0"
-    ),
-    "all ids and the cache": Mistake(at(1, all_ids), "all-ids-with-cache", 1, "input_ids", "count twice"),
+    "no switch": mistaken(0, "use_cache_branch", lambda f, _: f.pop("use_cache_branch"), "input-missing"),
+    "switch of another type": wrong(0, "use_cache_branch",
+        lambda f, _: f["use_cache_branch"].astype(np.int64), "wrong-type", "int64, not bool"),
+    "switch without axis": wrong(0, "use_cache_branch", lambda f, _: f["use_cache_branch"].reshape(()), "wrong-rank"),
+    "cached branch at once": wrong(0, "use_cache_branch",
+        lambda *_: np.array([True]), "cached-too-early", "on the first step", SMALL),
+    "cached branch never": wrong(2, "use_cache_branch",
+        lambda *_: np.array([False]), "cached-too-late", "ignores the cache", SMALL),
+    "encoder states left out": mistaken(1, "encoder_hidden_states",
+        lambda f, _: f.pop("encoder_hidden_states"), "input-missing"),
+    "encoder states empty": wrong(1, "encoder_hidden_states",
+        lambda f, _: f["encoder_hidden_states"][:, :0], "encoder-missing"),
+    "encoder states of another sentence": wrong(2, "encoder_hidden_states",
+        lambda f, _: f["encoder_hidden_states"] * 2, "encoder-changes", "the encoder states change", EVERYTHING),
+    "encoder states cut": wrong(1, "encoder_hidden_states",
+        lambda f, _: f["encoder_hidden_states"][:, :-1], "encoder-changes"),
+    "unknown input": wrong(1, "decoder_attention_mask", lambda *_: np.ones((1, 2), np.int64), "input-unknown"),
+    "ids of 32 bits": wrong(0, "input_ids", lambda f, _: f["input_ids"].astype(np.int32), "wrong-type"),
+    "ids without batch": wrong(1, "input_ids", lambda f, _: f["input_ids"][0], "wrong-rank"),
+    "past in half precision": mistaken(1, SELF,
+        each("past", lambda n, f, _: f[n].astype(np.float16)), "wrong-type", "float16, not float"),
+    "past never renewed": mistaken(2, SELF, stale, "past-stale", "did not grow by the 1 token of that step"),
+    "past one short": mistaken(3, SELF,
+        each("decoder.", lambda n, f, _: f[n][:, :, 2:]), "past-length", "length 1, where 3 tokens"),
+    "past forgotten": mistaken(2, SELF, each("decoder.", lambda n, f, _: f[n][:, :, :0]), "cache-dropped", "length 0"),
+    "all ids and the cache": mistaken(1, "input_ids", all_ids, "all-ids-with-cache", "count twice"),
     "placeholder fed back": Mistake(
         lambda *_: None, "placeholder-fed-back", 2, CROSS, "that step 1 returned", SHAPES, hold=False
     ),
-    "cross cache empty": Mistake(
-        at(1, each("encoder.", lambda n, f, _: f[n][:, :, :0])), "placeholder-fed-back", 1, CROSS, "no elements"
-    ),
-    "cross cache cut": Mistake(
-        at(2, each("past_key_values.0.encoder.", lambda n, f, _: f[n][:, :, 1:])),
-        "cross-cache-replaced", 2, CROSS, "shape changes",
-    ),
-    "cross cache made anew": Mistake(
-        at(1, each(".encoder.", lambda n, f, _: np.ones_like(f[n]))),
-        "cross-cache-replaced", 1, CROSS, "values change", EVERYTHING,
-    ),
-    "key and value crossed": Mistake(
-        at(1, swap(SELF, VALUE)), "slots-crossed", 1, SELF, f"what belongs to {VALUE}", EVERYTHING
-    ),
-    "layers crossed": Mistake(
-        at(1, swap(SELF, OTHER)), "slots-crossed", 1, SELF, f"what belongs to {OTHER}", EVERYTHING
-    ),
-    "self and cross crossed": Mistake(
-        at(1, swap(SELF, CROSS)), "slots-crossed", 1, SELF, "as their shapes show"
-    ),
-    "past of zeros": Mistake(
-        at(2, each("decoder.", lambda n, f, _: f[n] * 0)), "past-differs", 2, SELF, "are not those of", EVERYTHING
-    ),
-    "two sentences in one cache": Mistake(
-        at(2, put("input_ids", lambda f, _: np.tile(f["input_ids"], (2, 1)))), "batch-changes", 2, "input_ids"
-    ),
+    "cross cache empty": mistaken(1, CROSS,
+        each("encoder.", lambda n, f, _: f[n][:, :, :0]), "placeholder-fed-back", "no elements"),
+    "cross cache cut": mistaken(2, CROSS,
+        each("past_key_values.0.encoder.", lambda n, f, _: f[n][:, :, 1:]), "cross-cache-replaced", "shape changes"),
+    "cross cache made anew": mistaken(1, CROSS,
+        each(".encoder.", lambda n, f, _: np.ones_like(f[n])), "cross-cache-replaced", "values change", EVERYTHING),
+    "key and value crossed": mistaken(1, SELF,
+        swap(SELF, VALUE), "slots-crossed", f"what belongs to {VALUE}", EVERYTHING),
+    "layers crossed": mistaken(1, SELF, swap(SELF, OTHER), "slots-crossed", f"what belongs to {OTHER}", EVERYTHING),
+    "self and cross crossed": mistaken(1, SELF, swap(SELF, CROSS), "slots-crossed", "as their shapes show"),
+    "past of zeros": mistaken(2, SELF,
+        each("decoder.", lambda n, f, _: f[n] * 0), "past-differs", "are not those of", EVERYTHING),
+    "two sentences in one cache": wrong(2, "input_ids", lambda f, _: np.tile(f["input_ids"], (2, 1)), "batch-changes"),
 }  # fmt: skip
 
-MASK_OF_ENCODER = Mistake(
-    at(1, put("encoder_attention_mask", lambda f, _: f["encoder_attention_mask"][:, :-2])),
-    "encoder-changes", 1, "encoder_attention_mask",
-)  # fmt: skip
+MASK_OF_ENCODER = wrong(1, "encoder_attention_mask",
+        lambda f, _: f["encoder_attention_mask"][:, :-2], "encoder-changes")  # fmt: skip
 
 
 @pytest.mark.parametrize("data", [SHAPES, SMALL, EVERYTHING], ids=["shapes", "small", "everything"])
@@ -276,74 +244,45 @@ def columns(number: int) -> "Callable[[Feeds, Loop], np.ndarray[Any, Any]]":
 
 KEY, KEY_1, VALUE_0 = "past_key_values.0.key", "past_key_values.1.key", "past_key_values.0.value"
 IN_DECODER = {
-    "mask of the new tokens": Mistake(
-        at(1, put("attention_mask", lambda f, _: np.ones_like(f["input_ids"]))), "mask-length", 1, "attention_mask",
-        "the new tokens alone",
-    ),
-    "mask of the step before": Mistake(
-        at(1, put("attention_mask", columns(-1))), "mask-length", 1, "attention_mask", "of the step before"
-    ),
-    "mask too long": Mistake(
-        at(1, put("attention_mask", columns(2))), "mask-length", 1, "attention_mask", "past 3 and new 1 make 4"
-    ),
-    "mask that hides": Mistake(
-        at(2, lambda f, _: f["attention_mask"].__setitem__((0, -1), 0)), "mask-values", 2, "attention_mask",
-        "hides the new token", SMALL,
-    ),
-    "mask that forgets": Mistake(
-        at(2, lambda f, _: f["attention_mask"].__setitem__((0, 1), 0)), "mask-values", 2, "attention_mask",
-        "other tokens of the past", SMALL,
-    ),
-    "positions start again": Mistake(
-        at(1, put("position_ids", lambda f, _: f["position_ids"] * 0)), "positions", 1, "position_ids",
-        "starts again at 0", SMALL,
-    ),
-    "positions stand still": Mistake(
-        at(2, put("position_ids", lambda f, _: f["position_ids"] - 1)), "positions", 2, "position_ids",
-        "does not go on", SMALL,
-    ),
-    "positions run ahead": Mistake(
-        at(1, put("position_ids", lambda f, _: f["position_ids"] + 1)), "positions", 1, "position_ids",
-        "starts at 4, where the cache makes it 3", SMALL,
-    ),
-    "positions of all tokens": Mistake(
-        at(1, put("position_ids", lambda *_: np.arange(4)[None])), "positions", 1, "position_ids", "4 positions for 1"
-    ),
-    "no positions": Mistake(at(0, lambda f, _: f.pop("position_ids")), "input-missing", 0, "position_ids"),
-    "a hole in the mask": Mistake(
-        at(0, put("attention_mask", lambda f, _: f["attention_mask"] * (np.arange(f["attention_mask"].shape[1]) != 1))),
-        "mask-values", 0, "attention_mask", "which stands between tokens that it shows", SMALL,
-    ),
-    "all ids and the cache": Mistake(
-        at(1, lambda f, loop: (every_id(f, loop), f.update(position_ids=np.arange(f["input_ids"].shape[1])[None]))),
-        "all-ids-with-cache", 1, "input_ids",
-    ),
-    "a dummy past": Mistake(
-        at(0, lambda f, loop: loop.calls or f.update({n: np.zeros((*v.shape[:2], 1, v.shape[3]), np.float32)
-                                                      for n, v in f.items() if "past" in n})),
-        "past-not-empty", 0, KEY, "nothing has filled",
-    ),
-    "past never renewed": Mistake(
-        at(2, lambda f, loop: f.update({n: v for n, v in loop.fed(-1).items() if "past" in n})), "past-stale", 2, KEY
-    ),
-    "past forgotten": Mistake(
-        at(1, each("past", lambda n, f, _: f[n][:, :, :0])), "cache-dropped", 1, KEY, "3 tokens are in it"
-    ),
-    "layers crossed": Mistake(at(1, swap(KEY, KEY_1)), "slots-crossed", 1, KEY, f"belongs to {KEY_1}", EVERYTHING),
-    "key and value crossed": Mistake(
-        at(1, swap(KEY, VALUE_0)), "slots-crossed", 1, KEY, f"belongs to {VALUE_0}", EVERYTHING
-    ),
-    "a layer left out": Mistake(at(1, lambda f, _: f.pop(KEY_1)), "input-missing", 1, KEY_1),
-    "heads behind the length": Mistake(
-        at(1, each("past", lambda n, f, _: f[n].transpose(0, 2, 1, 3))), "wrong-size", 1, KEY, "another order"
-    ),
-    "two sentences in one cache": Mistake(
-        at(1, lambda f, _: f.update({n: np.repeat(v, 2, 0) for n, v in f.items() if "past" not in n})),
-        "batch-changes", 1, "input_ids",
-    ),
-    "misspelled": Mistake(
-        at(0, lambda f, _: f.update({"past_key_values.0.keys": f.pop(KEY)})), "input-missing", 0, KEY
-    ),
+    "mask of the new tokens": wrong(1, "attention_mask",
+        lambda f, _: np.ones_like(f["input_ids"]), "mask-length", "the new tokens alone"),
+    "mask of the step before": wrong(1, "attention_mask", columns(-1), "mask-length", "of the step before"),
+    "mask too long": wrong(1, "attention_mask", columns(2), "mask-length", "past 3 and new 1 make 4"),
+    "mask that hides": mistaken(2, "attention_mask",
+        lambda f, _: f["attention_mask"].__setitem__((0, -1), 0), "mask-values", "hides the new token", SMALL),
+    "mask that forgets": mistaken(2, "attention_mask",
+        lambda f, _: f["attention_mask"].__setitem__((0, 1), 0), "mask-values", "other tokens of the past", SMALL),
+    "positions start again": wrong(1, "position_ids",
+        lambda f, _: f["position_ids"] * 0, "positions", "starts again at 0", SMALL),
+    "positions stand still": wrong(2, "position_ids",
+        lambda f, _: f["position_ids"] - 1, "positions", "does not go on", SMALL),
+    "positions run ahead": wrong(1, "position_ids",
+        lambda f, _: f["position_ids"] + 1, "positions", "starts at 4, where the cache makes it 3", SMALL),
+    "positions of all tokens": wrong(1, "position_ids",
+        lambda *_: np.arange(4)[None], "positions", "4 positions for 1"),
+    "no positions": mistaken(0, "position_ids", lambda f, _: f.pop("position_ids"), "input-missing"),
+    "a hole in the mask": wrong(0, "attention_mask",
+        lambda f, _: f["attention_mask"] * (np.arange(f["attention_mask"].shape[1]) != 1),
+        "mask-values", "which stands between tokens that it shows", SMALL),
+    "all ids and the cache": mistaken(1, "input_ids",
+        lambda f, loop: (every_id(f, loop), f.update(position_ids=np.arange(f["input_ids"].shape[1])[None])),
+        "all-ids-with-cache"),
+    "a dummy past": mistaken(0, KEY,
+        lambda f, loop: loop.calls or f.update({n: np.zeros((*v.shape[:2], 1, v.shape[3]), np.float32)
+                                                for n, v in f.items() if "past" in n}),
+        "past-not-empty", "nothing has filled"),
+    "past never renewed": mistaken(2, KEY,
+        lambda f, loop: f.update({n: v for n, v in loop.fed(-1).items() if "past" in n}), "past-stale"),
+    "past forgotten": mistaken(1, KEY,
+        each("past", lambda n, f, _: f[n][:, :, :0]), "cache-dropped", "3 tokens are in it"),
+    "layers crossed": mistaken(1, KEY, swap(KEY, KEY_1), "slots-crossed", f"belongs to {KEY_1}", EVERYTHING),
+    "key and value crossed": mistaken(1, KEY, swap(KEY, VALUE_0), "slots-crossed", f"belongs to {VALUE_0}", EVERYTHING),
+    "a layer left out": mistaken(1, KEY_1, lambda f, _: f.pop(KEY_1), "input-missing"),
+    "heads behind the length": mistaken(1, KEY,
+        each("past", lambda n, f, _: f[n].transpose(0, 2, 1, 3)), "wrong-size", "another order"),
+    "two sentences in one cache": mistaken(1, "input_ids",
+        lambda f, _: f.update({n: np.repeat(v, 2, 0) for n, v in f.items() if "past" not in n}), "batch-changes"),
+    "misspelled": mistaken(0, KEY, lambda f, _: f.update({"past_key_values.0.keys": f.pop(KEY)}), "input-missing"),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.command_line import run
+from support.command_line import Done, run
 from support.loop_programs import program_text
 from support.loops import EXPORTS, Feeds, Loop, as_folder, as_lines, decoder_only, names, pair, seq2seq, taking_back
 from support.sampling import sampled
@@ -45,9 +45,18 @@ def note(report: Report) -> str:
     return line
 
 
+def is_right(report: Report, said: str) -> None:
+    assert mine(report) == []
+    assert said in note(report)
+
+
+def call(model: Path, lines: str, tmp_path: Path, *more: str) -> Done:
+    (tmp_path / "loop.jsonl").write_text(lines, encoding="utf-8")
+    return run("step-test", str(model), "--trace", "loop.jsonl", *more, cwd=tmp_path)
+
+
 def test_the_loop_that_everyone_writes(tmp_path: Path) -> None:
-    (tmp_path / "loop.jsonl").write_text(as_lines(seq2seq(MARIAN, hold=False)), encoding="utf-8")
-    done = run("step-test", str(MARIAN), "--trace", "loop.jsonl", "--format", "json", cwd=tmp_path)
+    done = call(MARIAN, as_lines(seq2seq(MARIAN, hold=False)), tmp_path, "--format", "json")
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (1, "")
     assert report["arguments"]["trace"] == "loop.jsonl"
@@ -62,8 +71,7 @@ def test_the_loop_that_everyone_writes(tmp_path: Path) -> None:
 
 
 def test_a_right_loop_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "loop.jsonl").write_text(as_lines(decoder_only(GPT2)), encoding="utf-8")
-    done = run("step-test", str(GPT2), "--trace", "loop.jsonl", cwd=tmp_path)
+    done = call(GPT2, as_lines(decoder_only(GPT2)), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = (line for line in done.stdout.splitlines() if "loop.jsonl" in line)
     assert "5 steps of decoder compared with the contract, none breaks it; run again locally, 5 steps run" in line
@@ -72,8 +80,7 @@ def test_a_right_loop_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "no JSON", '{"fed": {"x": {"dtype": "float", "shape": [1]}}}'])
 def test_a_bad_trace_is_wrong_usage(text: str, tmp_path: Path) -> None:
-    (tmp_path / "loop.jsonl").write_text(text, encoding="utf-8")
-    done = run("step-test", str(GPT2), "--trace", "loop.jsonl", cwd=tmp_path)
+    done = call(GPT2, text, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvdoctor: ")
     assert len(done.stderr.splitlines()) == 1
@@ -83,8 +90,7 @@ def test_a_bad_trace_is_wrong_usage(text: str, tmp_path: Path) -> None:
 def test_names_from_a_trace_are_data(tmp_path: Path) -> None:
     loop = decoder_only(GPT2, steps=1)
     loop.calls[0]["fed"]["\x1b[31m::error::\u202e"] = np.zeros(1, np.int64)
-    (tmp_path / "loop.jsonl").write_text(as_lines(loop), encoding="utf-8")
-    done = run("step-test", str(GPT2), "--trace", "loop.jsonl", "-q", cwd=tmp_path)
+    done = call(GPT2, as_lines(loop), tmp_path, "-q")
     assert done.returncode == 1
     assert "\\x1b[31m" in done.stdout
     assert not {"\x1b", "\u202e"} & set(done.stdout)
@@ -93,25 +99,24 @@ def test_names_from_a_trace_are_data(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_numbers_of_the_trace_come_back(tmp_path: Path, runtime: Runtime) -> None:
     for loop, model in ((decoder_only(GPT2), GPT2), (seq2seq(MARIAN), MARIAN), (pair(MARIAN), MARIAN)):
-        report = examined(loop, model, tmp_path, runtime)
-        assert mine(report) == []
-        assert "run again locally, 5 of 5 steps give the logits of the trace" in note(report)
+        is_right(
+            examined(loop, model, tmp_path, runtime), "run again locally, 5 of 5 steps give the logits of the trace"
+        )
 
 
 def test_a_loop_that_takes_tokens_back_runs_again(tmp_path: Path, runtime: Runtime) -> None:
-    report = examined(decoder_only(GPT2, taking_back), GPT2, tmp_path, runtime)
-    assert mine(report) == []
-    assert "run again locally, 5 of 5 steps give the logits of the trace" in note(report)
+    is_right(
+        examined(decoder_only(GPT2, taking_back), GPT2, tmp_path, runtime),
+        "run again locally, 5 of 5 steps give the logits of the trace",
+    )
     report = examined(decoder_only(GPT2, taking_back), GPT2, tmp_path, runtime, data=0)
-    assert mine(report) == []
-    assert "5 steps run" in note(report)
+    is_right(report, "5 steps run")
 
 
 def test_a_folder_of_arrays(tmp_path: Path, runtime: Runtime) -> None:
     folder = as_folder(seq2seq(MARIAN), tmp_path / "steps")
     report = step_test(str(MARIAN), Options(consumer="held", added=(TraceChoices(str(folder)),)), runtime)
-    assert mine(report) == []
-    assert "5 of 5 steps give the logits of the trace" in note(report)
+    is_right(report, "5 of 5 steps give the logits of the trace")
 
 
 Spoil = Callable[[Loop], object]
@@ -215,8 +220,7 @@ def test_a_loop_without_the_cache_is_slow_and_right(data: int, tmp_path: Path, r
         feeds.update(empty, input_ids=ids, attention_mask=mask, position_ids=places)
 
     report = examined(decoder_only(GPT2, again), GPT2, tmp_path, runtime, data)
-    assert mine(report) == []
-    assert "5 steps of decoder in 5 sequences" in note(report)
+    is_right(report, "5 steps of decoder in 5 sequences")
     assert "no step used the cache" in note(report)
 
 
@@ -225,9 +229,7 @@ def test_two_sentences_one_after_the_other(tmp_path: Path, runtime: Runtime) -> 
     for make, model in ((decoder_only, GPT2), (seq2seq, MARIAN), (pair, MARIAN)):
         loop = make(model)
         loop.calls += make(model, steps=3).calls
-        report = examined(loop, model, tmp_path, runtime)
-        assert mine(report) == []
-        assert "in 2 sequences" in note(report)
+        is_right(examined(loop, model, tmp_path, runtime), "in 2 sequences")
 
 
 def test_all_ids_by_shapes_alone_is_suspected_at_the_last_step(tmp_path: Path, runtime: Runtime) -> None:
@@ -275,8 +277,7 @@ def test_the_lines_for_python_write_a_trace(tmp_path: Path, runtime: Runtime) ->
         scope["note_arrays"](str(tmp_path / "steps"), step, call["fed"], call["got"])
     for trace in ("loop.jsonl", "steps"):
         report = step_test(str(GPT2), Options(added=(TraceChoices(str(tmp_path / trace)),)), runtime)
-        assert mine(report) == []
-        assert "5 steps of decoder compared with the contract, none breaks it" in note(report)
+        is_right(report, "5 steps of decoder compared with the contract, none breaks it")
 
 
 @pytest.fixture(scope="module")

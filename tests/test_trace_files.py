@@ -59,15 +59,20 @@ BAD_LINES = {
 }
 
 
+def refusal(path: Path) -> str:
+    with pytest.raises(UsageError) as refused:
+        read_trace(str(path))
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("case", BAD_LINES)
 def test_bad_lines_are_refused(case: str, tmp_path: Path) -> None:
     text, message = BAD_LINES[case]
     file = tmp_path / "loop.jsonl"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError) as refused:
-        read_trace(str(file))
-    assert message in str(refused.value)
-    assert len(str(refused.value)) < 1500
+    said = refusal(file)
+    assert message in said
+    assert len(said) < 1500
 
 
 def test_a_line_without_end_is_given_up(tmp_path: Path) -> None:
@@ -77,20 +82,23 @@ def test_a_line_without_end_is_given_up(tmp_path: Path) -> None:
         stream.write(b'{"fed": {"x')
         stream.truncate(900 << 20)
     begin = time.process_time()
-    with pytest.raises(UsageError, match="line 1 is longer than 64 MiB"):
-        read_trace(str(file))
+    assert "line 1 is longer than 64 MiB" in refusal(file)
     assert time.process_time() - begin < 10
     with file.open("r+b") as stream:
         stream.truncate(10 << 30)
-    with pytest.raises(UsageError, match="larger than 1 GiB"):
-        read_trace(str(file))
+    assert "larger than 1 GiB" in refusal(file)
+
+
+def test_more_steps_than_anybody_reads(tmp_path: Path) -> None:
+    file = tmp_path / "loop.jsonl"
+    file.write_text((line() + "\n") * 4097, encoding="utf-8")
+    assert "more than 4096 steps" in refusal(file)
 
 
 def test_what_powershell_writes_is_told(tmp_path: Path) -> None:
     file = tmp_path / "loop.jsonl"
     file.write_text(line(), encoding="utf-16")
-    with pytest.raises(UsageError, match="UTF-16"):
-        read_trace(str(file))
+    assert "UTF-16" in refusal(file)
     file.write_text(line() + "\r\n" + line() + "\r\n", encoding="utf-8-sig")
     assert [step.place for step in read_trace(str(file))] == ["line 1", "line 2"]
 
@@ -187,14 +195,12 @@ def test_bad_archives_are_refused(case: str, tmp_path: Path) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()
     (folder / "step_0.npz").write_bytes(content)
-    with pytest.raises(UsageError) as refused:
-        read_trace(str(folder))
-    assert message in str(refused.value)
-    assert "step_0.npz" in str(refused.value)
+    said = refusal(folder)
+    assert message in said
+    assert "step_0.npz" in said
     with zipfile.ZipFile(tmp_path / "steps.zip", "w") as archive:
         archive.writestr("step_0.npz", content)
-    with pytest.raises(UsageError):
-        read_trace(str(tmp_path / "steps.zip"))
+    assert refusal(tmp_path / "steps.zip")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["steps", "steps.zip"]
 
 
@@ -214,21 +220,12 @@ def test_values_that_are_damaged_are_told_when_they_are_asked_for(tmp_path: Path
 def test_files_that_have_no_order(names: list[str], message: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_bytes(npz(fed_of_x=GOOD))
-    with pytest.raises(UsageError, match=message):
-        read_trace(str(tmp_path))
+    assert message in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["none.jsonl", "a\0b", "/dev/null" if Path("/dev/null").exists() else "none"])
 def test_what_is_no_file_is_refused(path: str) -> None:
-    with pytest.raises(UsageError):
-        read_trace(path)
-
-
-def test_more_steps_than_anybody_reads(tmp_path: Path) -> None:
-    file = tmp_path / "loop.jsonl"
-    file.write_text((line() + "\n") * 4097, encoding="utf-8")
-    with pytest.raises(UsageError, match="more than 4096 steps"):
-        read_trace(str(file))
+    assert refusal(Path(path))
 
 
 GPT2 = EXPORTS / "gpt2" / "model.onnx"

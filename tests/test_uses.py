@@ -22,7 +22,7 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.choices import REQUIRED
 from kvdoctor.decode.experiments import load, uses
 from kvdoctor.decode.experiments.multi_turn import find_uncut
-from kvdoctor.decode.experiments.prefix import SAVED
+from kvdoctor.decode.experiments.rows import SAVED
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import Outcome
 from kvdoctor.diagnose.pipeline import step_test

@@ -19,6 +19,7 @@ from kvdoctor.analysis.embedding_graphs import VARIANT
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, has_named_logits
 from kvdoctor.contract import Stage, describe
+from kvdoctor.decode.embeddings import pair_tensors
 from kvdoctor.model.join import CannotJoin, PartToJoin, join_models
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
@@ -122,7 +123,7 @@ def _chain(stages: list[StageFile], others: Sequence[OnnxFile], tail: str) -> St
         links: dict[str, tuple[int, str]] = {}
         if number:
             before = stages[number - 1]
-            pairs = _pair(before.gives, stage.takes)
+            pairs = pair_tensors(stage.takes, before.gives, _fits) or None
             if pairs is None and not problems:
                 problems.append(_misfit(before.file.name, before.gives, stage.file.name, stage.takes))
             links = {name: (number - 1, output) for name, output in (pairs or {}).items()}
@@ -130,19 +131,7 @@ def _chain(stages: list[StageFile], others: Sequence[OnnxFile], tail: str) -> St
     return _join(parts, tuple(problems[:1]), tail)
 
 
-def _pair(gives: Sequence[Declared], takes: Sequence[Declared]) -> dict[str, str] | None:
-    """The output for each hidden input: of the same name, else the only one that fits. None where one has none."""
-    found = {}
-    for port in takes:
-        fitting = [other.name for other in gives if _fits(other, port)]
-        if port.name in fitting:
-            found[port.name] = port.name
-        elif len(fitting) == 1:
-            found[port.name] = fitting[0]
-    return found if found and len(found) == len(takes) else None
-
-
-def _fits(given: Declared, taken: Declared) -> bool:
+def _fits(taken: Declared, given: Declared) -> bool:
     """Whether two tensors have the same element type and, where both are numbers, the same width."""
     widths = [as_number((port.shape or (None,))[-1]) for port in (given, taken)]
     known = all(isinstance(width, int) for width in widths)
@@ -163,7 +152,9 @@ def _find_gaps(stages: Sequence[StageFile], others: Sequence[OnnxFile]) -> Itera
         numbered = f"layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking[:8]))}"
         observed = f"no file has the cache of {numbered}"
         yield PartProblem(subject, "a stage for every layer", observed, f"a stage of the pipeline is missing {where}")
-    elif not first.is_first and not any(_pair(list(file.graph.outputs.values()), first.takes) for file in others):
+    elif not first.is_first and not any(
+        pair_tensors(first.takes, list(file.graph.outputs.values()), _fits) for file in others
+    ):
         subject, taken = first.file.name, _described(first.takes)
         observed = f"{subject} takes {taken}, and no file returns it"
         yield PartProblem(subject, "a first stage, of tokens or embeddings", observed, "the first stage is missing")

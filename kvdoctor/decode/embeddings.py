@@ -6,7 +6,7 @@ run once, and their rows replace the embeddings of placeholder tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -28,19 +28,27 @@ class Tensor(Protocol):
     def shape(self) -> tuple[Dim, ...] | None: ...  # noqa: D102
 
 
-def pair_embeddings(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, str] | None:
-    """The output that each input takes: of the same name, else the only one of its type and width.
+Port = TypeVar("Port", bound=Tensor)
 
-    None where an input has no such output, or two inputs have the same one.
-    """
+
+def pair_tensors(
+    inputs: Sequence[Port], outputs: Sequence[Port], fits: Callable[[Port, Port], bool]
+) -> dict[str, str] | None:
+    """The output that each input takes: of the same name, else the only one that fits. None where one has none."""
     found = {}
     for one in inputs:
-        fitting = [other.name for other in outputs if _fits(one, other)]
+        fitting = [other.name for other in outputs if fits(one, other)]
         if one.name in fitting:
             found[one.name] = one.name
         elif len(fitting) == 1:
             found[one.name] = fitting[0]
-    return found if len(found) == len(inputs) == len(set(found.values())) else None
+    return found if len(found) == len(inputs) else None
+
+
+def pair_embeddings(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, str] | None:
+    """The output that each input takes, by name, type and width; None where two inputs have the same one as well."""
+    found = pair_tensors(inputs, outputs, _fits)
+    return found if found is not None and len(found) == len(set(found.values())) else None
 
 
 def _fits(one: Tensor, other: Tensor) -> bool:

@@ -50,16 +50,14 @@ class Walk:
         return f"{batch}prompt of {self.prompt}, {step} on a past of {start}"
 
 
-def plan_walks(
-    original: CacheContract, converted: CacheContract, most_tokens: int | None = None, capacity: int | None = None
-) -> tuple[Walk, ...]:
-    """The walks in sizes that both contracts take; `most_tokens` limits a sequence further.
+def plan_walks(original: CacheContract, converted: CacheContract, capacity: int | None) -> tuple[Walk, ...]:
+    """The walks in sizes that both contracts take.
 
     A buffer of `capacity` tokens is filled to its end: by single steps at its last two tokens, and in one call where it
     is short.
     """
     contracts = (original, converted)
-    most = _limit(LONG if most_tokens is None else min(LONG, most_tokens), contracts)
+    most = _limit(LONG, contracts)
     planned = [
         *(Walk(1, prompt, (1, 1)) for prompt in PROMPTS),
         *(Walk(1, prompt, pieces) for prompt, pieces in ((3, (2, 1, 3, 1)), (1, (5, 2, 1)))),

@@ -16,7 +16,7 @@ from kvdoctor.contract import CacheContract, PhaseName, with_last_logits_only
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario, StepFailed, Value, as_array
 from kvdoctor.decode.embeddings import FeatureRows, embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
-from kvdoctor.decode.experiments.fixed_chunks import count_tokens, drives
+from kvdoctor.decode.experiments.multi_turn import count_tokens, drives
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import encoder_feeds, plain_token_ids, synthetic_cross_caches, synthetic_encoder_states
 from kvdoctor.decode.messages import Event, Note

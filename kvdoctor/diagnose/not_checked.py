@@ -115,7 +115,7 @@ def _find_undrivable(contract: CacheContract) -> Iterator[str]:
         if reason := can_be_filled(contract):
             yield reason
     elif contract.new_tokens not in (None, 1):
-        from kvdoctor.decode.experiments.fixed_chunks import drives
+        from kvdoctor.decode.experiments.multi_turn import drives
 
         if reason := drives(contract):
             yield f"the first step takes {contract.new_tokens} new tokens only, and cannot be compared: {reason}"

@@ -5,22 +5,27 @@ around it, unless the subgraph defines a value of that name itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvdoctor.model import traverse
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.proto import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+)
 from kvdoctor.model.view import GraphView
 
 
 def replace_all(items: Any, kept: Iterable[Any]) -> None:
     """Give a repeated field new messages, which may be its own."""
-    copies = []
-    for item in kept:
-        copy = type(item)()
-        copy.CopyFrom(item)
-        copies.append(copy)
+    copies = list(map(deepcopy, kept))
     del items[:]
     items.extend(copies)
 
@@ -55,6 +60,27 @@ def make_node(op: str, inputs: Iterable[str], output: str, **attributes: "int | 
         else:
             node.attribute.add(name=name, type=AttributeProto.INTS, ints=value)
     return node
+
+
+def set_size(dim: Any, size: int | str) -> None:
+    """Declare the size of an axis: a number, or the name of an open one."""
+    dim.Clear()
+    if isinstance(size, int):
+        dim.dim_value = size
+    else:
+        dim.dim_param = size
+
+
+def declare(name: str, element: int, sizes: Iterable[int | str | None]) -> ValueInfoProto:
+    """The declaration of a tensor by its element type and sizes; None leaves a size open."""
+    value = ValueInfoProto(name=name)
+    value.type.tensor_type.elem_type = element
+    value.type.tensor_type.shape.SetInParent()
+    for size in sizes:
+        dim = value.type.tensor_type.shape.dim.add()
+        if size is not None:
+            set_size(dim, size)
+    return value
 
 
 @dataclass(eq=False)
@@ -255,9 +281,8 @@ def drop_unread_constants(model: ModelProto, names: set[str]) -> None:
 def node_order(nodes: Iterable[NodeProto]) -> list[int] | None:
     """The indices of nodes, each after those that it needs and otherwise as they are; None for a cycle."""
     listed = list(nodes)
-    order, cyclic = traverse.stable_order(
-        [traverse.values_read(node) for node in listed], [node.output for node in listed]
-    )
+    reads, makes = [traverse.values_read(node) for node in listed], [node.output for node in listed]
+    order, cyclic = traverse.stable_order(reads, makes)
     return None if cyclic else order
 
 

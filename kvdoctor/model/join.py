@@ -4,10 +4,11 @@ Inputs of the same name are one input, except those that keep a state: each stag
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from pathlib import PurePosixPath
 
 from kvdoctor.contract import Stage
-from kvdoctor.model.edit import fresh_name, function_key, rename_all, rename_banned
+from kvdoctor.model.edit import fresh_name, function_key, rename_all, rename_banned, replace_all
 from kvdoctor.model.proto import GraphProto, ModelProto
 from kvdoctor.model.traverse import captures, names_in, needed_for, producers, values_read
 from kvdoctor.model.view import GraphView
@@ -63,8 +64,7 @@ def join_models(parts: Sequence[PartToJoin]) -> tuple[ModelProto, tuple[Stage, .
 
 def _rename(part: PartToJoin, known: set[str], fed: set[str], before: Sequence[Stage]) -> tuple[Stage, ModelProto]:
     """A copy of a graph in the names of the whole, and what its own names stand for."""
-    model = ModelProto()
-    model.CopyFrom(part.model)
+    model = deepcopy(part.model)
     graph, view = model.graph, GraphView(part.model)
     names, outputs = list(view.inputs), [value.name for value in graph.output]
     taken = known | names_in(model)
@@ -108,8 +108,7 @@ def cut_out(model: ModelProto, body: GraphProto) -> ModelProto:
     Raises:
         NotClosed: it cannot be run by itself.
     """
-    main, cut = model.graph, GraphProto()
-    cut.CopyFrom(body)
+    main, cut = model.graph, deepcopy(body)
     wanted = needed_for(main, captures(body)) | set(captures(body))
     constants = {tensor.name for tensor in main.initializer}
     fed = sorted(wanted & ({value.name for value in main.input} - constants))
@@ -118,9 +117,7 @@ def cut_out(model: ModelProto, body: GraphProto) -> ModelProto:
     lost = sorted(name for node in nodes for name in values_read(node) if name not in made and name not in constants)
     if fed or lost:
         raise NotClosed(f"it reads {(fed or lost)[0]!r} of the graph around it")
-    own = list(cut.node)
-    del cut.node[:]
-    cut.node.extend([*nodes, *own])
+    replace_all(cut.node, [*nodes, *cut.node])
     cut.initializer.extend(tensor for tensor in main.initializer if tensor.name in wanted)
     cut.sparse_initializer.extend(one for one in main.sparse_initializer if one.values.name in wanted)
     return ModelProto(

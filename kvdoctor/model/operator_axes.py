@@ -149,19 +149,14 @@ def _slice(n: NodeSizes) -> list[Sizes]:
     sizes: list[Size] = list(n.axes(0))
     try:
         axes, steps = n.known(3, "axes"), n.known(4)
-        starts, ends = (_bounds(n, index, name) for index, name in ((1, "starts"), (2, "ends")))
+        listed = [n.attribute(name) for name in ("starts", "ends")]  # attributes up to opset 9, inputs since
+        starts, ends = (tuple(one.ints) if one is not None else n.target(at) for at, one in enumerate(listed, 1))
     except SizesUnknown:
         return [tuple(Computed("cut", (size, None, None, None)) for size in sizes)]
     axes = tuple(range(len(starts))) if axes is None else axes
     for start, end, axis, step in zip(starts, ends, axes, steps or (1,) * len(axes), strict=False):
         sizes[axis] = Computed("cut", (sizes[axis], start, end, step))
     return [tuple(sizes)]
-
-
-def _bounds(n: NodeSizes, index: int, name: str) -> Sizes:
-    """The starts or ends of a Slice: an attribute up to opset 9, an input since."""
-    listed = n.attribute(name)
-    return tuple(listed.ints) if listed is not None else n.target(index)
 
 
 def _split(n: NodeSizes) -> list[Sizes]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.isolated import EXPORTS
 from support.loop_programs import materials, played
+from support.proofs import repair_of
 from test_programs import COMPILED, scratch
 
 from kvdoctor.addons.conversions import api as conversions
@@ -53,8 +54,7 @@ def test_a_copy_with_two_kinds_of_positions_is_decoded(language: str, tmp_path: 
 def convert(model: Path, copy: Path, **options: Any) -> Path:
     """A proved copy."""
     report = conversions.convert(model, copy, **options)
-    assert report.repair is not None
-    assert all(entry.holds for entry in report.repair.proof)
+    assert all(entry.holds for entry in repair_of(report).proof)
     return copy
 
 

@@ -51,11 +51,6 @@ def re_export(folder: Path, out: Path, offline: bool = False) -> Report:
     return pipeline.convert(pipeline.ConvertRequest(str(folder), str(out), GENAI, ()), Options(offline=offline))
 
 
-def failures(report: Report) -> list[str]:
-    assert report.repair is not None
-    return [f"{entry.claim}: {entry.detail}" for entry in report.repair.proof if not entry.holds]
-
-
 def require_runtime() -> None:
     """Makes an environment with onnxruntime-genai; without one the test is skipped."""
     script = ScriptProcess(SCRIPT, {"model": "", "prompts": [], "counts": [], "out": ""}, NEEDS, False)

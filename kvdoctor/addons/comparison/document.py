@@ -211,6 +211,30 @@ class DiffReport:
             raise Worse(f"\n{self}")
 
 
+def decide(
+    stacks: tuple[StackDiff, ...], findings: tuple[FindingDiff, ...], *, worse: bool, incomplete: bool
+) -> DiffVerdict:
+    """The verdict on B, by why it is worse, what could not be compared, and what differs."""
+    if worse:
+        return "worse"
+    if incomplete:
+        return "incomplete"
+    effects = {one.effect for one in findings}
+    for stack in stacks:
+        effects |= {one.effect for one in (*stack.contract, *stack.graph)} | {one.effect for one in stack.experiments}
+    if "better" in effects:
+        return "better"
+    different = any(one.state != "same" for one in findings) or any(map(_is_different, stacks))
+    return "different" if different else "equal"
+
+
+def _is_different(stack: StackDiff) -> bool:
+    outcome = any(one.a != one.b for one in stack.experiments)
+    logits = stack.logits is not None and stack.logits.agree != "bits"
+    weights = stack.weights is not None and not stack.weights.equal
+    return stack.a is None or bool(stack.contract or stack.graph) or outcome or logits or weights
+
+
 VERDICTS = {
     "equal": "equal",
     "different": "B is different, but not worse",

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from pathlib import Path
+from typing import TypeVar
 
 from kvdoctor.addons.comparison.contract_diff import group_layers
 from kvdoctor.addons.comparison.document import Difference, WeightDifference, WeightsDiff
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.model.weights import Weight, list_weights
 from kvdoctor.report.facts import FileFacts, GraphFacts
+
+T = TypeVar("T")
 
 
 def compare_graphs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> tuple[Difference, ...]:
@@ -39,17 +42,26 @@ def _compare_pairs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[D
 
 
 def match_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[tuple[FileFacts | None, FileFacts | None]]:
-    """Pair the files of both sides: by role and name, then by role, then by name."""
-    left = list(b)
-    for old in a:
-        alike = [new for new in left if new.role == old.role]
-        named = [new for new in left if new.path == old.path]
-        found = next(iter((*(new for new in alike if new in named), *alike, *named)), None)
-        if found is None and len(a) == len(b) == 1:
-            found = left[0]
-        if found is not None:
-            left.remove(found)
-        yield old, found
+    """Pair the files of both sides: by role and name, then by role, then by name; one of each side in any case."""
+    keys = (lambda file: (file.role, file.path), lambda file: file.role, lambda file: file.path)
+    return pair_up(a, b, *keys, rest=len(a) == 1)
+
+
+def pair_up(
+    a: Sequence[T], b: Sequence[T], *keys: Callable[[T], object], rest: bool = True
+) -> Iterator[tuple[T | None, T | None]]:
+    """Pair what has the same key, the first key first; with `rest` the only remaining one of each side as well."""
+    left, pairs = list(b), dict[int, T]()
+    for key in keys:
+        for at, old in enumerate(a):
+            found = next((new for new in left if key(new) == key(old)), None)
+            if at not in pairs and found is not None:
+                pairs[at] = found
+                left.remove(found)
+    alone = [at for at in range(len(a)) if at not in pairs]
+    if rest and len(alone) == len(left) == 1:
+        pairs[alone[0]] = left.pop()
+    yield from ((old, pairs.get(at)) for at, old in enumerate(a))
     yield from ((None, new) for new in left)
 
 

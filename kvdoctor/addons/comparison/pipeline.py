@@ -7,14 +7,14 @@ from kvdoctor.addons.comparison.contract_diff import compare_contracts
 from kvdoctor.addons.comparison.document import (
     Difference,
     DiffReport,
-    DiffVerdict,
     FindingDiff,
     Logits,
     NotCompared,
     StackDiff,
     WeightsDiff,
+    decide,
 )
-from kvdoctor.addons.comparison.files_diff import compare_graphs, compare_weights, match_files
+from kvdoctor.addons.comparison.files_diff import compare_graphs, compare_weights, match_files, pair_up
 from kvdoctor.addons.comparison.options import DiffChoices
 from kvdoctor.addons.comparison.results_diff import (
     LOCAL,
@@ -98,7 +98,7 @@ def compare(path_a: str, path_b: str, choices: DiffChoices, options: Options) ->
         return DiffReport(
             arguments=_arguments(choices, options),
             seed=options.seed,
-            verdict=_decide(diffs, findings, worse=bool(reasons), incomplete=any(e.essential for e in not_compared)),
+            verdict=decide(diffs, findings, worse=bool(reasons), incomplete=any(e.essential for e in not_compared)),
             a=a.facts(),
             b=b.facts(),
             reasons=tuple(dict.fromkeys(reasons)),
@@ -114,18 +114,7 @@ def match_stacks(
     a: tuple[StackFacts, ...], b: tuple[StackFacts, ...]
 ) -> Iterator[tuple[StackFacts | None, StackFacts | None]]:
     """Pair the stacks of both sides: by name, then by layout, then the only remaining one of each side."""
-    left, pairs = list(b), dict[str, StackFacts]()
-    for property_name in ("name", "layout"):
-        for old in a:
-            alike = [new for new in left if getattr(new, property_name) == getattr(old, property_name)]
-            if alike and old.name not in pairs:
-                pairs[old.name] = alike[0]
-                left.remove(alike[0])
-    alone = [old for old in a if old.name not in pairs]
-    if len(alone) == len(left) == 1:
-        pairs[alone[0].name] = left.pop()
-    yield from ((old, pairs.get(old.name)) for old in a)
-    yield from ((None, new) for new in left)
+    return pair_up(a, b, lambda stack: stack.name, lambda stack: stack.layout)
 
 
 def _compare_stack(sides: _Sides, old: StackFacts | None, new: StackFacts | None) -> _StackResult:
@@ -248,29 +237,6 @@ def _not_compared(sides: _Sides, name: str, report: Report) -> Iterator[NotCompa
     for finding in _comparable_findings(sides, report):
         if means_incomplete(finding.code):
             yield NotCompared(finding.stack, finding.code, f"{name}: {finding.cause}", essential=name == "B")
-
-
-def _decide(
-    stacks: tuple[StackDiff, ...], findings: tuple[FindingDiff, ...], *, worse: bool, incomplete: bool
-) -> DiffVerdict:
-    if worse:
-        return "worse"
-    if incomplete:
-        return "incomplete"
-    effects = {one.effect for one in findings}
-    for stack in stacks:
-        effects |= {one.effect for one in (*stack.contract, *stack.graph)} | {one.effect for one in stack.experiments}
-    if "better" in effects:
-        return "better"
-    different = any(one.state != "same" for one in findings) or any(map(_is_different, stacks))
-    return "different" if different else "equal"
-
-
-def _is_different(stack: StackDiff) -> bool:
-    outcome = any(one.a != one.b for one in stack.experiments)
-    logits = stack.logits is not None and stack.logits.agree != "bits"
-    weights = stack.weights is not None and not stack.weights.equal
-    return stack.a is None or bool(stack.contract or stack.graph) or outcome or logits or weights
 
 
 def _notes(a: Report, b: Report) -> Iterator[str]:

@@ -15,7 +15,6 @@ from kvdoctor.addons.comparison.document import (
     Difference,
     DiffReport,
     Effect,
-    FindingDiff,
     Logits,
     StackDiff,
     WeightDifference,
@@ -27,7 +26,7 @@ from kvdoctor.report.console import Page, open_text
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.json_format import dump
 from kvdoctor.report.markdown import write
-from kvdoctor.report.wording import format_bytes, shorten_names
+from kvdoctor.report.wording import format_bytes, join_some, shorten_names
 from kvdoctor.report.wording.finding import format_headline
 
 DOCUMENT, FORMATS = DiffReport, ("text", "json", "markdown")
@@ -221,8 +220,8 @@ def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
     for what, found in (("file", fields), ("operators", operators)):
         for subject, counts in found.items():
             most = len(counts) if everything else MAX_NAMES
-            more = f" and {len(counts) - most} more (all with -v)" if len(counts) > most else ""
-            yield _make_row("changed", what, f"{subject}: {', '.join(counts[:most])}{more}")
+            shown = join_some(counts, most, rest=" and {} more (all with -v)")
+            yield _make_row("changed", what, f"{subject}: {shown}")
 
 
 def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
@@ -269,7 +268,9 @@ def _or_none(value: str | None) -> str:
 
 
 def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Row]:
-    reported = _reported_experiments()
+    from kvdoctor.decode.experiments import load
+
+    reported = {experiment.name for experiment in load() if experiment.judged and experiment.shown}
     same = [run for run in stack.experiments if run.a == run.b]
     for run in stack.experiments:
         under = f" under {run.target}" if run.target != "here" else ""
@@ -283,13 +284,6 @@ def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[
         yield _make_row("same", "experiments", f"{len(same)} with the same outcome")
     if stack.logits is not None:
         yield _logits_row(stack.logits, diff)
-
-
-def _reported_experiments() -> set[str]:
-    """The experiments that findings depend on; the others try common workarounds."""
-    from kvdoctor.decode.experiments import load
-
-    return {experiment.name for experiment in load() if experiment.judged and experiment.shown}
 
 
 def _logits_row(found: Logits, diff: DiffReport) -> Row:
@@ -311,7 +305,7 @@ def _logits_row(found: Logits, diff: DiffReport) -> Row:
 def _finding_rows(diff: DiffReport) -> Iterator[Row]:
     for one in diff.findings:
         if one.state != "same":
-            yield _finding_row(one)
+            yield _make_row(one.state, one.state, format_headline(one.finding), one.effect)
     same = [one.finding for one in diff.findings if one.state == "same"]
     if same:
         yield _make_row("same", "both sides", _list_names(f"{f.severity}[{f.code}] {f.name}" for f in same))
@@ -319,14 +313,8 @@ def _finding_rows(diff: DiffReport) -> Iterator[Row]:
         yield _make_row("same", "both sides", "none on either side")
 
 
-def _finding_row(one: FindingDiff) -> Row:
-    return _make_row(one.state, one.state, format_headline(one.finding), one.effect)
-
-
 def _list_names(names: Iterable[str]) -> str:
-    found = list(dict.fromkeys(names))
-    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-    return ", ".join(found[:MAX_NAMES]) + more
+    return join_some(list(dict.fromkeys(names)), MAX_NAMES)
 
 
 def _seconds(measured: dict[str, Any]) -> dict[int, float]:

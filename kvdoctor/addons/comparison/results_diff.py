@@ -10,7 +10,7 @@ finding.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.addons.comparison.document import Effect, FindingDiff, Logits, LogitsAgreement, Outcomes
@@ -75,21 +75,17 @@ def _match(a: list[Finding], b: list[Finding], stacks: dict[str, str]) -> dict[i
     """The finding of A that matches each finding of B, by the identity of the latter."""
     pairs: dict[int, Finding] = {}
     left = list(a)
-    for alike in (_same_fingerprint, lambda old, new: _same_fault(old, new, stacks)):
+    rules: tuple[Callable[[Finding, Finding], bool], ...] = (
+        lambda old, new: bool(old.fingerprint) and old.fingerprint == new.fingerprint,
+        lambda old, new: old.code == new.code and old.stack == stacks.get(new.stack or "", new.stack),
+    )
+    for alike in rules:
         for new in (new for new in b if id(new) not in pairs):
             old = next((old for old in left if alike(old, new)), None)
             if old is not None:
                 pairs[id(new)] = old
                 left = [one for one in left if one is not old]
     return pairs
-
-
-def _same_fingerprint(old: Finding, new: Finding) -> bool:
-    return bool(old.fingerprint) and old.fingerprint == new.fingerprint
-
-
-def _same_fault(old: Finding, new: Finding, stacks: dict[str, str]) -> bool:
-    return old.code == new.code and old.stack == stacks.get(new.stack or "", new.stack)
 
 
 def _new(finding: Finding, fail_on: FailOn) -> FindingDiff:

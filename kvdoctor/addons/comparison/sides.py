@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from kvdoctor.addons.comparison.document import ComparedModel, DiffReport, DiffVerdict, FindingDiff, NotCompared
+from kvdoctor.addons.comparison.document import ComparedModel, DiffReport, NotCompared, decide
 from kvdoctor.addons.comparison.results_diff import compare_findings
 from kvdoctor.analysis.contract_file import is_contract, read_required
 from kvdoctor.analysis.contract_reader import read_contract
@@ -211,28 +211,23 @@ def compare_golden(golden: str, model: str, options: Options, arguments: dict[st
         raise UsageError(f"--select or --ignore leaves out {CODE} golden-differs, which compares with {golden}")
     report = step_test(model, replace(options, against=golden), plan=RunPlan(check_advice=check_advice))
     found = [finding for finding in report.findings if finding.code == CODE]
+    names = dict.fromkeys(f"{one.severity}[{one.code}] {one.name}" for one in report.findings if one.code != CODE)
+    others = [f"B has findings that golden numbers do not compare: {', '.join(names)}"] if names else []
     findings = tuple(compare_findings([], found, {}, options.fail_on))
     missing = tuple(_list_missing(report))
-    verdict = _decide(findings, any(entry.essential for entry in missing))
+    reasons = tuple(dict.fromkeys(one.because for one in findings if one.effect == "worse"))
     return DiffReport(
         arguments=arguments,
         seed=options.seed,
-        verdict=verdict,
+        verdict=decide((), findings, worse=bool(reasons), incomplete=any(entry.essential for entry in missing)),
         a=ComparedModel(kept.file, "golden", kept.model, "recorded", {"onnxruntime": kept.onnxruntime}),
         b=ComparedModel(model, "model", report.model.path, report.verdict, report.environment),
-        reasons=tuple(dict.fromkeys(one.because for one in findings if one.effect == "worse")),
+        reasons=reasons,
         findings=findings,
         not_compared=missing,
-        notes=(*(note for note in report.notes if kept.words in note), *_list_other_findings(report)),
+        notes=(*(note for note in report.notes if kept.words in note), *others),
         measured={"b": report.measured},
     )
-
-
-def _list_other_findings(report: Report) -> Iterator[str]:
-    """What the model has besides, of which golden numbers say nothing."""
-    others = (f"{one.severity}[{one.code}] {one.name}" for one in report.findings if one.code != CODE)
-    if names := ", ".join(dict.fromkeys(others)):
-        yield f"B has findings that golden numbers do not compare: {names}"
 
 
 def _list_missing(report: Report) -> list[NotCompared]:
@@ -243,11 +238,3 @@ def _list_missing(report: Report) -> list[NotCompared]:
         why = next((entry.reason for entry in report.not_checked), "") or "nothing could be read"
         found.append(NotCompared(None, "golden", why, essential=True))
     return found
-
-
-def _decide(findings: tuple[FindingDiff, ...], incomplete: bool) -> DiffVerdict:
-    if any(one.effect == "worse" for one in findings):
-        return "worse"
-    if incomplete:
-        return "incomplete"
-    return "different" if findings else "equal"

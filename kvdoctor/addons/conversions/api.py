@@ -48,7 +48,7 @@ def convert(
     began = time.perf_counter()
     asked = read_given("convert", options)
     choices = asked.of(ConvertChoices)
-    from kvdoctor.addons.conversions.graphs.registry import read_asked
+    from kvdoctor.addons.conversions.graphs.conversion import read_asked
     from kvdoctor.addons.conversions.pipeline import ConvertRequest
     from kvdoctor.addons.conversions.pipeline import convert as run
 

@@ -268,10 +268,7 @@ def change_versions_of_copy(folder: ModelFolder, request: ConvertChoices) -> lis
 
 
 def apply_layout(
-    session: RepairSession,
-    request: ConvertChoices,
-    outcome: Outcome,
-    ready: tuple[ConvertedStack, ...] = (),
+    session: RepairSession, request: ConvertChoices, outcome: Outcome, ready: tuple[ConvertedStack, ...] = ()
 ) -> Outcome:
     """Give the copy its layout, diagnose it and prove it; an unproved copy stays as it is.
 

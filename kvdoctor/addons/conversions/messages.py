@@ -10,31 +10,40 @@ from kvdoctor.records import record
 
 
 @record
-class PairedJob(Job):
-    """Run a converted model and its original, call by call.
+class Comparison:
+    """How a converted model is compared with its original.
 
     Attributes:
-        rows: The rows of logits that the converted model returns.
-        keep: The numbers of rows that it is asked for, where it has an input for that; it goes on with the first.
+        rows: The rows of logits that a call of the converted model returns.
+        keep: The values of its input that asks for rows, each of which is compared; empty without such an input. The
+            loop goes on with the first.
         weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
-        most_tokens: Tokens that a sequence may have with the converted model.
-        capacity: Tokens of its buffers, where it has some that the original has not.
-        stored: The slots of the converted model that are stored in another type, and are read before they are compared.
+        capacity: Tokens of the buffer that its cache became; sequences up to it are compared, and one more must fail.
+        stored: Its slots that are stored in another type; the caches are compared as they are read.
         allowed: How far logits may lie apart because of that, in standard deviations of the logits.
-        drift: By past, its deviation and how far its rows may lie apart because of that (decode/stored_cache.py).
-        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+        drift: By past, its deviation and how far its rows may lie apart because of that, beyond their own rounding
+            (decode/stored_cache.py).
     """
 
-    original: PairedSide
-    converted: PairedSide
     rows: Rows = "all"
     keep: tuple[int, ...] = ()
     weights: tuple[str, ...] = ()
-    most_tokens: int | None = None
     capacity: int | None = None
     stored: tuple[StoredSlot, ...] = ()
     allowed: float = 0.0
     drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@record
+class PairedJob(Job):
+    """Run a converted model and its original, call by call.
+
+    `tolerances` are the largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+    """
+
+    original: PairedSide
+    converted: PairedSide
+    how: Comparison
     tolerances: dict[str, float] = field(default_factory=dict)
 
 

@@ -12,8 +12,8 @@ from kvdoctor.addons.conversions.convert_layout import (
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
-from kvdoctor.addons.conversions.graphs.proof import Base, measure_costs, prove_conversions
-from kvdoctor.addons.conversions.graphs.registry import Asked, Converted
+from kvdoctor.addons.conversions.graphs.conversion import Asked, Base, Converted, measure_costs, prove_conversions
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.new_cache.convert import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
@@ -95,10 +95,7 @@ def convert(request: ConvertRequest, options: Options) -> Report:
 
 def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert | None) -> Report:
     path = request.path
-    with (
-        Runtime(options.limits) as runtime,
-        scratch_folder() as scratch,
-    ):
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder = open_folder(path)
         first = apply_repairs(folder, before.report, RepairChoice(), runtime, options)
@@ -274,16 +271,21 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     proofs, costs, notes = dict[str, list[Proof]](), list[CacheCosts](), list[str]()
     for one in done:
         made, base = _merge(one), _find_base(outcome, root, one.stack)
-        if made.stored and base.side is not None:
-            cost = measure_costs(session, made, base.side)
-            made = replace(made, allowed=cost.allowed, drift=cost.drift)
+        if made.how.stored and base.side is not None:
+            cost = measure_costs(session, made.how.stored, base.side)
+            made = replace(made, how=replace(made.how, allowed=cost.allowed, drift=cost.drift))
             costs.append(cost.facts)
         proofs[one.stack] = list(prove_conversions(session, made, base, outcome.after, after))
-        notes += _describe_base(session, base, measured=bool(made.stored))
+        notes += _describe_base(session, base, measured=bool(made.how.stored))
     shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
-    extended = outcome.extended(after, _list_applied(done), [entry for proof in proofs.values() for entry in proof])
+    applied = [
+        Applied(stack.stack, Conversion(one.title, one.conversion.summary, loop=converted.loop), converted.changes)
+        for stack in done
+        for one, converted in stack.made
+    ]
+    extended = outcome.extended(after, applied, [entry for proof in proofs.values() for entry in proof])
     return replace(extended, costs=tuple(costs), bases=tuple(notes))
 
 
@@ -346,22 +348,13 @@ def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], optio
 def _merge(one: StackConversion) -> Converted:
     """All conversions of a stack as one, to be compared with the original."""
     made = [converted for _, converted in one.made]
-    limits = [converted.most_tokens for converted in made if converted.most_tokens is not None]
-    return Converted(
-        changes=tuple(change for converted in made for change in converted.changes),
-        loop=(),
-        rows="last" if any(converted.rows == "last" for converted in made) else "all",
-        keep=next((converted.keep for converted in made if converted.keep), ()),
-        most_tokens=min(limits, default=None),
-        capacity=next((converted.capacity for converted in made if converted.capacity is not None), None),
-        reveals=tuple(name for converted in made for name in converted.reveals),
-        stored=tuple(slot for converted in made for slot in converted.stored),
-        weights=tuple(name for converted in made for name in converted.weights),
+    hows = [converted.how for converted in made]
+    how = Comparison(
+        rows="last" if any(how.rows == "last" for how in hows) else "all",
+        keep=next((how.keep for how in hows if how.keep), ()),
+        weights=tuple(name for how in hows for name in how.weights),
+        capacity=next((how.capacity for how in hows if how.capacity is not None), None),
+        stored=tuple(slot for how in hows for slot in how.stored),
     )
-
-
-def _list_applied(done: tuple[StackConversion, ...]) -> Iterator[Applied]:
-    for stack in done:
-        for asked, converted in stack.made:
-            entry = Conversion(asked.title, asked.conversion.summary, loop=converted.loop)
-            yield Applied(stack.stack, entry, converted.changes)
+    changes = tuple(change for converted in made for change in converted.changes)
+    return Converted(changes, (), how, tuple(name for converted in made for name in converted.reveals))

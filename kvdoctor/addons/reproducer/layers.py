@@ -7,6 +7,7 @@ layers between are removed, and the rest still fits.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 
 from kvdoctor.contract import CacheContract
@@ -47,13 +48,6 @@ def end_at_node(model: ModelProto, name: str) -> bool:
         owner.output.append(PROBE)
     model.graph.output.append(_shape_output(PROBE))
     return True
-
-
-def copy_model(model: ModelProto) -> ModelProto:
-    """A copy of a model, to be cut."""
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    return copy
 
 
 def layer_graphs(model: ModelProto) -> Iterator[GraphProto]:
@@ -138,7 +132,7 @@ def remove_layers(
     models: dict[str, ModelProto], contract: CacheContract, gone: list[int], left: list[int]
 ) -> tuple[dict[str, ModelProto], CacheContract] | None:
     """Copies of the models and the contract without the layers `gone`, of the layers `left`; None if that fails."""
-    models = {file: copy_model(model) for file, model in models.items()}
+    models = {file: deepcopy(model) for file, model in models.items()}
     slots = {s.past for s in contract.slots if s.layer in gone}
     outputs = {name for s in contract.slots if s.layer in gone for name in (s.present, s.filled_by) if name}
     for file, model in models.items():

@@ -7,12 +7,12 @@ model without its weights; if that does not show the failure either, the failure
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from kvdoctor.addons.reproducer.layers import (
     PROBE,
     bypass_layers,
-    copy_model,
     end_at_node,
     inner_value,
     keep_outputs,
@@ -122,7 +122,7 @@ class Reduction:
                 fewer = left[:start] + left[start + block :]
                 if not fewer:
                     continue
-                model = copy_model(candidate.models[file])
+                model = deepcopy(candidate.models[file])
                 keep_outputs(model, set(fewer))
                 cuts = ("outputs that the refusal does not depend on",)
                 smaller = replace(candidate, models={file: model}, cuts=cuts)
@@ -205,7 +205,7 @@ def _with_synthetic_past(call: ScriptCall, step: Step) -> ScriptCall | None:
 
 def _cut_around(start: Candidate, node: str, past_layers: bool) -> Candidate | None:
     """The part of the models that the failing node and its past need."""
-    models = {file: copy_model(model) for file, model in start.models.items()}
+    models = {file: deepcopy(model) for file, model in start.models.items()}
     file = start.script.calls[-1].file
     cuts = [*start.cuts, f"everything that node {node!r} does not need"]
     if past_layers:
@@ -221,7 +221,7 @@ def _keep_needed(start: Candidate, ends: dict[str, set[str]]) -> Candidate | Non
     """Remove outputs that no feed needs; `ends` are outputs to keep, by file."""
     keep = {file: set(ends.get(file, ())) for file in start.models}
     while True:
-        models = {file: copy_model(model) for file, model in start.models.items()}
+        models = {file: deepcopy(model) for file, model in start.models.items()}
         for file, outputs in keep.items():
             if outputs:
                 keep_outputs(models[file], outputs)

@@ -14,6 +14,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -208,8 +209,7 @@ class WeightReplacer:
 
     def clean(self, model: ModelProto) -> ModelProto:
         """A copy of a skeleton with noise for weights."""
-        copy = ModelProto()
-        copy.CopyFrom(model)
+        copy = deepcopy(model)
         copy.DiscardUnknownFields()
         for name in TEXTS:
             copy.ClearField(name)
@@ -336,8 +336,7 @@ def weight_digest(tensor: TensorProto, known: str, position: str) -> str:
     """The identity of a weight: its digest in the skeleton, otherwise the digest of its content."""
     if DIGEST.fullmatch(known):
         return f"{list(tensor.dims)} {known}"
-    content = TensorProto()
-    content.CopyFrom(tensor)
+    content = deepcopy(tensor)
     content.ClearField("name")
     # The content is unknown if the skeleton leaves it out: then it equals no other weight.
     unknown = payload_left_out(tensor) or is_external(tensor)

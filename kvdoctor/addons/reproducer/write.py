@@ -165,9 +165,7 @@ def _exit_codes(contents: ReproContents) -> list[str]:
         error = failure.text if isinstance(failure, ScriptOutcome) else ""
         return [text, "", "The error of the original model:", "", f"> {markdown(error)}"]
     if script.kind == "differs":
-        return [
-            "Exit code 1: the logits differ by more than rounding. 0: they do not.",
-        ]
+        return ["Exit code 1: the logits differ by more than rounding. 0: they do not."]
     if script.kind == "refused":
         return ["Exit code 1: the runtime refuses the file. 0: it opens it."]
     return ["Exit code 1: the process that makes the calls crashes or hangs. 0: it does not."]

@@ -101,7 +101,7 @@ class TracePart:
 
     def _judge_run(self, caller: CallerContext, options: Options) -> CheckResults:
         from kvdoctor.addons.traces.describe import NOT_RUN, describe_trace
-        from kvdoctor.addons.traces.due import list_open
+        from kvdoctor.addons.traces.runs import list_open
 
         run, stack = caller.trace_run, caller.stack.name
         found = run_checks(caller, "caller", options.selection)
@@ -171,8 +171,7 @@ def open_part(options: Options, contracts: Mapping[str, CacheContract]) -> Trace
         missing = (NotChecked(None, "KV208", reason, essential=True),)
         return TracePart(path, results=CheckResults(not_checked=missing))
     from kvdoctor.addons.traces.check import compare_trace
-    from kvdoctor.addons.traces.due import find_called
-    from kvdoctor.addons.traces.runs import read_recording, with_likeliest
+    from kvdoctor.addons.traces.runs import find_called, read_recording, with_likeliest
 
     recording = read_recording(path)
     stack, also = find_called(recording, drivable, path)

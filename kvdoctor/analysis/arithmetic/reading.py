@@ -1,20 +1,269 @@
 """All that is read of the arithmetic of one decoder; each part once, when it is asked for."""
 
+from collections.abc import Collection, Iterator
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from kvdoctor.analysis.arithmetic.blocks import Blocks, Embedding, Head
-from kvdoctor.analysis.arithmetic.numbers import MOST_NUMBERS, WIDTHS, Numbers, decode_numbers, read_numbers
+from kvdoctor.analysis.arithmetic.bends import Bend, Bends
+from kvdoctor.analysis.arithmetic.numbers import (
+    MOST_NUMBERS,
+    MOST_STEPS,
+    WIDTHS,
+    FixedValues,
+    Numbers,
+    decode_numbers,
+    read_numbers,
+)
 from kvdoctor.analysis.arithmetic.rotary import Frequencies, find_frequencies
 from kvdoctor.analysis.arithmetic.scores import Attention, Scores
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import read_reference
+from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
+from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import find_payloads, find_weights
+from kvdoctor.records import record
+
+NORMS = (
+    *("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "RMSNormalization"),
+    *("LayerNormalization", "SkipLayerNormalization", "EmbedLayerNormalization"),
+)
+EPSILONS = {
+    "SkipLayerNormalization": 1e-12,
+    "SkipSimplifiedLayerNormalization": 1e-12,
+    "EmbedLayerNormalization": 1e-12,
+}
+DEFAULT_EPSILON = 1e-5
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+HIDDEN = ("gelu", "gelu by tanh", "silu", "quick_gelu", "relu", "squared relu", "tanh")
+"""Functions that stand between the two products of a feed-forward layer."""
+
+
+@record
+class Norm:
+    """A normalization: what is added under the root, and its node."""
+
+    epsilon: float
+    node: FlatNode
+
+
+@record
+class Activation:
+    """An activation of a feed-forward layer, and the width of that layer; None where it is not known."""
+
+    kind: str
+    width: int | None
+    node: FlatNode
+
+
+@record
+class Router:
+    """A choice of experts: how many are active, of how many; None where that is not known."""
+
+    active: int
+    count: int | None
+    node: FlatNode
+
+
+@record
+class Embedding:
+    """The table of the tokens and the factor on its rows; None where that is not known."""
+
+    table: TensorProto
+    is_transposed: bool
+    factor: float | None
+    node: FlatNode
+
+
+@record
+class Head:
+    """The product that makes the logits: its weight, and the factors before and after it, with the cap of the logits.
+
+    `is_transposed` says that the weight has one column for each token.
+    """
+
+    weight: TensorProto
+    is_transposed: bool
+    before: float
+    after: float
+    cap: float | None
+    node: FlatNode
+
+
+class Blocks:
+    """Reads one flow; `head_dim` is the width of a head, where the graph shows it."""
+
+    def __init__(self, flow: Flow, head_dim: int | None) -> None:
+        self.flow, self.fixed = flow, FixedValues(flow, head_dim)
+
+    @cached_property
+    def bends(self) -> Bends:
+        """The functions that are not linear."""
+        return Bends(self.flow, self.fixed)
+
+    @cached_property
+    def norms(self) -> list[Norm]:
+        """The normalizations, by an operator or written out."""
+        found = list[Norm]()
+        for node in self.fixed.nodes((*NORMS, "Sqrt", "Pow")):
+            if node.op in NORMS:
+                found.append(Norm(node.real("epsilon", EPSILONS.get(node.op, DEFAULT_EPSILON)), node))
+            else:
+                found += self._written_out(node)
+        return found
+
+    def _written_out(self, root: FlatNode) -> Iterator[Norm]:
+        """The root of a mean of squares and an epsilon."""
+        total = self.flow.producers.get(self.fixed.source(root.input(0)))
+        if total is None or not total.has("add") or (root.op == "Pow" and self.fixed.one(root.input(1)) != -0.5):
+            return
+        for given, other in (total.inputs, total.inputs[::-1]):
+            epsilon, mean = self.fixed.one(given), self.flow.producers.get(self.fixed.source(other))
+            if epsilon is not None and mean is not None and mean.op == "ReduceMean" and 0 < epsilon < 0.1:
+                yield Norm(epsilon, total)
+
+    @cached_property
+    def activations(self) -> list[Activation]:
+        """The activations between products, and those of fused experts."""
+        bends = [bend for bend in self.bends.by_result.values() if bend.kind in HIDDEN]
+        products = [(bend, product) for bend in bends if (product := self._next_product(bend)) is not None]
+        found = [Activation(bend.kind, self._width(product, outer=False), bend.node) for bend, product in products]
+        fused = [(node.text("activation_type", "relu"), node) for node in self.fixed.nodes(("MoE", "QMoE"))]
+        return found + [Activation(kind, None, node) for kind, node in fused if kind in HIDDEN]
+
+    def _next_product(self, bend: Bend) -> FlatNode | None:
+        """The product with weights after an activation, with at most a product by a gate between them."""
+        name = bend.result
+        for _ in range(MOST_STEPS):
+            readers = self.fixed.readers(name)
+            if len(readers) != 1:
+                return None
+            node = readers[0]
+            if node.has("product"):
+                return node if node.input(0) == name else None
+            if not node.has("copy", "cast", "view", "multiply", "quantize", "quantize-dynamically", "dequantize"):
+                return None
+            name = node.output()
+        return None
+
+    def _width(self, product: FlatNode, *, outer: bool) -> int | None:
+        """The number of columns of a product with weights, or the length of the axis that it sums over."""
+        packed, weight = "N" if outer else "K", self.flow.constants.get(product.input(1))
+        if product.attribute(packed) is not None:
+            return product.number(packed, 0)
+        if weight is None or len(weight.dims) != 2 or product.op == "Einsum":
+            return None
+        return int(weight.dims[product.number("transB", 0) ^ outer])
+
+    @cached_property
+    def routers(self) -> list[Router]:
+        """The choices of experts."""
+        found = []
+        for node in self.fixed.nodes(("MoE", "QMoE", "TopK")):
+            if node.op != "TopK":
+                found.append(Router(node.number("k", 1), self._outer_width(node.input(1)), node))
+                continue
+            active, count = self.fixed.one(node.input(1)), self._outer_width(node.input(0))
+            if active is not None and count is not None:
+                found.append(Router(int(active), count, node))
+        return found
+
+    def _outer_width(self, name: str) -> int | None:
+        """The number of columns of the product with weights that makes scores."""
+        for _ in range(MOST_STEPS):
+            node = self.flow.producers.get(name)
+            if node is None:
+                return None
+            if node.has("product"):
+                return self._width(node, outer=True)
+            if not node.has("copy", "cast", "view", "softmax", "activation", "add"):
+                return None
+            constants = [self.flow.constant(one) is not None for one in node.inputs]
+            name = node.inputs[constants.index(False)] if False in constants else ""
+        return None
+
+    def find_embedding(self, tokens: Collection[str]) -> Embedding | None:
+        """The one table that is looked up by token ids, given the inputs that take them."""
+        found = []
+        for node in self.fixed.nodes(operators_with("embed")):
+            if node.number("axis", 0) == 0 and self.fixed.source(node.input(1)) in tokens:
+                table, turned = self._tensor(node.input(0))
+                if table is not None and len(table.dims) == 2 and table.data_type in FLOATS:
+                    found.append(Embedding(table, turned, self._factor_after(node.output()), node))
+        return found[0] if len(found) == 1 else None
+
+    def _factor_after(self, name: str) -> float | None:
+        """The factor on a value, where one node alone goes on with it; None where something is between the two."""
+        added = False
+        for _ in range(MOST_STEPS):
+            readers = self.fixed.readers(name)
+            scaling = [factor for node in readers if (factor := self.fixed.factor(node)) and factor[1] == name]
+            if scaling:
+                return scaling[0][0] if len(readers) == 1 and not added else None
+            squared = (node for node in readers if node.has("multiply") and {*node.inputs} == {name})
+            if any(squared) or any(node.has("product", "normalize", "power", "reduce") for node in readers):
+                return 1.0
+            if len(readers) != 1 or not readers[0].has("copy", "cast", "view", "dropout", "add"):
+                return None
+            added |= readers[0].has("add")
+            name = readers[0].output()
+        return None
+
+    def find_head(self, logits: str) -> Head | None:
+        """The product that makes the logits."""
+        name, cap = self.flow.results.get(logits, logits), None
+        bend = self._capped(name)
+        if bend is not None:
+            cap, name = bend.cap, bend.argument
+        after, name = self._scales_back(name)
+        if bend is None and (bend := self._capped(name)) is not None:
+            cap, (more, name) = bend.cap, self._scales_back(bend.argument)
+            after *= more
+        product = self.flow.producers.get(name)
+        if product is None or not product.has("product"):
+            return None
+        weight, turned = self._tensor(product.input(1))
+        if weight is None or len(weight.dims) != 2 or weight.data_type not in FLOATS:
+            return None
+        turned ^= not product.number("transB", 0)
+        return Head(weight, turned, self._scales_back(product.input(0))[0], after, cap, product)
+
+    def _capped(self, name: str) -> Bend | None:
+        bend = self.bends.by_result.get(name)
+        return bend if bend is not None and bend.cap is not None else None
+
+    def _scales_back(self, name: str) -> tuple[float, str]:
+        """The product of the factors before a value, and the value before these."""
+        ends = self.bends.by_result
+        factors, before = self.fixed.before_scales(name, "copy", "cast", "view", "pick", biases=True, ends=ends)
+        return prod(factors, start=1.0), before
+
+    def _tensor(self, name: str) -> tuple[TensorProto | None, bool]:
+        """The constant that a value is, and whether it is transposed on the way."""
+        turned = False
+        for _ in range(MOST_STEPS):
+            node = self.flow.producers.get(name)
+            if node is None or not node.has("copy", "cast", "permute"):
+                break
+            turned ^= node.has("permute")
+            name = node.input(0)
+        return self.flow.constants.get(name), turned
+
+    def residual_factors(self) -> dict[float, FlatNode]:
+        """The factors on what a layer adds to the residual: on the result of a product, before an addition."""
+        found: dict[float, FlatNode] = {}
+        for node in self.fixed.nodes(("Mul",)):
+            factor, value = self.fixed.factor(node) or (0.0, "")
+            made, readers = self.flow.producers.get(value), self.flow.consumers.get(node.output(), ())
+            if made is not None and made.has("product") and any(one.has("add") for one, _ in readers):
+                found.setdefault(factor, node)
+        return found
+
 
 SAMPLES = 8
 """Columns of two weights that are compared, at two rows each."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
+from kvdoctor.decode.experiments import grows, several_tokens
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.tolerances import Tolerance
@@ -48,6 +49,14 @@ def keeps_all(slot: Slot, prefill: Answer) -> bool:
         return False
     may_drop = slot.trimmed or slot.window is not None
     return not may_drop or read_returned(slot, prefill, True).shape[_at(slot)] == prefill.new
+
+
+def has_length(contract: CacheContract) -> str | None:
+    """Loops that go wrong by the length of the past need one: a buffer of fixed size shows nothing of it."""
+    ids = contract.graph("decode").port("token_ids")
+    if ids is not None and ids.shape and isinstance(ids.shape[-1], int):
+        return f"a decode step takes {ids.shape[-1]} new token{'s' * (ids.shape[-1] > 1)} only"
+    return several_tokens(contract) or grows(contract)
 
 
 def can_be_copied(contract: CacheContract, past: Past) -> bool:
@@ -118,11 +127,11 @@ def swap_entries(past: Past, slots: Iterable[Slot], one: int, other: int) -> Pas
     return changed
 
 
-def change_token(builder: FeedBuilder, place: int, row: int | slice = slice(None)) -> FeedBuilder:
-    """A builder with another token at a position of the sequence, in one row or in all."""
+def change_token(builder: FeedBuilder, place: int) -> FeedBuilder:
+    """A builder with another token at a position of the sequence, in all rows."""
     tokens = builder.tokens.copy()
     last = (builder.contract.vocabulary or 2**31) - 1
-    tokens[row, place] += np.where(tokens[row, place] < last, 1, -1)
+    tokens[:, place] += np.where(tokens[:, place] < last, 1, -1)
     return replace(builder, tokens=tokens)
 
 

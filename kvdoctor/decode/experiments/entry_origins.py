@@ -8,7 +8,6 @@ import numpy as np
 from kvdoctor.contract import Axis, Slot
 from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
 from kvdoctor.decode.experiments import Decision, cache_entries
-from kvdoctor.decode.experiments.workarounds import has_length
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 from kvdoctor.decode.tolerances import Tolerance
@@ -199,7 +198,7 @@ def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decisi
     ours, theirs = piece.new_entry(answer, 0), piece.right_entry(first, 0)
     if ours.shape != theirs.shape or cache_entries.same_entries(ours, theirs, builder.tolerance):
         return None
-    if has_length(builder.contract) is None and not builder.contract.last_logits_only:
+    if cache_entries.has_length(builder.contract) is None and not builder.contract.last_logits_only:
         right, both = (yield cache_entries.as_probe(builder.prefill(2))), (yield from_empty(builder, past, 2))
         if (
             not right.failed
@@ -227,7 +226,7 @@ def other_attention(builder: FeedBuilder, start: int, past: Past, piece: Piece) 
         return None
     if cause := (yield from _other_first_entry(builder, start, piece)):
         return cause
-    if has_length(builder.contract) is not None:
+    if cache_entries.has_length(builder.contract) is not None:
         return None  # it takes one token at a time
     right = yield cache_entries.as_probe(builder.prefill(2))
     both = yield from_empty(builder, past, 2)

@@ -1,18 +1,20 @@
 """The loops that people write: does decoding with the cache give the logits of the reference run?
 
-In other sizes, with an adapter (LoRA), and in other sessions too.
+In other sizes, with an adapter (LoRA), in other sessions and fed in other ways too: dummies or the cached branch on the
+first step, and workarounds for a loop that fails.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value, Way
-from kvdoctor.decode.experiments import Calls, Experiment, Use, always, several_tokens
-from kvdoctor.decode.experiments.cache_entries import growing, one_step
-from kvdoctor.decode.experiments.fixed_chunks import overlapping
+from kvdoctor.decode.experiments import Calls, Experiment, Use, always, grows, several_tokens
+from kvdoctor.decode.experiments.cache_entries import growing, has_length, one_step
+from kvdoctor.decode.experiments.multi_turn import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder
 
@@ -20,6 +22,9 @@ ROWS = (0, 1, 2, 3, 4, 0, 1, 2, 4)
 """The rows of a larger batch: a graph may number rows, and have no more than eight numbers for them."""
 FEW = 3
 """Decode steps of an experiment that repeats the loop with other sizes."""
+STEPS_WITHOUT_CACHE = 3
+
+workaround = partial(Experiment, judged=False, unless_passed="plain-loop")
 
 
 def has_exact_rows(contract: CacheContract) -> str | None:
@@ -253,3 +258,106 @@ MODES: dict[Way, tuple[str, Use]] = {
 
 for mode, (question, use) in MODES.items():
     Experiment(f"way-{mode}", question, Scenario(steps=4), thorough=True, use=use, order=35)(run_in(mode))
+
+
+def takes_past(contract: CacheContract) -> str | None:
+    """The graph of the first step must have past inputs."""
+    if contract.first_step == "no-past-graph":
+        return "the graph of the first step takes no past"
+    return several_tokens(contract) or grows(contract)
+
+
+@workaround(
+    "same-cache",
+    "the cache of the prefill fed at every step",
+    applies=has_length,
+    why="new tokens are never appended to the cache",
+    order=20,
+)
+def same_cache(builder: FeedBuilder) -> Calls:
+    """The cache of the prefill fed at every step, presents ignored."""
+    expected = yield from builder.whole()
+    past = yield from builder.begin(expected)
+    for position in range(builder.scenario.prompt, builder.scenario.total):
+        yield builder.decode(position, position + 1, past, expected[:, position : position + 1])
+
+
+@workaround(
+    "all-ids-with-cache",
+    "all ids so far, with a cache",
+    applies=has_length,
+    why="tokens in the cache count twice",
+    order=21,
+)
+def all_ids(builder: FeedBuilder) -> Calls:
+    """All ids so far at every step, with the cache as well."""
+    expected = yield from builder.whole()
+    past = yield from builder.begin(expected)
+    for position in range(builder.scenario.prompt, builder.scenario.total):
+        answer = yield builder.decode(0, position + 1, past, expected[:, position : position + 1])
+        past = builder.carry(past, answer, "held")
+
+
+@workaround(
+    "late-cache",
+    f"no cache for {STEPS_WITHOUT_CACHE} steps, then the plain loop",
+    why="it fails like the plain loop, at a later step",
+    order=22,
+)
+def late_cache(builder: FeedBuilder) -> Calls:
+    """No cache for the first steps, then the plain loop."""
+    expected, prompt = (yield from builder.whole()), builder.scenario.prompt
+    start = prompt + STEPS_WITHOUT_CACHE
+    for stop in range(prompt, start + 1):
+        answer = yield builder.prefill(stop, expected[:, :stop])
+    past = builder.carry(None, answer, "plain")
+    yield from replace(builder, loop="plain").go_on(past, start, builder.scenario.total, expected)
+
+
+@Experiment("empty-past", "first step with past length 0", applies=takes_past, order=2)
+def empty_past(builder: FeedBuilder) -> Calls:
+    """Past length 0: what Optimum and transformers.js feed."""
+    expected = yield from builder.whole()
+    yield builder.prefill(builder.scenario.prompt, expected[:, : builder.scenario.prompt])
+
+
+@Experiment(
+    "dummy-past",
+    "first step with a dummy past of length 1",
+    applies=takes_past,
+    judged=False,
+    why="the dummy is attended to unless it is masked",
+    order=11,
+)
+def dummy_past(builder: FeedBuilder) -> Calls:
+    """A dummy past of length 1: what bindings that refuse empty tensors feed."""
+    expected = yield from builder.whole()
+    yield builder.prefill(builder.scenario.prompt, expected[:, : builder.scenario.prompt], dummy=1)
+
+
+@Experiment(
+    "dummy-past-runs",
+    "whether the first step runs at all with a past of length 1",
+    applies=takes_past,
+    shown=False,
+    unless_passed="empty-past",
+    order=3,
+)
+def dummy_past_runs(builder: FeedBuilder) -> Calls:
+    """The same calls with a dummy past of length 1: tells whether it is the length 0 that a first step fails on."""
+    yield builder.prefill(builder.scenario.total, dummy=1)
+    yield builder.prefill(builder.scenario.prompt, dummy=1)
+
+
+@Experiment(
+    "cached-branch-first",
+    "cached branch on the first step",
+    applies=lambda contract: None if contract.first_step == "no-past-branch" else "there is no branch switch",
+    judged=False,
+    why="the cached branch attends to the dummy past",
+    order=12,
+)
+def cached_branch(builder: FeedBuilder) -> Calls:
+    """The switch already true on the first step, over an empty cache."""
+    expected, prompt = (yield from builder.whole()), builder.scenario.prompt
+    yield builder.decode(0, prompt, builder.first_past(0), expected[:, :prompt])

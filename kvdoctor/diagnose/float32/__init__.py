@@ -20,8 +20,7 @@ from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import OWN_SESSION, SEARCH, Float32Result, Run
 from kvdoctor.decode.tolerances import MOST_BY_ROUNDING, MOST_OF_CONTROL
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.diagnose.float32.presents import unround_presents
-from kvdoctor.diagnose.float32.quantization import unround_integers, unround_scales
+from kvdoctor.diagnose.float32.rounding import unround_integers, unround_presents, unround_scales
 from kvdoctor.diagnose.float32.widen import widen
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import NotChecked

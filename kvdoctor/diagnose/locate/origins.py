@@ -15,6 +15,7 @@ from kvdoctor.model.operator_axes import axes_of, numbers_of
 from kvdoctor.model.operators import operator_of
 from kvdoctor.model.view import integers
 from kvdoctor.records import record
+from kvdoctor.report.wording import join_some
 
 MOST_STEPS = 4000
 MOST_THROUGH = 2
@@ -195,9 +196,8 @@ def describe_origin(size: int, sources: Sequence[SizeSource]) -> str:
         what = "the constant" if source.kind == "constant" else "the weight"
         words.append(f"{what} {source.name}{holds} has {source.size}")
     through = list(dict.fromkeys(name for name in max((s.through for s in sources), key=len)))
-    way = f", through {' and '.join(through[:MOST_THROUGH])}" if through else ""
-    more = f" and {len(through) - MOST_THROUGH} more" if len(through) > MOST_THROUGH else ""
-    return f"because {' and '.join(words)}{way}{more}"
+    way = f", through {join_some(through, MOST_THROUGH, ' and ')}" if through else ""
+    return f"because {' and '.join(words)}{way}"
 
 
 def _alike(sources: Sequence[SizeSource]) -> dict[tuple[int, ...], list[str]]:

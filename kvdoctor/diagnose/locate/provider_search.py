@@ -13,10 +13,9 @@ from pathlib import Path
 from kvdoctor.contract import PhaseName
 from kvdoctor.decode.messages import CPU, ExperimentJob, TrialModel, ValueDifference
 from kvdoctor.decode.runs import FaultLocation, ObservedTensor, Run
-from kvdoctor.diagnose.locate.first_divergence import MOST_BYTES, MOST_PATCHES, element_type
+from kvdoctor.diagnose.locate.difference import find_pass, name_pass
+from kvdoctor.diagnose.locate.first_divergence import MOST_BYTES, MOST_PATCHES, chunks, element_type
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner, Pair, TrialFailed, side
-from kvdoctor.diagnose.locate.match_values import chunks
-from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
 from kvdoctor.diagnose.locate.search import FailureSearch, LocateContext, branches_taken, file_of
 from kvdoctor.errors import CannotCheck

@@ -11,10 +11,9 @@ from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, Run
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph
+from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, find_pass, name_pass
 from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, TrialFailed
-from kvdoctor.diagnose.locate.optimizers import find_pass, name_pass
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record

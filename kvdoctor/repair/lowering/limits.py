@@ -12,6 +12,7 @@ from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import bodies_of
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
+from kvdoctor.report.wording import join_some
 from kvdoctor.runtime.targets import Target
 from kvdoctor.runtime.targets.limits import read_demands
 
@@ -41,7 +42,7 @@ class CannotChangeVersion(KvdoctorError):
     """A model cannot be lowered to a limit, or raised to a version; `blocks` are the reasons."""
 
     def __init__(self, blocks: tuple[str, ...], advice: str, way: Way = "lowered") -> None:
-        shown = "; ".join(blocks[:4]) + (f"; and {len(blocks) - 4} more" if len(blocks) > 4 else "")
+        shown = join_some(blocks, 4, "; ", "; and {} more")
         super().__init__(f"the model cannot be {way}: {shown}; {advice}")
         self.blocks, self.advice = blocks, advice
 

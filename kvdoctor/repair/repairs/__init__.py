@@ -1,6 +1,6 @@
-"""Repairs on the graph: one file each, with what it requires and what it ensures.
+"""Repairs on the graph: one file for each kind of fault; each says what it requires and what it ensures.
 
-`registry` finds every module here that defines `REPAIR`, or `REPAIRS` for several of one idea. A repair is applied only
-if a check that calls for it fired, and it is not trusted: the repaired model is diagnosed again. Repairs change the
-models of a `RepairContext` in memory; they never write files.
+`registry` finds the `REPAIRS` of every module here. A repair is applied only if a check that calls for it fired, and it
+is not trusted: the repaired model is diagnosed again. Repairs change the models of a `RepairContext` in memory; they
+never write files.
 """

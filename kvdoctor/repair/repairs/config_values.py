@@ -1,10 +1,4 @@
-"""Corrects values in a config that the graph contradicts.
-
-Requires: a key of config.json or genai_config.json whose right value the graph shows beyond doubt, or an end token of
-generation_config.json or genai_config.json that the tokenizer names.
-Ensures: those keys, and no others, have the values of the graph; end tokens are added. Keys with several possible
-values are left and reported.
-"""
+"""The repair of configs next to the model."""
 
 import contextlib
 import json
@@ -32,7 +26,13 @@ NO_WINDOW = "no window"
 
 
 def apply(context: RepairContext) -> tuple[Change, ...]:
-    """Correct every config that the findings name."""
+    """Corrects values in a config that the graph contradicts.
+
+    Requires: a key of config.json or genai_config.json whose right value the graph shows beyond doubt, or an end token
+    of generation_config.json or genai_config.json that the tokenizer names.
+    Ensures: those keys, and no others, have the values of the graph; end tokens are added. Keys with several possible
+    values are left and reported.
+    """
     checked = ContractContext(folder=context.copy.folder, stack=context.stack, contract=context.drivable)
     changes: list[Change] = []
     for finding in context.found("config-disagrees"):
@@ -90,4 +90,4 @@ def _parse_value(right: str) -> int | bool | str | list[int] | None:
 
 
 ADVICE = ("Take names and sizes from the graph (`kvdoctor contract MODEL`), not from the config.",)
-REPAIR = Repair("config-values", ("config-disagrees",), "side-cars", "bits", apply, ADVICE)
+REPAIRS = (Repair("config-values", ("config-disagrees",), "side-cars", "bits", apply, ADVICE),)

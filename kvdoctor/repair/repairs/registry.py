@@ -1,4 +1,4 @@
-"""What a repair declares, and the list of all repairs: each module here that defines `REPAIR` or `REPAIRS`."""
+"""What a repair declares, and the list of all repairs: the `REPAIRS` of each module here."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -40,8 +40,8 @@ class Repair:
 
     `checks` are the names of the checks whose findings call for it. `apply` changes the models and configs of the
     context in place and returns the changes, none if there is nothing to do (any more). It raises `CannotRepair` if its
-    requirements are not met. `advice` is for users who cannot change the model. `title` says what the repair does where
-    its module holds several repairs; otherwise the module's documentation does.
+    requirements are not met; its documentation says what it does, requires and ensures. `advice` is for users who
+    cannot change the model. `title` says what the repair does where several share a function.
     """
 
     name: str
@@ -55,8 +55,7 @@ class Repair:
     @property
     def summary(self) -> str:
         """What the repair does, in one line."""
-        documentation = importlib.import_module(self.apply.__module__).__doc__ or ""
-        return self.title or documentation.partition("\n")[0]
+        return self.title or (self.apply.__doc__ or "").partition("\n")[0]
 
 
 @cache
@@ -75,9 +74,8 @@ def load_for_check(check: str) -> tuple[Repair, ...]:
 
 
 def _read_modules(names: Iterable[str]) -> tuple[Repair, ...]:
-    repairs: list[Repair] = []
-    for module in map(importlib.import_module, names):
-        repairs += (*getattr(module, "REPAIRS", ()), *([module.REPAIR] if hasattr(module, "REPAIR") else []))
+    modules = map(importlib.import_module, names)
+    repairs = (repair for module in modules for repair in getattr(module, "REPAIRS", ()))
     return tuple(sorted(repairs, key=lambda repair: (STAGES.index(repair.stage), repair.name)))
 
 

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,6 +104,12 @@ def _synthesize_integers(
 def free_axis(context: RepairContext, check: str, kind: Axis) -> tuple[Change, ...]:
     """Free one kind of axis in every file for which the check reports it as a warning or an error.
 
+    Requires: a graph whose numbers show which of them stand for the length: at any other length, something could not be
+    added, joined or reshaped. Values that were computed for the traced length (rows of a table of positions, distances)
+    must not be folded into the graph: what they were computed from is not in the file.
+    Ensures: inputs and outputs declare the length by a name; the numbers that stood for it are computed from the shapes
+    of the inputs; at the traced length every output is equal to the original's, bit for bit.
+
     Raises:
         CannotRepair: a graph does not tell what it has to compute at other lengths, or it then returns other outputs.
     """
@@ -158,8 +165,7 @@ def _compare_calls(
 
     source, graph = Path(context.copy.file(file).path), find_graph(context, file)
     runtime, provider = context.running, context.options.provider
-    changed = ModelProto()
-    changed.CopyFrom(context.model(file))
+    changed = deepcopy(context.model(file))
     with scratch_folder() as folder:
         variants = []
         for model, name in ((before or read_located(source), "old"), (changed, "new")):

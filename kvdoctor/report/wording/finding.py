@@ -12,10 +12,9 @@ HOME = "https://github.com/kvdoctor/kvdoctor"
 MOST_SOURCES, MOST_PLACES, LONGEST_PLACE = 4, 4, 60
 
 
-def format_headline(finding: Finding, places: Sequence[str] = ()) -> str:
-    """`error[KV203] cross-cache-emptied (merged): a decode step returns ...`; `places` are the stacks of its group."""
-    where = ", ".join(places) if len(places) > 1 else finding.stack
-    stack = f" ({where})" if where else ""
+def format_headline(finding: Finding) -> str:
+    """`error[KV203] cross-cache-emptied (merged): a decode step returns ...`."""
+    stack = f" ({finding.stack})" if finding.stack else ""
     return f"{format_name(finding)}{stack}: {finding.cause}"
 
 

@@ -1,6 +1,6 @@
 """Conversions: what a graph takes and returns, changed on request and proved against the original; one file for each.
 
-`registry` finds every module here that defines `CONVERSION`. A conversion changes the models of a working copy, which
+`conversion` finds every module here that defines `CONVERSION`. A conversion changes the models of a working copy, which
 are read without their weights, and says what a loop must do from then on. Where the graph is not of the form that it
-knows, it names the node. `proof` runs copy and original side by side.
+knows, it names the node. Copy and original run side by side.
 """

@@ -8,19 +8,20 @@ encoder], named as transformers and transformers.js do; no other value changes.
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_ends, find_maker
 from kvdoctor.choices import Attentions
 from kvdoctor.contract import Slot
-from kvdoctor.model.edit import GraphWriter, fresh_name, make_node
+from kvdoctor.model.edit import GraphWriter, declare, fresh_name, make_node
 from kvdoctor.model.operators import has, operators_with
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
+from kvdoctor.model.proto import ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import input_of, normalize_domain, output_of, readers, subgraphs
 from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
 
-INT64 = 7
+AXES = ("batch_size", "decoder_sequence_length", "encoder_sequence_length")
 LEAST_OPSET = 10
 """The first in which the bounds of a Slice are inputs."""
 MOST_STEPS = 64
@@ -85,7 +86,7 @@ def convert(context: RepairContext, choice: Attentions) -> Converted:  # noqa: A
             context.cannot(f"{file} returns no logits")
         found = [_find_weights(scopes, slots) for scopes, _ in find_ends((model.graph,), logits)]
         changes += _return_weights(model, found, slots, file)
-    return Converted(tuple(changes), LOOP, weights=names)
+    return Converted(tuple(changes), LOOP, Comparison(weights=names))
 
 
 def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
@@ -96,7 +97,7 @@ def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
     for node in scopes[-1].node:
         if node.op_type != "Softmax" or normalize_domain(node.domain):
             continue
-        keys = _find_operands(scopes, input_of(node, 0), SCORING)
+        keys = _find_operands(scopes, input_of(node, 0))
         layer = next((one for one in layers if one.key in keys), None)
         if layer is None:
             continue
@@ -115,19 +116,16 @@ def _find_layers(scopes: Scopes, slots: tuple[Slot, ...]) -> list[_Layer]:
     """What the keys and values of each layer are made from: a past, or a product with the encoder states."""
     made: dict[int, dict[str, str]] = {}
     inputs = {value.name for value in scopes[0].input}
+    computing = [node for node in scopes[-1].node if not has(node.op_type, "copy")]
     for slot in slots:
-        past = slot.past if slot.past in inputs and _reads(scopes[-1], slot.past) else None
+        read = slot.past in inputs and any(slot.past in node.input for node in computing)
+        past = slot.past if read else None
         name = past or _inner_name(scopes, slot.filled_by or "")
         made.setdefault(slot.layer or 0, {})[slot.part] = _find_root(scopes, name)
     sizes = {slot.layer or 0: (slot.size("kv_heads") or 0, slot.dtype) for slot in slots}
     return [
         _Layer(number, *sizes[number], parts.get("key", ""), parts.get("value", "")) for number, parts in made.items()
     ]
-
-
-def _reads(graph: GraphProto, name: str) -> bool:
-    """Whether a node computes with a value, and does more than return it."""
-    return any(name in node.input and not has(node.op_type, "copy") for node in graph.node)
 
 
 def _inner_name(scopes: Scopes, output: str) -> str:
@@ -161,15 +159,15 @@ def _is_number(scopes: Scopes, name: str) -> bool:
     )
 
 
-def _find_operands(scopes: Scopes, name: str, through: frozenset[str]) -> set[str]:
+def _find_operands(scopes: Scopes, name: str) -> set[str]:
     """The roots of both operands of the product that reaches a value."""
     inner, node = find_maker(scopes, name)
     for _ in range(MOST_STEPS):
-        if node is None or node.op_type not in through or normalize_domain(node.domain):
+        if node is None or node.op_type not in SCORING or normalize_domain(node.domain):
             break
         at = 1 if has(node.op_type, "select") else 0
         makers = [find_maker(inner, given) for given in (node.input[at], *node.input[at + 1 : at + 2])]
-        following = [(s, n) for s, n in makers if n is not None and (n.op_type in PRODUCTS or n.op_type in through)]
+        following = [(s, n) for s, n in makers if n is not None and (n.op_type in PRODUCTS or n.op_type in SCORING)]
         product = next((one for one in following if one[1].op_type in PRODUCTS), None)
         step = product or (following[0] if following else None)
         if step is None:
@@ -224,12 +222,14 @@ def _refuse_layer(layer: _Layer, reading: dict[str, list[tuple[NodeProto, int]]]
 def _return_weights(model: ModelProto, found: list[_Weights], slots: tuple[Slot, ...], file: str) -> list[Change]:
     writer, changes = GraphWriter(model, prefix="cross_attentions"), list[Change]()
     heads = {slot.layer or 0: (slot.size("kv_heads") or 0, slot.dtype) for slot in slots}
+    types = {dtype: number for number, dtype in ELEMENT_TYPES.items()}
     tail, end = writer.numbers([-2]), writer.numbers([(1 << 63) - 1])
     for number in sorted(found[0].found):
         output = f"cross_attentions.{number}"
         count, dtype = heads[number]
         front = writer.numbers([-1, count])
-        declared = _declare(output, dtype, count)
+        batch, new, encoder = (f"cross_attentions_{axis}" for axis in AXES)
+        declared = declare(output, types[dtype], (batch, count, new, encoder))
         for one in found:
             _return_from(one, number, (front, tail, end), writer.known, declared)
         model.graph.output.append(declared)
@@ -258,27 +258,12 @@ def _return_from(
         ]
     )
     for outer, body in reversed(list(zip(one.scopes, one.scopes[1:], strict=False))):
-        value = body.output.add()
-        value.CopyFrom(declared)
-        value.name = returned
+        body.output.add(name=returned).type.CopyFrom(declared.type)
         node = next(node for node in outer.node if any(inner is body for inner in subgraphs(node)))
         name = declared.name if outer is one.scopes[0] else fresh_name(f"{declared.name}.outer", known)
         if name not in node.output:
             node.output.append(name)
         returned = name
-
-
-def _declare(name: str, dtype: str, heads: int) -> ValueInfoProto:
-    value = ValueInfoProto(name=name)
-    types = {word: number for number, word in ELEMENT_TYPES.items()}
-    value.type.tensor_type.elem_type = types[dtype]
-    for size in ("batch_size", heads, "decoder_sequence_length", "encoder_sequence_length"):
-        dim = value.type.tensor_type.shape.dim.add()
-        if isinstance(size, int):
-            dim.dim_value = size
-        else:
-            dim.dim_param = f"cross_attentions_{size}"
-    return value
 
 
 CONVERSION = GraphConversion(

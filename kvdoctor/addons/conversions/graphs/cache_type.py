@@ -7,18 +7,19 @@ new, and the attention of its own step reads what is stored, so that no split of
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.graphs.row_codec import FLOAT16, STORED, Row, RowCodec, slice_shape
-from kvdoctor.addons.conversions.graphs.static_cache import forget_trace
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import SCALE_SUFFIX, CacheContract, Slot, describe
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, sort_nodes
+from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, set_size, sort_nodes
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import (
@@ -90,7 +91,7 @@ def convert(context: RepairContext, choice: TypeChoice) -> Converted:
             sort_nodes(graph)
         changes += forget_trace(context, file)
     stored = tuple(StoredSlot(s.past, choice.kind, s.axes.index("head_dim"), scales[s.past]) for s in slots)
-    return Converted(tuple(changes), tuple(_list_rules(slots, choice)), stored=stored)
+    return Converted(tuple(changes), tuple(_list_rules(slots, choice)), Comparison(stored=stored))
 
 
 def _choose_slots(context: RepairContext, contract: CacheContract, choice: TypeChoice) -> tuple[Slot, ...]:
@@ -347,19 +348,16 @@ class _Writer:
         value.type.tensor_type.elem_type = STORED[self.codec.kind]
         dims = value.type.tensor_type.shape.dim
         if self.codec.kind == "int4" and len(dims) == len(slot.axes):
-            dims[_width_axis(slot)].Clear()
-            dims[_width_axis(slot)].dim_value = (slot.size("head_dim") or 0) // 2
+            set_size(dims[_width_axis(slot)], (slot.size("head_dim") or 0) // 2)
 
 
 def _declare_scale(values: ValueInfoProto, slot: Slot, name: str) -> ValueInfoProto:
     """The declaration of scales: as that of their values, with one element for each row."""
-    declared = ValueInfoProto()
-    declared.CopyFrom(values)
+    declared = deepcopy(values)
     declared.name, declared.type.tensor_type.elem_type = name, FLOAT16
     dims = declared.type.tensor_type.shape.dim
     if len(dims) == len(slot.axes):
-        dims[_width_axis(slot)].Clear()
-        dims[_width_axis(slot)].dim_value = 1
+        set_size(dims[_width_axis(slot)], 1)
     return declared
 
 

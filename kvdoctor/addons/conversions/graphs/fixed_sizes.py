@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes
 from kvdoctor.analysis.lm_head import describe_op
-from kvdoctor.contract import Axis, CacheContract, Port, Slot
+from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import GraphWriter, fresh_name, rename_values, sort_nodes
+from kvdoctor.model.edit import GraphWriter, fresh_name, rename_values, set_size, sort_nodes
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import producer, readers
@@ -25,7 +25,6 @@ from kvdoctor.report.repair_record import Change
 
 SIZES = ("batch", "new", "past")
 SIZE = re.compile(r"(?P<name>[a-z]+)=(?P<number>[0-9]{1,9})")
-INT64 = 7
 END = (1 << 63) - 1
 LEAST_OPSET = 10
 """The first in which the bounds of a Slice are inputs."""
@@ -146,7 +145,8 @@ def _cut_presents(context: RepairContext, model: ModelProto, past: int, file: st
 def _declare_sizes(model: ModelProto, contract: CacheContract, sizes: FixedSizes, file: str) -> Iterator[Change]:
     """Declare the sizes of inputs and outputs, and of values inside that have the same symbols."""
     graph, view = model.graph, GraphView(model)
-    axes = {port.name: port.axes for port in _ports(contract)}
+    ports = contract.graph("decode")
+    axes = {port.name: port.axes for port in (*ports.inputs, *ports.outputs)}
     presents = {str(slot.present): slot.axes for slot in _growing(contract)}
     symbols: dict[str, set[int]] = {}
     for value in (*graph.input, *graph.output):
@@ -162,22 +162,13 @@ def _declare_sizes(model: ModelProto, contract: CacheContract, sizes: FixedSizes
             if dim.dim_param and value.name not in presents:
                 symbols.setdefault(dim.dim_param, set()).add(number)
             before = dim.dim_param or "?"
-            dim.Clear()
-            dim.dim_value = number
+            set_size(dim, number)
             done.append(f"{before} = {number}")
         if done:
             kind = "input" if value.name in view.inputs else "output"
             yield Change(file, f"{kind} {value.name!r}", "open sizes", ", ".join(done))
-    _declare_inside(model, {name: next(iter(found)) for name, found in symbols.items() if len(found) == 1})
-
-
-def _declare_inside(model: ModelProto, symbols: Mapping[str, int]) -> None:
-    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in symbols:
-                number = symbols[dim.dim_param]
-                dim.Clear()
-                dim.dim_value = number
+    single = {name: next(iter(found)) for name, found in symbols.items() if len(found) == 1}
+    fix_sizes((*graph.input, *graph.output, *graph.value_info), single)
 
 
 def _size_of(axis: Axis, numbers: Mapping[Axis, int], contract: CacheContract) -> int | None:
@@ -187,11 +178,6 @@ def _size_of(axis: Axis, numbers: Mapping[Axis, int], contract: CacheContract) -
     if axis == "batch_codebooks" and rows is not None:
         return rows * contract.codebooks
     return numbers.get(axis)
-
-
-def _ports(contract: CacheContract) -> tuple[Port, ...]:
-    graph = contract.graph("decode")
-    return (*graph.inputs, *graph.outputs)
 
 
 def _list_rules(contract: CacheContract, sizes: FixedSizes) -> Iterator[str]:

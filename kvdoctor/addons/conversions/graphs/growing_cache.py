@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvdoctor.addons.conversions.graphs.fused_cache import declare_length, is_fused, list_growing_rules
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
-from kvdoctor.addons.conversions.graphs.static_cache import forget_trace
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Slot
-from kvdoctor.model.edit import drop_unused, sort_nodes
+from kvdoctor.model.edit import drop_unused, set_size, sort_nodes
 from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import find_attribute, input_of, needed_for, output_of, readers
@@ -27,10 +25,80 @@ from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, read_leng
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
+OPERATOR, DOMAIN = "GroupQueryAttention", "com.microsoft"
+TOLD_BY = ("past_length", "total_length", "last_index")
+"""Roles of inputs that tell how many tokens there are."""
+PAST_SIZE, TOTAL_SIZE = "past_sequence_length", "total_sequence_length"
+
+
+def is_fused(model: ModelProto, slots: list[Slot]) -> bool:
+    """Whether every one of some caches is held by the operator."""
+    reading = readers(model.graph)
+    return bool(slots) and all(
+        any((node.op_type, node.domain) == (OPERATOR, DOMAIN) for node, _ in reading.get(slot.past, ()))
+        for slot in slots
+    )
+
+
+def declare_length(model: ModelProto, slots: list[Slot], rows: int | None, file: str) -> Iterator[Change]:
+    """Declare the rows of each past and present: a number for a buffer, None for a cache that grows.
+
+    GroupQueryAttention writes in place if its past is longer than the tokens in it, and returns past + new rows
+    otherwise: the mask or the lengths that are fed tell how many rows hold tokens. Source: onnxruntime,
+    contrib_ops/cpu/bert/group_query_attention_helper.h, `present_sequence_length`.
+    """
+    at = {name: _find_length(slot) for slot in slots for name in (slot.past, str(slot.present))}
+    pasts = {slot.past for slot in slots}
+    for value in (*model.graph.input, *model.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if value.name not in at or at[value.name] >= len(dims):
+            continue
+        dim, is_past = dims[at[value.name]], value.name in pasts
+        before = dim.dim_param or str(dim.dim_value)
+        set_size(dim, rows if rows is not None else PAST_SIZE if is_past else TOTAL_SIZE)
+        after = dim.dim_param or f"{rows} entries"
+        yield Change(file, f"{'input' if is_past else 'output'} {value.name!r}", before, after)
+
+
+def _find_length(slot: Slot) -> int:
+    return next(at for at, axis in enumerate(slot.axes) if axis in ("past", "capacity"))
+
+
+def buffer_rule(capacity: int) -> str:
+    """How a loop holds a buffer of any kind."""
+    return (
+        f"Every past has {capacity} rows: allocate it once, filled with zeros, and feed each present as the next past. "
+        "Both may be bound to the same memory."
+    )
+
+
+def list_buffer_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
+    """What the loop must do with a buffer."""
+    yield buffer_rule(capacity)
+    inputs = contract.graph("decode").inputs
+    lengths = ", ".join(port.name for port in inputs if "total" in port.axes or port.role in TOLD_BY)
+    counts = f" ({lengths})" if lengths else ""
+    yield f"The other inputs are those of a growing cache{counts}: they say which of the {capacity} rows hold tokens."
+    yield (
+        f"A sequence has {capacity} tokens at most: a call beyond that returns longer presents, and fails where they "
+        "are bound to the buffer. To go back, feed a shorter total length: later rows are written again."
+    )
+
+
+def list_growing_rules(contract: CacheContract) -> Iterator[str]:
+    """What the loop must do with a cache that grows."""
+    yield "The first call is fed a past of length 0, later ones the present, which is past + new rows long."
+    if contract.capacity is not None:
+        yield (
+            f"The original stops after {contract.capacity} tokens, so that longer sequences are compared with a call "
+            "without a cache alone."
+        )
+
+
 MOVING = operators_with("permute", "copy")
 """Operators between a past and the node that writes into it."""
 MOST_STEPS = 8
-PAST_SIZE, NEW_SIZE = "past_sequence_length", "sequence_length"
+NEW_SIZE = "sequence_length"
 
 
 @record(slots=False)
@@ -197,21 +265,17 @@ def _declare(model: ModelProto, graph: Graph, slots: list[Slot], file: str) -> I
     pasts = {slot.past for slot in slots}
     for value in (*model.graph.input, *model.graph.output):
         dims = value.type.tensor_type.shape.dim
-        found = [presents[value.name]] if value.name in presents else _find(axes.get(value.name, ()))
+        found = [index for index, axis in enumerate(axes.get(value.name, ())) if axis == "past"]
+        found = [presents[value.name]] if value.name in presents else found
         for index in found:
             if index < len(dims):
                 before = dims[index].dim_param or str(dims[index].dim_value)
                 if before == PAST_SIZE and value.name in pasts:
                     continue
-                dims[index].Clear()
-                dims[index].dim_param = PAST_SIZE if value.name in pasts else total
+                set_size(dims[index], PAST_SIZE if value.name in pasts else total)
                 kind = "output" if value.name in presents else "input"
                 yield Change(file, f"{kind} {value.name!r}", before, dims[index].dim_param)
     del model.graph.value_info[:]  # they hold the buffer's length
-
-
-def _find(axes: tuple[str, ...]) -> list[int]:
-    return [index for index, axis in enumerate(axes) if axis == "past"]
 
 
 def _list_rules(contract: CacheContract, graph: Graph) -> Iterator[str]:

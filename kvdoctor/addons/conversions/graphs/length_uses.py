@@ -25,6 +25,7 @@ from kvdoctor.model.traverse import (
     producer,
     values_read,
 )
+from kvdoctor.model.view import integers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.freeing import read_declared_sizes
@@ -209,7 +210,8 @@ class LengthUses:
 
     def _range(self, scope: GraphScope, node: NodeProto) -> None:
         """A Range of new positions counts from the tokens in the buffer, one of all columns ends at N."""
-        start, end = (self._single(scope, node, index) for index in (0, 1))
+        found = [self._terms(scope, node, index) for index in (0, 1)]
+        start, end = (terms[0] if terms and len(terms) == 1 else None for terms in found)
         if start is None or end is None:
             raise CannotRepair(f"the node {describe_op(node)} counts from or to a number that is not known")
         for index, term in enumerate((start, end)):
@@ -223,14 +225,7 @@ class LengthUses:
             else:
                 self._replace(use, [self._as_size(use, term)])
 
-    def _single(self, scope: GraphScope, node: NodeProto, index: int) -> Term | None:
-        """A number that a node reads: a constant, or a term."""
-        terms = self._terms(scope, node, index)
-        return terms[0] if terms and len(terms) == 1 else None
-
     def _terms(self, scope: GraphScope, node: NodeProto, index: int) -> tuple[Term | None, ...] | None:
-        from kvdoctor.model.view import integers
-
         name = node.input[index] if index < len(node.input) else ""
         known = scope.known(name) if name else None
         if known is not None:
@@ -239,13 +234,9 @@ class LengthUses:
         if tensor is None:
             return None
         numbers = integers(tensor)
-        if (
-            numbers is None
-            and not tensor.dims
-            and tensor.float_data
-            and tensor.float_data[0] == int(tensor.float_data[0])
-        ):
-            numbers = (int(tensor.float_data[0]),)
+        single = tensor.float_data[:1] if numbers is None and not tensor.dims else ()
+        if single and single[0] == int(single[0]):
+            numbers = (int(single[0]),)
         return tuple(whole(number) for number in numbers) if numbers is not None else None
 
     def _slice(self, scope: GraphScope, node: NodeProto) -> None:
@@ -321,7 +312,9 @@ class LengthUses:
         return term.replaced({PAST: symbol(WRITTEN)})
 
     def _replace(self, use: _Use, terms: Sequence[Term | None]) -> None:
-        entries = [self._entry(use, term) for term in terms]
+        if None in terms:
+            self._refuse(use)
+        entries = [number if (number := term.number) is not None else term for term in terms if term is not None]
         name = use.node.input[use.index]
         known = use.scope.known(name)
         tensor = use.scope.constant(name) if known is None else None
@@ -333,11 +326,6 @@ class LengthUses:
         before = ", ".join(map(str, use.terms))
         after = ", ".join(map(str, terms))
         self.changes.append(Change(self.graph.file, describe_op(use.node), f"reads {before}", f"reads {after}"))
-
-    def _entry(self, use: _Use, term: Term | None) -> int | Term:
-        if term is None:
-            self._refuse(use)
-        return term if term.number is None else term.number
 
     def _refuse(self, use: _Use, term: Term | None = None) -> NoReturn:
         lengths = ", ".join("?" if one is None else str(one) for one in (use.terms if term is None else (term,)))

@@ -5,18 +5,17 @@ multiplies the wanted rows only. `selectable` adds the input `num_logits_to_keep
 name it: the number of last rows, 0 for all.
 """
 
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
-from kvdoctor.addons.conversions.graphs.static_cache import forget_trace
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.lm_head import Head, NoHead, describe_op, find_ends, find_heads
 from kvdoctor.choices import LogitsRows
 from kvdoctor.contract import Port
-from kvdoctor.model.edit import GraphWriter, fresh_name, replace_all, sort_nodes
-from kvdoctor.model.proto import ModelProto, NodeProto, ValueInfoProto
+from kvdoctor.model.edit import GraphWriter, declare, fresh_name, replace_all, set_size, sort_nodes
+from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
 KEEP = "num_logits_to_keep"
-INT64 = 7
 END = (1 << 63) - 1
 COMPARED = (0, 1, 2, 50)
 """The numbers of rows that are asked for in the proof: all, the last, two, and more than there are."""
@@ -51,10 +50,10 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
         if port is not None:  # find_heads has looked
             changes += _insert(model, heads[name], port, choice, name)
     if choice == "last":
-        return Converted(tuple(changes), LAST, "last")
+        return Converted(tuple(changes), LAST, Comparison(rows="last"))
     for name in models:
         changes += forget_trace(context, name)
-    return Converted(tuple(changes), SELECTABLE, "all", COMPARED)
+    return Converted(tuple(changes), SELECTABLE, Comparison(keep=COMPARED))
 
 
 def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: LogitsRows, file: str) -> list[Change]:
@@ -84,9 +83,7 @@ def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: Logi
 
 def _start_at_choice(writer: GraphWriter) -> str:
     """Minus the number that is fed: 0 is the first row."""
-    declared: ValueInfoProto = writer.model.graph.input.add(name=KEEP)
-    declared.type.tensor_type.elem_type = INT64
-    declared.type.tensor_type.shape.SetInParent()
+    writer.model.graph.input.append(declare(KEEP, TensorProto.INT64, ()))
     return writer.node("starts", "Neg", [writer.node("row", "Reshape", [KEEP, writer.numbers([1])])])
 
 
@@ -98,12 +95,7 @@ def _declare(model: ModelProto, port: Port, size: int | str) -> None:
     for value in outputs:
         dims = value.type.tensor_type.shape.dim
         if len(dims) == len(port.axes):
-            dim = dims[port.axes.index("new")]
-            dim.Clear()
-            if isinstance(size, int):
-                dim.dim_value = size
-            else:
-                dim.dim_param = size
+            set_size(dims[port.axes.index("new")], size)
 
 
 CONVERSION = GraphConversion(

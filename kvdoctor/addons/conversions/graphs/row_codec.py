@@ -55,7 +55,10 @@ class RowCodec(GraphWriter):
             return self._node(graph, "stored", "Cast", [level], into, to=INT8), scale
         raised = self._node(graph, "raised", "Add", [level, self._number(float(ZERO_POINT))])
         half = (row.size or 0) // 2
-        low, high = (self._cut(graph, raised, row.axis, start, start + half) for start in (0, half))
+        low, high = (
+            self._node(graph, "half", "Slice", [raised, *(self.numbers([n]) for n in (start, start + half, row.axis))])
+            for start in (0, half)
+        )
         pair = self._node(graph, "pair", "Mul", [high, self._number(16.0)])
         packed = self._node(graph, "packed", "Add", [low, pair])
         return self._node(graph, "stored", "Cast", [packed], into, to=UINT8), scale
@@ -112,10 +115,6 @@ class RowCodec(GraphWriter):
         limits = [self._number(SMALLEST_SCALE), self._number(LARGEST_SCALE)]
         bounded = self._node(graph, "step", "Clip", [step, *limits])
         return self._node(graph, "stored_scale", "Cast", [bounded], to=FLOAT16)
-
-    def _cut(self, graph: GraphProto, value: str, axis: int, start: int, stop: int) -> str:
-        bounds = [self.numbers([number]) for number in (start, stop, axis)]
-        return self._node(graph, "half", "Slice", [value, *bounds])
 
     def _node(
         self, graph: GraphProto, hint: str, op: str, inputs: list[str], into: str = "", **attributes: "int | list[int]"

@@ -11,17 +11,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvdoctor.addons.conversions.graphs.fused_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes, forget_trace
+from kvdoctor.addons.conversions.graphs.growing_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
-from kvdoctor.addons.conversions.graphs.registry import Converted, GraphConversion
+from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import GraphWriter, fresh_name, sort_nodes
+from kvdoctor.model.edit import GraphWriter, declare, fresh_name, set_size, sort_nodes
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import ModelProto, NodeProto
+from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import (
     find_attribute,
     input_of,
@@ -38,9 +39,6 @@ from kvdoctor.report.repair_record import Change
 POSITION = "cache_position"
 """The input that says where new rows are written: the name of transformers, and of its exports for ExecuTorch."""
 CHOICE = re.compile(r"static(=(?P<rows>[0-9]{1,9}))?")
-TRACE = "export.json"
-"""What the exporter of transformers writes next to the graph."""
-INT64 = 7
 LEAST_OPSET = 13
 """The first in which the axes of Unsqueeze are an input, as they are written here."""
 TENSOR_SCATTER = 24
@@ -77,7 +75,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     slots = _find_growing(context, contract, model)
     if is_fused(model, slots):
         changes = [*declare_length(model, slots, capacity, file), *forget_trace(context, file)]
-        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), capacity=capacity)
+        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), Comparison(capacity=capacity))
     joins = [_find_join(context, model, slot) for slot in slots]
     uses = LengthUses(model, graph, capacity)
     writing = _RowWriter(model, graph, prefix="static_cache")
@@ -87,7 +85,7 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     changes += _declare(model, contract, slots, capacity, file)
     changes += forget_trace(context, file)
     sort_nodes(model.graph)
-    return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), capacity=capacity)
+    return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), Comparison(capacity=capacity))
 
 
 def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
@@ -303,14 +301,8 @@ class _RowWriter(GraphWriter):
 def _add_position(model: ModelProto, tokens: Port | None, known: set[str]) -> str:
     """The new input, as long as the new tokens."""
     name = fresh_name(POSITION, known)
-    declared = model.graph.input.add(name=name)
-    declared.type.tensor_type.elem_type = INT64
-    dim = declared.type.tensor_type.shape.dim.add()
     size = tokens.dim("new") if tokens is not None else None
-    if isinstance(size, int):
-        dim.dim_value = size
-    elif size is not None:
-        dim.dim_param = size
+    model.graph.input.append(declare(name, TensorProto.INT64, (size,)))
     return name
 
 
@@ -333,29 +325,10 @@ def _declare(
         if found and len(dims) == len(axes[value.name]):
             before = [dims[at].dim_param or "?" for at in found]
             for at in found:
-                dims[at].Clear()
-                dims[at].dim_value = capacity
+                set_size(dims[at], capacity)
             kind = "output" if value.name in presents else "input"
             yield Change(file, f"{kind} {value.name!r}", ", ".join(before), f"{capacity} entries")
-    _declare_inside(model, moving - other, capacity)
-
-
-def _declare_inside(model: ModelProto, symbols: set[str], capacity: int) -> None:
-    for value in (*model.graph.output, *model.graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in symbols:
-                dim.Clear()
-                dim.dim_value = capacity
-
-
-def forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
-    """Remove the inputs of the trace from export.json: the copy takes others."""
-    content = context.copy.side_car(TRACE)
-    components = content.get("components") if isinstance(content, dict) else None
-    for key, entry in (components if isinstance(components, dict) else {}).items():
-        metadata = entry.get("metadata") if isinstance(entry, dict) and entry.get("file") == file else None
-        if isinstance(metadata, dict) and metadata.pop("kwargs", None):
-            yield Change(TRACE, f"components.{key}.metadata.kwargs", "the inputs of the trace", "removed")
+    fix_sizes((*model.graph.output, *model.graph.value_info), dict.fromkeys(moving - other, capacity))
 
 
 def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:

@@ -8,7 +8,6 @@ Ensures: of a decoder one graph, model.onnx, whose names are declared in genai_c
 layers, else they become those of onnxruntime-genai. The copy generates the same tokens in onnxruntime-genai itself.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from kvdoctor.addons.conversions.layouts import genai_whisper
@@ -34,6 +33,7 @@ from kvdoctor.addons.conversions.layouts.naming import (
     PortNames,
     axis_names,
     first_of,
+    list_renamings,
     name_axes,
     rename_as,
     unnamed_inputs,
@@ -171,9 +171,11 @@ def make(source: LayoutSource) -> ConvertedModels:
 
 def _make_decoder(source: LayoutSource) -> ConvertedModels:
     model, contract = _read_graph(source), source.contract
-    made = ConvertedModels({}, tuple(_decoder_files(source)), limit=INSIDE)
+    roles = ("decoder", "decoder-with-past", "decoder-merged")
+    files = [source.stack.main.name, *(f.name for r, f in source.stack.files.items() if r in roles)]
+    made = ConvertedModels({}, tuple(dict.fromkeys(files)), limit=INSIDE)
     names, file = choose_names(contract), source.new_name(SINGLE)
-    before = [*(value.name for value in model.graph.input), *(value.name for value in model.graph.output)]
+    renamed = list_renamings(source.stack.main.name, model.graph, names.ports)
     rename_as(model, names.ports)
     if strange := unnamed_inputs(model, contract.graph("decode"), names.ports):
         raise DoesNotFit(f"it takes {first_of(port.name for port in strange)}, which {CONSUMER} does not feed")
@@ -182,10 +184,7 @@ def _make_decoder(source: LayoutSource) -> ConvertedModels:
     configs = Configs.beside(source.root)
     settings = list_settings(configs, contract, sort_slots(contract.slots), DECODER)
     made.changes += [Change(NAME, one.key, "", f"{one.value} ({one.because})") for one in settings]
-    both = {**names.ports.inputs, **names.ports.outputs}
-    for name in before:
-        if both.get(name) != name:
-            made.changes.append(Change(source.stack.main.name, "inputs and outputs", name, both.get(name, "left out")))
+    made.changes += renamed
     made.models[file] = model
     inputs = {key: name for key, name in names.entries.items() if key in INPUTS}
     outputs = {key: name for key, name in names.entries.items() if key not in INPUTS}
@@ -211,11 +210,6 @@ def _read_graph(source: LayoutSource) -> ModelProto:
     if source.stack.kind == "merged":
         return split_halves(source.model("decoder-merged"), source.contract)[1]
     return source.model(source.stack.main_role)
-
-
-def _decoder_files(source: LayoutSource) -> Iterable[str]:
-    roles = ("decoder", "decoder-with-past", "decoder-merged")
-    return dict.fromkeys([source.stack.main.name, *(f.name for r, f in source.stack.files.items() if r in roles)])
 
 
 LAYOUT = Layout(

@@ -38,8 +38,9 @@ def refuse_slots(slots: tuple[Slot, ...], axes: tuple[Axis, ...] = SLOT_AXES) ->
 
 def _refuse_slot(slot: Slot, first: Slot, axes: tuple[Axis, ...]) -> str | None:
     where = f"the cache {slot.past!r}"
+    whose = "all layers" if slot.layer is None else f"layer {slot.layer}"
     if slot.kind != first.kind or slot.part not in ("key", "value") or slot.layer is None:
-        what = slot.kind if slot.kind not in ("self-attention", "cross-attention") else f"{slot.part} of {_whose(slot)}"
+        what = slot.kind if slot.kind not in ("self-attention", "cross-attention") else f"{slot.part} of {whose}"
         return f"{where} is a {what}: this layout is for one key and one value in each layer"
     if slot.kind == "self-attention" and (slot.growth not in ("grow", "shared") or slot.trimmed):
         how = "cut to a window" if slot.trimmed else slot.growth
@@ -57,10 +58,6 @@ def _refuse_slot(slot: Slot, first: Slot, axes: tuple[Axis, ...]) -> str | None:
         mine, others = ("x".join(map(str, pair)) for pair in (own, sizes))
         return f"{where} has {mine} heads x head size, {first.past!r} {others}: {CONSUMER} takes one size"
     return None
-
-
-def _whose(slot: Slot) -> str:
-    return "all layers" if slot.layer is None else f"layer {slot.layer}"
 
 
 def refuse_logits(contract: CacheContract) -> str | None:

@@ -9,7 +9,7 @@ Sources: src/models/whisper.cpp, src/models/kv_cache.cpp and src/python/py/model
 (onnxruntime-genai 0.18.0).
 """
 
-from kvdoctor.addons.conversions.layouts.cross_cache import return_from_encoder, take_as_inputs
+from kvdoctor.addons.conversions.layouts.encoders import return_from_encoder, take_as_inputs
 from kvdoctor.addons.conversions.layouts.genai_config import (
     CONSUMER,
     INTEGERS,
@@ -156,7 +156,8 @@ def _refuse_caches(own: tuple[Slot, ...], crossed: tuple[Slot, ...], contract: C
 def make(source: LayoutSource) -> ConvertedModels:
     """The encoder and the decoder, and the configuration that names their inputs and outputs."""
     contract, stack, words = source.contract, source.stack, axis_names(source.contract)
-    encoder, (first, later) = source.model("encoder"), _read_halves(source)
+    encoder, merged = source.model("encoder"), stack.kind == "merged"
+    first, later = split_halves(source.model("decoder-merged"), contract) if merged else source.halves
     files = source.new_name(ENCODER), source.new_name(DECODER)
     made = ConvertedModels({}, tuple(file.name for file in stack.files.values()), limit=INSIDE, encoder=files[0])
     caches = _name_half(first, contract, later=False)
@@ -174,7 +175,7 @@ def make(source: LayoutSource) -> ConvertedModels:
     decoder = merge(first, later, plan)
     if plan.dropped:
         raise DoesNotFit(f"only one of its two graphs returns {first_of(plan.dropped)}")
-    _choose_by_past(decoder, "past_key_self_0")
+    _choose_by_past(decoder)
     sort_ports(decoder.graph.input, [TOKENS])
     if source.readable:
         for graph in (encoder.graph, decoder.graph):
@@ -187,12 +188,6 @@ def make(source: LayoutSource) -> ConvertedModels:
         Change(files[1], "main graph", old, f"one If on the length of the past; {plan.shared} weights shared"),
     ]
     return made
-
-
-def _read_halves(source: LayoutSource) -> tuple[ModelProto, ModelProto]:
-    if source.stack.kind == "merged":
-        return split_halves(source.model("decoder-merged"), source.contract)
-    return source.halves
 
 
 def _name_half(half: ModelProto, contract: CacheContract, later: bool) -> dict[str, str]:
@@ -244,9 +239,9 @@ def _declare_lengths(graph: GraphProto) -> None:
             dims[axis].CopyFrom(TensorShapeProto.Dimension(dim_value=FRAMES // 2))
 
 
-def _choose_by_past(model: ModelProto, past: str) -> None:
+def _choose_by_past(model: ModelProto) -> None:
     """Let the length of a past decide which branch runs, in place of a switch that is an input."""
-    graph = model.graph
+    graph, past = model.graph, "past_key_self_0"
     known = all_names(graph)
     keep_only(graph.input, lambda value: value.name != SWITCH)
     sizes, axis, length, none = (fresh_name(f"{past}.{word}", known) for word in ("sizes", "axis", "length", "none"))

@@ -9,6 +9,7 @@ scale and weight only in the branch (microsoft/onnxruntime issue 28306: "Missing
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNo
 from kvdoctor.addons.conversions.layouts.weights import EqualTensors
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import fresh_name, prune, rename_all, rename_banned, replace_all
+from kvdoctor.model.edit import (
+    declare,
+    fresh_name,
+    function_key,
+    make_node,
+    prune,
+    rename_all,
+    rename_banned,
+    replace_all,
+)
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import (
     AttributeProto,
@@ -55,8 +65,7 @@ def merge(first: ModelProto, later: ModelProto, work: MergePlan) -> ModelProto:
     Raises:
         UsageError: the halves cannot be merged; the message says why.
     """
-    model = ModelProto()
-    model.CopyFrom(first)
+    model = deepcopy(first)
     model.ClearField("graph")
     unite_opsets(model, later)
     model.ir_version = max(first.ir_version, later.ir_version, 4)
@@ -77,18 +86,12 @@ def merge(first: ModelProto, later: ModelProto, work: MergePlan) -> ModelProto:
 
 
 def _build_merged(
-    model: ModelProto,
-    first: GraphProto,
-    later: GraphProto,
-    inputs: list[ValueInfoProto],
-    weights: list[TensorProto],
+    model: ModelProto, first: GraphProto, later: GraphProto, inputs: list[ValueInfoProto], weights: list[TensorProto]
 ) -> ModelProto:
     graph = model.graph
     graph.name = "merged"
     graph.input.extend(inputs)
-    switch = graph.input.add(name=SWITCH)
-    switch.type.tensor_type.elem_type = TensorProto.BOOL
-    switch.type.tensor_type.shape.dim.add(dim_value=1)
+    graph.input.append(declare(SWITCH, TensorProto.BOOL, (1,)))
     graph.initializer.extend(weights)
     for one, other in zip(first.output, later.output, strict=True):
         graph.output.append(_unite_output(one, other))
@@ -125,9 +128,9 @@ def unite_functions(model: ModelProto, later: ModelProto) -> None:
     Raises:
         UsageError: the two define different ones of one name.
     """
-    known = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
+    known = {function_key(function): function for function in model.functions}
     for function in later.functions:
-        key = function.domain, function.name, getattr(function, "overload", "")
+        key = function_key(function)
         if key not in known:
             model.functions.append(function)
         elif known[key] != function:
@@ -173,8 +176,7 @@ def _unite_inputs(first: GraphProto, later: GraphProto) -> dict[str, ValueInfoPr
             if value.name in united:
                 _unite_declarations(united[value.name], value)
             else:
-                united[value.name] = ValueInfoProto()
-                united[value.name].CopyFrom(value)
+                united[value.name] = deepcopy(value)
     return united
 
 
@@ -231,8 +233,7 @@ def _dims(value: ValueInfoProto) -> Sequence[TensorShapeProto.Dimension]:
 
 def _unite_output(one: ValueInfoProto, other: ValueInfoProto) -> ValueInfoProto:
     """One declaration for an output of both branches; a size that differs is open."""
-    united = ValueInfoProto()
-    united.CopyFrom(one)
+    united = deepcopy(one)
     mine, theirs = declared(one), declared(other)
     if mine.dtype != theirs.dtype:
         raise UsageError(f"the output {one.name!r} is {mine.dtype} in the first step and {theirs.dtype} later")
@@ -258,7 +259,7 @@ def _make_branch(graph: GraphProto, outer: set[str]) -> None:
     for value in graph.output:
         if value.name not in own or value.name in returned:
             name = fresh_name(f"{value.name}.returned", known)
-            graph.node.append(NodeProto(op_type="Identity", name=name, input=[value.name], output=[name]))
+            graph.node.append(make_node("Identity", [value.name], name))
             value.name = name
         returned.add(value.name)
 
@@ -271,7 +272,11 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
 
     Gives them, and how many are weights of both graphs. Changes the graphs; bytes are read below `root`.
     """
-    mine = [_find_liftable(graph) for graph in graphs]
+    stays = [_find_fused(graph) for graph in graphs]
+    mine = [
+        {tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay and _is_weight(tensor)}
+        for graph, stay in zip(graphs, stays, strict=True)
+    ]
     sameness = EqualTensors(root, (tensor for weights in mine for tensor in weights.values()))
     keys = [{name: sameness.key(tensor) for name, tensor in weights.items()} for weights in mine]
     locals_ = [own_names(graph) for graph in graphs]
@@ -284,20 +289,13 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
             if key not in lifted:
                 # The other graph may use the name for another value.
                 theirs = name in locals_[1 - index] and keys[1 - index].get(name) != key
-                lifted[key] = TensorProto()
-                lifted[key].CopyFrom(tensor)
+                lifted[key] = deepcopy(tensor)
                 lifted[key].name = fresh_name(f"{name}_merged", known) if theirs or name in used else name
                 used.add(lifted[key].name)
             names[name] = lifted[key].name
         replace_all(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
         _rename_weights(graph, names)
     return list(lifted.values()), len(set(keys[0].values()) & set(keys[1].values()))
-
-
-def _find_liftable(graph: GraphProto) -> dict[str, TensorProto]:
-    """The initializers of a graph that are moved out of it, by name."""
-    stay = _find_fused(graph)
-    return {tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay and _is_weight(tensor)}
 
 
 def _is_weight(tensor: TensorProto) -> bool:

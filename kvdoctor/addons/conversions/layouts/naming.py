@@ -12,10 +12,12 @@ from typing import Any
 from kvdoctor.addons.conversions.layouts.registry import DoesNotFit, LayoutSource
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
-from kvdoctor.model.edit import fresh_name, prune, rename_all, rename_banned, replace_all
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
+from kvdoctor.model.edit import fresh_name, make_node, prune, rename_all, rename_banned, replace_all
+from kvdoctor.model.proto import GraphProto, ModelProto, ValueInfoProto
 from kvdoctor.model.traverse import all_names, own_names, subgraphs
 from kvdoctor.records import record
+from kvdoctor.report.repair_record import Change
+from kvdoctor.report.wording import join_some
 
 MERGED, FIRST, LATER, ENCODER, SINGLE = (
     "decoder_model_merged",
@@ -147,6 +149,15 @@ def rename_as(model: ModelProto, names: PortNames) -> None:
     rename_ports(graph, names.inputs, names.outputs)
 
 
+def list_renamings(file: str, graph: GraphProto, names: PortNames) -> list[Change]:
+    """The changes that these names make to the inputs and outputs of a graph."""
+    both = {**names.inputs, **names.outputs}
+    old = [value.name for value in (*graph.input, *graph.output)]
+    return [
+        Change(file, "inputs and outputs", name, both.get(name, "left out")) for name in old if both.get(name) != name
+    ]
+
+
 def put_in_order(graph: GraphProto, contract: CacheContract) -> None:
     """Order inputs and outputs as Optimum does."""
     slots = sorted(contract.slots, key=lambda s: (s.layer or 0, s.kind == "cross-attention", s.part == "value"))
@@ -207,11 +218,9 @@ def name_half(model: ModelProto, source: LayoutSource, later: bool, names: PortN
         raise DoesNotFit(f"{source.name(role)} takes {listed}, for which the new layout has no name")  # type: ignore[arg-type]
 
 
-def first_of(items: Iterable[str], most: int = 3) -> str:
-    """A few names, and how many more there are."""
-    listed = list(items)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+def first_of(items: Iterable[str]) -> str:
+    """Three names, and how many more there are."""
+    return join_some(list(items), 3)
 
 
 def rename_ports(graph: GraphProto, inputs: dict[str, str], outputs: dict[str, str]) -> None:
@@ -229,8 +238,9 @@ def rename_ports(graph: GraphProto, inputs: dict[str, str], outputs: dict[str, s
     for index, value in enumerate(list(graph.output)):
         new, old = outputs[value.name], value.name
         if old in given or names.get(old, new) != new:
-            graph.output[index].name = _add_identity(graph, old, fresh_name(f"{new}.passed", known))
-            old = graph.output[index].name
+            passed = fresh_name(f"{new}.passed", known)
+            graph.node.append(make_node("Identity", [old], passed))
+            old = graph.output[index].name = passed
         names[old] = new
     names = {old: new for old, new in names.items() if old != new}
     stays = {name for name in wanted if name not in names}
@@ -240,11 +250,6 @@ def rename_ports(graph: GraphProto, inputs: dict[str, str], outputs: dict[str, s
         for body in subgraphs(node):
             rename_banned(body, wanted | stays, known)
     rename_all(graph, {**aside, **names})
-
-
-def _add_identity(graph: GraphProto, source: str, name: str) -> str:
-    graph.node.append(NodeProto(op_type="Identity", name=name, input=[source], output=[name]))
-    return name
 
 
 def sort_ports(items: Any, names: list[str]) -> None:

@@ -14,6 +14,7 @@ them.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 from kvdoctor.addons.conversions.layouts.naming import FIRST, LATER, axis_names, first_of, name_axes, port_axes
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
@@ -265,8 +266,7 @@ def _never_changes(view: GraphView, branches: Branches, output: str) -> bool:
 
 
 def _make_half(merged: ModelProto, switch: str, branches: Branches, cached: bool, dropped: set[str]) -> ModelProto:
-    model = ModelProto()
-    model.CopyFrom(merged)
+    model = deepcopy(merged)
     at = next(index for index, node in enumerate(merged.graph.node) if node is branches.node)
     chosen = branches.cached if cached else branches.no_past
     _inline_branch(model.graph, at, chosen.graph)
@@ -322,8 +322,7 @@ def _name_outputs(ends: list[str], targets: list[str], meant: dict[str, str], as
 def _merge_types(graph: GraphProto, target: str, value: ValueInfoProto) -> ValueInfoProto:
     """The declaration of an output: sizes from the branch, names from the enclosing graph."""
     outer = next((other for other in graph.output if other.name == target), None)
-    merged = ValueInfoProto()
-    merged.CopyFrom(outer if outer is not None else value)
+    merged = deepcopy(outer if outer is not None else value)
     if outer is None or not value.type.tensor_type.HasField("shape"):
         return merged
     known, dims = value.type.tensor_type.shape.dim, merged.type.tensor_type.shape.dim

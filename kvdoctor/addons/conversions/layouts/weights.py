@@ -9,6 +9,7 @@ them. A data file of which nearly everything is used is copied as it is, so that
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import BinaryIO
 
@@ -118,8 +119,7 @@ class EqualTensors:
     def _place(tensor: TensorProto) -> TensorBytes | bytes:
         if is_external(tensor):
             return span_of(tensor)
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
+        copy = deepcopy(tensor)
         for name in ("name", "doc_string", "metadata_props"):
             if name in copy.DESCRIPTOR.fields_by_name:
                 copy.ClearField(name)
@@ -164,7 +164,8 @@ def write_models(models: dict[str, ModelProto], root: Path, out: Path, limit: Fi
         OSError: something cannot be read or written.
     """
     spans = {span_of(tensor) for model in models.values() for tensor in external_tensors(model)}
-    largest = max(map(_size, models.values()))
+    sizes = {name: sum(span_of(one).length + 16 for one in external_tensors(model)) for name, model in models.items()}
+    largest = max(int(model.ByteSize()) + sizes[name] for name, model in models.items())  # at most, with all inside
     beside = largest > limit.most or (largest > limit.inside and not all(span.is_inline for span in spans))
     for model in models.values():
         _restore_small(model, root, everything=not beside)
@@ -184,25 +185,12 @@ def write_models(models: dict[str, ModelProto], root: Path, out: Path, limit: Fi
 
 def _restore_small(model: ModelProto, root: Path, everything: bool) -> None:
     """Load the constants of nodes and the weights of branches: those that lay inside the file, or all of them."""
-    weights = list(_copies(model.graph.initializer))
+    weights = list(map(deepcopy, model.graph.initializer))
     del model.graph.initializer[:]
     for tensor in external_tensors(model):
         if everything or span_of(tensor).is_inline:
             restore(tensor, root)
     model.graph.initializer.extend(weights)
-
-
-def _copies(tensors: object) -> Iterator[TensorProto]:
-    for tensor in tensors:  # type: ignore[attr-defined]
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
-        yield copy
-
-
-def _size(model: ModelProto) -> int:
-    """An upper bound for the bytes of the file with all weights inside."""
-    weights = sum(span_of(tensor).length + 16 for tensor in external_tensors(model))
-    return int(model.ByteSize()) + weights
 
 
 def _data_file(spans: set[TensorBytes], root: Path, home: Path) -> dict[TensorBytes, int]:
@@ -228,7 +216,7 @@ def _data_file(spans: set[TensorBytes], root: Path, home: Path) -> dict[TensorBy
 
 def _write_model(model: ModelProto, root: Path, file: BinaryIO, inline: bool) -> None:
     """Write a model; weights that go inside are copied from file to file."""
-    streamed = [tensor for tensor in _copies(model.graph.initializer) if inline and is_external(tensor)]
+    streamed = [deepcopy(tensor) for tensor in model.graph.initializer if inline and is_external(tensor)]
     replace_all(model.graph.initializer, [t for t in model.graph.initializer if not (inline and is_external(t))])
     graph = model.graph.SerializeToString()
     heads = [_head(tensor) for tensor in streamed]
@@ -243,8 +231,7 @@ def _write_model(model: ModelProto, root: Path, file: BinaryIO, inline: bool) ->
 
 def _head(tensor: TensorProto) -> bytes:
     """The bytes of a file before those of a weight."""
-    bare, length = TensorProto(), span_of(tensor).length
-    bare.CopyFrom(tensor)
+    bare, length = deepcopy(tensor), span_of(tensor).length
     bare.ClearField("external_data")
     bare.ClearField("data_location")
     body = bytes(bare.SerializeToString()) + RAW_DATA_TAG + encode_varint(length)

@@ -12,20 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvdoctor.addons.conversions.messages import NewCacheDone, NewCacheJob
-from kvdoctor.addons.conversions.new_cache.causality import refuse_acausal
+from kvdoctor.addons.conversions.new_cache.key_sides import MASK, Labels, is_causal
 from kvdoctor.addons.conversions.new_cache.rewrite import Rewriter
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs, read_inputs, read_sizes
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes, label_tokens
 from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.diagnose.float32 import write_float32_copy
 from kvdoctor.errors import CannotCheck, UsageError
+from kvdoctor.model.operators import has
 from kvdoctor.model.output_folder import whole_folder
-from kvdoctor.model.proto import ModelProto
-from kvdoctor.model.traverse import opset_version
+from kvdoctor.model.proto import ModelProto, NodeProto
+from kvdoctor.model.traverse import describe_node, input_of, opset_version
 from kvdoctor.repair.fix_report import report_fix, report_unproved
 from kvdoctor.repair.pipeline import diagnose_copy, diagnose_original
 from kvdoctor.repair.proof import prove_loops
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from kvdoctor.addons.conversions.pipeline import ConvertRequest
     from kvdoctor.options import Options
     from kvdoctor.report.document import Report
+
 
 TITLE = "cache growing"
 LEAST_OPSET = 11
@@ -135,7 +140,11 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
                 left = tuple(replace(one, reason=text) if one.essential else one for one in unproved.not_checked)
                 return replace(unproved, command="convert", not_checked=left)
             report = report_fix(session, outcome, request.out)
-            cost = {**report.measured["cost"], "decoding": gain, "gains": _describe_gains(gain)}
+            gains = [
+                f"{stack}: {'; '.join(f'{n} tokens: {old / new:.2g} times as fast' for n, (old, new) in times.items())}"
+                for stack, times in gain.items()
+            ]
+            cost = {**report.measured["cost"], "decoding": gain, "gains": gains}
             report = replace(report, command="convert", measured={**report.measured, "cost": cost})
             if request.out is not None:
                 write_reports(pending.path, report)
@@ -236,13 +245,6 @@ def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:
     return Proof(stack, "step-test calls the copy healthy", after.report.verdict == "healthy" and not found, detail)
 
 
-def _describe_gains(gain: dict[str, Any]) -> list[str]:
-    return [
-        f"{stack}: {'; '.join(f'{count} tokens: {old / new:.2g} times as fast' for count, (old, new) in times.items())}"
-        for stack, times in gain.items()
-    ]
-
-
 def _describe(done: NewCacheDone) -> str:
     parts = [
         f"prompts of {done.prompts[0]} to {done.prompts[-1]} tokens",
@@ -251,3 +253,90 @@ def _describe(done: NewCacheDone) -> str:
         f"{done.padded} calls with padding on the left" if done.padded else "",
     ]
     return f"{done.calls} calls, within {done.worst:.1e} standard deviations: {', '.join(filter(None, parts))}"
+
+
+HIDING = -1e4
+"""Scores that are lowered to this value, or by it, have no weight."""
+MOST_STEPS = 64
+
+
+def refuse_acausal(walk: TokenAxes) -> None:
+    """Refuse a graph with an attention that sees later tokens: what a call computes would change with the next.
+
+    A mask whose numbers are not known is left to the comparison with the original.
+
+    Raises:
+        CannotRepair: with the node that weighs later tokens.
+    """
+    for node in (*walk.softmaxes, *walk.fused):
+        hidden = _find_hidden(walk, node) if node in walk.softmaxes else _find_fused(walk, node)
+        if hidden is not None and not hidden[np.triu_indices(len(hidden), 1)].all():
+            raise CannotRepair(
+                f"the node {describe_node(node)} stands in the way: it weighs later tokens, so the model is not "
+                "causal, and keys and values of a token change with those after it"
+            )
+
+
+def _find_hidden(walk: TokenAxes, softmax: NodeProto) -> Array | None:
+    """Which keys (columns) each query (rows) never sees, bool[tokens, tokens]; None where a mask is not known."""
+    count = walk.sizes.lengths[0]
+    hidden = np.zeros((count, count), bool)
+    name = softmax.input[0]
+    for _ in range(MOST_STEPS):
+        node = walk.makers.get(name)
+        if node is None or has(node.op_type, "product") or not has(node.op_type, "elementwise", "copy", "cast", "view"):
+            return hidden
+        for other in node.input:
+            if other in walk.labels or not walk.sizes.varies(other):
+                continue
+            found = _read_mask(walk, node, other)
+            if found is None:
+                return None
+            hidden |= found
+        followed = [one for one in node.input if "total" in walk.own(one)]
+        if len(followed) != 1:
+            return None
+        name = followed[0]
+    return None
+
+
+def _find_fused(walk: TokenAxes, node: NodeProto) -> Array | None:
+    """The same of an attention in one node."""
+    count, name = walk.sizes.lengths[0], input_of(node, MASK)
+    if is_causal(node) or not name:
+        return np.triu(np.full((count, count), is_causal(node)), 1)
+    numbers = walk.sizes.short[name].numbers
+    if numbers is None or numbers.shape[-2:] != (count, count):
+        return None
+    hidden: Array = np.logical_not(numbers) if numbers.dtype == bool else numbers <= HIDING
+    return np.asarray(hidden.reshape(-1, count, count).all(axis=0))
+
+
+def _read_mask(walk: TokenAxes, node: NodeProto, name: str) -> Array | None:
+    """What one operand hides in every batch and head; None where its numbers are not known."""
+    value = walk.sizes.short[name]
+    numbers = value.numbers
+    if numbers is None:
+        return None
+    if has(node.op_type, "select"):
+        at = [one in walk.labels for one in node.input]
+        if name != node.input[0] or at[0]:
+            return None
+        other = walk.sizes.short[node.input[1 if at[2] else 2]].numbers
+        if other is None or not bool((other <= HIDING).all()):
+            return None
+        numbers = np.where(numbers if at[2] else ~numbers.astype(bool), HIDING, 0)
+    elif not has(node.op_type, "add"):
+        return None
+    return _as_square(numbers <= HIDING, walk.own(node.output[0]), walk.sizes.lengths[0])
+
+
+def _as_square(hidden: Array, labels: Labels, count: int) -> Array:
+    """By query and key, whether an entry is hidden for all others."""
+    shape = hidden.shape
+    hidden = hidden.reshape((1,) * (len(labels) - len(shape)) + shape)
+    query, key = labels.index("new"), labels.index("total")
+    others = tuple(at for at in range(len(labels)) if at not in (query, key))
+    flat = hidden.all(axis=others) if others else hidden
+    square: Array = np.broadcast_to(flat if query < key else flat.T, (count, count))
+    return square

@@ -8,13 +8,14 @@ follow from sizes, constants, masks and encoder states alone are free: they can 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.new_cache.cuts import KeySide, find_key_side
-from kvdoctor.addons.conversions.new_cache.fused import label_attention
-from kvdoctor.addons.conversions.new_cache.labels import (
+from kvdoctor.addons.conversions.new_cache.key_sides import (
+    KeySide,
     Labels,
     Mixes,
     Shape,
     broadcast,
+    find_key_side,
+    label_attention,
     multiply,
     regroup,
     spell_product,
@@ -24,15 +25,7 @@ from kvdoctor.addons.conversions.new_cache.sizes import Inputs, Sizes
 from kvdoctor.model.operator_axes import read_equation
 from kvdoctor.model.operators import CONTRIB, has, operator_of
 from kvdoctor.model.proto import GraphProto, NodeProto
-from kvdoctor.model.traverse import (
-    STANDARD,
-    describe_node,
-    find_attribute,
-    input_of,
-    producers,
-    readers,
-    values_read,
-)
+from kvdoctor.model.traverse import STANDARD, describe_node, find_attribute, input_of, producers, readers, values_read
 from kvdoctor.repair.workspace import CannotRepair
 
 LAST_AXIS_FROM = 13

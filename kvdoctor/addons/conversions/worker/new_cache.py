@@ -52,7 +52,8 @@ class _Differs(Exception):
 
 def compare_new_cache(job: NewCacheJob, announce: Announce) -> NewCacheDone:
     """Carry out the comparison, up to the first call that differs."""
-    pair = _Pair(job, open_stack(job.side, job, announce), _open_original(job, announce))
+    original = Sessions(job.original, job, announce).get(job.side.contract.graph("decode").file)
+    pair = _Pair(job, open_stack(job.side, job, announce), original)
     try:
         for walk, padding in _plan(pair.copy):
             pair.walk(walk, padding)
@@ -60,11 +61,6 @@ def compare_new_cache(job: NewCacheJob, announce: Announce) -> NewCacheDone:
     except _Differs as difference:
         return replace(pair.done, failed=str(difference))
     return replace(pair.done, decoded=decoded, seconds=seconds)
-
-
-def _open_original(job: NewCacheJob, announce: Announce) -> Any:
-    sessions = Sessions(job.original, job, announce)
-    return sessions.get(job.side.contract.graph("decode").file)
 
 
 def _plan(copy: StackRunner) -> Iterator[tuple[Walk, tuple[int, ...]]]:

@@ -48,7 +48,7 @@ def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
     """Carry out a comparison, up to the first call that differs."""
     original, converted = (open_stack(side, job, announce) for side in (job.original, job.converted))
     pair, tally, failed = _Pair(job, original, converted), _Tally(), ""
-    for walk in plan_walks(original.contract, converted.contract, job.most_tokens, job.capacity):
+    for walk in plan_walks(original.contract, converted.contract, job.how.capacity):
         failed = pair.walk(walk, tally)
         if failed:
             break
@@ -64,7 +64,7 @@ def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
         chunks=tuple(sorted({stop - start for start, stop in later})),
         longest=max((start for start, _ in later), default=0),
         tokens=max((stop for _, _, stop in tally.calls), default=0),
-        overflow=pair.overflow(job.capacity) if job.capacity is not None and not failed else "",
+        overflow=pair.overflow(job.how.capacity) if job.how.capacity is not None and not failed else "",
     )
 
 
@@ -162,18 +162,18 @@ class _Pair:
         """
         port = self.converted.contract.graph(call.phase).port("logits_to_keep")
         first: Answer | None = None
-        for keep in self.job.keep or (0,):
-            if port is not None and self.job.keep:
+        for keep in self.job.how.keep or (0,):
+            if port is not None and self.job.how.keep:
                 fed = np.full_like(np.asarray(call.feeds[port.name]), keep)
                 call = replace(call, feeds={**call.feeds, port.name: fed})
             answer = self.converted.run_session(call)
-            rows = 1 if self.job.rows == "last" else min(keep, call.new) or call.new
+            rows = 1 if self.job.how.rows == "last" else min(keep, call.new) or call.new
             rows = min(rows, want.logits.shape[1])  # the original may give the last row alone
             self._compare_logits(answer.logits, want.logits, rows, tally, f" with {keep} rows requested" * bool(port))
             first = first or answer
         assert first is not None  # noqa: S101 - the loop runs once at least
         self._compare_caches(call, first, want)
-        for name in self.job.weights:
+        for name in self.job.how.weights:
             _check_weights(name, first, want.logits.shape[0], call.new)
         return first
 
@@ -187,7 +187,7 @@ class _Pair:
         if got.shape != wanted.shape:
             raise _Differs(f"logits of shape {list(got.shape)}{how}, not {list(wanted.shape)}")
         found = compare(got, wanted, self.tolerance)
-        within = found.finite and found.relative <= self.job.allowed
+        within = found.finite and found.relative <= self.job.how.allowed
         if not within and judge(found, self.tolerance) != "pass":
             raise _Differs(f"logits {describe_gap(found)}{how}")
         tally.worst = max(tally.worst, found.relative)
@@ -199,7 +199,7 @@ class _Pair:
             name = slot.filled_by if call.phase == "prefill" else slot.present
             if name is None or name not in want.outputs:
                 continue
-            rounded = slot.past in self.job.drift
+            rounded = slot.past in self.job.how.drift
             if slot.carry == "hold" and call.phase == "decode" and rounded:
                 continue  # the loop keeps the value of the prefill
             if name not in got.outputs:
@@ -217,7 +217,7 @@ class _Pair:
 
     def _read(self, past: str, name: str, answer: Answer) -> Array:
         """What the converted model returns of a slot, as it is read."""
-        one = next((one for one in self.job.stored if one.past == past), None)
+        one = next((one for one in self.job.how.stored if one.past == past), None)
         values = answer.outputs[name].array()
         return values if one is None else read_stored(values, _find_scales(one, name, answer), one.kind, one.axis)
 
@@ -227,8 +227,8 @@ class _Pair:
         Raises:
             _Differs: they are off further.
         """
-        one = next((one for one in self.job.stored if one.past == slot.past), None)
-        deviation, most = self.job.drift[slot.past]
+        one = next((one for one in self.job.how.stored if one.past == slot.past), None)
+        deviation, most = self.job.how.drift[slot.past]
         if pair[0].shape != pair[1].shape:
             raise _Differs(f"{name}, as it is read, has shape {list(pair[0].shape)}, not {list(pair[1].shape)}")
         scales = None if one is None else _find_scales(one, name, answer)

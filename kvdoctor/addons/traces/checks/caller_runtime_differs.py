@@ -20,6 +20,7 @@ from kvdoctor.addons.traces.step_test import CallerContext
 from kvdoctor.decode.runs import CALLER_ROUNDS, Run
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.report.wording import join_some
 
 if TYPE_CHECKING:
     from kvdoctor.addons.traces.check import TraceCheck
@@ -91,7 +92,7 @@ def _fails_everywhere(trace: "TraceCheck") -> Fault:
 
 def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:
     """The fault where the trace does not have values: a loop that feeds wrong ones is as likely."""
-    shown = ", ".join(blind[:2]) + (f" and {len(blind) - 2} more" if len(blind) > 2 else "")
+    shown = join_some(blind, 2)
     return replace(
         fault,
         confidence="suspected",

@@ -1,21 +1,26 @@
-"""Returns as present the value that the attention of the same step uses: the past with the new entries.
-
-Requires: the step joins the past with its new entries in the graph itself (Concat along the length, or an attention
-operator that returns its present), once for each slot, and computes its logits from that. Or it writes them into a
-buffer of fixed size, and returns the buffer as it was: an update through a slice was traced as a copy.
-Ensures: every present of such a slot is that value; logits, names and declarations stay as they are.
-"""
+"""Repairs of presents that are not the past with the new entries."""
 
 from collections.abc import Mapping, Sequence
 
-from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.model.edit import describe_graph, describe_maker, return_values
+from kvdoctor.analysis.dialects.dialect import find_dialect
+from kvdoctor.contract import Slot
+from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_values, return_values, set_size
 from kvdoctor.model.operators import Trait, has, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto
-from kvdoctor.model.traverse import Readers, find_attribute, input_of, needed_for, output_of, producers, readers
+from kvdoctor.model.traverse import (
+    Readers,
+    find_attribute,
+    input_of,
+    needed_for,
+    output_of,
+    own_names,
+    producers,
+    readers,
+)
 from kvdoctor.records import record
+from kvdoctor.repair.repairs.declarations import name_of_new_axis
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.workspace import Change, RepairContext
+from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared
 
 JOINS: tuple[Trait, ...] = ("add", "write", "select", "join")
 MOVES: tuple[Trait, ...] = ("copy", "permute")
@@ -25,17 +30,28 @@ KEEPS: tuple[Trait, ...] = (*MOVES, "cast", "elementwise", "pick")
 INSTEAD = "export again, so that present = past followed by the new tokens"
 
 
-def apply(context: RepairContext) -> tuple[Change, ...]:
-    """Return the joined value for every present of a growing slot that returns another value."""
+def return_joined(context: RepairContext) -> tuple[Change, ...]:
+    """Returns as present the value that the attention of the same step uses: the past with the new entries.
+
+    Requires: the step joins the past with its new entries in the graph itself (Concat along the length, or an attention
+    operator that returns its present), once for each slot, and computes its logits from that. Or it writes them into a
+    buffer of fixed size, and returns the buffer as it was: an update through a slice was traced as a copy.
+    Ensures: every present of such a slot is that value; logits, names and declarations stay as they are.
+    """
     contract, file = context.drivable, context.file_of("decode")
     logits = contract.graph("decode").port("logits")
-    slots = [slot for slot in contract.of_kind("self-attention") if slot.present and _may_be_lost(slot)]
+    slots = [
+        slot
+        for slot in contract.of_kind("self-attention")
+        if slot.present and (slot.growth in ("grow", "shared") or (slot.growth == "static" and slot.takes_new is False))
+    ]
     if logits is None or not slots:
         context.cannot("no slot grows, or the graph returns no logits that would show the right value", INSTEAD)
     view = context.view(file)
     scope, used_name = view.behind(logits.name)
     graph = scope.graph
-    joined, made = JoinedValues.of(graph, used_name, _token_inputs(contract)), producers(graph)
+    tokens = [p.name for p in contract.graph("decode").inputs if p.role in ("token_ids", "embeddings")]
+    joined, made = JoinedValues.of(graph, used_name, tokens), producers(graph)
     values: dict[str, str] = {}
     changes: list[Change] = []
     for slot in slots:
@@ -55,14 +71,6 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
         context.cannot("every present is the value that the attention uses: the fault is in its computation", INSTEAD)
     return_values(view.model, graph, values)
     return tuple(changes)
-
-
-def _may_be_lost(slot: Slot) -> bool:
-    return slot.growth in ("grow", "shared") or (slot.growth == "static" and slot.takes_new is False)
-
-
-def _token_inputs(contract: CacheContract) -> list[str]:
-    return [p.name for p in contract.graph("decode").inputs if p.role in ("token_ids", "embeddings")]
 
 
 @record
@@ -156,5 +164,67 @@ CHECKS = (
     *("cached-differs", "cache-misread", "new-entries-wrong", "present-drops-past", "present-does-not-grow"),
     *("present-rewrites-past", "layers-swapped", "key-value-swapped"),
 )
-ADVICE = ("If only the past is missing (present-drops-past), append the returned entries to your cache.",)
-REPAIR = Repair("joined-presents", CHECKS, "slots", "first-step", apply, ADVICE)
+
+
+APPEND_ADVICE = ("If only the past is missing (present-drops-past), append the returned entries to your cache.",)
+
+
+OUTPUTS = "export again with an output for each past"
+
+
+def add_presents(context: RepairContext) -> tuple[Change, ...]:
+    """Returns the caches that a decode step computes but does not return.
+
+    Requires: one graph for all steps, or the decode graph of a pair; a past that the step joins with its new entries
+    for its attention; and an exporter whose naming scheme gives the present a name that no output has yet.
+    Ensures: the joined value is a further output, declared like the past with a length of its own; nothing else is
+    changed.
+    """
+    contract, file = context.drivable, context.file_of("decode")
+    view, logits = context.view(file), contract.graph("decode").port("logits")
+    if view.branches is not None or logits is None:
+        context.cannot(
+            "both branches of a merged decoder must return the present, and one branch does not compute it", OUTPUTS
+        )
+    wanted = [s for s in contract.slots if s.present is None and s.kind == "self-attention" and not s.is_given]
+    dialect = find_dialect(view.inputs)
+    names = {name.past: name.present for name in dialect.find_slots(view.inputs)} if dialect is not None else {}
+    joined, found = JoinedValues.of(view.model.graph, logits.name), list[tuple[Slot, str, str]]()
+    for slot in wanted:
+        values, name = joined.find(slot), names.get(slot.past)
+        if name is None or name in view.outputs:
+            context.cannot(f"the name of the present of {slot.past} is not known", OUTPUTS)
+        if len(values) != 1:
+            context.cannot(f"the step does not join {slot.past} with its new entries in exactly one place", OUTPUTS)
+        found.append((slot, str(name), values[0]))
+    if not wanted:
+        context.cannot(
+            "the past inputs without a present are no caches of tokens, or their first value is not computed", OUTPUTS
+        )
+    return tuple(_add_present(context, file, *one) for one in found)
+
+
+def _add_present(context: RepairContext, file: str, slot: Slot, name: str, value: str) -> Change:
+    model = context.model(file)
+    graph, new = model.graph, name_of_new_axis(context)
+    text = f"from {describe_maker(graph, value)}"
+    if value != name:
+        if name in own_names(graph):
+            rename_values(graph, {name: new_name(model, f"{name}.inner")})
+        node = NodeProto(op_type="Identity", name=new_name(model, f"{name}.added"), input=[value], output=[name])
+        graph.node.append(node)
+        text = f"Identity({value}), {text}"
+    output = graph.output.add()
+    output.CopyFrom(find_declared(graph.input, slot.past))
+    output.name = name
+    dim = output.type.tensor_type.shape.dim[slot.axes.index("past")]
+    length = dim.dim_param or "past_sequence_length"
+    set_size(dim, f"{length} + {new}")
+    text = f"{describe_type(output)}, {text}"
+    return Change(file, f"main graph, outputs, {name!r}", f"no output returns {slot.past}", text)
+
+
+REPAIRS = (
+    Repair("joined-presents", CHECKS, "slots", "first-step", return_joined, APPEND_ADVICE),
+    Repair("added-presents", ("past-without-present",), "slots", "first-step", add_presents),
+)

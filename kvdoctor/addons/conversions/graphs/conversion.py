@@ -1,25 +1,125 @@
-"""The proof of a conversion, and what a narrower type of the cache costs.
+"""What a conversion declares, the list of all, its proof, and what a narrower type of the cache costs.
 
-A copy is proved where its own loops pass, and it computes call by call what the original computes. The cost of a type
-is measured in the worker: it decodes with the model as it was, and rounds what it carries (worker/cache_cost.py).
-A copy rounds the same rows, and those of the call itself as well, so its logits may be off by a small multiple of what
-that loop shows.
+Each module here that defines `CONVERSION` is found. A copy is proved where its own loops pass, and it computes call by
+call what the original computes. The cost of a type is measured in the worker: it decodes with the model as it was, and
+rounds what it carries (worker/cache_cost.py). A copy rounds the same rows, and those of the call itself as well, so its
+logits may be off by a small multiple of what that loop shows.
 """
 
+import importlib
+import pkgutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
-from kvdoctor.addons.conversions.graphs.registry import Converted
-from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, PairedDone, PairedJob
+from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, Comparison, PairedDone, PairedJob
+from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.slot_memory import total
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
-from kvdoctor.decode.stored_cache import STORABLE
+from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
+from kvdoctor.model.edit import set_size
+from kvdoctor.model.proto import ValueInfoProto
 from kvdoctor.records import record
 from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
-from kvdoctor.report.repair_record import CacheCost, CacheCosts, Proof
+from kvdoctor.repair.workspace import RepairContext
+from kvdoctor.report.repair_record import CacheCost, CacheCosts, Change, Proof
+
+
+@record
+class Converted:
+    """A stack after its conversion in memory.
+
+    Attributes:
+        changes: Every change of a graph; a file is written if one names it.
+        loop: What a loop must do from now on that it need not do with the original.
+        how: How it is compared with the original.
+        reveals: Names of findings that are the purpose of the conversion.
+    """
+
+    changes: tuple[Change, ...]
+    loop: tuple[str, ...]
+    how: Comparison = Comparison()
+    reveals: tuple[str, ...] = ()
+
+
+@record
+class GraphConversion:
+    """A conversion of a stack.
+
+    `read` gives the choice of the options, None if it was not asked for, and raises `UsageError` for one that makes no
+    sense; `title` names it with its choice, as it is written on the command line. `convert` changes the models of the
+    context in place, or raises `CannotRepair` with the node that it does not know; then the caller undoes the changes.
+    Conversions are applied by `order`.
+    """
+
+    name: str
+    order: int
+    read: Callable[[ConvertChoices], Any]
+    title: Callable[[Any], str]
+    convert: Callable[[RepairContext, Any], Converted]
+
+    @property
+    def summary(self) -> str:
+        """What it does, in one line."""
+        documentation = importlib.import_module(self.convert.__module__).__doc__ or ""
+        return documentation.partition("\n")[0]
+
+
+@record
+class Asked:
+    """A conversion that was asked for, with its choice."""
+
+    conversion: GraphConversion
+    choice: Any
+
+    @property
+    def title(self) -> str:
+        """The conversion as it is written on the command line, without dashes: `logits last`."""
+        return self.conversion.title(self.choice)
+
+
+@cache
+def load() -> tuple[GraphConversion, ...]:
+    """All conversions, in the order in which they are applied."""
+    package = importlib.import_module(__name__.rpartition(".")[0])
+    modules = (importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
+    found = [one for module in modules if (one := getattr(module, "CONVERSION", None)) is not None]
+    return tuple(sorted(found, key=lambda one: one.order))
+
+
+def read_asked(choices: ConvertChoices) -> tuple[Asked, ...]:
+    """The conversions that options ask for, in order.
+
+    Raises:
+        UsageError: a choice makes no sense.
+    """
+    return tuple(Asked(one, choice) for one in load() if (choice := one.read(choices)) is not None)
+
+
+TRACE = "export.json"
+"""What the exporter of transformers writes next to the graph."""
+
+
+def forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
+    """Remove the inputs of the trace from export.json: the copy takes others."""
+    content = context.copy.side_car(TRACE)
+    components = content.get("components") if isinstance(content, dict) else None
+    for key, entry in (components if isinstance(components, dict) else {}).items():
+        metadata = entry.get("metadata") if isinstance(entry, dict) and entry.get("file") == file else None
+        if isinstance(metadata, dict) and metadata.pop("kwargs", None):
+            yield Change(TRACE, f"components.{key}.metadata.kwargs", "the inputs of the trace", "removed")
+
+
+def fix_sizes(values: Iterable[ValueInfoProto], symbols: Mapping[str, int]) -> None:
+    """Declare sizes with these names as numbers."""
+    for dim in (dim for value in values for dim in value.type.tensor_type.shape.dim):
+        if dim.dim_param in symbols:
+            set_size(dim, symbols[dim.dim_param])
+
 
 ROWS, LOGITS = 3.0, 5.0
 """What the rows and the logits of a copy may be off by, as multiples of what the loop that rounds shows: the copy also
@@ -44,19 +144,19 @@ class MeasuredCost:
     failed: str = ""
 
 
-def measure_costs(session: RepairSession, made: Converted, side: PairedSide) -> MeasuredCost:
+def measure_costs(session: RepairSession, stored: tuple[StoredSlot, ...], side: PairedSide) -> MeasuredCost:
     """Run a model in a loop that rounds its cache as its conversion does, and in other ways.
 
     Raises:
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    job = CacheCostJob(side, made.stored, seed=session.options.seed, provider=session.options.provider)
+    job = CacheCostJob(side, stored, seed=session.options.seed, provider=session.options.provider)
     found, failed = session.runtime.answer(job, CacheCosted)
     if not found:
         found = (CacheCosted("token", "token", failed=failed or "nothing was measured"),)
     written = found[0]
-    kind = made.stored[0].kind
-    narrow = {one.past for one in made.stored}
+    kind = stored[0].kind
+    narrow = {one.past for one in stored}
     growing = [slot for slot in side.contract.slots if slot.kind in STORABLE and "past" in slot.axes]
     facts = CacheCosts(
         side.stack,
@@ -127,38 +227,25 @@ def prove_conversions(
     """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base."""
     yield from prove_loops(base.stack, after, before)
     yield prove_no_new_finding(base.stack, before.report, after.report, made.reveals)
-    yield from _compare(session, made, base, after.contract(base.stack))
+    yield from _compare(session, made.how, base, after.contract(base.stack))
 
 
-def _compare(session: RepairSession, made: Converted, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
+def _compare(session: RepairSession, how: Comparison, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
     """Run both models side by side."""
     stack = base.stack
-    what = "logits and caches" if made.rows == "all" else "the last row of logits and the caches"
+    what = "logits and caches" if how.rows == "all" else "the last row of logits and the caches"
     claim = f"{what} of every call are those of {base.words}"
-    if made.stored:
-        kind = made.stored[0].kind
+    if how.stored:
+        kind = how.stored[0].kind
         claim += f", but for the rounding to {kind}"
-        if not made.drift:
+        if not how.drift:
             yield Proof(stack, claim, False, f"what {kind} costs could not be measured on {base.words}")
             return
     if base.side is None or converted is None or not converted.slots:
         yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
         return
-    job = PairedJob(
-        base.side,
-        PairedSide(stack, session.at.absolute(), converted),
-        rows=made.rows,
-        keep=made.keep,
-        weights=made.weights,
-        stored=made.stored,
-        allowed=made.allowed,
-        drift=made.drift,
-        most_tokens=made.most_tokens,
-        capacity=made.capacity,
-        seed=session.options.seed,
-        provider=session.options.provider,
-        tolerances=dict(session.options.tolerances),
-    )
+    copy, options = PairedSide(stack, session.at.absolute(), converted), session.options
+    job = PairedJob(base.side, copy, how, dict(options.tolerances), seed=options.seed, provider=options.provider)
     answers, failed = session.runtime.answer(job, PairedDone)
     done = answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
     if done.failed:
@@ -167,9 +254,9 @@ def _compare(session: RepairSession, made: Converted, base: Base, converted: Cac
         reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
         yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
     else:
-        yield Proof(stack, claim, True, _describe(done, made, base))
-        if made.capacity is not None:
-            yield from _describe_capacity(stack, done, made.capacity, converted.new_tokens or 1)
+        yield Proof(stack, claim, True, _describe(done, how, base))
+        if how.capacity is not None:
+            yield from _describe_capacity(stack, done, how.capacity, converted.new_tokens or 1)
 
 
 def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) -> Iterator[Proof]:
@@ -180,17 +267,17 @@ def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) ->
     yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
 
 
-def _describe(done: PairedDone, made: Converted, base: Base) -> str:
+def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
     within = "bit for bit" if done.exact else f"within {done.worst:.1e} standard deviations"
     sizes = [
         f"prompts of {_list(done.prompts)}",
         f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
         f"batches of {_list(done.batches)}",
-        f"with {_list(made.keep)} rows asked for" if made.keep else "",
-        f"{len(made.weights)} outputs whose weights sum to 1" if made.weights else "",
+        f"with {_list(how.keep)} rows asked for" if how.keep else "",
+        f"{len(how.weights)} outputs whose weights sum to 1" if how.weights else "",
     ]
-    if made.stored and not done.exact:
-        within += f" (allowed: {made.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
+    if how.stored and not done.exact:
+        within += f" (allowed: {how.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
     text = f"{done.calls} calls, {within}: {', '.join(filter(None, sizes))}"
     if done.not_run:
         text += f"; not run by {base.words}: {len(done.not_run)} calls, as {done.not_run[0]}"
