@@ -526,6 +526,7 @@ FOR_RUNS = {
     "provider": "CUDAExecutionProvider",
     "timeout": 7.0,
     "max_memory": 4096,
+    "sandbox": False,
     "tolerances": {"float16": 0.03},
 }
 

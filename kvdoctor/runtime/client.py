@@ -3,15 +3,19 @@
 A worker that crashes is replaced, and the new one goes on with the remaining experiments.
 """
 
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
 from kvdoctor.errors import UsageError, WorkerDied, similar_names
+from kvdoctor.runtime.grants import device_files, lie_within, readable
 from kvdoctor.runtime.process import Limits, Worker
+from kvdoctor.runtime.scratch import ScratchFolder
 
 MOST_CRASHES = 5
 """Every use of a cache rests on one of them: where the worker crashes in both, it would crash at other sizes too."""
@@ -50,12 +54,15 @@ PACKAGES = {
 class Runtime:
     """The onnxruntime of this environment, or of the one that `python` belongs to.
 
-    Its worker is started at once and serves all jobs.
+    Its worker is started at once and serves all jobs. `reads` are files and folders that some of them will read, and
+    libraries of a provider: a worker in a sandbox that may not read what a job needs is replaced.
     """
 
-    def __init__(self, limits: Limits, python: str | None = None) -> None:
+    def __init__(self, limits: Limits, python: str | None = None, reads: Collection[str] = ()) -> None:
         self.limits, self.python = limits, python
-        self._worker = Worker(limits, python)
+        self._scratch = ScratchFolder()
+        self._reads = frozenset(map(os.path.realpath, (self._scratch.root, *reads)))
+        self._worker = Worker(limits, python, self._scratch.name)
         self._beside: dict[str, Runtime] = {}
         self._unopened: dict[tuple[str, str], None] = {}
         self._diagnosis, self._lost = time.monotonic_ns(), 0
@@ -67,6 +74,7 @@ class Runtime:
         self._worker.stop()
         for other in self._beside.values():
             other.__exit__()
+        self._scratch.cleanup()
 
     def beside(self, python: str) -> "Runtime":
         """The runtime of another environment, which is started once and ended with this one."""
@@ -238,15 +246,22 @@ class Runtime:
 
     def _send(self, job: messages.Job, results: StackResults) -> None:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
-        if not self._worker.is_idle:
+        sandboxed, granted = self.limits.sandbox and sys.platform == "linux", self._worker.granted
+        needed = readable(job) | {*(devices := device_files(job))} if sandboxed else frozenset[str]()
+        if not self._worker.is_idle or (granted is not None and not lie_within(needed, granted)):
             self._restart(results)
-        self._worker.send(replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis))
+        sandbox = None
+        if sandboxed and self._worker.granted is None:
+            self._reads = self._worker.granted = self._reads | needed
+            sandbox = messages.Sandbox(tuple(sorted(self._reads)), (self._scratch.root,), devices)
+        job = replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis)
+        self._worker.send(replace(job, sandbox=sandbox))
 
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
         hello = self._worker.hello
         self._worker.stop()
-        self._worker = Worker(self.limits, self.python)
+        self._worker = Worker(self.limits, self.python, self._scratch.name)
         self._worker.hello = hello
 
 

@@ -37,10 +37,14 @@ BOOT = f"{LOAD}from kvdoctor.runtime.worker.main import main\nmain()\n"
 
 @record
 class Limits:
-    """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory."""
+    """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory.
+
+    `sandbox` takes from the worker what its jobs do not need, where the system can.
+    """
 
     timeout: float = 300.0
     max_memory: int | None = None
+    sandbox: bool = True
 
     def memory_limit(self) -> int:
         """Bytes: as asked, else nine tenths of the machine's memory."""
@@ -55,21 +59,23 @@ class Worker:
     """One worker process. Starting it returns at once: it loads the runtime while the parent reads the graph.
 
     It `is_idle` unless it works on a job, or somebody has left events of one unread. `python` is the interpreter of an
-    isolated environment with another onnxruntime; the default is this interpreter.
+    isolated environment with another onnxruntime; the default is this interpreter. `scratch` is its temporary folder.
     """
 
-    def __init__(self, limits: Limits, python: str | None = None) -> None:
+    def __init__(self, limits: Limits, python: str | None = None, scratch: str | None = None) -> None:
         self.limits = limits
         self.hello: Hello | None = None
         self.peak_bytes = 0
         self.is_idle = True
+        self.granted: frozenset[str] | None = None
         self._watched: Any = None
         self._next_look = 0.0
         self._memory_limit: int | None = None
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment = os.environ | quiet
+        temporary = {} if scratch is None else {"TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
+        environment = os.environ | quiet | temporary
         self._process = subprocess.Popen(
             [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
             stdin=subprocess.PIPE,

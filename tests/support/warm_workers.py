@@ -3,13 +3,14 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from unittest.mock import patch
 
 import psutil
 
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import Limits, Worker
+from kvdoctor.runtime.scratch import ScratchFolder
 
 MOST_BYTES = 300 << 20
 """A worker that has grown beyond this size is ended all the same."""
@@ -17,25 +18,31 @@ MOST_BYTES = 300 << 20
 
 @contextlib.contextmanager
 def lent_workers() -> Iterator[None]:
-    """Within the block, the worker of a runtime that ended without an error serves the next runtime."""
+    """Within the block, the worker of a runtime that ended without an error serves the next runtime.
+
+    Its sandbox reads all models and writes the private folder of this process, which stays the same.
+    """
     idle: list[Worker] = []
+    private = ScratchFolder()
     begin, end = Runtime.__init__, Runtime.__exit__
 
-    def take(runtime: Runtime, limits: Limits, python: str | None = None) -> None:
-        if python is not None or not idle or not _is_ready(worker := idle.pop()):
-            begin(runtime, limits, python)
+    def take(runtime: Runtime, limits: Limits, python: str | None = None, reads: Collection[str] = ()) -> None:
+        if python is not None or not limits.sandbox or not idle or not _is_ready(worker := idle.pop()):
+            begin(runtime, limits, python, ("/", *reads) if limits.sandbox and python is None else reads)
             return
         worker.limits, worker.peak_bytes, worker._memory_limit = limits, 0, None
         vars(runtime).update(limits=limits, python=None, _worker=worker, _beside={}, _unopened={})
-        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0)
+        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0, _scratch=ScratchFolder(), _reads=frozenset("/"))
 
     def give_back(runtime: Runtime, *problem: object) -> None:
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG): those of other threads are not lent.
         own = threading.current_thread() is threading.main_thread()
-        if own and runtime.python is None and not idle and not any(problem) and _is_ready(runtime._worker):
+        lent = own and runtime.python is None and runtime.limits.sandbox
+        if lent and not idle and not any(problem) and _is_ready(runtime._worker):
             idle.append(runtime._worker)
             for other in runtime._beside.values():
                 other.__exit__()
+            runtime._scratch.cleanup()
         else:
             end(runtime, *problem)
 
@@ -45,6 +52,7 @@ def lent_workers() -> Iterator[None]:
         finally:
             for worker in idle:
                 worker.stop()
+            private.cleanup()
 
 
 def _is_ready(worker: Worker) -> bool:

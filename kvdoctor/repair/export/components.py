@@ -27,7 +27,7 @@ def _list_components() -> Iterator[Component]:
         except metadata.PackageNotFoundError:
             missing.append(name)
             yield Component("MISSING", f"{name}: pip install {name}")
-    yield _providers(missing)
+    yield from _describe_worker(missing)
     if find_uv() is not None:
         yield Component("ok", "uv: makes isolated environments for other versions of onnxruntime and for exporters")
     else:
@@ -47,13 +47,20 @@ def _source(purpose: str, needs: Requirements) -> Component:
     return Component("absent", f"{purpose}: pip install uv, or pip install 'kvdoctor[{needs.extra}]'")
 
 
-def _providers(missing: list[str]) -> Component:
+def _describe_worker(missing: list[str]) -> Iterator[Component]:
     if "onnxruntime" in missing:
-        return Component("MISSING", "execution providers: pip install onnxruntime")
+        yield Component("MISSING", "execution providers: pip install onnxruntime")
+        return
     from kvdoctor.runtime.process import Limits, Worker
 
     try:
         with Worker(Limits(timeout=60)) as worker:
-            return Component("ok", f"execution providers: {', '.join(worker.greet().providers)}")
+            hello = worker.greet()
     except (KvdoctorError, WorkerDied) as error:
-        return Component("BROKEN", f"onnxruntime does not load ({error}): pip install --force-reinstall onnxruntime")
+        yield Component("BROKEN", f"onnxruntime does not load ({error}): pip install --force-reinstall onnxruntime")
+        return
+    yield Component("ok", f"execution providers: {', '.join(hello.providers)}")
+    if hello.sandbox:
+        yield Component("ok", f"sandbox of the worker: {hello.sandbox}")
+    else:
+        yield Component("absent", "sandbox of the worker: needs Linux 5.13 or newer with Landlock")
