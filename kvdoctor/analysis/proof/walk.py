@@ -150,7 +150,7 @@ class Walk:
         else:
             try:
                 made = rule(call)
-            except (ArithmeticError, LookupError, ValueError):  # a node that no runtime would take
+            except (ArithmeticError, LookupError, ValueError, StopIteration):  # a node that no runtime would take
                 made = Made(UNKNOWN)
         listed = made if isinstance(made, list) else [made]
         return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits
