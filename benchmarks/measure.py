@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -75,10 +74,18 @@ def seconds(command: Command) -> float:
 
 def processor_seconds(command: Command) -> float:
     """Processor time of one run, user and system, with its children: a busy machine adds little to it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = _children_seconds()
     command.run()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return _children_seconds() - before
+
+
+def _children_seconds() -> float:
+    if sys.platform == "win32":
+        return os.times().children_user + os.times().children_system
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def peak_mib(command: Command) -> float:

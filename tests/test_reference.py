@@ -306,9 +306,7 @@ def test_a_checkpoint_runs_no_code_and_lends_no_weights(checkpoints: Path, tmp_p
 def make_wheel(folder: Path, content: str) -> str:
     """A wheel of `locked` 1.0 with one module; gives its SHA-256."""
     file = folder / "locked-1.0-py3-none-any.whl"
-    record = (
-        "locked.py,,\nlocked-1.0.dist-info/METADATA,,\nlocked-1.0.dist-info/WHEEL,,\nlocked-1.0.dist-info/RECORD,,\n"
-    )
+    names = ("locked.py", *(f"locked-1.0.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")))
     with zipfile.ZipFile(file, "w") as wheel:
         wheel.writestr("locked.py", content)
         wheel.writestr("locked-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: locked\nVersion: 1.0\n")

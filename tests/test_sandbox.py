@@ -156,3 +156,26 @@ def test_a_gate_may_read_a_folder_of_many_models(tmp_path: Path) -> None:
     many = [str(tmp_path / "many" / str(number)) for number in range(MANY_MODELS)]
     assert list_folders([*many, str(tmp_path / "one")]) == (str(tmp_path / "many"), str(tmp_path / "one"))
     assert Sandbox((), ()).devices == ()
+
+
+LIMITED = """
+import sys, numpy
+from kvdoctor.cli.options import LEAST_LIMIT, _limit_memory
+from kvdoctor.runtime.process import free_memory_limit
+import subprocess
+_limit_memory(int(sys.argv[1]))
+size = LEAST_LIMIT + (1 << 28)
+child = subprocess.Popen([sys.executable, "-c", "import numpy; input(); numpy.empty(%d, 'i1')" % size], stdin=-1)
+free_memory_limit(child)
+child.communicate(b"x\\n")
+try:
+    numpy.empty(size, "i1")
+except MemoryError:
+    print("limited", child.returncode)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+@pytest.mark.parametrize(("most", "said"), [(16, "limited 0\n"), (4096, "")])
+def test_the_parent_has_a_limit_of_its_own_and_its_children_have_not(most: int, said: str) -> None:
+    assert subprocess.check_output([sys.executable, "-c", LIMITED, str(most)], text=True) == said

@@ -26,7 +26,7 @@ from typing import IO, Any, Literal
 from kvdoctor.errors import KvdoctorError, UsageError
 from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.records import record
-from kvdoctor.runtime.process import describe_exit
+from kvdoctor.runtime.process import describe_exit, free_memory_limit
 from kvdoctor.runtime.scratch import scratch_folder
 
 TORCH = "2.13.0"
@@ -235,7 +235,7 @@ def _run_uv(command: list[str], needs: Requirements, offline: bool) -> None:
     except subprocess.TimeoutExpired:
         raise EnvironmentUnavailable(f"uv did not end within {MOST_SECONDS:g} seconds") from None
     if done.returncode:
-        raise _not_made(needs, _quote(done.stderr.splitlines()), offline)
+        raise _not_made(needs, hide_home(" ".join(done.stderr.split()))[:400], offline)
 
 
 def without_python_variables() -> dict[str, str]:
@@ -294,6 +294,7 @@ class ScriptProcess:
             errors="replace",
             env=_variables(self._isolated, offline),
         )
+        free_memory_limit(self._process)
         threading.Thread(target=self._read, daemon=True).start()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()

@@ -85,6 +85,7 @@ class Worker:
             encoding="utf-8",
             env=environment,
         )
+        free_memory_limit(self._process)
         self._number = self._process.pid
         threading.Thread(target=self._pump, daemon=True).start()
 
@@ -191,6 +192,16 @@ class Worker:
                 "the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing"
             )
         return describe_exit(code)
+
+
+def free_memory_limit(process: "subprocess.Popen[Any]") -> None:
+    """Lift for a child the limit that its parent has for itself: it is watched, or another program."""
+    if sys.platform == "linux":
+        import resource
+
+        with contextlib.suppress(OSError):  # it has ended
+            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (hard, hard))
 
 
 def describe_exit(code: int) -> str:
