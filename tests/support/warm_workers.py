@@ -23,7 +23,7 @@ def lent_workers() -> Iterator[None]:
     Its sandbox reads all models and writes the private folder of this process, which stays the same.
     """
     idle: list[Worker] = []
-    private = ScratchFolder()
+    folders = [ScratchFolder()]
     begin, end = Runtime.__init__, Runtime.__exit__
 
     def take(runtime: Runtime, limits: Limits, python: str | None = None, reads: Collection[str] = ()) -> None:
@@ -42,7 +42,7 @@ def lent_workers() -> Iterator[None]:
             idle.append(runtime._worker)
             for other in runtime._beside.values():
                 other.__exit__()
-            runtime._scratch.cleanup()
+            folders.append(runtime._scratch)  # the worker has it as its temporary folder
         else:
             end(runtime, *problem)
 
@@ -52,7 +52,8 @@ def lent_workers() -> Iterator[None]:
         finally:
             for worker in idle:
                 worker.stop()
-            private.cleanup()
+            for folder in folders:
+                folder.cleanup()
 
 
 def _is_ready(worker: Worker) -> bool:
