@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from kvdoctor import addons
-from kvdoctor.choices import Consumer, Dtype, ExporterName, FailOn
+from kvdoctor.choices import Consumer, Dtype, ExporterName, FailOn, Fusions
 from kvdoctor.errors import UsageError
 from kvdoctor.options import (
     BaselineChoices,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Words = str | Iterable[str]
     Progress = Callable[[str, int, int], None]
 
-NEEDS_CHECKPOINT = ("exporter", "opset", "dtype", "task", "because")
+NEEDS_CHECKPOINT = ("exporter", "opset", "dtype", "fusions", "static_cache", "task", "because")
 
 
 class SharedOptions(TypedDict, total=False):
@@ -174,6 +174,8 @@ class ReExportOptions(RunOptions, total=False):
     from_: "Path | None"
     exporter: ExporterName | None
     dtype: Dtype | None
+    fusions: Fusions | None
+    static_cache: int | None
     task: str | None
     because: "Path | None"
 

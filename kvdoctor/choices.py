@@ -30,6 +30,8 @@ LogitsRows = Literal["last", "selectable"]
 CacheType = Literal["float16", "int8", "int4"]
 """The type in which a converted model carries its cache."""
 ExporterName = Literal["optimum", "transformers", "genai"]
+Fusions = Literal["cpu", "cuda", "webgpu", "dml"]
+"""The execution provider whose fused operators the exporter of transformers writes."""
 Dtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
 CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
@@ -43,6 +45,7 @@ LOGITS_ROWS: tuple[LogitsRows, ...] = get_args(LogitsRows)
 AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)
 CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 EXPORTERS: tuple[ExporterName, ...] = get_args(ExporterName)
+FUSIONS: tuple[Fusions, ...] = get_args(Fusions)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 T = TypeVar("T")

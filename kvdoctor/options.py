@@ -12,7 +12,20 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvdoctor import addons, choices
-from kvdoctor.choices import Choice, Consumer, Dtype, ExporterName, FailOn, File, Flag, Kind, Names, Required, Whole
+from kvdoctor.choices import (
+    Choice,
+    Consumer,
+    Dtype,
+    ExporterName,
+    FailOn,
+    File,
+    Flag,
+    Fusions,
+    Kind,
+    Names,
+    Required,
+    Whole,
+)
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.records import record
 
@@ -349,6 +362,18 @@ class ReExportChoices:
         None,
         "With --from: export in this arithmetic.",
         unset="the arithmetic of PATH's cache, else fp32",
+    )
+    fusions: Fusions | None = _repair(
+        Choice.of(choices.FUSIONS),
+        None,
+        "With --from and transformers: fuse operators for this execution provider.",
+        unset="plain ONNX operators",
+    )
+    static_cache: int | None = _repair(
+        Whole.of(2, 2**31 - 1),
+        None,
+        "With --from and transformers: a cache of N tokens that is written in place.",
+        unset="a cache that grows",
     )
     task: str | None = _repair(
         choices.Text("the name of a task", "TASK"),

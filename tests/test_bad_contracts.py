@@ -171,7 +171,7 @@ HEALTHY: dict[str, tuple[Build, Names, set[str]]] = {
         lambda: bad.unnamed(
             changed(bad.with_output(value("again", CACHE), node("Identity", ["present.1.key"], ["again"])))
         ),
-        set(),
+        {"axis-name-collision"},
         SELF,
     ),
     "presents-first-without-names": (lambda: bad.unnamed(edited("bad-present-first-healthy")), set(), SELF),

@@ -301,6 +301,9 @@ def test_an_onnx_export_is_no_checkpoint(tmp_path: Path) -> None:
         (["--exporter", "transformers", "--opset", "17"], "writes 18 to"),
         (["--exporter", "transformers", "--dtype", "int4"], "writes fp32, fp16"),
         (["--exporter", "genai", "--task", "x"], "--task is for"),
+        (["--exporter", "optimum", "--fusions", "webgpu"], "--fusions is for the exporter transformers"),
+        (["--task", "x", "--static-cache", "64"], "--static-cache is for the exporter transformers"),
+        (["--opset", "8"], "writes 18 to"),
         (["--because", "nowhere.json"], "cannot be read"),
     ],
 )
@@ -342,6 +345,7 @@ def chosen(source: SourceFacts, **asked: Any) -> tuple[str, int | None, str, dic
         (SourceFacts("a", ("genai-decoder-only",), (), 22, "int8"), {}, ("genai", None, "fp32")),
         (SourceFacts("a", ("torch-decoder-only",), (), 23, "float"), {}, ("optimum", None, "fp32")),
         (SourceFacts("a", ("optimum-merged",), (), 18, "float"), {"opset": 21}, ("transformers", 21, "fp32")),
+        (SourceFacts("a", ("optimum-merged",), (), 18, "float"), {"fusions": "webgpu"}, ("transformers", 18, "fp32")),
         (
             SourceFacts("a", ("optimum-merged",), (), 18, "float16"),
             {"dtype": "fp32", "opset": 17},
@@ -366,6 +370,9 @@ def test_samples_freeze_no_axis() -> None:
     sizes = [flags[name] for name in ("rows", "prompt", "source", "decoder_tokens")]
     assert min(sizes) >= 2
     assert len({*sizes, 2}) == len(sizes) + 1
+    assert (flags["fusions"], flags["static"]) == (None, None)
+    asked = chosen(SourceFacts(), fusions="cpu", static_cache=64)[3]
+    assert (asked["fusions"], asked["static"]) == ("cpu", 64)
 
 
 def test_every_exporter_pins_what_it_needs() -> None:

@@ -252,6 +252,7 @@ class Generation:
         multi_token_decode: Traces the decode graph with two new tokens, so that their number stays free.
         dims: Which axes are free: all that the trace lets be, those of the tokens and of the past, or none.
         capacity: Length of the static cache, or None for one that grows.
+        fusions: Execution provider of ONNX Runtime whose fused operators are written, or None for plain ONNX.
     """
 
     checkpoint: Checkpoint
@@ -260,6 +261,7 @@ class Generation:
     multi_token_decode: bool = False
     dims: Literal["all", "listed", "none"] = "all"
     capacity: int | None = None
+    fusions: str | None = None
 
     def write(self, model: Any, folder: Path) -> None:
         """Writes the export into `folder`."""
@@ -272,7 +274,9 @@ class Generation:
         exported = OnnxExporter().export_for_generation(
             model,
             self._sample(),
-            _listed_dims() if self.dims == "listed" else OnnxConfig(dynamic=self.dims == "all"),
+            _listed_dims()
+            if self.dims == "listed"
+            else OnnxConfig(dynamic=self.dims == "all", ort_fusions=self.fusions),
             generation_config=generation_config,
             multi_token_decode=self.multi_token_decode,
         )
@@ -481,6 +485,18 @@ MORE_RECIPES: dict[str, Generation | Dynamo] = {
     "llama-dynamo-opset24": Dynamo((Trace("model.onnx", 3, 5),), opset=24),
 }
 """What is made only when named: more of the same kinds, and models with a recurrent scan, which take long to trace."""
+
+FUSED = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2, "gemma3": GEMMA3}
+FUSED_PAIRS = {"t5": T5, "marian": MARIAN, "bart": BART}
+FUSIONS = ("cpu", "webgpu", "dml")
+"""The sets of fused operators that the CPU can run as well; that of CUDA has operators without a CPU kernel."""
+for _fusions in FUSIONS:
+    for _name, _checkpoint in FUSED.items():
+        MORE_RECIPES[f"{_name}-{_fusions}"] = Generation(
+            _checkpoint, "padded", multi_token_decode=True, fusions=_fusions
+        )
+    for _name, _checkpoint in FUSED_PAIRS.items():
+        MORE_RECIPES[f"{_name}-{_fusions}"] = Generation(_checkpoint, "source", decoder_tokens=3, fusions=_fusions)
 
 
 def make(name: str, folder: Path, checkpoints: Path | None) -> bool:

@@ -88,6 +88,11 @@ class OnnxFile:
         return self.view
 
     @property
+    def sequences(self) -> tuple[str, ...]:
+        """The inputs and outputs of the file that are sequences of tensors; the graph has their elements."""
+        return self.skeleton.sequences if self.skeleton is not None else ()
+
+    @property
     def dataflow(self) -> Dataflow | None:
         """The dataflow when the cache is used; None where the graph is too large to be followed."""
         return follow_graph(self.view) if self.view is not None else None

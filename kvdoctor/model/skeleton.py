@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped,u
 
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.proto import ModelProto, TensorProto
+from kvdoctor.model.sequence_ports import take_apart
 from kvdoctor.records import record
 
 MAX_FILE: Final = 2**31 - 1  # bytes; the limit of one protobuf message, which every ONNX runtime inherits
@@ -173,12 +174,14 @@ class Skeleton:
         bytes_on_disk: size of the file in bytes, external data not included.
         inline_bytes: size in bytes of the payloads left out, that is of the weights stored inside the file.
         left_out: number of tensors whose payload was left out; see `payload_left_out`.
+        sequences: inputs and outputs of the file that are sequences of tensors; `model` has their elements instead.
     """
 
     model: ModelProto
     bytes_on_disk: int
     inline_bytes: int
     left_out: int
+    sequences: tuple[str, ...] = ()
 
 
 def payload_left_out(tensor: TensorProto) -> bool:
@@ -230,7 +233,8 @@ def _read(path: Path, wanted: "_Wanted") -> Skeleton:
     if walk.source.size > MAX_FILE:
         reason = f"{walk.source.size:,} bytes, more than the 2 GiB that protobuf can hold"
         raise UnreadableError(reason, "export the model again with its weights as external data")
-    return Skeleton(_parse(b"".join(walk.pieces)), walk.source.size, walk.inline_bytes, walk.left_out)
+    model = _parse(b"".join(walk.pieces))
+    return Skeleton(model, walk.source.size, walk.inline_bytes, walk.left_out, take_apart(model))
 
 
 @record

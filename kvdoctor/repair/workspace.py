@@ -93,7 +93,11 @@ class WorkingCopy:
 
         Raises:
             UnreadableError: the file can no longer be read.
+            CannotRepair: its inputs or outputs are sequences, and a copy would take and return tensors.
         """
+        if sequences := self.file(name).sequences:
+            ports = " and ".join(map(repr, sequences))
+            raise CannotRepair(f"{ports} are sequences of tensors, and a copy would have tensors instead")
         if name not in self.models:
             self.models[name] = read_skeleton(self.file(name).path, located=True).model
         return self.models[name]

@@ -6,8 +6,9 @@ What reads well as text stands in fixtures/text/bad-*.onnxtxt; here is what text
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, TypeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, SparseTensorProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 from support.bad_models import renamed
 from support.text_fixtures import FOLDER, compile_text, read
@@ -334,16 +335,16 @@ def cut_short(op: str, inputs: int | None = None, outputs: int | None = None) ->
 
 
 def sparse(name: str) -> Change:
-    """A sparse initializer in place of a dense one of that name; or a value for an input, in the shape of a past."""
+    """A sparse initializer with the elements of the dense one of that name; or a value for an input: a past."""
 
     def change(graph: GraphProto) -> None:
         dense = next((tensor for tensor in graph.initializer if tensor.name == name), None)
-        dims = [1, 2, 3, 4] if dense is None else list(dense.dims)
+        array = numpy_helper.to_array(dense) if dense is not None else np.ones((1, 2, 3, 4), np.float32)
         if dense is not None:
             graph.initializer.remove(dense)
-        values = helper.make_tensor(name, TensorProto.FLOAT, [3], [1.0, 2.0, -1.0])
-        places = helper.make_tensor("", TensorProto.INT64, [3], [0, 1, 9])
-        graph.sparse_initializer.append(SparseTensorProto(values=values, indices=places, dims=dims))
+        values = helper.make_tensor(name, TensorProto.FLOAT, [array.size], array.ravel())
+        places = helper.make_tensor("", TensorProto.INT64, [array.size], range(array.size))
+        graph.sparse_initializer.append(SparseTensorProto(values=values, indices=places, dims=array.shape))
 
     return change
 

@@ -131,11 +131,20 @@ def _find_refusal(request: ConvertRequest, options: Options) -> CannotConvert | 
         UsageError: the form cannot be asked for.
     """
     try:
+        _refuse_sequences(request.path)
         refuse_impossible_layout(request.path, request.choices)
         refuse_impossible_conversions(request.path, request.conversions, options)
     except CannotConvert as refusal:
         return refusal
     return None
+
+
+def _refuse_sequences(path: str) -> None:
+    """Raise `CannotConvert` for inputs or outputs that are sequences: a copy would take and return tensors."""
+    for file in open_folder(path).files:
+        if file.sequences:
+            ports = " and ".join(map(repr, file.sequences))
+            raise CannotConvert(f"{file.name}: {ports} are sequences of tensors, and a copy would have tensors instead")
 
 
 def _report_refusal(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:

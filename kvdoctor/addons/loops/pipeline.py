@@ -215,6 +215,8 @@ def _choose(
         if name in (None, stack.name):
             contract = contracts[stack.name]
             unmet = None if contract.missing else next(find_unmet_preconditions(stack, contract), None)
+            if sequences := [name for file in stack.members for name in file.sequences]:
+                unmet = f"{' and '.join(sequences)} are sequences of tensors, for which there is no loop yet"
             try:
                 plan = make_plan(contract, folder.root.name)
                 unmet = unmet or language.refuses(plan)

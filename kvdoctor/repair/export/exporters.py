@@ -7,11 +7,15 @@ exporter names.
 from collections.abc import Callable
 from typing import Any
 
+from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.export.source_model import SourceFacts
 from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import GENAI, TORCH, TRANSFORMERS, Requirements
 
+ASKED = "asked for"
+SOME_TAKE = ("task", "fusions", "static_cache")
+"""The options of `re-export` that not every exporter has."""
 Flags = tuple[dict[str, Any], tuple[ExportChoice, ...]]
 """The flags of a script, and the reason for each."""
 
@@ -22,7 +26,8 @@ class Exporter:
 
     `writes` are the layouts of its exports, by the beginnings of their names. `opsets` are the lowest and the highest
     ONNX opset that it can write, None if the caller cannot choose one. `flags` gives the flags of its script for a
-    model to be replaced, and the reason for each. `own_layout` says that its files are for a runtime of its own: it
+    model to be replaced and what is asked for, and the reason for each. `takes` are the options of `re-export` that not
+    every exporter has. `own_layout` says that its files are for a runtime of its own: it
     never stands in for another exporter that failed.
     """
 
@@ -33,8 +38,8 @@ class Exporter:
     writes: tuple[str, ...]
     dtypes: tuple[str, ...]
     opsets: tuple[int, int] | None
-    flags: Callable[[SourceFacts], Flags]
-    takes_task: bool = False
+    flags: Callable[[SourceFacts, ReExportChoices], Flags]
+    takes: tuple[str, ...] = ()
     own_layout: bool = False
 
 
@@ -42,7 +47,7 @@ PAIR = "decoder-with-past"
 OF_TRANSFORMERS_5 = (f"torch=={TORCH}", "transformers==5.23.0", "onnx==1.23.2")
 
 
-def choose_merge(source: SourceFacts) -> Flags:
+def choose_merge(source: SourceFacts, _asked: ReExportChoices) -> Flags:
     """Whether the two decoders are merged: as in the model that is replaced."""
     if PAIR in source.roles and "decoder-merged" not in source.roles:
         return {"merge": False}, (ExportChoice("merge", "no", f"{source.name} is a pair of decoders"),)
@@ -66,7 +71,7 @@ OPTIMUM = Exporter(
     dtypes=("fp32", "fp16", "bf16"),
     opsets=(11, 20),
     flags=choose_merge,
-    takes_task=True,
+    takes=("task",),
 )
 """Hugging Face Optimum (optimum-onnx): names that Optimum, transformers.js and most loops know.
 
@@ -80,17 +85,22 @@ FREEZES = "one would freeze their number at 1"
 FROZEN = {"past-axis-frozen", "batch-axis-frozen", "sequence-axis-frozen"}
 
 
-def choose_sample(source: SourceFacts) -> Flags:
+def choose_sample(source: SourceFacts, asked: ReExportChoices) -> Flags:
     """Samples that freeze no axis, with padding so that the graphs take the mask."""
     frozen = sorted(FROZEN.intersection(source.faults))
     why = f"{', '.join(frozen)} in {source.name}" if frozen else "torch treats lengths of 0 and 1 as constants"
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in SIZES.items())
-    choices = (
+    choices = [
         ExportChoice("sample", sizes, why),
         ExportChoice("new tokens", "2 per step, unless a recurrent state forbids it", FREEZES),
         ExportChoice("padding", "in the sample", "a mask of ones is left out of the graphs"),
-    )
-    return {**SIZES, "multi_token": True, "padded": True}, choices
+    ]
+    if asked.fusions is not None:
+        choices.append(ExportChoice("fused operators", f"for {asked.fusions}", ASKED))
+    if asked.static_cache is not None:
+        choices.append(ExportChoice("cache", f"{asked.static_cache} tokens, written in place", ASKED))
+    own = {"fusions": asked.fusions, "static": asked.static_cache}
+    return {**SIZES, "multi_token": True, "padded": True, **own}, tuple(choices)
 
 
 TRANSFORMERS_5 = Exporter(
@@ -106,6 +116,7 @@ TRANSFORMERS_5 = Exporter(
     dtypes=("fp32", "fp16", "bf16"),
     opsets=(18, 24),
     flags=choose_sample,
+    takes=("fusions", "static_cache"),
 )
 """The exporter of transformers 5: a graph for the prompt and one for the steps, traced by torch.export.
 
@@ -114,7 +125,7 @@ starts with one token, freezes the past at 1. kvdoctor's samples have lengths of
 """
 
 
-def choose_kernels(source: SourceFacts) -> Flags:  # noqa: ARG001 - the signature of all exporters
+def choose_kernels(_source: SourceFacts, _asked: ReExportChoices) -> Flags:
     """The kernels that the graph is built for."""
     why = "the export is diagnosed and proved on the CPU"
     return {"provider": "cpu"}, (ExportChoice("kernels", "for the CPU", why),)

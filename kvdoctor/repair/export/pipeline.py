@@ -27,7 +27,7 @@ from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.export import run_exporter, source_model
-from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
+from kvdoctor.repair.export.exporters import EXPORTERS, OPTIMUM, SOME_TAKE, TRANSFORMERS_5, Exporter, find_exporter
 from kvdoctor.repair.export.run_exporter import ExportedModel
 from kvdoctor.repair.export.source_model import SourceModel
 from kvdoctor.repair.fix_report import report_fix, report_unproved
@@ -64,6 +64,8 @@ def refuse_impossible(request: RepairRequest, checkpoint: str, offline: bool) ->
                 refuse_unfit(Path(request.out), Path(source), request.force)
     if request.how.exporter is not None:
         _refuse_unfit_options(request.how, find_exporter(request.how.exporter))
+    elif not any(run_exporter.supports(exporter, request.how) for exporter in EXPORTERS):
+        _refuse_unfit_options(request.how, TRANSFORMERS_5 if request.how.task is None else OPTIMUM)
 
 
 def _refuse_unfit_checkpoint(shown: str, folder: Path) -> None:
@@ -89,9 +91,10 @@ def _refuse_unfit_options(export: ReExportChoices, exporter: Exporter) -> None:
     name = exporter.name
     if export.dtype is not None and export.dtype not in exporter.dtypes:
         raise UsageError(f"--dtype {export.dtype}: the exporter {name} writes {', '.join(exporter.dtypes)}")
-    if export.task is not None and not exporter.takes_task:
-        takers = ", ".join(other.name for other in EXPORTERS if other.takes_task)
-        raise UsageError(f"--task is for the exporter {takers}; {name} takes the task from the checkpoint")
+    for option in SOME_TAKE:
+        if getattr(export, option) is not None and option not in exporter.takes:
+            takers = ", ".join(other.name for other in EXPORTERS if option in other.takes)
+            raise UsageError(f"--{option.replace('_', '-')} is for the exporter {takers}; {name} has no such option")
     if export.opset is not None and exporter.opsets is None:
         raise UsageError(f"--opset: the exporter {name} writes an opset of its own choice; leave it out")
     lowest, highest = exporter.opsets or (0, 0)

@@ -13,14 +13,13 @@ from typing import IO, Any
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
-from kvdoctor.repair.export.exporters import EXPORTERS, Exporter, find_exporter
+from kvdoctor.repair.export.exporters import ASKED, EXPORTERS, SOME_TAKE, Exporter, find_exporter
 from kvdoctor.repair.export.source_model import SourceFacts
 from kvdoctor.report.repair_record import ExportChoice
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptLog, ScriptProcess
 
 DTYPES = {"float": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """The element types of a cache by the names that exporters use."""
-ASKED = "asked for"
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "run.py"
 FOLDER = "kvdoctor-export"
@@ -49,9 +48,9 @@ def list_plans(request: ReExportChoices, source: SourceFacts) -> Iterator[Export
         because = f"with the opset {first.opset} of {source.name} it fails"
         own = ExportChoice("opset", "the exporter's own", because)
         yield replace(first, opset=None, choices=tuple(own if c.what == "opset" else c for c in first.choices))
-    if request.exporter is None and request.task is None:
+    if request.exporter is None:
         for other in EXPORTERS:
-            if other.name != exporter.name and not other.own_layout and _supports(other, request):
+            if other.name != exporter.name and not other.own_layout and supports(other, request):
                 yield _make_plan(request, source, other, f"{exporter.name} cannot export it")
 
 
@@ -60,18 +59,19 @@ def _choose_exporter(request: ReExportChoices, source: SourceFacts) -> tuple[Exp
         return find_exporter(request.exporter), ASKED
     for exporter in EXPORTERS:
         layout = next((layout for layout in source.layouts if layout.startswith(exporter.writes)), None)
-        if layout is not None and _supports(exporter, request):
+        if layout is not None and supports(exporter, request):
             return exporter, f"{source.name} has its layout, {layout}"
-    default = next(exporter for exporter in EXPORTERS if _supports(exporter, request))
+    default = next(exporter for exporter in EXPORTERS if supports(exporter, request))
     if not source.layouts:
         return default, "nothing else was asked for, and most loops know its names"
     layout = f"the layout of {source.name}, {source.layouts[0]}"
     return default, f"no exporter writes {layout}; most loops know these names"
 
 
-def _supports(exporter: Exporter, request: ReExportChoices) -> bool:
+def supports(exporter: Exporter, request: ReExportChoices) -> bool:
     """Whether an exporter supports the options of the user."""
     fits = request.opset is None or (exporter.opsets is not None and request.opset in _span(exporter))
+    fits = fits and all(getattr(request, name) is None or name in exporter.takes for name in SOME_TAKE)
     return fits and (request.dtype is None or request.dtype in exporter.dtypes)
 
 
@@ -82,7 +82,7 @@ def _span(exporter: Exporter) -> range:
 def _make_plan(request: ReExportChoices, source: SourceFacts, exporter: Exporter, why: str) -> ExportPlan:
     opset, opset_choice = _choose_opset(request, source, exporter)
     dtype, dtype_choice = _choose_dtype(request, source, exporter)
-    flags, choices = exporter.flags(source)
+    flags, choices = exporter.flags(source, request)
     faults = f"; it has {', '.join(source.faults)}" if source.faults and why != ASKED else ""
     decided = (ExportChoice("exporter", exporter.name, why + faults), opset_choice, dtype_choice)
     task = (ExportChoice("task", request.task, ASKED),) if request.task is not None else ()

@@ -11,6 +11,7 @@ from kvdoctor.decode.messages import Job, PairedSide, Settled, SettleJob
 from kvdoctor.decode.samples import Samples
 from kvdoctor.decode.settle import settle
 from kvdoctor.decode.stack_driver import Announce, Environment, Rerun, StackDriver
+from kvdoctor.errors import CannotCheck
 from kvdoctor.runtime.worker.sessions import (
     HELD,
     LEVELS,
@@ -19,8 +20,8 @@ from kvdoctor.runtime.worker.sessions import (
     Sessions,
     close_others,
     mentioned,
-    output_names,
     run_bound,
+    run_tensors,
     runtime_version,
     to_runtime,
 )
@@ -99,11 +100,12 @@ class StackRunner(StackDriver):
 
     def _run_file(self, session: Any, feeds: dict[str, Any], call: Call) -> dict[str, Any]:
         """The outputs of one file by name."""
-        names = output_names(session)
         try:
             if call.via in ("io-binding", "one-buffer"):
-                return dict(zip(names, run_bound(session, names, feeds, call.in_place), strict=True))
-            return dict(zip(names, session.run_with_ort_values(names, feeds), strict=True))
+                return run_bound(session, feeds, call.in_place)
+            return run_tensors(session, feeds)
+        except CannotCheck:
+            raise
         except Exception as error:  # the bindings raise many types, and all of them are a failed step
             raise StepFailed(self.sessions.clean(error)) from error
 

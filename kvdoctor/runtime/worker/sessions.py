@@ -253,15 +253,59 @@ def session_options(level: str, threads: int) -> Any:
     return options
 
 
-def output_names(session: Any) -> list[str]:
-    """The outputs of a session that are tensors; cached, since the runtime builds the list at each request."""
-    if session not in _OUTPUT_NAMES:
-        outputs = session.get_outputs()
-        _OUTPUT_NAMES[session] = [output.name for output in outputs if output.type.startswith("tensor(")]
-    return _OUTPUT_NAMES[session]
+@dataclass
+class _Ports:
+    """The names of a session's inputs and outputs: tensors, and sequences of tensors."""
+
+    tensors: list[str]
+    taken: list[str]
+    returned: list[str]
 
 
-_OUTPUT_NAMES: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+def _ports(session: Any) -> _Ports:
+    """The ports of a session; cached, since the runtime builds the lists at each request."""
+    if session not in _PORTS:
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        tensors = [port.name for port in outputs if port.type.startswith("tensor(")]
+        taken, returned = ([port.name for port in ports if port.type.startswith("seq(")] for ports in (inputs, outputs))
+        _PORTS[session] = _Ports(tensors, taken, returned)
+    return _PORTS[session]
+
+
+_PORTS: WeakKeyDictionary[Any, _Ports] = WeakKeyDictionary()
+
+
+def run_tensors(session: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of a session by name, for inputs by name, as tensors of the runtime.
+
+    The element at index 3 of a sequence has the name `past[3]`, as in the graph that is read
+    (`model/sequence_ports.py`). The binding takes and gives sequences as lists of numpy arrays only.
+    """
+    ports = _ports(session)
+    if not ports.taken and not ports.returned:
+        return dict(zip(ports.tensors, session.run_with_ort_values(ports.tensors, dict(feeds)), strict=True))
+    elements = {name: _list_elements(name, feeds) for name in ports.taken}
+    inside = {element for names in elements.values() for element in names}
+    given: dict[str, Any] = {name: value.numpy() for name, value in feeds.items() if name not in inside}
+    given |= {name: [feeds[element].numpy() for element in names] for name, names in elements.items()}
+    values = session.run([*ports.tensors, *ports.returned], given)
+    made = dict(zip(ports.tensors, values, strict=False))
+    for name, arrays in zip(ports.returned, values[len(made) :], strict=True):
+        made |= {f"{name}[{at}]": array for at, array in enumerate(arrays)}
+    return {name: _own(array) for name, array in made.items()}
+
+
+def _own(array: Array) -> Any:
+    """A tensor of the runtime with a copy of an array; one that refers to an array is invalid once that is freed."""
+    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
+    value.update_inplace(np.ascontiguousarray(array))
+    return value
+
+
+def _list_elements(name: str, feeds: Mapping[str, Any]) -> list[str]:
+    """The names of what is fed for the elements of a sequence, in order."""
+    names = (f"{name}[{at}]" for at in range(len(feeds)))
+    return [element for element in names if element in feeds]
 
 
 def mentioned(error: Exception) -> tuple[str, ...]:
@@ -276,12 +320,18 @@ def to_runtime(value: Value | Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy(np.asarray(as_array(value), order="C"))
 
 
-def run_bound(session: Any, names: list[str], feeds: dict[str, Any], pasts: Mapping[str, str]) -> list[Any]:
-    """Run with bound inputs and outputs, which keeps a cache on its device.
+def run_bound(session: Any, feeds: Mapping[str, Any], pasts: Mapping[str, str]) -> dict[str, Any]:
+    """The outputs of a session by name, run with bound inputs and outputs, which keeps a cache on its device.
 
     Some outputs are bound to the memory of an input: `pasts` has the input by the name of the output.
+
+    Raises:
+        CannotCheck: an input or output is a sequence of tensors.
     """
-    binding = session.io_binding()
+    ports, binding = _ports(session), session.io_binding()
+    if ports.taken or ports.returned:
+        raise CannotCheck("ONNX Runtime binds no sequences of tensors in Python")
+    names = ports.tensors
     for name, value in feeds.items():
         binding.bind_ortvalue_input(name, value)
     for name in names:
@@ -290,7 +340,7 @@ def run_bound(session: Any, names: list[str], feeds: dict[str, Any], pasts: Mapp
         else:
             binding.bind_output(name)
     session.run_with_iobinding(binding)
-    return list(binding.get_outputs())
+    return dict(zip(names, binding.get_outputs(), strict=True))
 
 
 def runtime_version() -> str:

@@ -29,7 +29,7 @@ from kvdoctor.decode.parity import compare
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
 from kvdoctor.runtime.worker.runner import OpenSession, StackRunner
-from kvdoctor.runtime.worker.sessions import OrtTensor, Sessions, mentioned, output_names, to_runtime
+from kvdoctor.runtime.worker.sessions import OrtTensor, Sessions, mentioned, run_tensors, to_runtime
 
 FROM_WEIGHTS = {"encoder_states", "encoder_input", "past"}
 """Inputs whose floats stand for values computed from weights: noise replaces them."""
@@ -168,9 +168,7 @@ class _Play:
 
 
 def _run(session: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
-    names = output_names(session)
     try:
-        values = session.run_with_ort_values(names, dict(feeds))
+        return run_tensors(session, feeds)
     except Exception as error:  # the bindings raise many types, and all of them are a failed call
         raise StepFailed(str(error)) from error
-    return dict(zip(names, values, strict=True))

@@ -2,9 +2,12 @@
 
 Run by run.py. Flags: `rows`, `prompt`, `source` and `decoder_tokens`, the sizes of the sample inputs, all different and
 two or more, since torch takes lengths of 0 and 1 for constants; `multi_token`, whether the decode graph takes several
-new tokens; `padded`, whether the sample is padded, without which the mask does not reach the graphs.
+new tokens; `padded`, whether the sample is padded, without which the mask does not reach the graphs; `fusions`, the
+provider of ONNX Runtime whose fused operators are written, or null; `static`, the tokens of a cache that is written in
+place, or null for one that grows.
 """
 
+import copy
 from importlib import metadata
 from typing import Any
 
@@ -18,11 +21,11 @@ def export(job: Any) -> dict[str, str]:
     """Export the checkpoint of a job; gives the versions of the libraries used."""
     model = job.load()
     torch.manual_seed(0)
-    config = OnnxConfig(dynamic=True, opset_version=job.opset)
+    config = OnnxConfig(dynamic=True, opset_version=job.opset, ort_fusions=job.flags["fusions"])
     inputs = sample(model, job.flags)
     several = job.flags["multi_token"] and not getattr(model, "_is_stateful", False)
     components = {}
-    for name, (part, fed) in parts(model, inputs, several).items():
+    for name, (part, fed) in parts(model, inputs, several, job.flags["static"]).items():
         job.doing(f"tracing {name} with transformers and torch.export")
         components[name] = OnnxExporter().export(part, fed, config).components["model"]
     job.doing("writing the graphs")
@@ -31,9 +34,16 @@ def export(job: Any) -> dict[str, str]:
     return {name: metadata.version(name) for name in ("onnx", "onnxscript", "onnx-ir")}
 
 
-def parts(model: Any, inputs: dict[str, torch.Tensor], several: bool) -> dict[str, tuple[Any, dict[str, Any]]]:
+def parts(
+    model: Any, inputs: dict[str, torch.Tensor], several: bool, static: "int | None"
+) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The parts of the model to trace, with their sample inputs."""
-    found: dict[str, tuple[Any, dict[str, Any]]] = decompose_for_generation(model, inputs, multi_token_decode=several)
+    settings = copy.deepcopy(model.generation_config)
+    if static is not None:
+        settings.cache_implementation, settings.max_cache_len = "static", static
+    found: dict[str, tuple[Any, dict[str, Any]]] = decompose_for_generation(
+        model, inputs, generation_config=settings, multi_token_decode=several
+    )
     if not model.config.is_encoder_decoder:
         return found
     if several:  # the exporter merges steps of decoder-only models alone
