@@ -18,12 +18,34 @@ ABOUT = {
     "operators": "operators",
 }
 EFFECTS = {"fails": "fails", "left-out": "not on the device"}
-HEAD = """# Documented limits of devices
+HEAD = """# Devices: what was measured, and what is documented
 
-What execution providers for devices are documented to refuse of a decoder. **Nothing of it was measured**: kvdoctor
-runs models on the CPU, and these entries quote documents and issues of other projects, so they are never findings.
-Releases of onnxruntime on the CPU are measured: [targets](targets.md). On a device, a [trace](trace.md) decides. *Not
-on the device* means that another provider takes the nodes over, with a copy each way.
+## Measured
+
+Releases of onnxruntime on the CPU: [targets](targets.md). Of devices, the kernels of WebGPU, on software adapters that
+need no GPU: [by kernel and model](https://github.com/kvdoctor/kvdoctor/blob/main/evidence/providers.md), with releases
+and date. `kvdoctor step-test MODEL --provider webgpu` does the same for your model:
+[CI](ci.md#on-webgpu-without-a-gpu).
+
+The [page of a written program](consumers.md#in-a-browser-and-on-a-phone), with `webgpu` of onnxruntime-web 1.30.0 in
+Chromium 156 on SwiftShader, on 2026-11-26:
+
+| export | its runs | kernels | judged by `step-test --trace` |
+| --- | --- | --- | --- |
+| `gpt2` | as expected | 3,800 | the same as here |
+| `llama-gqa` | as expected | 6,200 | a key is 0.0003 standard deviations off, no token changes (KV420, a warning) |
+| `marian-4.57.6` | as expected | 5,435 | the same as here |
+| `t5` | as expected | 5,744 | the same as here |
+| `whisper` | as expected | 4,595 | the same as here |
+
+A software adapter shows whether kernels are right, and not what the driver of a GPU makes of them: there a
+[trace](trace.md) decides.
+
+## Documented by others
+
+What execution providers for devices are documented to refuse of a decoder. **Nothing of this table was measured**: its
+entries quote documents and issues of other projects, so they are never findings. *Not on the device* means that another
+provider takes the nodes over, with a copy each way.
 
 Made from `docs/devices.json` by `python docs/make_devices.py`; an entry needs its address.
 

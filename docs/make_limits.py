@@ -18,7 +18,7 @@ from limit_models import write_all
 from kvdoctor.runtime.environments import EnvironmentUnavailable, find_uv
 from kvdoctor.runtime.release_environments import prepare_environment
 from kvdoctor.runtime.targets import bindings
-from kvdoctor.runtime.targets.limits import FILE, operator_of
+from kvdoctor.runtime.targets.limits import FILE, meanings, operator_of
 
 RELEASES = (
     *("1.15.1", "1.16.0", "1.16.3", "1.17.0", "1.17.3", "1.18.1", "1.19.2", "1.20.1", "1.21.1", "1.22.0", "1.22.1"),
@@ -141,16 +141,29 @@ def _since(feature: str) -> int:
 
 def page(data: dict[str, Any]) -> str:
     """docs/targets.md."""
-    rows = []
+    rows: list[list[str]] = []
     for release, facts in data["releases"].items():
         whole = [name for name in data["contrib"] if name in facts["unsupported"]]
         attributes = [f for f in facts["unsupported"] if ":" in f and f not in whole and operator_of(f) not in whole]
         standard = [name for name in facts["unsupported"] if ":" not in name]
-        cells = [release, str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
-        rows.append([*cells, _short(whole), str(len(attributes) or "none")])
+        cells = [str(facts["ir"]), str(facts["opset"]), ", ".join(facts["pythons"]), _count(standard)]
+        cells += [_short(whole), str(len(attributes) or "none")]
+        if rows and rows[-1][1:] == cells:
+            rows[-1][0] += f", {release}"
+        else:
+            rows.append([release, *cells])
     header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "missing operators", "missing attributes"]
-    shipped = [[binding.name, _shipped(binding), binding.source, _faults(binding)] for binding in bindings.BINDINGS]
-    lines = [HEAD, *_markdown(header, rows), MIDDLE, *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
+    numbered = ", ".join(binding.name for binding in bindings.BINDINGS if binding.follows_runtime)
+    shipped = [
+        [binding.name, _shipped(binding), binding.source, _faults(binding)]
+        for binding in bindings.BINDINGS
+        if not binding.follows_runtime
+    ]
+    changes = [
+        [f"`{one.operator}`", one.last, one.before, one.since, f"[{one.after}]({one.source})"] for one in meanings()
+    ]
+    lines = [HEAD, *_markdown(header, rows), CHANGES, *_markdown(["operator", "up to", "", "from", ""], changes)]
+    lines += [MIDDLE.format(numbered), *_markdown(["target", "releases", "from", "cannot"], shipped), ""]
     return "\n".join(lines)
 
 
@@ -165,8 +178,6 @@ def _count(features: list[str]) -> str:
 
 
 def _shipped(binding: bindings.Binding) -> str:
-    if binding.follows_runtime:
-        return "numbered as onnxruntime"
     return ", ".join(f"{release}: {runtime}" for release, runtime in binding.ships.items())
 
 
@@ -211,12 +222,24 @@ a document. The last three columns are about the operators and attributes that s
 count at the opset that last changed them, and `kvdoctor/runtime/targets/limits.json` names the attributes.
 """
 
-MIDDLE = """
+CHANGES = """
 For a patch release that is not in the table, only what holds for all measured patches of its minor version is reported:
 some added operators. A release beyond the table is run, and only what the run shows is reported; its largest IR version
 and opset are then asked of itself, with such small models.
 
+## Changed meanings
+
+Operators that compute something else on the CPU from some release on, with the same inputs and attributes: the first
+two columns are the newest measured release with the old meaning, the next two the oldest with the new one
+(`kvdoctor/runtime/targets/meanings.json`; a test runs each on both sides). A finding of `--target` names the rows that
+lie between the two runtimes. `inspect --target` warns without a run (KV406) where the old meaning is wrong for every
+decoder: a window, `softcap` with a mask, `nonpad_kv_seqlen`.
+"""
+
+MIDDLE = """
 ## Bindings
+
+Numbered as the onnxruntime that they hold: {}. The others:
 """
 
 

@@ -249,16 +249,14 @@ def test_a_loop_runs_the_embedding_graph(tmp_path: Path) -> None:
     assert made.results
 
 
-def test_a_trace_with_the_calls_of_the_embedding_graph_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_with_the_calls_of_the_embedding_graph_is_checked(tmp_path: Path) -> None:
     import subprocess
     import sys
 
     path, out, trace = fixture(USUAL, tmp_path / "model"), tmp_path / "out", tmp_path / "loop.jsonl"
     written(path, out=out)
-    monkeypatch.setenv("KVDOCTOR_TRACE", str(trace))
-    command = [sys.executable, "main.py", "--model", str(path), "--prompt", "5,6,7", "--most", "5"]
+    words = ("--prompt", "5,6,7", "--most", "5", "--record", str(trace))
+    command = [sys.executable, "main.py", "--model", str(path), *words]
     subprocess.run(command, cwd=out, check=True, capture_output=True)
     assert [json.loads(line)["file"] for line in trace.read_text().splitlines()][:2] == [EMBEDDING, DECODER]
     report = step_test(str(path), Options(added=(TraceChoices(str(trace)),)))

@@ -120,6 +120,20 @@ def test_a_patch_that_was_not_measured_is_said_to_lack_what_its_whole_line_lacks
     assert limits_of("9.0.0") is None
 
 
+@pytest.mark.parametrize(
+    ("target", "warned"), [("1.23.2", True), ("1.24.0", False), ("1.24.1", False), ("9.0.0", False)]
+)
+def test_a_meaning_that_changed_is_told_without_a_run(target: str, warned: bool, tmp_path: Path) -> None:
+    """Between the measured releases it is not known; a graph without the attribute is not concerned."""
+    model = load_all()["layout-gqa-window-healthy"].write(tmp_path / "window")
+    other = load_all()["layout-gqa-growing-healthy"].write(tmp_path / "other")
+    for folder, expected in ((model, warned), (other, False)):
+        done = kvdoctor("inspect", folder, "--target", f"onnxruntime=={target}", "--format", "json")
+        found = json.loads(done.stdout)["findings"]
+        assert [one["name"] for one in found] == ["meaning-changed"] * expected
+        assert all("counts the new token" in one["evidence"][0] for one in found)
+
+
 def test_the_page_shows_the_table() -> None:
     import make_limits
 

@@ -1,6 +1,7 @@
 """The repaired file on a runtime that is older than kvdoctor itself supports, with the plainest consumer there is."""
 
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from support.isolated import EXPORTS, MERGED, Environment, find_uv, give_up, kvdoctor, re_export
-from support.text_fixtures import load_all
+from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.decode.calls import save_call
 from kvdoctor.decode.messages import CompareJob, TrialModel, ValuePair, write_message
@@ -18,7 +19,7 @@ from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable
 from kvdoctor.runtime.process import Limits
 from kvdoctor.runtime.release_environments import prepare_environment
-from kvdoctor.runtime.targets.limits import releases
+from kvdoctor.runtime.targets.limits import Meaning, meanings, releases
 
 pytestmark = pytest.mark.slow
 
@@ -80,13 +81,18 @@ MATRIX = ("1.16.3", "1.18.1", "1.20.1", "1.22.1")
 NEWEST = releases()[-1]
 
 
+def environment_of(release: str) -> Path:
+    """The Python of an environment with that release, which is made where it can be had."""
+    try:
+        return prepare_environment(release, offline=False)
+    except EnvironmentUnavailable as reason:
+        give_up(str(reason))
+
+
 def under(targets: tuple[str, ...], *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     """The exit code and the report of a command with targets, made in environments where they can be had."""
     for release in targets:
-        try:
-            prepare_environment(release, offline=False)
-        except EnvironmentUnavailable as reason:
-            give_up(str(reason))
+        environment_of(release)
     options = [word for release in targets for word in ("--target", f"onnxruntime=={release}")]
     done = kvdoctor(*arguments, *options, "--format", "json")
     assert done.stdout, done.stderr
@@ -165,6 +171,71 @@ def test_what_is_right_here_and_not_there_is_found(
     assert f"onnxruntime=={release}" in finding["where"]
 
 
+GROUPED = (
+    "y, k, v = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, {}> "
+    "(w_q, w_k, w_k, w_past, w_past, last, total)"
+)
+ATTENTION = "y, k, v = Attention <is_causal = 1, softcap = 0.5> (w_n, w_n, w_n, , w_p, w_p)"
+HIDDEN = "no = ConstantOfShape <value = bool[1] {0}> (rows) y, k, v = Attention (w_n, w_n, w_n, no, w_p, w_p)"
+BUFFER = "y = Attention <is_causal = {}> (w_n, w_b, w_b, , , , filled)"
+ALONE = "y = Attention <is_causal = 1> (w_one, w_b, w_b)"
+MULTIHEAD = "y, k, v = com.microsoft.MultiHeadAttention <num_heads = 2> (w_m, w_m, w_m, , , w_bias, w_p, w_p)"
+NODES = (GROUPED.format("local_window_size = 3"), ATTENTION, BUFFER.format(0), BUFFER.format(1), ALONE, HIDDEN)
+NODES += (GROUPED.format("do_rotary = 0"), MULTIHEAD)
+"""A node for each row of the table of changed meanings, in its order."""
+WEIGHTS = """float[1, 3, 32] w_q, float[1, 3, 16] w_k, float[1, 1, 6, 16] w_past, int32[1] last = {8},
+int32 total = {9}, float[2, 2, 2, 4] w_n, float[2, 2, 4, 4] w_p, float[2, 2, 6, 4] w_b, float[2, 2, 1, 4] w_one,
+int64[2] filled = {3, 5}, int64[2] rows = {2, 6}, float[2, 2, 8] w_m, float[2, 1, 2, 6] w_bias"""
+COMPUTE = """
+import sys, onnxruntime
+options = onnxruntime.SessionOptions()
+options.log_severity_level, options.graph_optimization_level = 4, onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+print(onnxruntime.InferenceSession(sys.argv[1], options).run(["y"], {})[0].round(4).tolist())
+"""
+
+
+@pytest.mark.parametrize(("change", "node"), list(zip(meanings(), NODES, strict=True)))
+def test_each_change_of_meaning_is_one(change: Meaning, node: str, tmp_path: Path) -> None:
+    ir, opset = (8, 17) if ":" in change.operator else (10, 24)
+    head = f"<ir_version: {ir}, opset_import: ['': {opset}, 'com.microsoft': 1]>"
+    text = f"{head} g () => (float[a, b, c] y) <{WEIGHTS}> {{ {node} }}".replace("'", '"')
+    model = compile_text(text)
+    assert change.operator.rpartition(":")[2] in node
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    computed = []
+    for release in (change.last, change.since, NEWEST):
+        python = environment_of(release)
+        done = subprocess.run([python, "-I", "-c", COMPUTE, path], capture_output=True, text=True, check=True)
+        computed.append(done.stdout)
+    assert computed[0] != computed[1]
+    assert computed[1] == computed[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "subject", "row"),
+    [
+        ("meaning-changed-window", "1.23.2", "plain-loop", 0),
+        ("meaning-changed-softcap", "1.26.0", "plain-loop", 1),
+        ("layout-tensor-scatter-heads-healthy", "1.27.0", "chunk", 3),
+        ("layout-multihead-attention-healthy", "1.21.0", "batch-rows", 7),
+    ],
+)
+def test_a_difference_names_what_changed_its_meaning(
+    name: str, release: str, subject: str, row: int, tmp_path: Path
+) -> None:
+    _, report = under((release,), "step-test", load_all()[name].write(tmp_path))
+    (finding,) = report["findings"]
+    assert (finding["name"], subject in finding["subject"]) == ("target-differs", True)
+    assert [one for one in finding["evidence"] if "github.com" in one] == [str(meanings()[row])]
+
+
+def test_logits_of_padding_are_not_compared_with_a_target(tmp_path: Path) -> None:
+    """Rows that a mask hides whole are computed otherwise since 1.28, and nobody reads them."""
+    model = load_all()["layout-attention-23-masked-healthy"].write(tmp_path)
+    assert under(("1.27.0",), "step-test", model)[1]["verdict"] == "healthy"
+
+
 def test_the_node_that_computes_otherwise_is_named(tmp_path: Path) -> None:
     model = load_all()["operator-unsupported"].write(tmp_path)
     _, report = under(("1.18.1",), "step-test", model)
@@ -203,10 +274,7 @@ def test_the_gate_holds_every_model_against_the_targets() -> None:
 def test_nothing_of_the_working_folder_passes_for_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("numpy", "onnxruntime", "kvdoctor", "json"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')", encoding="utf-8")
-    try:
-        python = prepare_environment("1.18.1", offline=False)
-    except EnvironmentUnavailable as reason:
-        give_up(str(reason))
+    python = environment_of("1.18.1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Runtime(Limits(timeout=120), str(python)) as runtime:
@@ -217,10 +285,7 @@ def test_an_environment_is_made_once_and_starts_again_offline(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache with blanks"))
     if find_uv() is None:
         give_up("uv is neither on the path nor beside this Python")
-    try:
-        python = prepare_environment("1.22.1", offline=False)
-    except EnvironmentUnavailable as reason:
-        give_up(str(reason))
+    python = environment_of("1.22.1")
     assert prepare_environment("1.22.1", offline=True) == python
     left = [path.name for path in python.parents[2].iterdir()]
     assert len(left) == 1, "nothing unfinished is left beside it"
@@ -232,10 +297,7 @@ def test_an_environment_is_made_once_and_starts_again_offline(tmp_path: Path, mo
 
 def test_an_environment_that_does_not_start_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        python = prepare_environment("1.22.1", offline=False)
-    except EnvironmentUnavailable as reason:
-        give_up(str(reason))
+    python = environment_of("1.22.1")
     (core,) = python.parents[1].rglob("onnxruntime/__init__.py")
     core.write_text("raise ImportError('damaged')", encoding="utf-8")
     done = kvdoctor("step-test", EXPORTS / "gpt2", "--target", "onnxruntime==1.22.1", "--format", "json")

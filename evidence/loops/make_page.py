@@ -15,6 +15,7 @@ from support.isolated import EXPORTS
 from support.loop_programs import COMMITTED, materials, played
 from support.text_fixtures import load_all
 
+from evidence.loops import against_pytorch
 from kvdoctor.addons.loops.contract_file import VECTORS_FILE
 from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.analysis.contract_reader import read_contract
@@ -108,7 +109,10 @@ def table(zoo: Path) -> str:
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(HEAD + table(Path(sys.argv[1]).absolute()), encoding="utf-8")
+    zoo = Path(sys.argv[1]).absolute()
+    with tempfile.TemporaryDirectory() as scratch:
+        compared = against_pytorch.table(zoo, list(LANGUAGES), Path(scratch))
+    PAGE.write_text(HEAD + table(zoo) + against_pytorch.HEAD + compared, encoding="utf-8")
 
 
 if __name__ == "__main__":

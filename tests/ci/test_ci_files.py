@@ -106,9 +106,9 @@ def test_the_shell_has_nothing_to_complain_about() -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     scripts = {step["name"]: step["run"] for step in action["runs"]["steps"] if "run" in step}
-    scripts["kvdoctor.sh"] = (ROOT / "examples" / "ci" / "kvdoctor.sh").read_text(encoding="utf-8")
+    scripts |= {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples" / "ci").glob("*.sh")}
     for name, script in scripts.items():
-        shell = "sh" if name == "kvdoctor.sh" else "bash"
+        shell = "sh" if name.endswith(".sh") else "bash"
         command = [shellcheck, f"--shell={shell}", "--severity=style", "-"]
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"

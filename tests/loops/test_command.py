@@ -1,7 +1,6 @@
 """`kvdoctor loop` on the command line: what is written, what is refused, and what is never touched."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +197,6 @@ def test_what_is_no_model_has_no_loop(tmp_path: Path) -> None:
 
 def program(folder: Path, model: Path, *words: str, trace: Path | None = None) -> "subprocess.CompletedProcess[str]":
     """Run the program of a loop in Python, as its README says, with the packages of the tests."""
-    environment = os.environ | ({} if trace is None else {"KVDOCTOR_TRACE": str(trace)})
     command = [sys.executable, "main.py", "--model", str(model), *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command += [] if trace is None else ["--record", str(trace)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

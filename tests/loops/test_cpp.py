@@ -17,6 +17,7 @@ from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 
 WARNINGS = ("-std=c++20", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror")
+HEADERS = ("ONNXRUNTIME_INCLUDE", "NLOHMANN_JSON_INCLUDE")
 PROJECT = """
 cmake_minimum_required(VERSION 3.20)
 project(two_models LANGUAGES CXX)
@@ -53,7 +54,8 @@ def test_the_program_is_formatted() -> None:
 
 @pytest.mark.slow
 def test_the_program_compiles_without_a_warning(environment: dict[str, str]) -> None:
-    given = ["-I", CPP.folder, "-isystem", environment["ONNXRUNTIME_INCLUDE"], '-DPROJECT_FOLDER=""']
+    headers = [word for name in HEADERS for word in ("-isystem", environment[name])]
+    given = ["-I", CPP.folder, *headers, '-DPROJECT_FOLDER=""']
     for file in (path for path in sources() if path.suffix == ".cpp"):
         subprocess.run(["c++", "-fsyntax-only", *WARNINGS, *given, file], check=True)
 

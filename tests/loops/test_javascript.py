@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -31,6 +32,8 @@ from kvdoctor.options import Options
 BROWSER = chromium.found()
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here (apt-get install chromium)")
 SWIFTSHADER = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
+PROVIDER = "document.getElementById('provider').textContent"
+NOTHING = "nothing ran on webgpu: all nodes were computed as WebAssembly"
 MARIAN, LLAMA, WHISPER = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa", EXPORTS / "whisper"
 
 
@@ -66,7 +69,7 @@ def project(model: Path, modules: Path, out: Path) -> Path:
 def test_the_program_is_formatted_and_typed(modules: Path) -> None:
     folder = modules / "program"
     shutil.copytree(LANGUAGES["typescript"].folder, folder)
-    run(folder, "../node_modules/.bin/prettier", "--check", "**/*.{js,mjs,json,html}")
+    run(folder, "../node_modules/.bin/prettier", "--check", "**/*.{js,mjs,json,html,ts}")
     run(folder, "../node_modules/.bin/tsc")
     (folder / "use.ts").write_text(
         'import * as ort from "onnxruntime-node";\n'
@@ -113,6 +116,17 @@ def shown(tab: chromium.Tab, address: str, seconds: float = 120) -> tuple[str, s
     return state, tab.evaluate("document.getElementById('status').textContent"), tab.evaluate(rows)
 
 
+@contextlib.contextmanager
+def on_webgpu(folder: Path, model: Path) -> Iterator[tuple[chromium.Tab, str]]:
+    """A browser with a software adapter, and the address of the page for WebGPU."""
+    assert BROWSER is not None
+    with chromium.tab(BROWSER, *SWIFTSHADER) as tab, served(folder, model, "--provider", "webgpu") as address:
+        tab.open(address.replace("webgpu", "none"))
+        if not tab.evaluate("navigator.gpu?.requestAdapter().then((adapter) => adapter !== null)"):
+            pytest.skip("this Chromium has no software adapter of WebGPU")
+        yield tab, address
+
+
 def names(folder: Path) -> list[str]:
     return [run["name"] for run in json.loads((folder / "vectors.json").read_text("utf-8"))["runs"]]
 
@@ -136,6 +150,7 @@ def test_the_runs_in_a_browser_are_as_expected(model: Path, modules: Path, tab: 
     assert not loud, loud
     text = tab.evaluate("fetch(document.getElementById('trace').href).then(r => r.text())")
     assert text == (folder / "trace.jsonl").read_text("utf-8")
+    assert tab.evaluate(PROVIDER) == "wasm"
     assert tab.evaluate("crossOriginIsolated"), "WebAssembly may have threads"
     found = judged(model, folder / "trace.jsonl")
     assert (found.findings, essential(found)) == ((), [])
@@ -147,17 +162,29 @@ def test_the_runs_in_a_browser_are_as_expected(model: Path, modules: Path, tab: 
     ("model", "outputs"), first([(LLAMA, "gpu-buffer"), (MARIAN, "cpu")], 1), ids=["llama-gpu-buffer", "marian-cpu"]
 )
 def test_webgpu_is_used_where_there_is_some(model: Path, outputs: str, modules: Path, tmp_path: Path) -> None:
-    assert BROWSER is not None
     folder = project(model, modules, tmp_path / "loop")
-    with chromium.tab(BROWSER, *SWIFTSHADER) as tab, served(folder, model, "--provider", "webgpu") as address:
-        tab.open(address.replace("webgpu", "none"))
-        if not tab.evaluate("navigator.gpu?.requestAdapter().then((adapter) => adapter !== null)"):
-            pytest.skip("this Chromium has no software adapter of WebGPU")
+    with on_webgpu(folder, model) as (tab, address):
         state, said, rows = shown(tab, f"{address}&outputs={outputs}", 300)
+        provider = tab.evaluate(PROVIDER)
     assert state == "good", (said, rows)
+    assert re.match(r"webgpu \(google swiftshader, a software adapter\), [1-9]\d* kernels;", provider)
     found = judged(model, folder / "trace.jsonl")
     assert not essential(found)
     assert {finding.severity for finding in found.findings} <= {"warning", "note"}, "it may round otherwise"
+
+
+@pytest.mark.slow
+@needs_browser
+def test_webassembly_is_never_passed_as_webgpu(modules: Path, tab: chromium.Tab, tmp_path: Path) -> None:
+    """Of a model that computes in double, the runtime gives WebGPU nothing; without an adapter it opens none."""
+    model = text_fixtures.load_all()["layout-double-inside-healthy"].write(tmp_path / "model")
+    folder = project(model, modules, tmp_path / "loop")
+    with on_webgpu(folder, model) as (with_adapter, address):
+        assert shown(with_adapter, address, 300)[:2] == ("bad", NOTHING)
+        assert not (folder / "trace.jsonl").exists(), "it would pass as one of WebGPU"
+        state, said, rows = shown(tab, address)
+    assert (state, said) == ("bad", "Not all runs are as expected.")
+    assert all(outcome.startswith("error: ") for _, outcome in rows)
 
 
 class Plain(http.server.SimpleHTTPRequestHandler):
@@ -241,8 +268,7 @@ def test_the_server_keeps_to_its_folders(modules: Path, tmp_path: Path) -> None:
     [
         (("--most=0",), "--most takes a number, 1 or more, not 0"),
         (("--temperature=nan",), "--temperature takes a number"),
-        (("--follow=5", "--self-test=sideways"), "a self-test is rewind or reorder"),
-        (("--follow=0x5",), "not integers with commas: 0x5"),
+        (("--stop=0x5",), "not integers with commas: 0x5"),
         (("--provider=nonsense",), "there is no provider nonsense; onnxruntime-node has cpu"),
         (("--contract=package.json",), "the contract has schema undefined"),
     ],

@@ -14,8 +14,8 @@ def test_the_plan_of_a_merged_decoder_holds_the_cross_attention_cache() -> None:
     assert plan.encode.states == "last_hidden_state"
     assert [slot.present for slot in plan.slots if "encoder" in slot.past] == [None] * 4
     assert [slot.carry for slot in plan.slots if "decoder" in slot.past] == ["feed-back"] * 4
-    (switch,) = (one for one in plan.decode.inputs if one.name == "use_cache_branch")
-    assert (switch.rule, switch.count) == ("number", "cached")
+    switches = [one for call in (plan.prefill, plan.decode) for one in call.inputs if one.name == "use_cache_branch"]
+    assert [(one.rule, one.count, one.value) for one in switches] == [("number", "constant", n) for n in (0, 1)]
     assert "present.0.encoder.key" in plan.prefill.outputs
     assert "present.0.encoder.key" not in plan.decode.outputs
 

@@ -234,11 +234,9 @@ def test_a_contract_with_a_wrong_rule_decodes_other_tokens(scratch: Path, tmp_pa
     made, built = materials("llama-gqa", scratch), program("python", scratch)
     decode = made.contract["calls"]["decode"]
     still = [one | {"rule": "number"} if one["rule"] == "positions" else one for one in decode["inputs"]]
-    crossed = [slot | {"present": slot["present"].replace("key", "value")} for slot in made.contract["slots"]]
-    for changes in (
-        {"calls": made.contract["calls"] | {"decode": decode | {"inputs": still}}},
-        {"slots": crossed},
-    ):
+    crossed = [fill | {"output": fill["output"].replace("key", "value")} for fill in decode["fills"]]
+    for change in ({"inputs": still}, {"fills": crossed}):
+        changes = {"calls": made.contract["calls"] | {"decode": decode | change}}
         given = ("--contract", made.edited(tmp_path, **changes), "--runs", made.folder / VECTORS_FILE)
         done = built.run("--model", made.model, *given, "--record", tmp_path / "result.jsonl")
         assert done.returncode == 1

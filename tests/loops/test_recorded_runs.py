@@ -349,10 +349,10 @@ def test_the_record_of_another_model_is_refused(scratch: Path) -> None:
 BEAMS = """
 import sys
 from decode_loop import Decoder
-from decode_loop.record import append_to
+from decode_loop.record import trace_to
 
 decoder = Decoder(sys.argv[1], sys.argv[2])
-decoder.trace = append_to(sys.argv[3])
+trace_to(decoder, open(sys.argv[3], "w"))
 decoder.prefill([[5, 6, 7], [8, 9, 10]])
 for token in range(20, 24):
     decoder.step([[token], [token + 1]])

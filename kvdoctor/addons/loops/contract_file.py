@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from kvdoctor._version import __version__
-from kvdoctor.addons.loops.plan import Dim, LoopPlan, is_fed_zeros
+from kvdoctor.addons.loops.plan import Dim, LoopPlan
 from kvdoctor.addons.loops.vectors import LoopTarget, Vector, list_runs
 from kvdoctor.analysis.configs import decoder_config
 from kvdoctor.analysis.model_folder import SideCars
@@ -34,8 +34,9 @@ def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
         "layout": plan.layout,
         "files": [_describe_file(file, target, plan) for file in plan.files],
         "calls": {name: to_plain(getattr(plan, name)) for name in ("encode", "embed", "prefill", "decode")},
-        "slots": [to_plain(slot) | {"fed_zeros": is_fed_zeros(slot, plan)} for slot in plan.slots],
+        "slots": [to_plain(slot) for slot in plan.slots],
         "source": to_plain(plan.source),
+        "source_axis": plan.source_axis,
         "vocabulary": plan.vocabulary,
         "context_limit": plan.context_limit,
         "one_token": plan.one_token,

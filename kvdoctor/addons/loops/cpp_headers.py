@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -87,9 +88,15 @@ def _unpack(archive: Path, inside: str, folder: Path) -> None:
 def find_headers(cache: Path) -> dict[str, str]:
     """The headers next to the library of the wheel, where the environment names no release of its own.
 
+    Those of JSON for Modern C++ are in a package that may be installed (`nlohmann-json`); else CMake fetches them.
+
     Raises:
         NoHeaders: they could not be had.
     """
+    found = importlib.util.find_spec("nlohmann_json")
+    made = {}
+    if found is not None and found.origin is not None:
+        made["NLOHMANN_JSON_INCLUDE"] = os.fspath(Path(found.origin).parent / "include")
     if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
-        return {}
-    return {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}
+        return made
+    return made | {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}

@@ -1,10 +1,24 @@
 """Makes the plan of a loop from a cache contract, or says why no loop can be written for it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from kvdoctor.addons.loops.plan import FLOATS, INTEGERS, CallPlan, Count, Dim, Input, LoopPlan, NoLoop, Rule, SlotPlan
-from kvdoctor.contract import DECODING, Axis, CacheContract, Graph, PhaseName, Port, Role, Slot
+from kvdoctor.addons.loops.plan import (
+    FLOATS,
+    INTEGERS,
+    CallPlan,
+    Count,
+    Dim,
+    EncoderSize,
+    Fill,
+    Input,
+    LoopPlan,
+    NoLoop,
+    Rule,
+    SlotPlan,
+)
+from kvdoctor.contract import DECODING, Axis, CacheContract, Carry, Graph, PhaseName, Port, Role, Slot
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.inputs import fills_from_right
 
@@ -29,10 +43,10 @@ COUNTS: dict[Role, Count] = {
     "new_length": "new",
     "last_new_index": "last-new",
     "batch_size": "batch",
-    "has_past": "cached",
-    "first_call": "first",
     "encoder_length": "encoder_input",
 }
+MASKS: dict[Rule, tuple[float, float]] = {"attention-mask": (1, 0), "window-mask": (1, 0), "padding-mask": (0, 1)}
+"""What a mask without rows shows and hides."""
 CONSTANTS: dict[Role, float] = {"logits_to_keep": 0, "unused": 0, "scale": 1}
 """What is fed without a choice. Source: `decode/inputs.py`, by which every experiment runs."""
 
@@ -56,15 +70,15 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         first = contract.missing[0]
         raise NoLoop(f"{first.subject}: {first.reason}; `kvdoctor inspect` shows what the graph declares")
     _refuse_unknown(contract)
-    encode = _call(contract, "encode") if "encode" in contract.phases else None
+    slots = tuple(_slot(slot, contract) for slot in contract.slots)
     return LoopPlan(
         model=model,
         layout=contract.layout,
-        encode=encode,
-        embed=_call(contract, "embed") if "embed" in contract.phases else None,
-        prefill=_call(contract, "prefill"),
-        decode=_call(contract, "decode"),
-        slots=tuple(_slot(slot, contract) for slot in contract.slots),
+        encode=_call(contract, "encode", slots) if "encode" in contract.phases else None,
+        embed=_call(contract, "embed", slots) if "embed" in contract.phases else None,
+        prefill=_call(contract, "prefill", slots),
+        decode=_call(contract, "decode", slots),
+        slots=slots,
         vocabulary=contract.vocabulary,
         context_limit=contract.usable_length,
         one_token=contract.new_tokens == 1,
@@ -123,21 +137,20 @@ def _source_graph(contract: CacheContract) -> Graph:
     return contract.graph("encode" if "encode" in contract.phases else "prefill")
 
 
-def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
+def _call(contract: CacheContract, phase: PhaseName, slots: tuple[SlotPlan, ...]) -> CallPlan:
     graph = contract.graph(phase)
-    taken = {slot.past for slot in contract.slots}
+    taken = {slot.past for slot in slots}
     inputs = tuple(_input(port, phase, contract) for port in graph.inputs if port.name not in taken)
     logits, states = graph.port("logits"), _output(graph, "encoder_states")
     if phase in DECODING and logits is None:
         raise NoLoop(f"{graph.file} returns no logits, for which there is no loop yet")
     if logits is not None and logits.dtype in INTEGERS:
         raise NoLoop(f"{logits.name!r} has token ids in place of logits, for which there is no loop yet")
+    fills = tuple(_fills(phase, slots))
     used = {logits.name if logits else None, states if phase == "encode" else None}
     if phase == "embed":
         used = {made for decoding in DECODING for made in embedded_inputs(contract, decoding).values()}
-    for slot in contract.slots:
-        used.add(slot.filled_by if slot.filled_in == phase else None)
-        used.add(slot.present if phase == "decode" and slot.carry != "hold" else None)
+    used |= {fill.output for fill in fills}
     return CallPlan(
         file=graph.file,
         inputs=inputs,
@@ -148,7 +161,34 @@ def _call(contract: CacheContract, phase: PhaseName) -> CallPlan:
         states=states if phase == "encode" else None,
         logits_dims=_declared(logits.name if logits else None, graph),
         states_dims=_declared(states, graph),
+        fills=fills,
+        encoder=_encoder_size(phase, contract) if any("encoder" in one.dims for one in inputs) else None,
     )
+
+
+def _fills(phase: PhaseName, slots: tuple[SlotPlan, ...]) -> Iterator[Fill]:
+    """The outputs of a call that go into the cache."""
+    for number, slot in enumerate(slots):
+        if phase == "decode" and slot.present is not None:
+            yield Fill(number, slot.present, slot.carry)
+        elif phase == ("encode" if slot.by_encoder else "prefill") and slot.made is not None:
+            joined = slot.copies and not slot.by_encoder
+            yield Fill(number, slot.made, slot.carry if joined else "feed-back")
+
+
+def _encoder_size(phase: PhaseName, contract: CacheContract) -> EncoderSize:
+    """Where a call finds the number of encoder states: in them, in the cache that they made, else in their source."""
+    source = _source_graph(contract)
+    if "encode" in contract.phases and (states := _output(source, "encoder_states")) is not None:
+        return EncoderSize("encoded", states, 1)
+    if "encode" not in contract.phases and any(port.role == "encoder_states" for port in source.inputs):
+        return EncoderSize("source", None, 1)
+    for one in contract.slots:
+        made = one.filled_in == "encode" or phase == "decode"
+        if "encoder" in one.axes and one.length_axis is not None and made:
+            return EncoderSize("cache", one.past, one.length_axis)
+    axes = next((port.axes for port in source.inputs if port.role == "encoder_input"), ())
+    return EncoderSize("source", None, axes.index("encoder_input") if "encoder_input" in axes else len(axes) - 1)
 
 
 def _dims(port: Port) -> tuple[Dim, ...]:
@@ -170,35 +210,42 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
         declared = f"element type {port.dtype}" if port.dtype not in TYPES else "no declared shape"
         raise NoLoop(f"input {port.name!r} has {declared}, for which there is no loop yet")
     dims = _dims(port)
+    batched = next((axis for axis, dim in enumerate(port.axes) if dim == "batch"), None)
+    made = Input(port.name, port.dtype, dims, RULES.get(port.role, "number"), batch_axis=batched)
     if port.role == "embeddings":
-        return Input(port.name, port.dtype, dims, "embeddings", made=_maker(port, phase, contract))
-    if port.role in RULES:
-        window = port.role == "attention_mask" and fills_from_right(port, contract)
-        made = Input(port.name, port.dtype, dims, "window-mask" if window else RULES[port.role])
-        return _causal(made, port, contract) if made.rule == "causal-mask" else made
+        return replace(made, rule="embeddings", made=_maker(port, phase, contract))
     if port.role in COUNTS:
-        return Input(port.name, port.dtype, dims, "number", COUNTS[port.role])
-    return _constant(port, dims, phase, contract)
+        return replace(made, count=COUNTS[port.role])
+    if made.rule == "number":
+        return replace(made, **_constant(port, dims, phase, contract))
+    if made.rule == "encoder-states" and "encode" in contract.phases:
+        return replace(made, made=_output(contract.graph("encode"), "encoder_states"))
+    if made.rule == "causal-mask":
+        return _causal(made, port, contract)
+    if port.role == "attention_mask" and fills_from_right(port, contract):
+        made = replace(made, rule="window-mask", from_right=True)
+    shown, hidden = MASKS.get(made.rule, (0, 0))
+    return replace(made, shown=shown, hidden=hidden)
 
 
-def _constant(port: Port, dims: tuple[Dim, ...], phase: PhaseName, contract: CacheContract) -> Input:
-    """An input that is fed one number, whatever the tokens are."""
+def _constant(port: Port, dims: tuple[Dim, ...], phase: PhaseName, contract: CacheContract) -> dict[str, Any]:
+    """The number that an input is fed whatever the tokens are, and its shape."""
     value = CONSTANTS.get(port.role)
     if port.role == "features":  # of images or audio, of which there are none
         dims, value = tuple(dim if isinstance(dim, int) else 0 for dim in dims), 0.0
     elif port.role == "adapter":  # none: zeros, of rank 1 where the rank is open
         dims, value = tuple(dim if isinstance(dim, int) else 1 for dim in dims), 0.0
     elif port.role == "branch_switch":
-        if (contract.phases["prefill"].switch, contract.phases["decode"].switch) == (False, True):
-            return Input(port.name, port.dtype, dims, "number", "cached")
         value = float(bool(contract.phases[phase].switch))
+    elif port.role in ("has_past", "first_call"):
+        value = float((phase == "decode") == (port.role == "has_past"))
     elif port.role == "setting":
         value = port.value
     elif port.role == "beam_input":  # one beam: their number, and which of them an entry is from
         value = 1.0 if len(dims) < 2 else 0.0
     if value is None:
         raise NoLoop(f"input {port.name!r} is of the kind {port.role!r}, for which there is no loop yet")
-    return Input(port.name, port.dtype, dims, "number", value=value)
+    return {"dims": dims, "value": value}
 
 
 def _maker(port: Port, phase: PhaseName, contract: CacheContract) -> str:
@@ -219,7 +266,13 @@ def _causal(made: Input, port: Port, contract: CacheContract) -> Input:
         made = replace(made, dims=tuple(_extent(buffers[0]) if dim == "total" else dim for dim in made.dims))
     carries = {slot.carry for slot in contract.slots}
     moving = "shift" in carries or any(slot.growth == "ring" for slot in contract.slots)
-    return replace(made, shown=shown, hidden=hidden, from_right=moving and "drop-oldest" not in carries)
+    return replace(
+        made,
+        shown=shown,
+        hidden=hidden,
+        from_right=moving and "drop-oldest" not in carries,
+        rows_from="constant" if made.dims[-2] == "total" else "past",
+    )
 
 
 def _extent(buffer: Slot) -> Dim:
@@ -233,24 +286,33 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
     dims = tuple(d if isinstance(d, int) else axis for d, axis in zip(slot.shape, slot.axes, strict=True))
     batched = next((i for i, axis in enumerate(slot.axes) if axis in ("batch", "batch_heads")), None)
     held = slot.carry == "hold" or slot.present is None
+    carry: Carry = "hold" if held else slot.carry if slot.length_axis is not None else "feed-back"
+    by_encoder = slot.filled_in == "encode"
+    # The branch without a past does not look at it, and some bindings take no tensor without elements.
+    first = 1 if contract.first_step == "no-past-branch" else 0
+    taken = any(port.name == slot.past for port in contract.graph("prefill").inputs)
+    zeros = not by_encoder and (taken or slot.filled_by is None or carry not in ("feed-back", "hold"))
     return SlotPlan(
         past=slot.past,
         present=None if held else slot.present,
         made=slot.filled_by,
-        by_encoder=slot.filled_in == "encode",
+        by_encoder=by_encoder,
         dtype=slot.dtype,
         dims=dims,
-        carry="hold" if held else slot.carry,
-        kind=slot.kind,
-        layer=slot.layer,
+        carry=carry,
         batch_axis=batched,
         length_axis=slot.length_axis,
-        counts_states="encoder" in slot.axes,
         rewinds=_rewinding(slot, held),
-        # The branch without a past does not look at it, and some bindings take no tensor without elements.
-        first_length=1 if contract.first_step == "no-past-branch" else 0,
         heads=(contract.heads or 1) if "batch_heads" in slot.axes else 1,
+        zeros=tuple(_first_size(dim, first) for dim in dims) if zeros else None,
     )
+
+
+def _first_size(dim: Dim, first: int) -> Dim:
+    """The size of an axis before the first call: one that counts tokens or states has `first` entries."""
+    if dim in ("past", "encoder"):
+        return first
+    return dim if isinstance(dim, int) or dim in ("batch", "batch_heads", "capacity") else 1
 
 
 def _rewinding(slot: Slot, held: bool) -> Literal["cut", "stays", "impossible"]:

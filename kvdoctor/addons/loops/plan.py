@@ -40,11 +40,10 @@ encoder-mask: what the caller gives to the encoder, a mask of ones without one. 
 returned.
 """
 
-Count = Literal["constant", "past", "total", "last", "new", "last-new", "batch", "cached", "first", "encoder_input"]
+Count = Literal["constant", "past", "total", "last", "new", "last-new", "batch", "encoder_input"]
 """What a number counts: nothing (it is `value`); tokens before the call, with it, that minus 1, or those of the call.
 
-last-new: the tokens of the call minus 1. batch: the sequences. cached: 1 where there are tokens before the call, else
-0. first: its opposite. encoder_input: the length of what the encoder reads.
+last-new: the tokens of the call minus 1. batch: the sequences. encoder_input: the length of what the encoder reads.
 """
 
 FLOATS = ("float", "float16")
@@ -61,10 +60,13 @@ class CannotBuild(KvdoctorError):
 
 @record
 class Input:
-    """One input of a call that is not the cache; `value`, `shown` and `hidden` belong to rules that name them.
+    """One input of a call that is not the cache; `value` is the number of a constant, 0 for other counts.
 
-    `from_right` says that the columns of a causal mask count from the end of the cache; `made` is the output of the
-    embed call that embeddings come from.
+    A mask holds `shown` in the columns that are seen and `hidden` elsewhere. Its columns count tokens from the first
+    one, or where `from_right` so that the last token is in the last column. `rows_from` counts the tokens before its
+    first row, where a mask has a row for each token that sees itself and what is before it; None where it has none.
+    `batch_axis` is the axis of the sequences. `made` is the output of the embed call that embeddings come from, or of
+    the encoder where it made the states.
     """
 
     name: str
@@ -76,7 +78,27 @@ class Input:
     shown: float = 0
     hidden: float = 0
     from_right: bool = False
+    rows_from: Count | None = None
+    batch_axis: int | None = None
     made: str | None = None
+
+
+@record
+class Fill:
+    """An output of a call that goes into the cache: into the slot of this number, by this rule."""
+
+    slot: int
+    output: str
+    carry: Carry
+
+
+@record
+class EncoderSize:
+    """Where a call finds the number of encoder states: the axis of a tensor of the encoder, the cache or the source."""
+
+    place: Literal["encoded", "cache", "source"]
+    name: str | None
+    axis: int
 
 
 @record
@@ -85,7 +107,8 @@ class CallPlan:
 
     `logits` is the output of which the next token is made, `logits_type` its element type, `logits_dims` its shape;
     `states` is the output with the encoder states, `states_dims` its shape. Shapes are empty where the graph declares
-    none. `outputs` are all outputs that the loop uses, in the order of the graph.
+    none. `outputs` are all outputs that the loop uses, in the order of the graph. `fills` are those that go into the
+    cache. `encoder` is None where no input counts encoder states.
     """
 
     file: str
@@ -97,6 +120,8 @@ class CallPlan:
     states: str | None = None
     logits_dims: tuple[Dim, ...] = ()
     states_dims: tuple[Dim, ...] = ()
+    fills: tuple[Fill, ...] = ()
+    encoder: EncoderSize | None = None
 
     def of_rule(self, rule: Rule) -> tuple[Input, ...]:
         """The inputs that follow a rule."""
@@ -115,9 +140,9 @@ class SlotPlan:
         carry: What becomes of the present (`kvdoctor.contract.Carry`); `hold` keeps the first value.
         batch_axis: The axis of the sequences; None where it has none. One entry of it is `heads` rows.
         length_axis: The axis of tokens or encoder states; None for a state of fixed size.
-        counts_states: Whether that axis counts encoder states.
         rewinds: How it goes back to an earlier length: cut there, left as it is, or not at all.
-        first_length: The length that the first call is fed where no value is made before: zeros in that shape.
+        heads: Entries of the batch axis that belong to one sequence.
+        zeros: The shape of its first value, in sequences and room, where the loop makes it; else None.
     """
 
     past: str
@@ -127,19 +152,16 @@ class SlotPlan:
     dtype: str
     dims: tuple[Dim, ...]
     carry: Carry
-    kind: str
-    layer: int | None
     batch_axis: int | None
     length_axis: int | None
-    counts_states: bool
     rewinds: Literal["cut", "stays", "impossible"]
-    first_length: int = 0
     heads: int = 1
+    zeros: tuple[Dim, ...] | None = None
 
     @property
     def copies(self) -> bool:
         """Whether the next value is computed by the loop; else it is passed on without being looked at."""
-        return self.carry not in ("feed-back", "hold") and self.length_axis is not None and self.present is not None
+        return self.carry not in ("feed-back", "hold")
 
 
 @record
@@ -195,14 +217,9 @@ class LoopPlan:
         return tuple(dict.fromkeys(call.file for call in self.calls))
 
     @property
-    def inputs(self) -> tuple[Input, ...]:
-        """The inputs of all calls, without the cache."""
-        return tuple(one for call in self.calls for one in call.inputs)
-
-    @property
     def dtypes(self) -> frozenset[str]:
         """The element types of all tensors that the loop makes or reads."""
-        made = {one.dtype for one in self.inputs} | {slot.dtype for slot in self.slots}
+        made = {one.dtype for call in self.calls for one in call.inputs} | {slot.dtype for slot in self.slots}
         return frozenset(made | {call.logits_type for call in (self.prefill, self.decode)})
 
     @property
@@ -211,6 +228,13 @@ class LoopPlan:
         call = self.encode or self.prefill
         given = (*call.of_rule("encoder-input"), *self.prefill.of_rule("encoder-states"))
         return given[0] if given else None
+
+    @property
+    def source_axis(self) -> int | None:
+        """The axis of the source that is its length."""
+        dims = self.source.dims if self.source else ()
+        counted = [axis for axis, dim in enumerate(dims) if dim in ("encoder_input", "encoder")]
+        return next(iter(counted), len(dims) - 1) if dims else None
 
     @property
     def rewinds(self) -> bool:
@@ -226,11 +250,6 @@ class LoopPlan:
     def reorders(self) -> bool:
         """Whether sequences can change places, as a beam search needs it."""
         return self.reorderable and self.batch is None
-
-
-def is_fed_zeros(slot: SlotPlan, plan: LoopPlan) -> bool:
-    """Whether the loop makes a slot's first value: the first call takes it, or nothing else makes it, or it grows."""
-    return not slot.by_encoder and (slot.past in plan.prefill.pasts or slot.made is None or slot.copies)
 
 
 def nul_in(plan: LoopPlan) -> str | None:

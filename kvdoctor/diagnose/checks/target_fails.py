@@ -16,6 +16,7 @@ from kvdoctor.choices import Required
 from kvdoctor.contract import describe
 from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
+from kvdoctor.diagnose.checks.meaning_changed import list_changes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
@@ -94,6 +95,7 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     where = f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}"
     evidence = (run.location.words, *run.location.provenance) if run.location is not None else ()
     effects = tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4])
+    evidence += tuple(list_changes(context, result, run))
     yield fault.also(where=where, effects=effects, evidence=evidence)
 
 
@@ -148,7 +150,8 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     difference = apart[name].difference
     observed = _describe_size(difference) if difference is not None else "another number of logits"
     fault = fault.compare(f"the logits of {_name_local(context)}", shapes or observed)
-    yield fault.also(where=f"{name}, step {apart[name].step}, under {result.target.words}")
+    evidence = tuple(list_changes(context, result, result.run(name)))
+    yield fault.also(where=f"{name}, step {apart[name].step}, under {result.target.words}", evidence=evidence)
 
 
 def _describe_size(difference: LogitsDifference) -> str:

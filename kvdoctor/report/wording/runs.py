@@ -256,10 +256,10 @@ def select_local_runs(report: Report, stack: str) -> list[Run]:
 
 
 def tabulate_targets(report: Report, stack: str) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Tables of header and rows; none where no target was run."""
-    if not report.targets or not any(run.stack == stack for run in report.runs):
+    """Tables of header and rows; none where no target was run. A target that was not run has no column."""
+    found = {target.runtime: target for target in report.targets if stack not in target.not_run}
+    if not found or not any(run.stack == stack for run in report.runs):
         return
-    found = {target.runtime: target for target in report.targets}
     others = [target for runtime, target in found.items() if runtime != _local_runtime(report)]
     local = {run.experiment: run for run in select_local_runs(report, stack)}
     of_stack = [run for run in report.runs if run.stack == stack]
@@ -303,8 +303,6 @@ def _experiment_names(local: dict[str, Run], others: list[dict[str, Run]]) -> li
 
 
 def _target_cell(stack: str, target: TargetFacts, run: Run | None) -> str:
-    if stack in target.not_run:
-        return "not run"
     if run is not None and run.outcome == "skipped" and target.refused.get(stack):
         return "REFUSED"
     if run is not None and run.experiment in target.other_logits.get(stack, ()):

@@ -14,7 +14,7 @@ from kvdoctor.errors import UsageError, similar_names
 from kvdoctor.records import record
 from kvdoctor.runtime.targets import bindings
 from kvdoctor.runtime.targets.bindings import Hazard
-from kvdoctor.runtime.targets.limits import ReleaseLimits, limits_of, releases
+from kvdoctor.runtime.targets.limits import Meaning, ReleaseLimits, limits_of, releases
 
 RUNTIME = "onnxruntime"
 WHOLE = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}", re.ASCII)
@@ -48,6 +48,12 @@ class Target:
     def limits(self) -> ReleaseLimits | None:
         """What was measured of its release; None where that is beyond the table and was not asked itself."""
         return limits_of(self.onnxruntime) or self.measured
+
+    def is_after(self, change: Meaning) -> bool | None:
+        """Whether its release has the new meaning; None between the two releases that were measured."""
+        if order(change.last) < order(self.onnxruntime) < order(change.since):
+            return None
+        return order(self.onnxruntime) >= order(change.since)
 
     def hazard(self, kind: bindings.Kind) -> Hazard | None:
         """The fault of that kind that this release of the binding still has."""

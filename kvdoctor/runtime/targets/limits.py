@@ -1,22 +1,24 @@
-"""What each release of onnxruntime takes, and what a graph asks of it: IR version, opset, operators and attributes.
+"""What each release of onnxruntime takes and computes, and what a graph asks of it.
 
 What a release takes is measured: `docs/make_limits.py` opens small models in every release and writes `limits.json`.
+`meanings.json` has the operators that compute something else from some release on, which a test runs on either side.
 """
 
 import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import STANDARD, nodes_in, opset_version
 from kvdoctor.model.view import GraphView
-from kvdoctor.records import record
+from kvdoctor.records import from_plain, record
 
 INPUTS = "inputs-"
 FILE = Path(__file__).with_name("limits.json")
+MEANINGS = Path(__file__).with_name("meanings.json")
 
 
 @record
@@ -117,6 +119,11 @@ def describe_feature(feature: str) -> str:
     if attribute.startswith(INPUTS):
         return f"{whole} with {attribute.removeprefix(INPUTS)} inputs"
     return f"attribute {attribute} of {whole}" if attribute else whole
+
+
+def describe_operator(operator: str) -> str:
+    """`com.microsoft:GroupQueryAttention` as `com.microsoft GroupQueryAttention`."""
+    return operator.replace(":", " ")
 
 
 def operator_of(feature: str) -> str:
@@ -222,3 +229,63 @@ def find_oldest(view: GraphView) -> OldestRelease | None:
             return OldestRelease(found, lacks) if found is not None else None
         found = name
     return OldestRelease(found) if found is not None else None
+
+
+@record
+class Meaning:
+    """A change of what an operator computes on the CPU, with the same inputs and attributes.
+
+    Attributes:
+        operator: With its domain, `com.microsoft:GroupQueryAttention`; a standard one without.
+        uses: What a node has that is concerned, one of these combinations: an attribute above 0, `input 3` (counted
+            from 0), `no input 4`.
+        last: The newest measured release with the old meaning.
+        since: The oldest measured release with the new one.
+        calls: In which calls they differ: `chunk` are several new tokens on a past.
+        predicts: Whether the old meaning is wrong for every decoder, so that a target that has it needs no run.
+        before: What it computes up to `last`.
+        after: What it computes from `since` on.
+        source: An address.
+    """
+
+    operator: str
+    uses: tuple[tuple[str, ...], ...]
+    last: str
+    since: str
+    calls: Literal["all", "chunk", "batch"]
+    predicts: bool
+    before: str
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        """Both meanings in one sentence."""
+        name = describe_operator(self.operator)
+        return f"{name} up to {self.last}: {self.before}; from {self.since} on: {self.after} ({self.source})"
+
+
+@cache
+def meanings() -> tuple[Meaning, ...]:
+    """The table."""
+    return from_plain(tuple[Meaning, ...], json.loads(MEANINGS.read_text(encoding="utf-8")))
+
+
+def find_meanings(view: GraphView) -> dict[Meaning, tuple[str, ...]]:
+    """The changes of meaning that concern a graph, each with the nodes, by name or by the first value they make."""
+    found: dict[Meaning, tuple[str, ...]] = {}
+    own = {(function.domain, function.name) for function in view.model.functions}
+    for node, _ in _nodes(view):
+        operator = node.op_type if node.domain in STANDARD else f"{node.domain}:{node.op_type}"
+        for one in meanings() if (node.domain, node.op_type) not in own else ():
+            if one.operator == operator and any(all(_has(node, what) for what in use) for use in one.uses):
+                found[one] = (*found.get(one, ()), node.name or next(iter(node.output), ""))
+    return found
+
+
+def _has(node: NodeProto, what: str) -> bool:
+    """Whether a node has what `Meaning.uses` names."""
+    name, _, index = what.rpartition("input ")
+    if index.isdecimal():
+        given = len(node.input) > int(index) and node.input[int(index)] != ""
+        return given != (name == "no ")
+    return any(one.name == what and (one.i > 0 or one.f > 0) for one in node.attribute)

@@ -1,24 +1,27 @@
-//! Steps of the generated loop: `loop_steps MODEL PROMPT STEPS`.
+//! Steps of the program of a loop: `loop_steps MODEL PROMPT STEPS`.
 //!
 //! Each line of standard input is a number of steps to take; the seconds that they took are printed.
 
 use std::env;
+use std::error::Error;
 use std::io;
 use std::time::Instant;
 
-use decode_loop::{Decoder, Result, likeliest};
+use decode_loop::{Contract, Decoder, Settings, likeliest, ort};
 
-fn main() -> Result<()> {
+fn main() -> Result<(), Box<dyn Error>> {
     let given: Vec<String> = env::args().skip(1).collect();
     let prompt: i64 = given[1].parse()?;
-    let mut decoder = Decoder::open(&given[0])?;
+    let environment = ort::init().build()?;
+    let contract = Contract::read("../loop/contract.json")?;
+    let mut decoder = Decoder::open(&environment, &given[0], contract, Settings::default())?;
     let mut logits = decoder.prefill(&[(1..=prompt).collect::<Vec<_>>()])?;
     println!("ready");
     for line in io::stdin().lines() {
         let steps: usize = line?.parse()?;
         let began = Instant::now();
         for _ in 0..steps {
-            logits = decoder.step(&[[likeliest(&logits[0])]])?;
+            logits = decoder.step(&[[likeliest(&logits.last(0))]])?;
         }
         println!("{}", began.elapsed().as_secs_f64());
     }

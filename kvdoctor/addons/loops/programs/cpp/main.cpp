@@ -1,14 +1,13 @@
 // Decodes from the command line: token ids in, token ids out. `decode --help` lists the options.
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
-#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <iomanip>
 #include <iostream>
 #include <map>
-#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -31,8 +30,6 @@ constexpr const char* kUsage =
     "  --source-shape SIZES shape of that file, with commas\n"
     "  --most N             the most new tokens (20)\n"
     "  --stop IDS           ids that end a sequence, with commas (those of the contract)\n"
-    "  --follow IDS         continue with these ids whatever is likeliest; once a sequence\n"
-    "  --self-test TESTS    with --follow: also rewind,reorder, and compare\n"
     "  --temperature T      0 takes the likeliest token, otherwise sampled (0)\n"
     "  --top-k N            sample from so many tokens, 0 for all (50)\n"
     "  --top-p P            sample from the likeliest tokens with this probability (1)\n"
@@ -42,7 +39,7 @@ constexpr const char* kUsage =
     "  --capacity N         room of the cache in tokens, where the contract leaves it open (512)\n"
     "  --threads N          threads of a session\n"
     "  --provider NAME      execution provider (CPUExecutionProvider)\n"
-    "  --record FILE        play the runs, and write a trace for kvdoctor step-test --trace\n"
+    "  --record FILE        write a trace for kvdoctor step-test --trace; without a --prompt, of the runs\n"
     "  --runs FILE          runs to play (vectors.json next to the contract)\n";
 
 struct Options {
@@ -50,8 +47,9 @@ struct Options {
   std::string provider = "CPUExecutionProvider";
   std::int64_t capacity = 512;
   int threads = 0;
-  Run run;
+  Tokens prompts;
   std::vector<std::string> sources;
+  Shape source_shape;
   std::size_t most = 20;
   std::optional<std::vector<std::int64_t>> stop;
   Sampling sampling{.top_k = 50};
@@ -68,6 +66,20 @@ void set(Number& number, const std::string& option, const std::string& text) {
   number = read;
 }
 
+/// Numbers with commas between them.
+std::vector<std::int64_t> numbers(const std::string& option, const std::string& text) {
+  std::vector<std::int64_t> made;
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const char* const last = part.data() + part.size();
+    const auto [end, error] = std::from_chars(part.data(), last, made.emplace_back());
+    if (error != std::errc{} || end != last) {
+      throw std::invalid_argument(option + " " + text + ": these are not numbers with commas");
+    }
+  }
+  return made;
+}
+
 Options parse(const std::vector<std::string>& arguments) {
   Options all;
   Sampling& sampling = all.sampling;
@@ -79,16 +91,10 @@ Options parse(const std::vector<std::string>& arguments) {
       {"--record", [&] { all.record = value; }},
       {"--runs", [&] { all.runs = value; }},
       {"--provider", [&] { all.provider = value; }},
-      {"--prompt", [&] { all.run.prompts.push_back(numbers(option, value)); }},
-      {"--follow", [&] { all.run.follow.push_back(numbers(option, value)); }},
+      {"--prompt", [&] { all.prompts.push_back(numbers(option, value)); }},
       {"--source", [&] { all.sources.push_back(value); }},
-      {"--source-shape", [&] { all.run.source_shape = numbers(option, value); }},
+      {"--source-shape", [&] { all.source_shape = numbers(option, value); }},
       {"--stop", [&] { all.stop = numbers(option, value); }},
-      {"--self-test",
-       [&] {
-         std::istringstream tests(value);
-         for (std::string test; std::getline(tests, test, ',');) all.run.self_tests.push_back(test);
-       }},
       {"--capacity", to(all.capacity)},
       {"--threads", to(all.threads)},
       {"--most", to(all.most)},
@@ -108,11 +114,10 @@ Options parse(const std::vector<std::string>& arguments) {
     found->second();
   }
   if (all.model.empty()) throw std::invalid_argument("give the --model folder");
-  if (all.record.empty() == all.run.prompts.empty()) {
+  if (all.record.empty() && all.prompts.empty()) {
     throw std::invalid_argument("give at least one --prompt, or a --record; --help lists the options");
   }
   if (all.most < 1) throw std::invalid_argument("--most is 1 or more");
-  if (all.run.follow.empty() && !all.run.self_tests.empty()) throw std::invalid_argument("--self-test needs --follow");
   return all;
 }
 
@@ -128,38 +133,24 @@ Ort::SessionOptions session_options(const Options& given) {
   if (given.provider == "CUDAExecutionProvider") {
     options.AppendExecutionProvider_CUDA(OrtCUDAProviderOptions{});
   } else if (given.provider == "TensorrtExecutionProvider") {
-    const OrtApi& api = Ort::GetApi();
-    OrtTensorRTProviderOptionsV2* defaults = nullptr;
-    Ort::ThrowOnError(api.CreateTensorRTProviderOptions(&defaults));
-    const std::unique_ptr<OrtTensorRTProviderOptionsV2, void (*)(OrtTensorRTProviderOptionsV2*)> owner(
-        defaults, api.ReleaseTensorRTProviderOptions);
-    options.AppendExecutionProvider_TensorRT_V2(*defaults);
+    options.AppendExecutionProvider_TensorRT(OrtTensorRTProviderOptions{});
   } else if (given.provider != "CPUExecutionProvider") {
     options.AppendExecutionProvider(given.provider);
   }
   return options;
 }
 
-/// Sets the source in the form that the contract asks for.
-void set_source(Options& given, const Contract& contract) {
-  if (!contract.source && !given.sources.empty()) throw std::invalid_argument("this model takes no --source");
-  if (contract.source && given.sources.empty()) throw std::invalid_argument("give a --source");
-  if (!contract.source) return;
-  if (!contract.source_is_ids()) {
-    given.run.source_file = given.sources.front();
-    return;
+/// Gives the source to the decoder: ids, or a file where its shape is given.
+void encode(Decoder& decoder, const Options& given) {
+  if (!decoder.contract().source && !given.sources.empty()) throw std::invalid_argument("this model takes no --source");
+  if (decoder.contract().source && given.sources.empty()) throw std::invalid_argument("give a --source");
+  Tokens ids;
+  if (given.source_shape.empty()) {
+    for (const std::string& source : given.sources) ids.push_back(numbers("--source", source));
+  } else {
+    encode_file(decoder, given.sources.front(), given.source_shape);
   }
-  for (const std::string& source : given.sources) given.run.sources.push_back(numbers("--source", source));
-}
-
-/// ", peak memory N MiB", the largest resident memory of this process so far; empty where it is unknown.
-std::string peak_memory() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (!line.starts_with("VmHWM:")) continue;
-    return ", peak memory " + std::to_string(std::atol(line.c_str() + 6) / 1024) + " MiB";
-  }
-  return "";
+  if (!ids.empty()) decoder.encode(ids);
 }
 
 void print_measured(Clock::time_point began, const std::vector<Clock::time_point>& times) {
@@ -168,34 +159,33 @@ void print_measured(Clock::time_point began, const std::vector<Clock::time_point
   const double span = Seconds(times.back() - times.front()).count();
   const double rate = span > 0 ? static_cast<double>(times.size() - 1) / span : 0;
   std::cerr << std::fixed << std::setprecision(1) << "first token " << Seconds(times.front() - began).count() * 1000
-            << " ms, " << rate << " tokens/s" << peak_memory() << "\n";
+            << " ms, " << rate << " tokens/s\n";
 }
 
 /// Tokens go to standard output, a line for each sequence, and measurements to standard error.
-int decode(Options given) {
+int decode(const Options& given) {
   const Ort::Env env;
   Decoder decoder(env, given.model, Contract::read(given.contract), session_options(given), given.capacity);
-  if (!given.record.empty()) {
+  if (given.prompts.empty()) {
     const auto runs = given.runs.empty() ? given.contract.parent_path() / "vectors.json" : given.runs;
-    return record(decoder, runs, given.record) ? 0 : 1;
+    return play(decoder, runs, given.record) ? 0 : 1;
   }
-  if (const char* file = std::getenv("KVDOCTOR_TRACE"); file != nullptr && *file != '\0') decoder.trace_to({file, ""});
-  set_source(given, decoder.contract());
+  std::ofstream lines;
+  if (!given.record.empty()) {
+    lines.open(given.record);
+    decoder.trace_to([&lines](const std::string& line) { lines << line << std::endl; });
+  }
   const auto began = Clock::now();
-  given.run.encode(decoder);
+  encode(decoder, given);
   std::vector<Clock::time_point> times;
-  Tokens made;
-  if (!given.run.follow.empty()) {
-    made = given.run.decode(decoder, [&times] { times.push_back(Clock::now()); });
-  } else {
-    Generation generation = decoder.contract().generation;
-    generation.most = given.most;
-    generation.end = given.stop.value_or(generation.end);
-    made = decoder.generate(given.run.prompts, generation, Sampler(given.sampling), [&times](Token) {
-      times.push_back(Clock::now());
-      return true;
-    });
-  }
+  Generation generation = decoder.contract().generation;
+  generation.most = given.most;
+  generation.end = given.stop.value_or(generation.end);
+  const auto note = [&times](Token) {
+    times.push_back(Clock::now());
+    return true;
+  };
+  const Tokens made = decoder.generate(given.prompts, generation, Sampler(given.sampling), note);
   for (const auto& row : made) std::cout << listed(row) << '\n';
   print_measured(began, times);
   return 0;

@@ -1,19 +1,21 @@
 #include "runs.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <cstring>
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <stdexcept>
-
-#include "decode_loop/json.hpp"
 
 namespace decode_loop {
 
 namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kSchema = "kvdoctor/loop-vectors/1";
 
 std::string read(const std::filesystem::path& file) {
   std::ifstream stream(file, std::ios::binary);
@@ -21,31 +23,9 @@ std::string read(const std::filesystem::path& file) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-Tokens tokens_of(const Json& json) {
-  Tokens made;
-  if (json.is_null()) return made;
-  for (const Json& row : json.list()) made.push_back(row.integers());
-  return made;
-}
-
-Run run_of(const Json& json, const std::filesystem::path& folder) {
-  Run run{.name = json.at("name").text(),
-          .prompts = tokens_of(json.at("prompts")),
-          .follow = tokens_of(json.get("follow")),
-          .sources = {},
-          .source_file = {},
-          .source_shape = {},
-          .expect = tokens_of(json.at("expect")),
-          .self_tests = {}};
-  const Json& source = json.get("source");
-  if (source.is_list()) {
-    run.sources = tokens_of(source);
-  } else if (!source.is_null()) {
-    run.source_file = folder / source.at("file").text();
-    run.source_shape = source.at("shape").integers();
-  }
-  if (const Json& test = json.get("self_test"); !test.is_null()) run.self_tests.push_back(test.text());
-  return run;
+void encode(Decoder& decoder, const json& source, const std::filesystem::path& folder) {
+  if (source.is_array()) decoder.encode(source.get<Tokens>());
+  if (source.is_object()) encode_file(decoder, folder / source.at("file").get<std::string>(), source.at("shape"));
 }
 
 std::vector<std::int64_t> likeliest_of(const Logits& logits) {
@@ -54,24 +34,32 @@ std::vector<std::int64_t> likeliest_of(const Logits& logits) {
   return made;
 }
 
-/// Takes the last step again after going back, and after changing rows: the likeliest tokens must be the same.
-void try_again(const std::string& test, const Run& run, Decoder& decoder, const Tokens& made) {
-  if (run.follow.empty() || run.follow[0].empty()) throw std::invalid_argument("a self-test needs ids to follow");
-  if (test != "rewind" && test != "reorder") {
-    throw std::invalid_argument("--self-test has rewind and reorder, not " + test);
+/// The likeliest token after the prompt and after each id to follow, whatever was likeliest.
+Tokens follow(Decoder& decoder, const Tokens& prompts, const Tokens& ids) {
+  Tokens made(prompts.size());
+  for (std::size_t step = 0; step <= ids.at(0).size(); ++step) {
+    Tokens fed;
+    for (std::size_t row = 0; step > 0 && row < ids.size(); ++row) fed.push_back({ids[row].at(step - 1)});
+    const auto found = likeliest_of(step > 0 ? decoder.step(fed) : decoder.prefill(prompts));
+    for (std::size_t row = 0; row < made.size(); ++row) made[row].push_back(found[row]);
   }
+  return made;
+}
+
+/// Takes the last step again after going back, and after changing rows: the likeliest tokens must be the same.
+void try_again(Decoder& decoder, const std::string& test, const Tokens& ids, const Tokens& made) {
   std::vector<std::size_t> order(made.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   decoder.rewind(1);
   if (test == "reorder") {
-    std::reverse(order.begin(), order.end());
+    std::ranges::reverse(order);
     order.push_back(0);  // backwards, and the first once more
     decoder.reorder(order);
   }
   Tokens last;
   std::vector<std::int64_t> expected;
   for (const std::size_t row : order) {
-    last.push_back({run.follow[row].back()});
+    last.push_back({ids[row].back()});
     expected.push_back(made[row].back());
   }
   const auto got = likeliest_of(decoder.step(last));
@@ -80,19 +68,14 @@ void try_again(const std::string& test, const Run& run, Decoder& decoder, const 
   }
 }
 
-/// The first token that is not as expected; empty where all are.
-std::string difference(const Run& run, const Tokens& tokens) {
-  for (std::size_t row = 0; row < run.expect.size(); ++row) {
-    const std::string place = "sequence " + std::to_string(row);
-    const std::size_t count = row < tokens.size() ? tokens[row].size() : 0;
-    if (count != run.expect[row].size()) {
-      return place + ": " + std::to_string(count) + " tokens in place of " + std::to_string(run.expect[row].size());
-    }
-    for (std::size_t step = 0; step < count; ++step) {
-      const std::int64_t due = run.expect[row][step];
-      if (due >= 0 && tokens[row][step] != due) {
-        return place + ", step " + std::to_string(step) + ": token " + std::to_string(tokens[row][step]) +
-               " in place of " + std::to_string(due);
+/// The first token that is not as expected, -1 being any; empty where all are.
+std::string difference(const Tokens& expect, const Tokens& tokens) {
+  for (std::size_t row = 0; row < expect.size(); ++row) {
+    for (std::size_t step = 0; step < expect[row].size(); ++step) {
+      const std::int64_t due = expect[row][step], token = tokens.at(row).at(step);
+      if (due >= 0 && token != due) {
+        return "sequence " + std::to_string(row) + ", step " + std::to_string(step) + ": token " +
+               std::to_string(token) + " in place of " + std::to_string(due);
       }
     }
   }
@@ -101,89 +84,50 @@ std::string difference(const Run& run, const Tokens& tokens) {
 
 }  // namespace
 
-void Run::encode(Decoder& decoder) const {
-  if (!sources.empty()) decoder.encode(sources);
-  if (source_file.empty()) return;
-  const std::string bytes = read(source_file);
+void encode_file(Decoder& decoder, const std::filesystem::path& file, const Shape& shape) {
+  const std::string bytes = read(file);
   std::vector<float> values(bytes.size() / sizeof(float));
-  if (values.size() * sizeof(float) != bytes.size()) {
-    throw std::invalid_argument(source_file.string() + ": " + std::to_string(bytes.size()) + " bytes are not float32");
-  }
-  std::memcpy(values.data(), bytes.data(), bytes.size());
-  decoder.encode(values, source_shape);
+  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
+  decoder.encode(values, shape);
 }
 
-Tokens Run::decode(Decoder& decoder, const std::function<void()>& on_step) const {
-  const std::size_t steps = follow.empty() ? 0 : follow[0].size();
-  const auto unequal = [steps](const auto& row) { return row.size() != steps; };
-  if (std::any_of(follow.begin(), follow.end(), unequal) || (!follow.empty() && follow.size() != prompts.size())) {
-    throw std::invalid_argument("give --follow once for each --prompt, with ids of the same number");
-  }
-  Tokens made(prompts.size());
-  for (std::size_t step = 0; step <= steps; ++step) {
-    Tokens fed;
-    for (std::size_t row = 0; step > 0 && row < follow.size(); ++row) fed.push_back({follow[row][step - 1]});
-    const auto found = likeliest_of(step > 0 ? decoder.step(fed) : decoder.prefill(prompts));
-    on_step();
-    for (std::size_t row = 0; row < made.size(); ++row) made[row].push_back(found[row]);
-  }
-  for (const std::string& test : self_tests) try_again(test, *this, decoder, made);
-  return made;
-}
-
-bool record(Decoder& decoder, const std::filesystem::path& runs, const std::filesystem::path& file) {
-  constexpr std::string_view kSchema = "kvdoctor/loop-vectors/1";
-  std::string text = read(runs);
-  const Json vectors = Json::parse(text);
-  if (vectors.at("schema").text() != kSchema) {
-    throw std::invalid_argument(runs.string() + ": the schema is " + vectors.at("schema").text() + ", not " +
-                                std::string(kSchema));
+bool play(Decoder& decoder, const std::filesystem::path& runs, const std::filesystem::path& file) {
+  const json vectors = json::parse(read(runs));
+  if (vectors.at("schema") != kSchema) {
+    throw std::invalid_argument(runs.string() + " has no runs of the schema " + std::string(kSchema));
   }
   if (std::filesystem::exists(file) && std::filesystem::equivalent(file, runs)) {
     throw std::invalid_argument("--record is the file of --runs itself");
   }
-  std::replace(text.begin(), text.end(), '\n', ' ');
-  std::ofstream(file, std::ios::trunc) << text << '\n';  // the runs that are due
+  std::ofstream lines(file);
+  lines << vectors << std::endl;  // the runs that are due
   bool all = true;
-  for (const Json& one : vectors.at("runs").list()) {
-    const Run run = run_of(one, runs.parent_path());
+  for (const json& run : vectors.at("runs")) {
+    const auto name = run.at("name").get<std::string>();
+    const auto ids = run.at("follow").get<Tokens>();
     Tokens tokens;
     std::string error;
     decoder.reset();
-    decoder.trace_to({file, run.name});
+    decoder.trace_to([&](const std::string& line) {
+      lines << "{\"run\":" << json(name) << ',' << std::string_view(line).substr(1) << std::endl;
+    });
     try {
-      run.encode(decoder);
-      tokens = run.decode(decoder, [] {});
+      encode(decoder, run.at("source"), runs.parent_path());
+      tokens = follow(decoder, run.at("prompts").get<Tokens>(), ids);
+      if (!run.at("self_test").is_null()) try_again(decoder, run.at("self_test"), ids, tokens);
     } catch (const std::exception& raised) {
       error = raised.what();
     }
-    decoder.trace_to({});
-    std::ofstream lines(file, std::ios::app);
-    lines << "{\"run\":";
-    write_json(lines, run.name);
-    lines << ",\"tokens\":[";
-    for (std::size_t row = 0; row < tokens.size(); ++row) lines << (row ? ",[" : "[") << listed(tokens[row]) << ']';
-    lines << "],\"error\":";
-    error.empty() ? void(lines << "null") : write_json(lines, error);
-    lines << "}\n";
+    json ended{{"run", name}, {"tokens", tokens}, {"error", nullptr}};
+    if (!error.empty()) ended["error"] = error;
+    lines << ended.dump(-1, ' ', false, json::error_handler_t::replace) << std::endl;
     if (!lines) throw std::runtime_error(file.string() + " cannot be written");
-    const std::string problem = error.empty() ? difference(run, tokens) : "error: " + error;
-    std::cout << run.name << ": " << (problem.empty() ? "as expected" : problem) << '\n';
+    const std::string problem = error.empty() ? difference(run.at("expect").get<Tokens>(), tokens) : "error: " + error;
+    std::cout << name << ": " << (problem.empty() ? "as expected" : problem) << '\n';
     all = all && problem.empty();
   }
+  decoder.trace_to({});
   return all;
-}
-
-std::vector<std::int64_t> numbers(const std::string& name, const std::string& text) {
-  std::vector<std::int64_t> made;
-  for (const char *at = text.data(), *end = at + text.size(); at < end; ++at) {
-    const auto [rest, error] = std::from_chars(at, end, made.emplace_back());
-    if (error != std::errc{} || (rest < end && *rest != ',')) {
-      throw std::invalid_argument(name + " " + text + ": these are not numbers with commas");
-    }
-    at = rest;
-  }
-  return made;
 }
 
 std::string listed(const std::vector<std::int64_t>& numbers) {

@@ -3,82 +3,90 @@ package decodeloop
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	ort "github.com/yalue/onnxruntime_go"
 )
 
-// begin gives the cache what the first call is fed: what the encoder made of a slot, else zeros.
-func (d *Decoder) begin(batch int64) error {
-	sizes := map[string]int64{"batch": batch, "capacity": d.capacity}
-	if d.states = d.source; d.contract.Calls.Encode != nil {
-		d.states = d.encoded[d.contract.Calls.Encode.States]
+// source is the name of what Encode was given: no name of a model has a NUL.
+const source = "\x00source"
+
+// value is what an input of the cache or of the encoder is fed next: what a call has made of it, else what the encoder has.
+func (d *Decoder) value(name string) ort.Value {
+	if value := d.cache[name]; value != nil {
+		return value
 	}
+	return d.encoded[name]
+}
+
+// begin gives the cache the zeros that the first call is fed.
+func (d *Decoder) begin(batch int64) error {
 	for _, slot := range d.contract.Slots {
-		if slot.ByEncoder {
-			d.cache[slot.Past] = d.encoded[slot.Made]
-		} else if slot.FedZeros {
-			sizes["batch_heads"] = batch * slot.Heads
-			sizes["past"], sizes["encoder"] = slot.FirstLength, slot.FirstLength
-			shape, _ := resolve(slot.Dims, sizes, 1)
-			value, err := fill(slot.DType, shape, nil)
-			if err != nil {
-				return fmt.Errorf("cache %q: %w", slot.Past, err)
-			}
-			d.replace(slot.Past, value)
+		if slot.Zeros == nil {
+			continue
 		}
+		sizes := map[string]int64{"batch": batch, "batch_heads": batch * slot.Heads, "capacity": d.capacity}
+		shape, err := resolve(slot.Zeros, sizes, 1)
+		if err != nil {
+			return err
+		}
+		value, err := fill(slot.DType, shape, nil)
+		if err != nil {
+			return fmt.Errorf("cache %q: %w", slot.Past, err)
+		}
+		d.cache[slot.Past] = value
 	}
 	return nil
 }
 
-// replace gives the cache another value and destroys the one before.
-func (d *Decoder) replace(past string, value ort.Value) {
-	before := d.cache[past]
-	d.cache[past] = value
-	d.free(before)
-}
-
-// next is what the cache becomes; it takes values out of the outputs. Nothing is replaced until all of it is there.
-func (d *Decoder) next(outputs map[string]ort.Value, first bool) (map[string]ort.Value, error) {
-	next := make(map[string]ort.Value, len(d.contract.Slots))
-	for i := range d.contract.Slots {
-		slot := &d.contract.Slots[i]
-		name := slot.Present
-		if first {
-			name = slot.Made
+// carry takes out of the outputs of a call what the cache becomes. Nothing is replaced until all of it is there.
+func (d *Decoder) carry(call *Call, outputs map[string]ort.Value) error {
+	next := map[string]ort.Value{}
+	for _, fill := range call.Fills {
+		value, err := d.next(&d.contract.Slots[fill.Slot], fill.Carry, outputs[fill.Output])
+		if err != nil {
+			release(next)
+			return fmt.Errorf("cache %q: %w", d.contract.Slots[fill.Slot].Past, err)
 		}
-		value, ok := outputs[name]
-		if !ok || first && slot.ByEncoder {
-			continue
+		if value == outputs[fill.Output] {
+			delete(outputs, fill.Output)
 		}
-		if slot.copies() {
-			if err := d.join(slot, value, next); err != nil {
-				release(next)
-				return nil, fmt.Errorf("cache %q: %w", slot.Past, err)
-			}
-			continue
+		if value != nil {
+			next[d.contract.Slots[fill.Slot].Past] = value
 		}
-		delete(outputs, name)
-		next[slot.Past] = value
 	}
-	return next, nil
+	d.replace(next)
+	return nil
 }
 
-// join adds the next past of a slot that the loop puts together.
-func (d *Decoder) join(slot *Slot, present ort.Value, next map[string]ort.Value) (err error) {
+// next is the next value of a slot: the output itself or what is made of it; nil where it is written into the past.
+func (d *Decoder) next(slot *Slot, carry string, present ort.Value) (ort.Value, error) {
+	if carry == "feed-back" {
+		return present, nil
+	}
 	past, axis := d.cache[slot.Past], *slot.LengthAxis
 	length, count := past.GetShape()[axis], present.GetShape()[axis]
-	switch slot.Carry {
+	switch carry {
 	case "append":
-		next[slot.Past], err = join(axis, part{past, 0, length}, part{present, 0, count})
+		return join(axis, part{past, 0, length}, part{present, 0, count})
 	case "shift":
-		next[slot.Past], err = join(axis, part{past, min(count, length), length}, part{present, 0, count})
+		return join(axis, part{past, min(count, length), length}, part{present, 0, count})
 	case "drop-oldest":
-		next[slot.Past], err = join(axis, part{present, 1, count})
-	case "write": // after the tokens that are there, where nothing is read before the call has succeeded
-		err = overwrite(past, present, axis, d.length)
+		return join(axis, part{present, 1, count})
 	}
-	return err
+	// After the tokens that are there, where nothing is read before the call has succeeded.
+	return nil, overwrite(past, present, axis, d.length)
+}
+
+// replace gives the cache other values and destroys those before.
+func (d *Decoder) replace(next map[string]ort.Value) {
+	for name, value := range next {
+		if before := d.cache[name]; before != nil {
+			before.Destroy()
+		}
+		d.cache[name] = value
+	}
 }
 
 // Rewind forgets the last tokens of every sequence. At least one token of each must stay.
@@ -95,16 +103,14 @@ func (d *Decoder) Rewind(count int64) error {
 		if slot.Rewinds != "cut" || slot.LengthAxis == nil || count == 0 {
 			continue
 		}
-		value, err := join(*slot.LengthAxis, part{d.cache[slot.Past], 0, d.length - count})
+		value, err := join(*slot.LengthAxis, part{d.value(slot.Past), 0, d.length - count})
 		if err != nil {
 			release(cut)
 			return fmt.Errorf("cache %q: %w", slot.Past, err)
 		}
 		cut[slot.Past] = value
 	}
-	for past, value := range cut {
-		d.replace(past, value)
-	}
+	d.replace(cut)
 	d.length -= count
 	for row, tokens := range d.history {
 		d.history[row] = tokens[:int64(len(tokens))-count]
@@ -120,77 +126,49 @@ func (d *Decoder) Reorder(rows []int64) error {
 	if d.length == 0 || len(rows) == 0 {
 		return errors.New("there are no sequences to change, or none would be left")
 	}
-	for _, row := range rows {
-		if row < 0 || row >= int64(len(d.history)) {
-			return fmt.Errorf("there is no row %d among %d sequences", row, len(d.history))
-		}
+	if worst := slices.Max(rows); worst >= int64(len(d.history)) || slices.Min(rows) < 0 {
+		return fmt.Errorf("the rows %v are not among %d sequences", rows, len(d.history))
 	}
+	all := maps.Clone(d.encoded)
+	maps.Copy(all, d.cache)
 	chosen := map[string]ort.Value{}
-	states, err := d.chosen(rows, chosen)
-	if err != nil {
-		release(chosen)
-		return err
-	}
-	for past, value := range chosen {
-		d.replace(past, value)
-	}
-	if states != nil {
-		d.free(d.states)
-		d.states = states
-	}
-	if d.mask != nil {
-		d.mask = d.mask.rows(rows)
-	}
-	padding, history := make([]int64, len(rows)), make([][]int64, len(rows))
-	for i, row := range rows {
-		padding[i], history[i] = d.padding[row], slices.Clone(d.history[row])
-	}
-	d.padding, d.history = padding, history
-	return nil
-}
-
-// chosen adds copies of rows of the cache to a map, and returns those of the encoder states.
-func (d *Decoder) chosen(rows []int64, chosen map[string]ort.Value) (states ort.Value, err error) {
-	for _, slot := range d.contract.Slots {
+	for name, value := range all {
+		slot := Slot{BatchAxis: new(int), Heads: 1} // encoder states
+		if at := slices.IndexFunc(d.contract.Slots, func(one Slot) bool { return one.Past == name }); at >= 0 {
+			slot = d.contract.Slots[at]
+		} else if name == source {
+			slot.BatchAxis = d.contract.Source.BatchAxis
+		}
 		if slot.BatchAxis == nil {
 			continue
 		}
-		each := int64(1)
-		if slot.Dims[*slot.BatchAxis].Axis == "batch_heads" {
-			each = slot.Heads
-		}
-		value, err := choose(d.cache[slot.Past], *slot.BatchAxis, rows, each)
+		value, err := choose(value, *slot.BatchAxis, rows, slot.Heads)
 		if err != nil {
-			return nil, fmt.Errorf("cache %q: %w", slot.Past, err)
+			release(chosen)
+			return fmt.Errorf("cache %q: %w", name, err)
 		}
-		chosen[slot.Past] = value
+		chosen[name] = value
 	}
-	if d.states == nil {
-		return nil, nil
+	d.replace(chosen)
+	if len(d.mask) == len(d.history) {
+		d.mask = pick(d.mask, rows)
 	}
-	return choose(d.states, 0, rows, 1)
+	d.padding, d.history = pick(d.padding, rows), pick(d.history, rows)
+	d.history = d.History() // each a copy of its own
+	return nil
+}
+
+// pick are the chosen ones of some values.
+func pick[T any](values []T, chosen []int64) []T {
+	made := make([]T, len(chosen))
+	for i, at := range chosen {
+		made[i] = values[at]
+	}
+	return made
 }
 
 // clear forgets the sequences.
 func (d *Decoder) clear() {
-	for name, value := range d.cache {
-		d.free(value)
-		delete(d.cache, name)
-	}
-	d.free(d.states)
-	d.states, d.mask = nil, nil
-	d.length, d.padding, d.history = 0, nil, nil
-}
-
-// free destroys a value, unless the next sequences begin with it.
-func (d *Decoder) free(value ort.Value) {
-	if value == nil || value == d.source {
-		return
-	}
-	for _, made := range d.encoded {
-		if made == value {
-			return
-		}
-	}
-	value.Destroy()
+	release(d.cache)
+	d.mask, d.length, d.padding, d.history = d.sourceMask, 0, nil, nil
 }

@@ -1,9 +1,11 @@
 package decodeloop
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	ort "github.com/yalue/onnxruntime_go"
@@ -11,56 +13,47 @@ import (
 
 // graph is one file of the model. Its session has the inputs and outputs of one of the calls that go to it.
 type graph struct {
-	file            string
 	inputs, outputs []string
 	session         *ort.DynamicAdvancedSession
 	options         *ort.RunOptions // by which a call is ended
-}
-
-// feeds is what a call is fed besides the cache and the source.
-type feeds struct {
-	tokens   *table
-	embedded map[string]ort.Value
 }
 
 func (c *Call) follows(rule string) bool {
 	return slices.ContainsFunc(c.Inputs, func(one Input) bool { return one.Rule == rule })
 }
 
-// call runs one call. The caller owns the outputs that it returns.
-func (d *Decoder) call(
-	ctx context.Context, call *Call, sizes map[string]int64, fed feeds,
-) (map[string]ort.Value, error) {
-	inputs := make(map[string]ort.Value, len(call.Inputs)+len(call.Pasts))
-	made := make([]ort.Value, 0, len(call.Inputs)) // the others belong to the decoder
-	defer func() {
-		for _, value := range made {
-			value.Destroy()
+// call runs one call on new tokens. The caller owns the outputs that it returns.
+func (d *Decoder) call(ctx context.Context, call *Call, batch int64, tokens [][]int64) (map[string]ort.Value, error) {
+	var embedded map[string]ort.Value
+	if embed := d.contract.Calls.Embed; embed != nil && call.follows("embeddings") {
+		made, err := d.call(ctx, embed, batch, tokens)
+		if err != nil {
+			return nil, err
 		}
-	}()
+		defer release(made)
+		embedded = made
+	}
+	sizes := d.sizes(call, batch, tokens)
+	inputs, made := map[string]ort.Value{}, map[string]ort.Value{} // the others belong to the decoder
+	defer release(made)
 	for i := range call.Inputs {
 		one := &call.Inputs[i]
-		switch one.Rule {
-		case "embeddings":
-			inputs[one.Name] = fed.embedded[one.Made]
-		case "encoder-input":
-			if inputs[one.Name] = d.source; d.contract.Calls.Encode == nil {
-				inputs[one.Name] = d.states // the same, in the order of the sequences
-			}
-		case "encoder-states":
-			inputs[one.Name] = d.states
+		switch {
+		case one.Rule == "embeddings":
+			inputs[one.Name] = embedded[one.Made]
+		case one.Rule == "encoder-input" || one.Rule == "encoder-states":
+			inputs[one.Name] = d.value(cmp.Or(one.Made, source))
 		default:
-			shape, at := d.rule(one, sizes, fed.tokens)
+			shape, at := d.rule(one, sizes, tokens)
 			value, err := fill(one.DType, shape, at)
 			if err != nil {
 				return nil, fmt.Errorf("input %q: %w", one.Name, err)
 			}
-			inputs[one.Name] = value
-			made = append(made, value)
+			inputs[one.Name], made[one.Name] = value, value
 		}
 	}
 	for _, past := range call.Pasts {
-		inputs[past] = d.cache[past]
+		inputs[past] = d.value(past)
 	}
 	for name, value := range inputs {
 		if value == nil {
@@ -87,61 +80,41 @@ type room struct {
 	name, dtype string
 	dims        []Dim
 	slot        *Slot
+	carry       string
 }
 
 // rooms are the outputs of a call that need room made for them: those of types that Go does not have, those without
-// axes, and all of a call that returns others than its session: the binding has one list of outputs for a session.
-func (d *Decoder) rooms(call *Call) []room {
-	all := []room{{call.Logits, call.LogitsType, call.LogitsDims, nil}, {call.States, d.statesType(), call.StatesDims, nil}}
-	encode, first := call == d.contract.Calls.Encode, call == d.contract.Calls.Prefill
-	for i := range d.contract.Slots {
-		slot := &d.contract.Slots[i]
-		switch {
-		case encode && slot.ByEncoder || first && !slot.ByEncoder:
-			all = append(all, room{slot.Made, slot.DType, slot.Dims, slot})
-		case call == d.contract.Calls.Decode:
-			all = append(all, room{slot.Present, slot.DType, slot.Dims, slot})
+// axes, and all of a call that returns others than its session: the binding has one list of outputs for a session. It
+// fails where the size of one is not known before the call.
+func (d *Decoder) rooms(call *Call) ([]room, error) {
+	calls := &d.contract.Calls
+	all := []room{{name: call.Logits, dtype: call.LogitsType, dims: call.LogitsDims}}
+	for _, fill := range call.Fills {
+		slot := &d.contract.Slots[fill.Slot]
+		all = append(all, room{fill.Output, slot.DType, slot.Dims, slot, fill.Carry})
+	}
+	for _, one := range d.contract.inputs() { // what takes an output has its type and shape
+		if call == calls.Encode || call == calls.Embed {
+			all = append(all, room{name: one.Made, dtype: one.DType, dims: one.Dims})
 		}
 	}
-	if call == d.contract.Calls.Embed {
-		for _, taker := range []*Call{d.contract.Calls.Prefill, d.contract.Calls.Decode} {
-			for _, one := range taker.Inputs {
-				all = append(all, room{one.Made, one.DType, one.Dims, nil})
-			}
-		}
-	}
-	bound := !slices.Equal(d.graphs[call.File].outputs, call.Outputs)
-	return slices.DeleteFunc(all, func(one room) bool {
-		kind, scalar := elements[one.dtype], one.slot != nil && len(one.dims) == 0
-		return !slices.Contains(call.Outputs, one.name) || !(bound || kind.isHalf() || scalar)
-	})
-}
-
-// countable fails where the size of an output is not known before the call.
-func (d *Decoder) countable(call *Call, one room) error {
 	counted := map[string]int64{"batch": 1, "batch_heads": 1, "new": 1, "past": 1, "total": 1, "capacity": 1}
-	if given := d.contract.Source; given != nil {
-		// An encoder may shorten features; it returns a state for each token of a text.
-		if call != d.contract.Calls.Encode || given.DType == "int64" || given.DType == "int32" {
-			counted["encoder"], counted["encoder_input"] = 1, 1
+	// An encoder may shorten features; it returns a state for each token of a text.
+	if given := d.contract.Source; given != nil && (call != calls.Encode || given.isIDs()) {
+		counted["encoder"], counted["encoder_input"] = 1, 1
+	}
+	bound, needed := !slices.Equal(d.graphs[call.File].outputs, call.Outputs), []room{}
+	for _, one := range all {
+		kind, scalar := elements[one.dtype], one.slot != nil && len(one.dims) == 0
+		if !slices.Contains(call.Outputs, one.name) || !bound && !kind.isHalf() && !scalar {
+			continue
 		}
-	}
-	if len(one.dims) == 0 && one.slot == nil {
-		return errors.New("the contract has no shape of it")
-	}
-	_, err := resolve(one.dims, counted, 0)
-	return err
-}
-
-func (d *Decoder) statesType() string {
-	for _, call := range d.contract.calls() {
-		for _, one := range call.Inputs {
-			if one.Rule == "encoder-states" {
-				return one.DType
-			}
+		if _, err := resolve(one.dims, counted, 0); err != nil || len(one.dims) == 0 && one.slot == nil {
+			return nil, fmt.Errorf("the binding for Go must know the shape of output %q before a call", one.name)
 		}
+		needed = append(needed, one)
 	}
-	return "float" // nothing takes them
+	return needed, nil
 }
 
 // reserve makes room for outputs.
@@ -162,24 +135,19 @@ func (d *Decoder) reserve(call *Call, sizes map[string]int64) (map[string]ort.Va
 }
 
 func (r *room) make(sizes map[string]int64) (ort.Value, error) {
-	own := map[string]int64{}
-	for axis, size := range sizes {
-		own[axis] = size
-	}
 	if r.slot != nil {
-		own["past"], own["batch_heads"] = sizes["total"], sizes["batch"]*r.slot.Heads
+		sizes = maps.Clone(sizes)
+		sizes["past"], sizes["batch_heads"] = sizes["total"], sizes["batch"]*r.slot.Heads
 	}
-	shape, err := resolve(r.dims, own, 0)
+	shape, err := resolve(r.dims, sizes, 0)
 	if err != nil {
 		return nil, err
 	}
-	if r.slot != nil && r.slot.copies() {
-		switch axis := *r.slot.LengthAxis; r.slot.Carry {
-		case "append", "write", "shift":
-			shape[axis] = sizes["new"]
-		case "drop-oldest":
-			shape[axis]++
-		}
+	switch r.carry {
+	case "append", "write", "shift":
+		shape[*r.slot.LengthAxis] = sizes["new"]
+	case "drop-oldest":
+		shape[*r.slot.LengthAxis]++
 	}
 	return fill(r.dtype, shape, nil)
 }
@@ -201,16 +169,6 @@ func (g *graph) run(ctx context.Context, inputs, outputs map[string]ort.Value, n
 	for i, name := range g.outputs {
 		got[i] = outputs[name] // nil: allocated by the binding
 	}
-	if err := g.runUntilDone(ctx, fed, got); err != nil {
-		return errors.Join(ctx.Err(), err)
-	}
-	for i, name := range g.outputs {
-		outputs[name] = got[i]
-	}
-	return nil
-}
-
-func (g *graph) runUntilDone(ctx context.Context, fed, got []ort.Value) error {
 	ended := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		g.options.Terminate()
@@ -219,7 +177,12 @@ func (g *graph) runUntilDone(ctx context.Context, fed, got []ort.Value) error {
 	err := g.session.RunWithOptions(fed, got, g.options)
 	if !stop() {
 		<-ended
-		err = errors.Join(err, g.options.UnsetTerminate())
+		err = errors.Join(ctx.Err(), err, g.options.UnsetTerminate())
+	}
+	for i, name := range g.outputs {
+		if got[i] != nil {
+			outputs[name] = got[i]
+		}
 	}
 	return err
 }

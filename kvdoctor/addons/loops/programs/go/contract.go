@@ -18,11 +18,12 @@ type Contract struct {
 	Files                 []File
 	Calls                 struct {
 		Encode, Embed   *Call // nil where the model has none
-		Prefill, Decode *Call
+		Prefill, Decode Call
 	}
 	Slots            []Slot
 	Placeholders     []int64 // tokens in whose places an image or sound belongs
 	Source           *Input  // what Encode takes; nil where there is nothing to encode
+	SourceAxis       int     `json:"source_axis"` // counts its tokens or frames
 	Vocabulary       int64   // entries of a row of logits; 0 where nothing says
 	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence; 0 where nothing says
 	OneToken         bool    `json:"one_token"`     // every call takes one new token
@@ -51,7 +52,7 @@ type File struct {
 	Outputs []string
 }
 
-// Call is one kind of call. Logits and States are names of outputs, empty where it returns none.
+// Call is one kind of call. Logits is the name of an output, empty where it returns none.
 type Call struct {
 	File       string
 	Inputs     []Input // without the cache
@@ -60,35 +61,40 @@ type Call struct {
 	Logits     string
 	LogitsType string `json:"logits_type"`
 	LogitsDims []Dim  `json:"logits_dims"`
-	States     string
-	StatesDims []Dim `json:"states_dims"`
+	Fills      []Fill
+	Encoder    *struct { // the axis that counts encoder states, of a value of the encoder or the cache, or of the source
+		Name string
+		Axis int
+	}
+}
+
+// Fill is an output of a call that goes into a slot of the cache.
+type Fill struct {
+	Slot          int
+	Output, Carry string
 }
 
 // Input is an input that is not of the cache, and the rule by which its value is made.
 type Input struct {
-	Name, DType   string
-	Dims          []Dim
-	Rule, Count   string
-	Value         float64
-	Shown, Hidden float64
-	FromRight     bool   `json:"from_right"`
-	Made          string // the output of the embed call that it takes
+	Name, DType          string
+	Dims                 []Dim
+	Rule, Count          string
+	Value, Shown, Hidden float64
+	FromRight            bool    `json:"from_right"`
+	RowsFrom             *string `json:"rows_from"`
+	BatchAxis            *int    `json:"batch_axis"`
+	Made                 string  // the output of the embed call or of the encoder that it takes
 }
 
-// Slot is one tensor of the cache: the input that it is fed to, and the outputs that fill it and carry it on.
+// Slot is one tensor of the cache. Zeros is the shape of its first value, where the loop makes it.
 type Slot struct {
-	Past, Present, Made string
-	ByEncoder           bool `json:"by_encoder"`
-	DType               string
-	Dims                []Dim
-	Carry               string
-	BatchAxis           *int `json:"batch_axis"`
-	LengthAxis          *int `json:"length_axis"`
-	CountsStates        bool `json:"counts_states"`
-	Rewinds             string
-	FirstLength         int64 `json:"first_length"`
-	Heads               int64
-	FedZeros            bool `json:"fed_zeros"`
+	Past, DType string
+	Dims        []Dim
+	BatchAxis   *int `json:"batch_axis"`
+	LengthAxis  *int `json:"length_axis"`
+	Rewinds     string
+	Heads       int64
+	Zeros       []Dim
 }
 
 // Dim is the size of an axis: a number, or the name of what it counts.
@@ -99,7 +105,7 @@ type Dim struct {
 
 // UnmarshalJSON reads a number or a name.
 func (d *Dim) UnmarshalJSON(text []byte) error {
-	if len(text) > 0 && text[0] == '"' {
+	if text[0] == '"' {
 		return json.Unmarshal(text, &d.Axis)
 	}
 	return json.Unmarshal(text, &d.Size)
@@ -128,71 +134,54 @@ func ParseContract(text []byte) (*Contract, error) {
 	if c.Schema != contractSchema {
 		return nil, fmt.Errorf("its schema is %q, and this program reads %q", c.Schema, contractSchema)
 	}
-	if c.Calls.Prefill == nil || c.Calls.Decode == nil {
-		return nil, fmt.Errorf("it has no prefill or no decode call")
-	}
 	for _, call := range c.calls() {
 		for _, one := range call.Inputs {
-			if err := one.known(); err != nil {
-				return nil, fmt.Errorf("input %q: %w", one.Name, err)
+			if !slices.Contains(rules, one.Rule) || !slices.Contains(counts, one.Count) || !isMade(one.DType, one.Dims) {
+				return nil, fmt.Errorf("this program cannot make input %q: rule %q, count %q, %s with %d axes",
+					one.Name, one.Rule, one.Count, one.DType, len(one.Dims))
 			}
 		}
-	}
-	for _, slot := range c.Slots {
-		if err := slot.known(); err != nil {
-			return nil, fmt.Errorf("cache %q: %w", slot.Past, err)
+		for _, fill := range call.Fills {
+			if fill.Slot < 0 || fill.Slot >= len(c.Slots) {
+				return nil, fmt.Errorf("output %q goes into no slot of the cache", fill.Output)
+			}
+			slot := c.Slots[fill.Slot]
+			if !slices.Contains(carries, fill.Carry) || !isMade(slot.DType, slot.Dims) {
+				return nil, fmt.Errorf("this program cannot carry on cache %q: %q, %s with %d axes",
+					slot.Past, fill.Carry, slot.DType, len(slot.Dims))
+			}
 		}
 	}
 	return &c, nil
 }
 
+var (
+	rules = []string{
+		"tokens", "embeddings", "attention-mask", "causal-mask", "positions", "number", "encoder-input", "encoder-mask",
+		"encoder-states", "padding-mask", "window-mask", "rows", "token-and-position",
+	}
+	counts  = []string{"constant", "past", "total", "last", "new", "last-new", "batch", "encoder_input"}
+	carries = []string{"feed-back", "append", "shift", "drop-oldest", "write"}
+)
+
+// isMade reports whether the binding makes tensors of a type and shape: those of 16 bits need an axis.
+func isMade(dtype string, dims []Dim) bool {
+	kind, known := elements[dtype]
+	return known && (len(dims) > 0 || !kind.isHalf())
+}
+
 // calls are those that the model has.
 func (c *Contract) calls() []*Call {
-	all := []*Call{c.Calls.Decode, c.Calls.Prefill, c.Calls.Encode, c.Calls.Embed}
+	all := []*Call{&c.Calls.Decode, &c.Calls.Prefill, c.Calls.Encode, c.Calls.Embed}
 	return slices.DeleteFunc(all, func(call *Call) bool { return call == nil })
 }
 
-var (
-	rules = []string{
-		"tokens", "embeddings", "attention-mask", "causal-mask", "positions", "number",
-		"encoder-input", "encoder-mask", "encoder-states", "padding-mask", "window-mask", "rows",
-		"token-and-position",
+// inputs are those of all calls.
+func (c *Contract) inputs() (all []Input) {
+	for _, call := range c.calls() {
+		all = append(all, call.Inputs...)
 	}
-	counts = []string{
-		"constant", "past", "total", "last", "new", "cached", "batch", "last-new", "first", "encoder_input",
-	}
-	carries = []string{"feed-back", "hold", "append", "shift", "drop-oldest", "write"}
-)
-
-func (i *Input) known() error {
-	if !slices.Contains(rules, i.Rule) || !slices.Contains(counts, i.Count) {
-		return fmt.Errorf("this program cannot make its value (rule %q, count %q)", i.Rule, i.Count)
-	}
-	return known(i.DType, i.Dims)
-}
-
-func (s *Slot) known() error {
-	if !slices.Contains(carries, s.Carry) {
-		return fmt.Errorf("this program does not know what becomes of it (%q)", s.Carry)
-	}
-	for _, axis := range []*int{s.BatchAxis, s.LengthAxis} {
-		if axis != nil && (*axis < 0 || *axis >= len(s.Dims)) {
-			return fmt.Errorf("there is no axis %d", *axis)
-		}
-	}
-	return known(s.DType, s.Dims)
-}
-
-func known(dtype string, dims []Dim) error {
-	if kind, ok := elements[dtype]; !ok || kind.isHalf() && len(dims) == 0 {
-		return fmt.Errorf("the binding for Go makes no such tensor: %s with %d axes", dtype, len(dims))
-	}
-	return nil
-}
-
-// copies reports whether the loop computes the next value of a slot; otherwise it passes on what it got.
-func (s *Slot) copies() bool {
-	return s.Carry != "feed-back" && s.Carry != "hold" && s.LengthAxis != nil && s.Present != ""
+	return all
 }
 
 // compare fails where the files are not those of the contract. The binding has the inputs and outputs of a file from a
@@ -220,32 +209,30 @@ func (c *Contract) compare(folder string) error {
 }
 
 func (f *File) compare(inputs, outputs []ort.InputOutputInfo) error {
-	has := map[string]bool{}
 	for _, found := range inputs {
-		has[found.Name] = true
 		given, ok := f.Inputs[found.Name]
 		if !ok {
 			return fmt.Errorf("the file has an input %q, which the contract does not feed", found.Name)
 		}
-		if found.DataType != elements[given.DType].code {
-			return fmt.Errorf("input %q has elements of %s, not %s", found.Name, found.DataType, given.DType)
-		}
-		if rank := len(found.Dimensions); rank > 0 && rank != len(given.Dims) {
-			return fmt.Errorf("input %q has %d axes, not %d", found.Name, rank, len(given.Dims))
-		}
+		same := found.DataType == elements[given.DType].code
+		same = same && (len(found.Dimensions) == 0 || len(found.Dimensions) == len(given.Dims))
 		for axis, size := range found.Dimensions {
-			if dim := given.Dims[axis]; size > 0 && (dim.Axis != "" || dim.Size != size) {
-				return fmt.Errorf("axis %d of input %q has size %d, not %v", axis, found.Name, size, dim)
-			}
+			same = same && (size <= 0 || given.Dims[axis] == Dim{Size: size})
+		}
+		if !same {
+			return fmt.Errorf("input %q is %s%v, not %s%v", found.Name, found.DataType, found.Dimensions, given.DType, given.Dims)
 		}
 	}
+	has := func(all []ort.InputOutputInfo, name string) bool {
+		return slices.ContainsFunc(all, func(one ort.InputOutputInfo) bool { return one.Name == name })
+	}
 	for name := range f.Inputs {
-		if !has[name] {
+		if !has(inputs, name) {
 			return fmt.Errorf("the file has no input %q", name)
 		}
 	}
 	for _, name := range f.Outputs {
-		if !slices.ContainsFunc(outputs, func(one ort.InputOutputInfo) bool { return one.Name == name }) {
+		if !has(outputs, name) {
 			return fmt.Errorf("the file has no output %q", name)
 		}
 	}

@@ -8,6 +8,7 @@
 package decodeloop
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -45,17 +46,15 @@ type Decoder struct {
 	run   string
 
 	// What Encode was given, and what the encoder made of it. The next sequences begin with these as well.
-	source     ort.Value
-	sourceMask *table
 	encoded    map[string]ort.Value
+	sourceMask [][]int64
 
 	// The sequences.
 	length  int64                // tokens in the cache, padding counted
 	padding []int64              // of each sequence, on the left
 	history [][]int64            // the tokens of each sequence, without padding
 	cache   map[string]ort.Value // by the names of the pasts
-	states  ort.Value            // encoder states
-	mask    *table               // of the source
+	mask    [][]int64            // of the source
 }
 
 // Open opens the files of a model in a folder.
@@ -63,25 +62,28 @@ func Open(folder string, contract *Contract, options Options) (*Decoder, error) 
 	if err := LoadRuntime(); err != nil {
 		return nil, err
 	}
-	capacity := options.Capacity
-	if !contract.CapacityIsChosen {
-		capacity = contract.ContextLimit
-	} else if capacity == 0 {
-		capacity = 512
+	capacity := contract.ContextLimit
+	if contract.CapacityIsChosen {
+		capacity = cmp.Or(options.Capacity, 512)
 	}
 	if capacity < 0 {
 		return nil, errors.New("the cache needs room for at least one token")
 	}
-	d := &Decoder{contract: contract, capacity: capacity, graphs: map[string]*graph{}}
-	d.reserved = map[*Call][]room{}
-	d.encoded, d.cache = map[string]ort.Value{}, map[string]ort.Value{}
 	if !options.Unchecked {
 		if err := contract.compare(folder); err != nil {
 			return nil, err
 		}
 	}
+	d := &Decoder{
+		contract: contract, capacity: capacity, graphs: map[string]*graph{}, reserved: map[*Call][]room{},
+		encoded: map[string]ort.Value{}, cache: map[string]ort.Value{},
+	}
 	for _, call := range contract.calls() {
-		if err := d.open(folder, call, options.Session); err != nil {
+		err := d.open(folder, call, options.Session)
+		if err == nil {
+			d.reserved[call], err = d.rooms(call)
+		}
+		if err != nil {
 			d.Close()
 			return nil, err
 		}
@@ -90,29 +92,21 @@ func Open(folder string, contract *Contract, options Options) (*Decoder, error) 
 }
 
 func (d *Decoder) open(folder string, call *Call, options *ort.SessionOptions) error {
-	if d.graphs[call.File] == nil {
-		graph := &graph{file: call.File, outputs: call.Outputs, inputs: slices.Clone(call.Pasts)}
-		for _, one := range call.Inputs {
-			graph.inputs = append(graph.inputs, one.Name)
-		}
-		path := filepath.Join(folder, call.File)
-		session, err := ort.NewDynamicAdvancedSession(path, graph.inputs, graph.outputs, options)
-		if err != nil {
-			return fmt.Errorf("open %q: %w", path, err)
-		}
-		graph.session = session
-		d.graphs[call.File] = graph
-		if graph.options, err = ort.NewRunOptions(); err != nil {
-			return err
-		}
+	if d.graphs[call.File] != nil {
+		return nil
 	}
-	d.reserved[call] = d.rooms(call)
-	for _, one := range d.reserved[call] {
-		if err := d.countable(call, one); err != nil {
-			return fmt.Errorf("the binding for Go must know the size of output %q before a call: %w", one.name, err)
-		}
+	inputs := slices.Clone(call.Pasts)
+	for _, one := range call.Inputs {
+		inputs = append(inputs, one.Name)
 	}
-	return nil
+	path := filepath.Join(folder, call.File)
+	session, err := ort.NewDynamicAdvancedSession(path, inputs, call.Outputs, options)
+	if err != nil {
+		return fmt.Errorf("open %q: %w", path, err)
+	}
+	run, err := ort.NewRunOptions()
+	d.graphs[call.File] = &graph{inputs, call.Outputs, session, run}
+	return err
 }
 
 // Close releases the cache and the sessions.
@@ -149,40 +143,41 @@ func (d *Decoder) MostTokens() int64 {
 
 // Reset begins anew: no sequences, and nothing encoded.
 func (d *Decoder) Reset() {
+	d.sourceMask = nil
 	d.clear()
-	if d.source != nil {
-		d.source.Destroy()
-	}
 	release(d.encoded)
-	d.source, d.sourceMask = nil, nil
 }
 
 // Prefill begins sequences with their prompts. Shorter prompts are padded on the left where the contract says so: the
 // mask hides the padding, and positions do not count it.
 func (d *Decoder) Prefill(ctx context.Context, prompts [][]int64) (Logits, error) {
-	padded, padding := prompts, make([]int64, len(prompts))
-	if d.contract.Pads && len(prompts) > 0 {
-		longest := len(slices.MaxFunc(prompts, func(a, b []int64) int { return len(a) - len(b) }))
-		padded = make([][]int64, len(prompts))
-		for row, prompt := range prompts {
-			if len(prompt) == 0 {
-				return nil, errors.New("prompts: every sequence begins with at least one token")
-			}
+	longest := 0
+	for _, prompt := range prompts {
+		if longest = max(longest, len(prompt)); len(prompt) == 0 {
+			return nil, errors.New("prompts: every sequence begins with at least one token")
+		}
+	}
+	if err := d.checkBegin(prompts); err != nil {
+		return nil, err
+	}
+	padded, padding := make([][]int64, len(prompts)), make([]int64, len(prompts))
+	for row, prompt := range prompts {
+		padded[row] = prompt
+		if d.contract.Pads {
 			padding[row] = int64(longest - len(prompt))
 			padded[row] = append(make([]int64, padding[row], longest), prompt...)
 		}
 	}
-	tokens, err := d.ids(padded)
-	if err != nil {
+	if err := d.check(prompts, padded, 0); err != nil {
 		return nil, fmt.Errorf("prompts: %w", err)
 	}
-	if err := d.mayBegin(int64(len(prompts)), tokens.shape[1]); err != nil {
-		return nil, err
-	}
-	mask := d.sourceMask
 	d.clear()
-	d.padding, d.history, d.mask = padding, make([][]int64, len(prompts)), mask
-	logits, err := d.advanceAll(ctx, tokens)
+	d.padding, d.history = padding, make([][]int64, len(prompts))
+	err := d.begin(int64(len(prompts)))
+	var logits Logits
+	if err == nil {
+		logits, err = d.advanceAll(ctx, padded)
+	}
 	if err != nil {
 		d.clear()
 		return nil, err
@@ -193,25 +188,20 @@ func (d *Decoder) Prefill(ctx context.Context, prompts [][]int64) (Logits, error
 	return logits, nil
 }
 
-func (d *Decoder) mayBegin(batch, count int64) error {
+func (d *Decoder) checkBegin(prompts [][]int64) error {
+	batch := int64(len(prompts))
 	if most := d.contract.Batch; most != 0 && batch != most {
 		return fmt.Errorf("%d prompts: the graph takes %d sequences", batch, most)
 	}
-	if given := d.contract.Source; given != nil {
-		if d.source == nil {
-			return errors.New("call Encode before Prefill")
-		}
-		axis := slices.Index(given.Dims, Dim{Axis: "batch"})
-		if axis >= 0 && d.source.GetShape()[axis] != batch {
-			return fmt.Errorf("%d prompts for %d sources", batch, d.source.GetShape()[axis])
-		}
+	given := d.contract.Source
+	if given == nil {
+		return nil
 	}
-	return d.hasRoom(count)
-}
-
-func (d *Decoder) hasRoom(total int64) error {
-	if most := d.MostTokens(); most != 0 && total > most {
-		return fmt.Errorf("a sequence has at most %d tokens here, not %d", most, total)
+	if d.encoded[source] == nil {
+		return errors.New("call Encode before Prefill")
+	}
+	if shape := d.encoded[source].GetShape(); given.BatchAxis != nil && shape[*given.BatchAxis] != batch {
+		return fmt.Errorf("%d prompts for %d sources", batch, shape[*given.BatchAxis])
 	}
 	return nil
 }
@@ -224,42 +214,47 @@ func (d *Decoder) Step(ctx context.Context, tokens [][]int64) (Logits, error) {
 	if len(tokens) != len(d.history) {
 		return nil, fmt.Errorf("tokens of %d sequences for a cache of %d", len(tokens), len(d.history))
 	}
-	added, err := d.ids(tokens)
-	if err != nil {
+	if err := d.check(tokens, tokens, d.length); err != nil {
 		return nil, fmt.Errorf("tokens: %w", err)
 	}
-	if !d.contract.Chunks && added.shape[1] != 1 {
+	if !d.contract.Chunks && len(tokens[0]) != 1 {
 		return nil, errors.New("with this model a step takes one token of each sequence")
 	}
-	if err := d.hasRoom(d.length + added.shape[1]); err != nil {
-		return nil, err
-	}
-	return d.advanceAll(ctx, added)
+	return d.advanceAll(ctx, tokens)
 }
 
-// ids makes a table of token ids.
-func (d *Decoder) ids(rows [][]int64) (table, error) {
-	for _, row := range rows {
-		for _, id := range row {
-			if most := d.contract.Vocabulary; id < 0 || most != 0 && id >= most {
-				return table{}, fmt.Errorf("%d is no token id: the vocabulary has %d entries", id, most)
-			}
-			if slices.Contains(d.contract.Placeholders, id) {
-				return table{}, fmt.Errorf("token %d stands for an image or audio, which this program does not take", id)
-			}
+// check refuses ids that are no tokens of text, rows of unequal length, and more tokens than there may be.
+func (d *Decoder) check(tokens, rows [][]int64, length int64) error {
+	for _, id := range slices.Concat(tokens...) {
+		if most := d.contract.Vocabulary; id < 0 || most != 0 && id >= most {
+			return fmt.Errorf("%d is no token id: the vocabulary has %d entries", id, most)
+		}
+		if slices.Contains(d.contract.Placeholders, id) {
+			return fmt.Errorf("token %d stands for an image or audio, which this program does not take", id)
 		}
 	}
-	return rectangle(rows)
+	shape, err := rectangle(rows)
+	if err != nil {
+		return err
+	}
+	if most := d.MostTokens(); most != 0 && length+shape[1] > most {
+		return fmt.Errorf("a sequence has at most %d tokens here, not %d", most, length+shape[1])
+	}
+	return nil
 }
 
 // advanceAll feeds tokens in as many calls as the graph needs; the logits are those of all of them.
-func (d *Decoder) advanceAll(ctx context.Context, tokens table) (Logits, error) {
-	if !d.contract.OneToken || tokens.shape[1] == 1 {
+func (d *Decoder) advanceAll(ctx context.Context, tokens [][]int64) (Logits, error) {
+	if !d.contract.OneToken {
 		return d.advance(ctx, tokens)
 	}
-	all := make(Logits, tokens.shape[0])
-	for position := range tokens.shape[1] {
-		logits, err := d.advance(ctx, tokens.column(position))
+	all := make(Logits, len(tokens))
+	for position := range tokens[0] {
+		column := make([][]int64, len(tokens))
+		for row := range tokens {
+			column[row] = tokens[row][position : position+1]
+		}
+		logits, err := d.advance(ctx, column)
 		if err != nil {
 			return nil, err
 		}
@@ -271,41 +266,24 @@ func (d *Decoder) advanceAll(ctx context.Context, tokens table) (Logits, error) 
 }
 
 // advance runs one call on new tokens and takes what it returns of the cache.
-func (d *Decoder) advance(ctx context.Context, tokens table) (Logits, error) {
-	call, batch, count := d.contract.Calls.Decode, tokens.shape[0], tokens.shape[1]
-	first := d.length == 0
-	if first {
-		call = d.contract.Calls.Prefill
-		if err := d.begin(batch); err != nil {
-			return nil, err
-		}
+func (d *Decoder) advance(ctx context.Context, tokens [][]int64) (Logits, error) {
+	call := &d.contract.Calls.Decode
+	if d.length == 0 {
+		call = &d.contract.Calls.Prefill
 	}
-	sizes, fed := d.sizes(batch, count), feeds{tokens: &tokens}
-	if embed := d.contract.Calls.Embed; embed != nil && call.follows("embeddings") {
-		embedded, err := d.call(ctx, embed, sizes, fed)
-		if err != nil {
-			return nil, err
-		}
-		defer release(embedded)
-		fed.embedded = embedded
-	}
-	outputs, err := d.call(ctx, call, sizes, fed)
+	outputs, err := d.call(ctx, call, int64(len(tokens)), tokens)
 	if err != nil {
 		return nil, err
 	}
 	defer release(outputs)
-	next, err := d.next(outputs, first)
-	if err != nil {
+	if err := d.carry(call, outputs); err != nil {
 		return nil, err
 	}
-	for past, value := range next {
-		d.replace(past, value)
-	}
-	d.length += count
+	d.length += int64(len(tokens[0]))
 	for row := range d.history {
-		d.history[row] = append(d.history[row], tokens.data[int64(row)*count:int64(row+1)*count]...)
+		d.history[row] = append(d.history[row], tokens[row]...)
 	}
-	return d.logits(outputs[call.Logits], batch), nil
+	return d.logits(outputs[call.Logits], int64(len(tokens))), nil
 }
 
 var loading sync.Mutex
@@ -318,14 +296,8 @@ func LoadRuntime() error {
 	if ort.IsInitialized() {
 		return nil
 	}
-	library := os.Getenv("ONNXRUNTIME_LIB")
-	if library == "" {
-		library = map[string]string{"darwin": "libonnxruntime.dylib", "windows": "onnxruntime.dll"}[runtime.GOOS]
-	}
-	if library == "" {
-		library = "libonnxruntime.so"
-	}
-	ort.SetSharedLibraryPath(library)
+	usual := map[string]string{"darwin": "libonnxruntime.dylib", "windows": "onnxruntime.dll"}[runtime.GOOS]
+	ort.SetSharedLibraryPath(cmp.Or(os.Getenv("ONNXRUNTIME_LIB"), usual, "libonnxruntime.so"))
 	if err := ort.InitializeEnvironment(); err != nil {
 		return fmt.Errorf("load ONNX Runtime 1.24 or newer; ONNXRUNTIME_LIB is the path of its library: %w", err)
 	}

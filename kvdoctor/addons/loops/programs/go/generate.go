@@ -92,10 +92,7 @@ func (d *Decoder) Generate(ctx context.Context, prompts [][]int64, how Generatio
 func (d *Decoder) generate(
 	ctx context.Context, prompts [][]int64, how Generation, yield func(Token, error) bool,
 ) error {
-	most, stop, begin := how.Most, how.Stop, d.Prefill
-	if most == 0 {
-		most = 20
-	}
+	most, stop, begin := cmp.Or(how.Most, 20), how.Stop, d.Prefill
 	if most < 0 {
 		return errors.New("the most new tokens are at least 1")
 	}
@@ -113,7 +110,7 @@ func (d *Decoder) generate(
 	for count := 1; ; count++ {
 		chosen := make([][]int64, len(prompts))
 		for row := range chosen {
-			token, err := d.pick(logits.Last(row), d.history[row], how, count == 1)
+			token, err := d.choose(logits.Last(row), d.history[row], how, count == 1)
 			if err != nil {
 				return err
 			}
@@ -133,8 +130,8 @@ func (d *Decoder) generate(
 	}
 }
 
-// pick chooses a token, from those that the contract leaves.
-func (d *Decoder) pick(logits []float32, tokens []int64, how Generation, first bool) (int64, error) {
+// choose picks a token, from those that the contract leaves.
+func (d *Decoder) choose(logits []float32, tokens []int64, how Generation, first bool) (int64, error) {
 	if ids := d.contract.Generation; !how.Raw {
 		for _, forced := range ids.Forced {
 			if forced[0] == int64(len(tokens)) {
@@ -184,11 +181,7 @@ func (s Sampling) Sampler() (Choose, error) {
 		if s.Temperature == 0 {
 			return Likeliest(logits), nil
 		}
-		candidates, weights := s.candidates(logits)
-		sum := 0.0
-		for _, weight := range weights {
-			sum += weight
-		}
+		candidates, weights, sum := s.candidates(logits)
 		at := random.Float64() * sum
 		for i, weight := range weights {
 			if at -= weight; at < 0 {
@@ -203,12 +196,9 @@ func (s Sampling) penalize(logits []float32, tokens []int64) {
 	if s.RepetitionPenalty == 0 || s.RepetitionPenalty == 1 {
 		return
 	}
-	seen := map[int64]bool{}
-	for _, token := range tokens {
-		if seen[token] {
-			continue
-		}
-		seen[token] = true
+	seen := slices.Clone(tokens)
+	slices.Sort(seen)
+	for _, token := range slices.Compact(seen) {
 		if logits[token] > 0 {
 			logits[token] /= float32(s.RepetitionPenalty)
 		} else {
@@ -217,8 +207,8 @@ func (s Sampling) penalize(logits []float32, tokens []int64) {
 	}
 }
 
-// candidates are tokens with their weights, the likeliest first.
-func (s Sampling) candidates(logits []float32) ([]int, []float64) {
+// candidates are tokens with their weights and the sum of these, the likeliest first.
+func (s Sampling) candidates(logits []float32) ([]int, []float64, float64) {
 	tokens := make([]int, len(logits))
 	for i := range tokens {
 		tokens[i] = i
@@ -227,18 +217,18 @@ func (s Sampling) candidates(logits []float32) ([]int, []float64) {
 	if s.TopK > 0 {
 		tokens = tokens[:min(s.TopK, len(tokens))]
 	}
-	weights, sum := make([]float64, len(tokens)), 0.0
+	weights, all := make([]float64, len(tokens)), 0.0
 	for i, token := range tokens {
 		weights[i] = math.Exp(float64(logits[token]-logits[tokens[0]]) / s.Temperature)
-		sum += weights[i]
+		all += weights[i]
 	}
-	count, before := 0, 0.0
-	for ; count < len(tokens); count++ {
-		enough := s.TopP > 0 && before >= s.TopP*sum
-		if count > 0 && (enough || weights[count] < s.MinP) {
-			break
+	sum := 0.0
+	for count, weight := range weights {
+		enough := s.TopP > 0 && sum >= s.TopP*all
+		if count > 0 && (enough || weight < s.MinP) {
+			return tokens[:count], weights[:count], sum
 		}
-		before += weights[count]
+		sum += weight
 	}
-	return tokens[:count], weights[:count]
+	return tokens, weights, sum
 }

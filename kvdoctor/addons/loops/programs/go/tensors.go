@@ -4,9 +4,9 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"unsafe"
 
+	"github.com/x448/float16"
 	ort "github.com/yalue/onnxruntime_go"
 )
 
@@ -194,67 +194,22 @@ func product(sizes []int64) int64 {
 	return all
 }
 
-// table is a rectangle of integers.
-type table struct{ shape, data []int64 }
-
-// rectangle makes a table of rows, which must have the same length.
-func rectangle(rows [][]int64) (table, error) {
+// rectangle is the shape of rows, which must have the same length.
+func rectangle(rows [][]int64) ([]int64, error) {
 	if len(rows) == 0 || len(rows[0]) == 0 {
-		return table{}, errors.New("there is nothing in it")
+		return nil, errors.New("there is nothing in it")
 	}
-	made := table{shape: []int64{int64(len(rows)), int64(len(rows[0]))}}
 	for _, row := range rows {
 		if len(row) != len(rows[0]) {
-			return table{}, fmt.Errorf("the rows must have the same length, not %d and %d", len(rows[0]), len(row))
+			return nil, fmt.Errorf("the rows must have the same length, not %d and %d", len(rows[0]), len(row))
 		}
-		made.data = append(made.data, row...)
 	}
-	return made, nil
+	return []int64{int64(len(rows)), int64(len(rows[0]))}, nil
 }
 
-// column is one number of each row.
-func (t table) column(index int64) table {
-	made := table{shape: []int64{t.shape[0], 1}}
-	for at := index; at < int64(len(t.data)); at += t.shape[1] {
-		made.data = append(made.data, t.data[at])
-	}
-	return made
-}
+func toHalf(number float32) uint16 { return float16.Fromfloat32(number).Bits() }
 
-// rows are copies of chosen rows.
-func (t table) rows(chosen []int64) *table {
-	made := &table{shape: []int64{int64(len(chosen)), t.shape[1]}}
-	for _, row := range chosen {
-		made.data = append(made.data, t.data[row*t.shape[1]:(row+1)*t.shape[1]]...)
-	}
-	return made
-}
-
-// fits reports whether a table has a shape.
-func (t *table) fits(shape []int64) bool { return t != nil && slices.Equal(t.shape, shape) }
-
-// toHalf rounds to the nearest float16.
-func toHalf(number float32) uint16 {
-	bits := math.Float32bits(number)
-	sign, size := uint16(bits>>16&0x8000), bits&0x7fffffff
-	switch {
-	case size > 0x7f800000:
-		return sign | 0x7e00 // not a number
-	case size >= 0x477ff000:
-		return sign | 0x7c00
-	case size < 0x38800000: // without the leading 1: the sum has as many bits as are left
-		return sign | uint16(math.Float32bits(math.Float32frombits(size)+0.5))
-	}
-	return sign | uint16((size-0x38000000+0xfff+size>>13&1)>>13)
-}
-
-func fromHalf(half uint16) float32 {
-	bits := uint32(half&0x7fff)<<13 | uint32(half&0x8000)<<16
-	if half&0x7c00 == 0x7c00 {
-		return math.Float32frombits(bits | 0x7f800000)
-	}
-	return math.Float32frombits(bits) * math.Float32frombits(0x77800000) // 2^112, between the two exponents
-}
+func fromHalf(bits uint16) float32 { return float16.Frombits(bits).Float32() }
 
 // toBrain rounds to the nearest bfloat16.
 func toBrain(number float32) uint16 {

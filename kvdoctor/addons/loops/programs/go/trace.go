@@ -19,26 +19,20 @@ type tensor struct {
 	Sample *[]any  `json:"sample,omitempty"`
 }
 
-// callLine is a call in a trace for `kvdoctor step-test MODEL --trace FILE`.
-type callLine struct {
-	Run   string            `json:"run,omitempty"`
-	File  string            `json:"file"`
-	Fed   map[string]tensor `json:"fed"`
-	Got   map[string]tensor `json:"got,omitempty"`
-	Error *string           `json:"error"`
-}
-
-// Trace writes each later call as a line of JSON: shapes, the elements of small tensors, samples of larger ones. The
-// lines have the name of the run, which may be empty. Without a writer nothing is written.
+// Trace writes each later call as a line of JSON for `kvdoctor step-test MODEL --trace FILE`: shapes, the elements of
+// small tensors, samples of larger ones. The lines have the name of the run, which may be empty. Without a writer nothing
+// is written.
 func (d *Decoder) Trace(to io.Writer, run string) { d.trace, d.run = to, run }
 
 func (d *Decoder) note(file string, fed, got map[string]ort.Value, failure error) error {
-	line := callLine{Run: d.run, File: file, Fed: described(fed)}
+	line := map[string]any{"file": file, "fed": described(fed), "error": nil}
+	if d.run != "" {
+		line["run"] = d.run
+	}
 	if failure != nil {
-		message := failure.Error()
-		line.Error = &message
+		line["error"] = failure.Error()
 	} else {
-		line.Got = described(got)
+		line["got"] = described(got)
 	}
 	return json.NewEncoder(d.trace).Encode(line)
 }

@@ -5,9 +5,11 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -18,76 +20,79 @@ struct ContractError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// What an axis counts, in place of a size; one that no loop counts has size 1.
-enum Axis : std::int64_t { kBatch = -9, kBatchHeads, kNew, kPast, kTotal, kCapacity, kEncoder, kEncoderInput, kOther };
-using Dims = std::vector<std::int64_t>;
-
-/// Where the value of an input comes from.
-enum class Rule {
-  kTokens,
-  kTokenAndPosition,
-  kEmbeddings,
-  kAttentionMask,
-  kPaddingMask,
-  kWindowMask,
-  kCausalMask,
-  kPositions,
-  kRows,
-  kNumber,
-  kEncoderInput,
-  kEncoderMask,
-  kEncoderStates
+/// The size of an axis: a number, or where that is -1 the name of what it counts.
+struct Dim {
+  std::int64_t size = -1;
+  std::string axis;
 };
-enum class Count { kConstant, kPast, kTotal, kLast, kNew, kLastNew, kBatch, kCached, kFirst, kEncoderInput };
+using Dims = std::vector<Dim>;
 
-/// What becomes of an output of the cache: it is the next value; the first value stays; its rows follow those that are
-/// there; they are written after those of the tokens before; they come in on one side, and the oldest leave on the
-/// other; it is the next value without its oldest row.
-enum class Carry { kFeedBack, kHold, kAppend, kWrite, kShift, kDropOldest };
-
-/// One input that is not the cache.
+/// An input that is not of the cache, and the rule by which its value is made.
 struct Input {
   std::string name;
-  ONNXTensorElementDataType type;
+  ONNXTensorElementDataType dtype;
   Dims dims;
-  Rule rule;
-  Count count;
+  std::string rule, count;
   double value, shown, hidden;
   bool from_right;
-  std::string made;
+  std::optional<std::string> rows_from;
+  std::optional<std::size_t> batch_axis;
+  std::optional<std::string> made;
 };
 
+/// An output that goes into the cache: the number of the slot, and what becomes of it there.
+struct Fill {
+  std::size_t slot;
+  std::string output, carry;
+};
+
+/// The axis of a tensor that counts encoder states.
+struct EncoderSize {
+  std::string place;
+  std::optional<std::string> name;
+  std::size_t axis;
+};
+
+/// A kind of call.
 struct Call {
   std::string file;
   std::vector<Input> inputs;
   std::vector<std::string> pasts, outputs;
-  std::string logits, states;
+  std::optional<std::string> logits;
+  std::vector<Fill> fills;
+  std::optional<EncoderSize> encoder;
 
-  bool has(Rule rule) const;
+  bool has(std::string_view rule) const;
 };
 
-/// One tensor of the cache. Names that are not there are empty, axes -1.
+/// The calls that a model has.
+struct Calls {
+  std::optional<Call> encode, embed;
+  Call prefill, decode;
+
+  std::vector<const Call*> all() const;
+};
+
+/// A tensor of the cache; `zeros` is the shape of the first value that the loop makes.
 struct Slot {
-  std::string past, present, made;
-  bool by_encoder;
-  ONNXTensorElementDataType type;
-  Dims dims;
-  Carry carry;
-  std::int64_t batch_axis, length_axis;
-  bool counts_states, cut;
-  std::int64_t first_length, heads;
-  bool fed_zeros;
+  std::string past;
+  ONNXTensorElementDataType dtype;
+  std::optional<Dims> zeros;
+  std::optional<std::size_t> batch_axis, length_axis;
+  std::string rewinds;
+  std::int64_t heads;
 };
 
-/// One file of the model, and what a session of it must have.
+/// The type and the sizes of an input.
+struct Port {
+  ONNXTensorElementDataType dtype;
+  Dims dims;
+};
+
+/// A file of the model, and what a session of it must have.
 struct File {
-  struct Port {
-    std::string name;
-    ONNXTensorElementDataType type;
-    Dims dims;
-  };
   std::string file;
-  std::vector<Port> inputs;
+  std::map<std::string, Port> inputs;
   std::vector<std::string> outputs;
 };
 
@@ -105,6 +110,7 @@ struct Generation {
   std::size_t most = 0;
 };
 
+/// All that the program knows of a model.
 struct Contract {
   /// Reads a file; throws ContractError.
   static Contract read(const std::filesystem::path& file);
@@ -113,10 +119,11 @@ struct Contract {
 
   std::string model;
   std::vector<File> files;
-  std::optional<Call> encode, embed;
-  Call prefill, decode;
+  Calls calls;
   std::vector<Slot> slots;
+  /// What `Decoder::encode` takes, and the axis that is its length.
   std::optional<Input> source;
+  std::optional<std::size_t> source_axis;
   /// Token ids are smaller than `vocabulary`, a sequence has at most `context_limit` tokens.
   std::optional<std::int64_t> vocabulary, context_limit;
   /// The number of sequences, where the graph takes one number only.
@@ -125,11 +132,6 @@ struct Contract {
   /// Token ids whose places are for images or audio, which this program does not take.
   std::vector<std::int64_t> placeholders;
   Generation generation;
-
-  /// Those of encode, embed, prefill and decode that the model has.
-  std::vector<const Call*> calls() const;
-  /// Whether the source is ids.
-  bool source_is_ids() const;
 };
 
 }  // namespace decode_loop

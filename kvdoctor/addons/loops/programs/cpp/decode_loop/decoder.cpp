@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "decode_loop/trace.hpp"
+
 namespace decode_loop {
 
 namespace {
@@ -21,26 +23,45 @@ void check(const File& file, const Ort::Session& session) {
   };
   const std::vector<std::string> inputs = session.GetInputNames(), outputs = session.GetOutputNames();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const auto port = std::find_if(file.inputs.begin(), file.inputs.end(),
-                                   [&](const File::Port& one) { return one.name == inputs[i]; });
+    const auto port = file.inputs.find(inputs[i]);
     if (port == file.inputs.end()) other("an input \"" + inputs[i] + "\" that the contract does not feed");
     const auto type_info = session.GetInputTypeInfo(i);
     const auto info = type_info.GetTensorTypeAndShapeInfo();
-    if (info.GetElementType() != port->type) other("another type of \"" + inputs[i] + "\"");
+    const auto& [type, dims] = port->second;
+    if (info.GetElementType() != type) other("another type of \"" + inputs[i] + "\"");
     const Shape shape = info.GetShape();
     if (shape.empty()) continue;  // a graph that declares no shape looks like one of a scalar here
-    bool fits = shape.size() == port->dims.size();
-    for (std::size_t axis = 0; fits && axis < shape.size(); ++axis) {
-      fits = shape[axis] < 0 || port->dims[axis] < 0 || shape[axis] == port->dims[axis];
+    if (!std::ranges::equal(shape, dims,
+                            [](std::int64_t size, const Dim& dim) { return size < 0 || size == dim.size; })) {
+      other("other sizes of \"" + inputs[i] + "\"");
     }
-    if (!fits) other("other sizes of \"" + inputs[i] + "\"");
   }
-  for (const File::Port& port : file.inputs) {
-    if (std::find(inputs.begin(), inputs.end(), port.name) == inputs.end()) other("no input \"" + port.name + "\"");
+  for (const auto& [name, port] : file.inputs) {
+    if (std::ranges::find(inputs, name) == inputs.end()) other("no input \"" + name + "\"");
   }
   for (const std::string& name : file.outputs) {
-    if (std::find(outputs.begin(), outputs.end(), name) == outputs.end()) other("no output \"" + name + "\"");
+    if (std::ranges::find(outputs, name) == outputs.end()) other("no output \"" + name + "\"");
   }
+}
+
+/// A shape; an axis that the program does not count has size 1.
+Shape shape_of_dims(const Dims& dims, const std::map<std::string_view, std::int64_t>& sizes) {
+  Shape shape;
+  for (const Dim& dim : dims) {
+    const auto counted = sizes.find(dim.axis);
+    shape.push_back(dim.size >= 0 ? dim.size : counted == sizes.end() ? 1 : counted->second);
+  }
+  return shape;
+}
+
+/// The rows of a tensor, of so many entries each, in another order.
+Ort::Value taken(const Ort::Value& value, std::size_t axis, std::int64_t entries, std::span<const std::size_t> rows) {
+  std::vector<Rows> pieces;
+  for (const std::size_t row : rows) {
+    const auto begin = static_cast<std::int64_t>(row) * entries;
+    pieces.push_back({&value, begin, begin + entries});
+  }
+  return join(axis, pieces);
 }
 
 }  // namespace
@@ -54,39 +75,10 @@ Decoder::Decoder(const Ort::Env& env, const std::filesystem::path& folder, Contr
     if (!std::filesystem::exists(path)) throw std::invalid_argument("there is no file " + path.string());
     check(file, sessions_.emplace(file.file, Ort::Session(env, path.c_str(), options)).first->second);
   }
-  const auto nothing = [](const Slot&) { return std::string(); };
-  if (contract_->encode) encode_ = prepare(*contract_->encode, nothing);
-  if (contract_->embed) embed_ = prepare(*contract_->embed, nothing);
-  prefill_ = prepare(contract_->prefill, [](const Slot& slot) { return slot.by_encoder ? std::string() : slot.made; });
-  decode_ = prepare(contract_->decode, [](const Slot& slot) { return slot.present; });
+  for (std::size_t slot = 0; slot < contract_->slots.size(); ++slot) slots_[contract_->slots[slot].past] = slot;
 }
 
-/// What a kind of call needs; `fills` names the output that goes to a slot.
-Decoder::Prepared Decoder::prepare(const Call& call, const std::function<std::string(const Slot&)>& fills) {
-  const auto unlisted = [](const std::string& what) {
-    return ContractError("the contract uses \"" + what + "\" without listing it");
-  };
-  const auto session = sessions_.find(call.file);
-  if (session == sessions_.end()) throw unlisted(call.file);
-  Prepared made{.call = &call, .session = &session->second, .outputs = {}, .pasts = {}, .filled = {}, .logits = 0};
-  for (const std::string& name : call.outputs) made.outputs.push_back(name.c_str());
-  const auto place = [&](const std::string& name) {
-    const auto found = std::find(call.outputs.begin(), call.outputs.end(), name);
-    if (found == call.outputs.end()) throw unlisted(name);
-    return static_cast<std::size_t>(found - call.outputs.begin());
-  };
-  const auto& slots = contract_->slots;
-  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
-    if (const std::string name = fills(slots[slot]); !name.empty()) made.filled.emplace_back(slot, place(name));
-  }
-  for (const std::string& past : call.pasts) {
-    const auto found = std::find_if(slots.begin(), slots.end(), [&](const Slot& one) { return one.past == past; });
-    if (found == slots.end()) throw unlisted(past);
-    made.pasts.push_back(static_cast<std::size_t>(found - slots.begin()));
-  }
-  if (!call.logits.empty()) made.logits = place(call.logits);
-  return made;
-}
+void Decoder::trace_to(Trace trace) { trace_ = std::move(trace); }
 
 std::optional<std::int64_t> Decoder::limit() const {
   if (capacity_ && contract_->context_limit) return std::min(*capacity_, *contract_->context_limit);
@@ -95,70 +87,43 @@ std::optional<std::int64_t> Decoder::limit() const {
 
 // The source of an encoder.
 
-bool Decoder::takes_mask() const {
-  const auto calls = contract_->calls();
-  return std::any_of(calls.begin(), calls.end(), [](const Call* call) { return call->has(Rule::kEncoderMask); });
+bool Decoder::source_is_ids() const {
+  return contract_->source && (contract_->source->dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ||
+                               contract_->source->dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
 }
 
 void Decoder::encode(const Tokens& sources) {
   std::size_t longest = 0;
   for (const auto& row : sources) longest = std::max(longest, row.size());
+  if (!source_is_ids() || longest == 0) throw std::invalid_argument("this model takes no ids as its source");
   Tokens mask;
   std::vector<std::int64_t> ids;
   for (const auto& row : sources) {
-    if (row.empty()) throw std::invalid_argument("a source needs at least one id");
-    if (row.size() != longest && !takes_mask()) {
-      throw std::invalid_argument("this model takes no mask of the source: the sources must have the same length");
-    }
-    if (std::any_of(row.begin(), row.end(), [](std::int64_t id) { return id < 0; })) {
-      throw std::invalid_argument("the ids of the source are 0 or more");
-    }
+    if (row.empty() || std::ranges::min(row) < 0) throw std::invalid_argument("a source has ids, which are 0 or more");
     ids.insert(ids.end(), row.begin(), row.end());
     ids.resize(ids.size() + longest - row.size(), 0);
     mask.emplace_back(row.size(), 1).resize(longest, 0);
   }
   const Shape shape{static_cast<std::int64_t>(sources.size()), static_cast<std::int64_t>(longest)};
-  if (!contract_->source_is_ids() || longest == 0) throw std::invalid_argument("this model takes no ids as its source");
-  encode_elements(shape,
-                  with_type(contract_->source->type,
-                            [&]<typename T>() {
-                              return tensor<T>(shape, [&ids](std::span<T> values) {
-                                std::transform(ids.begin(), ids.end(), values.begin(),
-                                               [](std::int64_t id) { return element<T>(static_cast<double>(id)); });
-                              });
-                            }),
-                  takes_mask() ? std::move(mask) : Tokens{});
+  encode_elements(shape, [&ids](std::size_t i) { return static_cast<double>(ids[i]); }, std::move(mask));
 }
 
 void Decoder::encode(std::span<const float> values, const Shape& shape, const Tokens& mask) {
   if (!contract_->source) throw std::invalid_argument("this model has no encoder");
-  if (!mask.empty() && !takes_mask()) throw std::invalid_argument("this model takes no mask of the source");
-  if (std::any_of(shape.begin(), shape.end(), [](std::int64_t size) { return size < 1; }) ||
-      elements_of(shape) != values.size()) {
+  const bool full = std::ranges::all_of(shape, [](std::int64_t size) { return size > 0; });
+  if (!full || elements_of(shape) != values.size()) {
     throw std::invalid_argument(std::to_string(values.size()) + " elements are not those of the shape");
   }
-  encode_elements(shape,
-                  with_type(contract_->source->type,
-                            [&]<typename T>() {
-                              return tensor<T>(shape, [values](std::span<T> all) {
-                                std::transform(values.begin(), values.end(), all.begin(),
-                                               [](float one) { return element<T>(static_cast<double>(one)); });
-                              });
-                            }),
-                  mask);
+  encode_elements(shape, [values](std::size_t i) { return static_cast<double>(values[i]); }, mask);
 }
 
-void Decoder::encode_elements(const Shape& shape, Ort::Value value, Tokens mask) {
-  const Dims& dims = contract_->source->dims;
-  bool fits = shape.size() == dims.size();
-  for (std::size_t i = 0; fits && i < dims.size(); ++i) fits = dims[i] < 0 || dims[i] == shape[i];
-  if (!fits) throw std::invalid_argument("the source has other axes than the contract says");
-  const auto axis = [&dims](Axis one) -> std::optional<std::size_t> {
-    const auto found = std::find(dims.begin(), dims.end(), one);
-    return found == dims.end() ? std::nullopt : std::optional(static_cast<std::size_t>(found - dims.begin()));
-  };
-  const auto along = axis(kEncoderInput) ? axis(kEncoderInput) : axis(kEncoder);
-  const std::int64_t length = shape[along.value_or(shape.size() - 1)];
+void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mask) {
+  const Input& source = *contract_->source;
+  const auto fits = [](std::int64_t size, const Dim& dim) { return dim.size < 0 || size == dim.size; };
+  if (!std::ranges::equal(shape, source.dims, fits)) {
+    throw std::invalid_argument("the source has other axes than the contract says");
+  }
+  const std::int64_t length = shape.at(contract_->source_axis.value());
   for (const auto& row : mask) {
     if (static_cast<std::int64_t>(row.size()) != length) {
       throw std::invalid_argument("the mask of this source has " + std::to_string(length) + " columns");
@@ -166,15 +131,11 @@ void Decoder::encode_elements(const Shape& shape, Ort::Value value, Tokens mask)
   }
   State before = std::exchange(state_, State{});
   try {
-    if (const auto rows = axis(kBatch)) state_.sources = static_cast<std::size_t>(shape[*rows]);
+    if (source.batch_axis) state_.sources = static_cast<std::size_t>(shape[*source.batch_axis]);
     state_.source_length = length;
     state_.source_mask = std::move(mask);
-    state_.encoded.emplace(contract_->source->name, std::move(value));
-    if (encode_) {
-      std::vector<Ort::Value> made = run(*encode_, feeds(*encode_, {}, {}));
-      state_.encoded.clear();
-      for (std::size_t i = 0; i < made.size(); ++i) state_.encoded.emplace(encode_->outputs[i], std::move(made[i]));
-    }
+    state_.given.emplace("", tensor(shape, source.dtype, at));
+    if (contract_->calls.encode) state_.given.merge(run(*contract_->calls.encode, {}));
   } catch (...) {
     state_ = std::move(before);
     throw;
@@ -205,7 +166,7 @@ void Decoder::check_room(std::int64_t total) const {
 }
 
 Logits Decoder::prefill(const Tokens& prompts) {
-  if (contract_->source && (state_.encoded.empty() || state_.reordered)) {
+  if (contract_->source && (state_.given.empty() || state_.moved)) {
     throw std::logic_error("begin with encode(), and again after reorder()");
   }
   std::size_t longest = 0;
@@ -221,7 +182,7 @@ Logits Decoder::prefill(const Tokens& prompts) {
     ids.insert(ids.end(), longest - prompt.size(), 0);
     ids.insert(ids.end(), prompt.begin(), prompt.end());
   }
-  const std::size_t batch = contract_->batch.value_or(state_.sources.value_or(prompts.size()));
+  const std::size_t batch = contract_->batch.value_or(state_.sources > 0 ? state_.sources : prompts.size());
   if (prompts.size() != batch || prompts.empty()) {
     throw std::invalid_argument(std::to_string(prompts.size()) + " prompts, but there must be " +
                                 std::to_string(std::max<std::size_t>(batch, 1)));
@@ -231,11 +192,10 @@ Logits Decoder::prefill(const Tokens& prompts) {
   state_.padding = std::move(padding);
   state_.cache.clear();  // releases the values before others are made
   try {
+    auto sizes = step_of({}).sizes;
     for (const Slot& slot : contract_->slots) {
-      const auto rows = static_cast<std::int64_t>(batch);
-      const Sizes first{rows, rows * slot.heads, 1, slot.first_length, 1, capacity_.value_or(1), slot.first_length, 1,
-                        1};
-      state_.cache.push_back(slot.fed_zeros ? zeros(shape_of_dims(slot.dims, first), slot.type) : Ort::Value{nullptr});
+      sizes["batch_heads"] = static_cast<std::int64_t>(batch) * slot.heads;
+      state_.cache.push_back(slot.zeros ? zeros(shape_of_dims(*slot.zeros, sizes), slot.dtype) : Ort::Value{nullptr});
     }
     if (!contract_->one_token) return advance(ids);
     std::optional<Logits> logits;
@@ -272,76 +232,109 @@ Logits Decoder::step(const Tokens& tokens) {
   return advance(ids);
 }
 
+/// The value of a slot: what the loop holds, else what the encoder made.
+const Ort::Value& Decoder::cached(std::size_t slot) const {
+  if (slot < state_.cache.size() && state_.cache[slot]) return state_.cache[slot];
+  if (contract_->calls.encode) {
+    for (const Fill& one : contract_->calls.encode->fills) {
+      if (one.slot == slot) return given(one.output);
+    }
+  }
+  throw std::logic_error("there is nothing to feed to \"" + contract_->slots[slot].past + "\"");
+}
+
+/// The source, or what the encoder made of it.
+const Ort::Value& Decoder::given(const std::optional<std::string>& name) const {
+  const auto found = state_.given.find(name.value_or(""));
+  if (found == state_.given.end()) throw std::logic_error("begin with encode()");
+  return found->second;
+}
+
 /// Runs one call on new tokens, and keeps what it returns of the cache.
 Logits Decoder::advance(std::span<const std::int64_t> ids) {
-  const Prepared& prepared = state_.length == 0 ? prefill_ : decode_;
-  Values embedded;
-  if (embed_ && prepared.call->has(Rule::kEmbeddings)) {
-    std::vector<Ort::Value> made = run(*embed_, feeds(*embed_, ids, embedded));
-    for (std::size_t i = 0; i < made.size(); ++i) embedded.emplace(embed_->outputs[i], std::move(made[i]));
-  }
-  std::vector<Ort::Value> made = run(prepared, feeds(prepared, ids, embedded));
-  Logits logits(std::move(made[prepared.logits]), state_.padding.size());
+  const Call& call = state_.length == 0 ? contract_->calls.prefill : contract_->calls.decode;
+  Values made = run(call, ids);
+  Logits logits(std::move(made.at(call.logits.value())), state_.padding.size());
   std::vector<std::pair<std::size_t, Ort::Value>> next;
-  for (const auto& [slot, output] : prepared.filled) {
-    if (auto value = next_value(slot, std::move(made[output]))) next.emplace_back(slot, std::move(*value));
+  for (const Fill& one : call.fills) {
+    if (auto value = next_value(one, std::move(made.at(one.output)))) next.emplace_back(one.slot, std::move(*value));
   }
   for (auto& [slot, value] : next) state_.cache[slot] = std::move(value);  // releases the value before
   state_.length += static_cast<std::int64_t>(ids.size() / state_.padding.size());
   return logits;
 }
 
-/// What a call returns belongs to the caller, and stays in the runtime's memory.
-std::vector<Ort::Value> Decoder::run(const Prepared& prepared, const Feeds& feeds) {
-  std::vector<OrtValue*> got(prepared.outputs.size(), nullptr);
-  const Ort::Status status{Ort::GetApi().Run(*prepared.session, run_options_, feeds.names.data(), feeds.values.data(),
-                                             feeds.names.size(), prepared.outputs.data(), got.size(), got.data())};
-  std::vector<Ort::Value> values;
-  for (OrtValue* one : got) values.emplace_back(one);
-  if (!trace_.file.empty()) {
-    Tensors fed, returned;
-    for (std::size_t i = 0; i < feeds.names.size(); ++i) fed.emplace_back(feeds.names[i], feeds.values[i]);
-    for (std::size_t i = 0; status.IsOK() && i < got.size(); ++i) {
-      returned.emplace_back(prepared.outputs[i], values[i].GetConst());
+/// Runs a call. What it returns belongs to the caller, and stays in the runtime's memory.
+Decoder::Values Decoder::run(const Call& call, std::span<const std::int64_t> ids) {
+  Step step = step_of(ids);
+  if (const auto& encoder = call.encoder) {
+    const auto slot = encoder->name ? slots_.find(*encoder->name) : slots_.end();
+    const Ort::Value& counted = encoder->place == "cache" ? cached(slot->second) : given(encoder->name);
+    step.sizes["encoder"] = size_of(counted, encoder->axis);
+  }
+  const Values embedded = call.has("embeddings") ? run(contract_->calls.embed.value(), ids) : Values{};
+  std::vector<const char*> names, outputs;
+  std::vector<const OrtValue*> fed;
+  std::vector<Ort::Value> own;  // for this call alone; the others are borrowed
+  const auto feed = [&](const std::string& name, const Ort::Value& value) {
+    names.push_back(name.c_str());
+    fed.push_back(value);
+  };
+  for (const Input& one : call.inputs) {
+    if (one.rule == "embeddings") {
+      feed(one.name, embedded.at(one.made.value()));
+    } else if (one.rule == "encoder-input" || one.rule == "encoder-states") {
+      feed(one.name, given(one.made));
+    } else {
+      const Shape shape = shape_of_dims(one.dims, step.sizes);
+      feed(one.name, own.emplace_back(tensor(shape, one.dtype, elements(one, shape, step))));
     }
-    trace_.note(prepared.call->file, fed, returned, status);
+  }
+  for (const std::string& past : call.pasts) feed(past, cached(slots_.at(past)));
+  for (const std::string& output : call.outputs) outputs.push_back(output.c_str());
+  std::vector<OrtValue*> got(outputs.size(), nullptr);
+  const Ort::Status status{Ort::GetApi().Run(sessions_.at(call.file), run_options_, names.data(), fed.data(),
+                                             names.size(), outputs.data(), got.size(), got.data())};
+  Values values;
+  Tensors returned;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const Ort::Value& value = values.emplace(call.outputs[i], Ort::Value(got[i])).first->second;
+    if (trace_ && status.IsOK()) returned.emplace_back(call.outputs[i], value.GetConst());
+  }
+  if (trace_) {
+    Tensors taken;
+    for (std::size_t i = 0; i < names.size(); ++i) taken.emplace_back(names[i], Ort::ConstValue(fed[i]));
+    trace_(describe_call(call.file, taken, returned, status));
   }
   Ort::ThrowOnError(status);
   return values;
 }
 
 /// The next value of a slot: the output itself, or what is made of it; none where it is written into the past.
-std::optional<Ort::Value> Decoder::next_value(std::size_t slot, Ort::Value present) {
-  const Slot& one = contract_->slots[slot];
-  Ort::Value& past = state_.cache[slot];
-  if (one.length_axis < 0 || one.present.empty() || !past) return present;
-  const std::int64_t length = size_of(past, one.length_axis), count = size_of(present, one.length_axis);
-  switch (one.carry) {
-    case Carry::kAppend:
-      return join(one.length_axis, {{&past, 0, length}, {&present, 0, count}});
-    case Carry::kShift:
-      return join(one.length_axis, {{&past, std::min(count, length), length}, {&present, 0, count}});
-    case Carry::kDropOldest:
-      return join(one.length_axis, {{&present, 1, count}});
-    case Carry::kWrite:
-      write_rows(past, one.length_axis, state_.length, present);
-      return std::nullopt;
-    default:
-      return present;
+std::optional<Ort::Value> Decoder::next_value(const Fill& fill, Ort::Value made) {
+  if (fill.carry == "feed-back") return made;
+  const std::size_t axis = contract_->slots[fill.slot].length_axis.value();
+  const std::int64_t count = size_of(made, axis);
+  if (fill.carry == "drop-oldest") return join(axis, {{&made, 1, count}});
+  if (fill.carry == "write") {
+    write_rows(state_.cache[fill.slot], axis, state_.length, made);
+    return std::nullopt;
   }
+  const Ort::Value& past = cached(fill.slot);
+  const std::int64_t length = size_of(past, axis), leaving = fill.carry == "shift" ? std::min(count, length) : 0;
+  return join(axis, {{&past, leaving, length}, {&made, 0, count}});
 }
 
 void Decoder::rewind(std::int64_t count) {
   if (!contract_->rewinds) throw std::invalid_argument("a part of this cache cannot go back");
-  const std::int64_t padded =
-      state_.padding.empty() ? 0 : *std::max_element(state_.padding.begin(), state_.padding.end());
+  const std::int64_t padded = state_.padding.empty() ? 0 : std::ranges::max(state_.padding);
   if (count < 0 || count >= state_.length - padded) {
     throw std::invalid_argument("cannot forget " + std::to_string(count) + " of " +
                                 std::to_string(state_.length - padded) + " tokens");
   }
   replace([&](const Slot& slot, const Ort::Value& value) {
-    const bool cut = slot.cut && slot.length_axis >= 0;
-    return cut ? join(slot.length_axis, {{&value, 0, state_.length - count}}) : Ort::Value{nullptr};
+    const bool cut = slot.rewinds == "cut";
+    return cut ? join(slot.length_axis.value(), {{&value, 0, state_.length - count}}) : Ort::Value{nullptr};
   });
   state_.length -= count;
 }
@@ -353,29 +346,15 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
   if (rows.empty() || std::any_of(rows.begin(), rows.end(), [batch](std::size_t row) { return row >= batch; })) {
     throw std::invalid_argument("these are not rows of " + std::to_string(batch));
   }
-  const auto taken = [rows](const Ort::Value& value, std::int64_t axis, std::int64_t heads) {
-    std::vector<Rows> pieces;
-    for (const std::size_t row : rows) {
-      const auto begin = static_cast<std::int64_t>(row) * heads;
-      pieces.push_back({&value, begin, begin + heads});
-    }
-    return join(axis, pieces);
-  };
-  Values encoded;
-  for (const auto& [name, value] : state_.encoded) {
-    const auto slot = std::find_if(contract_->slots.begin(), contract_->slots.end(),
-                                   [&](const Slot& one) { return one.by_encoder && one.made == name; });
-    const std::int64_t axis = slot == contract_->slots.end() ? 0 : slot->batch_axis;
-    if (axis >= 0 && size_of(value, axis) == static_cast<std::int64_t>(batch)) {
-      encoded.emplace(name, taken(value, axis, 1));
+  replace([&](const Slot& slot, const Ort::Value& value) {
+    return slot.batch_axis ? taken(value, *slot.batch_axis, slot.heads, rows) : Ort::Value{nullptr};
+  });
+  for (const Input& one : contract_->calls.decode.inputs) {
+    if (one.rule == "encoder-states") {
+      Ort::Value& states = state_.given.at(one.made.value_or(""));
+      states = taken(states, 0, 1, rows);
     }
   }
-  replace([&](const Slot& slot, const Ort::Value& value) {
-    if (slot.batch_axis < 0) return Ort::Value{nullptr};
-    const bool shared = slot.dims[static_cast<std::size_t>(slot.batch_axis)] == kBatchHeads;
-    return taken(value, slot.batch_axis, shared ? slot.heads : 1);
-  });
-  for (auto& [name, value] : encoded) state_.encoded.insert_or_assign(name, std::move(value));
   std::vector<std::int64_t> padding;
   Tokens mask;
   for (const std::size_t row : rows) {
@@ -384,14 +363,14 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
   }
   state_.padding = std::move(padding);
   state_.source_mask = std::move(mask);
-  state_.reordered = true;
+  state_.moved = true;
 }
 
 /// Replaces the values of the cache by what a function makes of them, all or none; an empty handle leaves a value.
 void Decoder::replace(const std::function<Ort::Value(const Slot&, const Ort::Value&)>& make) {
   std::vector<Ort::Value> made;
   for (std::size_t slot = 0; slot < state_.cache.size(); ++slot) {
-    made.push_back(state_.cache[slot] ? make(contract_->slots[slot], state_.cache[slot]) : Ort::Value{nullptr});
+    made.push_back(make(contract_->slots[slot], cached(slot)));
   }
   for (std::size_t slot = 0; slot < made.size(); ++slot) {
     if (made[slot]) state_.cache[slot] = std::move(made[slot]);

@@ -10,7 +10,6 @@
 
 #include <onnxruntime_cxx_api.h>
 
-#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -20,12 +19,12 @@
 #include <span>
 #include <stop_token>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "decode_loop/contract.hpp"
 #include "decode_loop/sampling.hpp"
 #include "decode_loop/tensors.hpp"
-#include "decode_loop/trace.hpp"
 
 namespace decode_loop {
 
@@ -62,6 +61,9 @@ using Choose = std::function<std::int64_t(std::span<const float> logits, std::sp
 /// Is called for each new token; false stops the generation.
 using OnToken = std::function<bool(Token)>;
 
+/// Takes each call as a line of JSON: kvdoctor step-test MODEL --trace FILE.
+using Trace = std::function<void(const std::string& line)>;
+
 class Stream;
 
 /// A model, and the cache of one batch of sequences. It serves one thread at a time.
@@ -82,8 +84,8 @@ class Decoder {
   std::int64_t length() const { return state_.length; }
   /// The most tokens that a sequence may have.
   std::optional<std::int64_t> limit() const;
-  /// Writes down the calls from now on.
-  void trace_to(Trace trace) { trace_ = std::move(trace); }
+  /// Writes down the calls from now on; without a function no longer.
+  void trace_to(Trace trace);
   /// Begins anew: no sequences, and nothing encoded.
   void reset() { state_ = State{}; }
 
@@ -109,61 +111,43 @@ class Decoder {
                   const OnToken& on_token = {}, const std::stop_token& stop = {});
 
  private:
-  using Values = std::map<std::string, Ort::Value, std::less<>>;
-  // One kind of call, ready to be run: names for the runtime, and which output goes to which slot.
-  struct Prepared {
-    const Call* call;
-    Ort::Session* session;
-    std::vector<const char*> outputs;
-    std::vector<std::size_t> pasts;
-    std::vector<std::pair<std::size_t, std::size_t>> filled;
-    std::size_t logits;
-  };
-  // The inputs of one call. Values are borrowed, but for those of this call alone.
-  struct Feeds {
-    std::vector<const char*> names;
-    std::vector<const OrtValue*> values;
-    std::vector<Ort::Value> own;
-  };
+  using Values = std::map<std::string_view, Ort::Value>;
   // What the calls of a batch of sequences depend on.
   struct State {
     std::int64_t length = 0;
     std::vector<std::int64_t> padding;  // of each sequence, on the left
     // By slot: what is fed next; an empty handle where it is what the encoder made.
     std::vector<Ort::Value> cache;
-    // What the encoder returned, or the source itself where no graph reads it. It outlives the sequences.
-    Values encoded;
-    std::optional<std::size_t> sources;  // how many sequences the source is for
+    // The source, without a name, and what the encoder made of it. They outlive the sequences.
+    Values given;
+    std::size_t sources = 0;  // how many sequences the source is for; 0 where it does not say
     std::int64_t source_length = 0;
     Tokens source_mask;
-    bool reordered = false;
+    bool moved = false;
   };
-  // The size of each Axis in a call, in their order.
-  using Sizes = std::array<std::int64_t, 9>;
+  // What the values of a call are made from: ids of its tokens, and what each axis and each number counts.
+  struct Step {
+    std::span<const std::int64_t> ids;
+    std::map<std::string_view, std::int64_t> sizes;
+  };
 
-  Prepared prepare(const Call& call, const std::function<std::string(const Slot&)>& fills);
-  void encode_elements(const Shape& shape, Ort::Value value, Tokens mask);
-  bool takes_mask() const;
+  void encode_elements(const Shape& shape, const Elements& at, Tokens mask);
+  bool source_is_ids() const;
   void check_ids(std::span<const std::int64_t> ids) const;
   void check_room(std::int64_t total) const;
   Logits advance(std::span<const std::int64_t> ids);
-  std::vector<Ort::Value> run(const Prepared& prepared, const Feeds& feeds);
-  Feeds feeds(const Prepared& prepared, std::span<const std::int64_t> ids, const Values& embedded) const;
-  Sizes sizes(std::size_t ids) const;
-  static Shape shape_of_dims(const Dims& dims, const Sizes& sizes);
-  template <typename T>
-  void fill(const Input& one, const Shape& shape, const Sizes& sizes, std::span<const std::int64_t> ids,
-            std::span<T> values) const;
-  const Ort::Value* held(std::size_t slot) const;
-  const Ort::Value* states() const;
-  std::int64_t encoder_length() const;
-  std::optional<Ort::Value> next_value(std::size_t slot, Ort::Value present);
+  Values run(const Call& call, std::span<const std::int64_t> ids);
+  Step step_of(std::span<const std::int64_t> ids) const;
+  Elements elements(const Input& one, const Shape& shape, const Step& step) const;
+  Elements mask(const Input& one, const Shape& shape, const Step& step) const;
+  const Ort::Value& cached(std::size_t slot) const;
+  const Ort::Value& given(const std::optional<std::string>& name) const;
+  std::optional<Ort::Value> next_value(const Fill& fill, Ort::Value made);
   void replace(const std::function<Ort::Value(const Slot&, const Ort::Value&)>& make);
 
   std::shared_ptr<const Contract> contract_;
   std::map<std::string, Ort::Session> sessions_;
-  std::optional<Prepared> encode_, embed_;
-  Prepared prefill_, decode_;
+  std::map<std::string_view, std::size_t> slots_;  // by the names of their inputs
   Ort::RunOptions run_options_;
   Trace trace_;
   std::optional<std::int64_t> capacity_;

@@ -3,8 +3,8 @@
 
 #include <onnxruntime_cxx_api.h>
 
-#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <stdexcept>
 #include <type_traits>
@@ -16,10 +16,8 @@ using Shape = std::vector<std::int64_t>;
 
 std::size_t elements_of(const Shape& shape);
 Shape shape_of(const Ort::Value& value);
-std::int64_t size_of(const Ort::Value& value, std::int64_t axis);
+std::int64_t size_of(const Ort::Value& value, std::size_t axis);
 
-/// A tensor whose elements are not set.
-Ort::Value allocated(const Shape& shape, ONNXTensorElementDataType type);
 Ort::Value zeros(const Shape& shape, ONNXTensorElementDataType type);
 
 /// Rows of a tensor along an axis, from `begin` to before `end`.
@@ -29,9 +27,9 @@ struct Rows {
 };
 
 /// Rows of tensors in sequence along an axis. It copies bytes, whatever the elements are.
-Ort::Value join(std::int64_t axis, const std::vector<Rows>& pieces);
+Ort::Value join(std::size_t axis, const std::vector<Rows>& pieces);
 /// Writes the rows of a tensor over those of another one, from a row on.
-void write_rows(Ort::Value& target, std::int64_t axis, std::int64_t from, const Ort::Value& value);
+void write_rows(Ort::Value& target, std::size_t axis, std::int64_t from, const Ort::Value& value);
 
 template <typename T>
 T element(double value) {
@@ -80,13 +78,10 @@ auto with_type(ONNXTensorElementDataType type, Function function) {
   }
 }
 
-/// A tensor whose elements a function sets, given all of them: `fill(std::span<T>)`.
-template <typename T, typename Fill>
-Ort::Value tensor(const Shape& shape, Fill fill) {
-  Ort::AllocatorWithDefaultOptions allocator;
-  Ort::Value made = Ort::Value::CreateTensor<T>(allocator, shape.data(), shape.size());
-  if (const std::size_t count = elements_of(shape); count > 0) fill(std::span(made.GetTensorMutableData<T>(), count));
-  return made;
-}
+/// Element i of a tensor.
+using Elements = std::function<double(std::size_t i)>;
+
+/// A tensor of such elements.
+Ort::Value tensor(const Shape& shape, ONNXTensorElementDataType type, const Elements& at);
 
 }  // namespace decode_loop

@@ -1,10 +1,8 @@
-// Writes down what the loop fed and got, a line of JSON for each call: kvdoctor step-test MODEL --trace FILE.
+// Writes down what a call was fed and returned.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>
 
-#include <filesystem>
-#include <iosfwd>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,16 +13,7 @@ namespace decode_loop {
 /// Tensors of a call by name.
 using Tensors = std::vector<std::pair<std::string_view, Ort::ConstValue>>;
 
-/// Where the lines go; without a file nothing is written. Where several runs go into it, each has its name.
-struct Trace {
-  std::filesystem::path file;
-  std::string run;
-
-  /// Writes down one call of a file of the model.
-  void note(std::string_view model, const Tensors& fed, const Tensors& got, const Ort::Status& status) const;
-};
-
-/// Writes a string of JSON.
-void write_json(std::ostream& out, std::string_view text);
+/// A call of a file of the model as a line of JSON.
+std::string describe_call(const std::string& file, const Tensors& fed, const Tensors& got, const Ort::Status& status);
 
 }  // namespace decode_loop

@@ -1,12 +1,12 @@
 // The cache of one batch of sequences: what a call returns becomes what the next one is fed.
 
 import { shapeOf } from "./inputs.js";
-import { SOURCE, STATES } from "./model.js";
-import { ARRAYS, join, product, tensor, write } from "./tensors.js";
+import { SOURCE } from "./model.js";
+import { ARRAYS, join, product, tensor, typeName, write } from "./tensors.js";
 
-/** @import { Slot } from "./contract.js" */
-/** @import { Model, Values } from "./model.js" */
+/** @import { Model } from "./model.js" */
 /** @import { Tensor } from "./tensors.js" */
+/** @import { Call, Values } from "./types.js" */
 
 /** A value is disposed of as soon as another one has replaced it. */
 export class Cache {
@@ -24,68 +24,23 @@ export class Cache {
     return this.#values;
   }
 
-  /** The sizes of the source; undefined before `encode`. */
-  get sourceSizes() {
-    const shape = this.#encoded.get(SOURCE)?.dims;
-    return shape && this.sizesOf(shape);
+  /** The shape of the source; undefined before `encode`. */
+  get source() {
+    return this.#encoded.get(SOURCE)?.dims;
   }
 
-  /**
-   * The sizes of a source.
-   *
-   * @param {readonly number[]} shape
-   */
-  sizesOf(shape) {
-    const dims = this.#model.contract.source?.dims ?? [];
-    const length = dims.findIndex((dim) => dim === "encoder_input" || dim === "encoder"); // else the last one
-    return { batch: shape[Math.max(dims.indexOf("batch"), 0)], encoder_input: shape.at(length) ?? 1 };
-  }
-
-  /**
-   * The number of encoder states that a call is about.
-   *
-   * @param {boolean} first
-   */
-  encoderLength(first) {
-    const { calls, source, slots } = this.#model.contract;
-    if (calls.encode?.states != null || source?.rule === "encoder-states") {
-      return this.#values.get(STATES)?.dims[1] ?? 0;
-    }
-    const slot = slots.find(({ counts_states }) => counts_states);
-    const counted = slot?.length_axis != null && (slot.by_encoder || !first);
-    const dims = counted ? this.#values.get(slot.past)?.dims : undefined;
-    return dims?.[slot?.length_axis ?? 0] ?? this.sourceSizes?.encoder_input ?? 0;
-  }
-
-  /**
-   * Hold what `encode` was given or made, for every prefill after it.
-   *
-   * @param {Values} values
-   */
+  /** Hold a source or what `encode` made of it, for every prefill after it. @param {Values} values */
   hold(values) {
-    for (const [name, value] of Object.entries(values)) {
-      this.#encoded.set(name, value);
-    }
+    const { calls, slots } = this.#model.contract;
+    const pasts = new Map(calls.encode?.fills.map(({ output, slot }) => [output, slots[slot].past]));
+    Object.entries(values).forEach(([name, value]) => this.#encoded.set(pasts.get(name) ?? name, value));
     this.clear();
   }
 
   /** Forget the sequences. */
   clear() {
-    const { encode } = this.#model.contract.calls;
     const before = [...this.#values.values()];
-    const states = encode === null ? SOURCE : (encode.states ?? "");
-    const slots = this.#model.contract.slots.filter((slot) => slot.by_encoder);
-    this.#values.clear();
-    for (const [past, made] of [
-      [SOURCE, SOURCE],
-      [STATES, states],
-      ...slots.map((slot) => [slot.past, slot.made ?? ""]),
-    ]) {
-      const value = this.#encoded.get(made);
-      if (value !== undefined) {
-        this.#values.set(past, value);
-      }
-    }
+    this.#values = new Map(this.#encoded);
     before.forEach((value) => this.#release(value));
   }
 
@@ -97,23 +52,13 @@ export class Cache {
     encoded.forEach((value) => value.dispose());
   }
 
-  /**
-   * Fill what the first call is fed with zeros.
-   *
-   * @param {number} batch
-   */
+  /** Fill what the first call is fed with zeros. @param {number} batch */
   begin(batch) {
     const { capacity, contract, ort } = this.#model;
-    for (const { past, dims, dtype, fed_zeros, first_length: length, heads } of contract.slots) {
-      if (fed_zeros) {
-        const shape = shapeOf(dims, {
-          batch,
-          batch_heads: batch * heads,
-          past: length,
-          encoder: length,
-          capacity,
-        });
-        this.#values.set(past, tensor(ort, dtype, new ARRAYS[dtype](product(shape)), shape));
+    for (const { past, dtype, zeros, heads } of contract.slots) {
+      if (zeros !== null) {
+        const shape = shapeOf(zeros, { batch, batch_heads: batch * heads, capacity });
+        this.#values.set(past, tensor(ort, typeName(dtype), new ARRAYS[dtype](product(shape)), shape));
       }
     }
   }
@@ -121,75 +66,62 @@ export class Cache {
   /**
    * Take over what a call returned of the cache.
    *
+   * @param {Call} call
    * @param {Values} outputs
    * @param {number} length - tokens before the call
    */
-  async carry(outputs, length) {
-    /** @type {[string, Tensor][]} */
-    const next = [];
-    for (const slot of this.#model.contract.slots) {
-      const name = length > 0 ? slot.present : slot.by_encoder ? null : slot.made;
-      if (name !== null) {
-        const value = this.#next(slot, outputs[name], length);
-        next.push([slot.past, value instanceof Promise ? await value : value]);
-      }
-    }
-    this.#replace(next);
+  async carry({ fills }, outputs, length) {
+    const { slots } = this.#model.contract;
+    const next = fills.map(({ slot, output, carry }) => {
+      const { past, length_axis: axis } = slots[slot];
+      return /** @type {const} */ ([past, this.#next(this.#values.get(past), outputs[output], carry, axis, length)]);
+    });
+    await this.#replace(next);
   }
 
-  /**
-   * Cut the cache to its first tokens.
-   *
-   * @param {number} length
-   */
+  /** Cut the cache to its first tokens. @param {number} length */
   async cut(length) {
-    const { contract, ort } = this.#model;
-    /** @type {[string, Tensor][]} */
-    const next = [];
-    for (const { past, rewinds, length_axis: axis } of contract.slots) {
-      const value = this.#values.get(past);
-      if (value !== undefined && rewinds === "cut" && axis !== null) {
-        next.push([past, await join(ort, axis, [[value, 0, length]])]);
-      }
-    }
-    this.#replace(next);
+    const slots = this.#model.contract.slots.filter(({ rewinds }) => rewinds === "cut");
+    await this.#replace(slots.map((slot) => this.#chosen(slot.past, slot.length_axis, [[0, length]])));
   }
 
-  /**
-   * Make row i of the batch a copy of what row `rows[i]` was.
-   *
-   * @param {readonly number[]} rows
-   */
+  /** Make row i of the batch a copy of what row `rows[i]` was. @param {readonly number[]} rows */
   async reorder(rows) {
-    const { contract, ort } = this.#model;
-    const axis = Math.max(contract.source?.dims.indexOf("batch") ?? 0, 0);
-    /** @type {[string, Tensor][]} */
-    const next = [];
-    for (const { past, batch_axis, dims, heads } of [
-      ...contract.slots,
-      { past: STATES, batch_axis: 0, dims: [], heads: 1 },
-      { past: SOURCE, batch_axis: axis, dims: [], heads: 1 },
-    ]) {
-      const value = this.#values.get(past);
-      if (value !== undefined && batch_axis !== null) {
-        const size = dims[batch_axis] === "batch_heads" ? heads : 1;
-        const pieces = rows.map((row) => /** @type {const} */ ([value, row * size, (row + 1) * size]));
-        next.push([past, await join(ort, batch_axis, pieces)]);
-      }
-    }
-    this.#replace(next);
+    const { slots, source } = this.#model.contract;
+    const next = [...this.#values.keys()].map((past) => {
+      const ofEncoder = { batch_axis: past === SOURCE ? (source?.batch_axis ?? 0) : 0, heads: 1 };
+      const { batch_axis, heads } = slots.find((slot) => slot.past === past) ?? ofEncoder;
+      const entries = rows.map((row) => /** @type {const} */ ([row * heads, (row + 1) * heads]));
+      return this.#chosen(past, batch_axis, entries);
+    });
+    await this.#replace(next);
   }
 
   /**
-   * Replace parts of the cache, after all that could fail.
+   * A value with entries of its own along an axis, where it is there and has one.
    *
-   * @param {readonly [past: string, value: Tensor][]} next
+   * @param {string} past
+   * @param {number | null} axis
+   * @param {readonly (readonly [from: number, to: number])[]} entries
    */
-  #replace(next) {
-    for (const [past, value] of next) {
+  #chosen(past, axis, entries) {
+    const value = this.#values.get(past);
+    const pieces = entries.map(([from, to]) => /** @type {const} */ ([/** @type {Tensor} */ (value), from, to]));
+    return /** @type {const} */ ([past, value && axis !== null ? this.#join(axis, pieces) : undefined]);
+  }
+
+  /**
+   * Replace the values for which there are others, after all that could fail.
+   *
+   * @param {readonly (readonly [past: string, value: Tensor | Promise<Tensor> | undefined])[]} next
+   */
+  async #replace(next) {
+    const values = await Promise.all(next.map(([, value]) => value));
+    for (const [at, value] of values.entries()) {
+      const [past] = next[at];
       const before = this.#values.get(past);
-      this.#values.set(past, value);
-      if (before !== value) {
+      if (value !== undefined && value !== before) {
+        this.#values.set(past, value);
         this.#release(before);
       }
     }
@@ -198,54 +130,42 @@ export class Cache {
   /**
    * The next past of a slot: the output itself, or what the loop makes of it.
    *
-   * @param {Slot} slot
+   * @param {Tensor | undefined} past
    * @param {Tensor} present
+   * @param {string} carry
+   * @param {number | null} axis
    * @param {number} length - tokens before the call
-   * @returns {Tensor | Promise<Tensor>}
    */
-  #next({ past: name, carry, length_axis: axis }, present, length) {
-    const { ort } = this.#model;
-    const past = this.#values.get(name);
-    if (past === undefined || axis === null || carry === "feed-back" || carry === "hold") {
+  #next(past, present, carry, axis, length) {
+    if (past === undefined || axis === null || carry === "feed-back") {
       return present;
     }
     const [size, count] = [past.dims[axis], present.dims[axis]];
+    const added = /** @type {const} */ ([present, 0, count]);
     switch (carry) {
       case "append":
-        return join(ort, axis, [
-          [past, 0, size],
-          [present, 0, count],
-        ]);
+        return this.#join(axis, [[past, 0, size], added]);
       case "shift": // the oldest entries leave on one side, the new ones come in on the other
-        return join(ort, axis, [
-          [past, count, size],
-          [present, 0, count],
-        ]);
+        return this.#join(axis, [[past, count, size], added]);
       case "drop-oldest":
-        return join(ort, axis, [[present, 1, count]]);
+        return this.#join(axis, [[present, 1, count]]);
     }
     if (past.location === "cpu" && present.location === "cpu") {
       write(past, present, axis, length);
       return past;
     }
-    return join(ort, axis, [
-      [past, 0, length],
-      [present, 0, count],
-      [past, length + count, size],
-    ]);
+    return this.#join(axis, [[past, 0, length], added, [past, length + count, size]]);
   }
 
-  /**
-   * Give back a value, unless `encode` made it.
-   *
-   * @param {Tensor | undefined} value
-   */
+  /** @param {number} axis @param {Parameters<typeof join>[2]} pieces */
+  #join(axis, pieces) {
+    return join(this.#model.ort, axis, pieces);
+  }
+
+  /** Give back a value, unless `encode` made it. @param {Tensor | undefined} value */
   #release(value) {
-    for (const encoded of this.#encoded.values()) {
-      if (encoded === value) {
-        return;
-      }
+    if (![...this.#encoded.values()].includes(/** @type {Tensor} */ (value))) {
+      value?.dispose();
     }
-    value?.dispose();
   }
 }

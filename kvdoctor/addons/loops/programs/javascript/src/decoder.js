@@ -4,39 +4,14 @@ import { Cache } from "./cache.js";
 import { shapeOf } from "./inputs.js";
 import { Model, SOURCE } from "./model.js";
 import { sampler } from "./sampling.js";
-import { ARRAYS, element, numbers, product, tensor } from "./tensors.js";
+import { ARRAYS, element, numbers, product, tensor, typeName } from "./tensors.js";
 
 export { likeliest, sampler } from "./sampling.js";
 
 /** @import { Runtime, Tensor } from "./tensors.js" */
-/** @typedef {import("./inputs.js").Tokens} Tokens Token ids, a list for each sequence of the batch. */
-/** @typedef {import("./model.js").OpenOptions} OpenOptions How to open a model. */
-/** @typedef {import("./model.js").TracedCall} TracedCall A call in a trace. */
-/** @typedef {import("./sampling.js").Choose} Choose Picks a token. */
-/** @typedef {import("./sampling.js").Logits} Logits What each entry of the vocabulary scores, of one sequence. */
-/** @typedef {import("./sampling.js").Sampling} Sampling How tokens are drawn. */
-/** @typedef {{ data: Float32Array, shape: readonly number[] }} Source Numbers, the last axis running fastest. */
-
-/**
- * How a call is made.
- *
- * @typedef {object} CallOptions
- * @property {boolean} [every] - Return the logits of all new tokens of a sequence, one after the other in its row.
- * @property {AbortSignal} [signal] - Cancels before the next call of the model.
- */
-
-/**
- * How to decode.
- *
- * @typedef {object} Decoding
- * @property {number} [most] - The most new tokens of a sequence; 20 without it.
- * @property {readonly number[]} [stop] - Tokens that end a sequence; those of the model's configs without it.
- * @property {Choose} [choose] - Picks a token; without it the sampling options do.
- * @property {boolean} [continued] - The tokens go on with the sequences that are there.
- * @property {AbortSignal} [signal] - Cancels before the next call of the model.
- */
-
-/** @typedef {Decoding & Sampling} DecodeOptions */
+/** @import { Call, CallOptions, Contract, Logits, Source, Tokens } from "./types.js" */
+/** @typedef {import("./types.js").DecodeOptions} DecodeOptions How to decode. */
+/** @typedef {import("./types.js").OpenOptions} OpenOptions How to open a model. */
 
 /**
  * A batch of sequences of a model.
@@ -87,8 +62,7 @@ export class Decoder {
   reset() {
     this.#refuseWhileBusy();
     this.#calls++;
-    this.#clear();
-    this.#cache.forget();
+    this.#forget();
   }
 
   /** Give back the cache and the sessions, those of all decoders that share them. */
@@ -112,29 +86,29 @@ export class Decoder {
     if (input === null) {
       throw new Error("the model reads no source");
     }
-    const { data, shape, padding } = "shape" in source ? { ...source, padding: undefined } : this.#padSources(source);
+    const { data, shape, padding } =
+      "shape" in source ? { ...source, padding: undefined } : padSources(source, contract);
     const expected = input.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
     if (shape.length !== input.dims.length || !expected || product(shape) !== data.length || data.length === 0) {
       throw new RangeError(`the source is ${input.dtype}[${input.dims}]; got ${data.length} numbers as [${shape}]`);
     }
-    const sizes = this.#cache.sizesOf(shape);
+    const sizes = this.#sizes(shape[input.batch_axis ?? 0], 0, encode, shape);
     const masked = encode?.inputs.find(({ rule }) => rule === "encoder-mask");
     const given = mask && sameLength(mask, "the mask");
     if (given && masked && String(given) !== String(shapeOf(masked.dims, sizes))) {
       throw new RangeError(`the mask has shape [${shapeOf(masked.dims, sizes)}]; got [${given}]`);
     }
     await this.#alone(async () => {
-      this.#clear();
-      this.#cache.forget();
+      this.#forget();
       const array = new ARRAYS[input.dtype](data.length);
       data.forEach((value, at) => (array[at] = element(input.dtype, value)));
-      this.#cache.hold({ [SOURCE]: tensor(ort, input.dtype, array, shape) });
+      this.#cache.hold({ [SOURCE]: tensor(ort, typeName(input.dtype), array, shape) });
       this.#givenMask = this.#mask = mask ?? padding;
       try {
         const moment = { sizes, tokens: [], padding: [], mask: this.#mask };
         this.#cache.hold(encode === null ? {} : await this.#model.run(encode, moment, this.#cache.values));
       } catch (error) {
-        this.#cache.forget();
+        this.#forget();
         throw error;
       }
     });
@@ -150,29 +124,29 @@ export class Decoder {
    * @returns {Promise<Logits[]>}
    */
   async prefill(prompts, { every = false, signal } = {}) {
-    const { contract } = this.#model;
-    const source = this.#cache.sourceSizes;
-    if (contract.source !== null && source === undefined) {
+    const { batch, one_token, pads, source } = this.#model.contract;
+    const shape = this.#cache.source;
+    if (source !== null && shape === undefined) {
       throw new Error("begin with encode()");
     }
     if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
       throw new RangeError("every sequence begins with at least one token");
     }
-    const sources = contract.source?.dims.includes("batch") ? source?.batch : undefined;
-    if (prompts.length !== (contract.batch ?? sources ?? prompts.length)) {
-      const wanted = contract.batch === null ? `${sources} sources` : `a batch of ${contract.batch}`;
-      throw new RangeError(`${prompts.length} prompts for ${wanted}`);
+    const sources = source?.batch_axis == null ? undefined : shape?.[source.batch_axis];
+    if (prompts.length !== (batch ?? sources ?? prompts.length)) {
+      throw new RangeError(
+        `${prompts.length} prompts for ${batch === null ? `${sources} sources` : `a batch of ${batch}`}`,
+      );
     }
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
     const padding = prompts.map((prompt) => longest - prompt.length);
-    if (!contract.pads && Math.max(...padding) > 0) {
+    if (!pads && Math.max(...padding) > 0) {
       throw new RangeError("the prompts of a batch must have the same length");
     }
-    this.#checkTokens(prompts);
-    this.#checkRoom(longest);
+    this.#checkTokens(prompts, longest);
     signal?.throwIfAborted();
     const rows = prompts.map((prompt, row) => [...Array(padding[row]).fill(0), ...prompt]);
-    const size = contract.one_token ? 1 : longest;
+    const size = one_token ? 1 : longest;
     return this.#alone(async () => {
       this.#clear();
       this.#padding = padding;
@@ -183,16 +157,10 @@ export class Decoder {
         const found = [];
         for (let at = 0; at < longest; at += size) {
           signal?.throwIfAborted();
-          found.push(
-            await this.#advance(
-              rows.map((row) => row.slice(at, at + size)),
-              every,
-            ),
-          );
+          const added = rows.map((row) => row.slice(at, at + size));
+          found.push(await this.#advance(added, every));
         }
-        return prompts.map((_, row) =>
-          every ? joined(found.map((logits) => logits[row])) : found[found.length - 1][row],
-        );
+        return prompts.map((_, row) => joined((every ? found : found.slice(-1)).map((logits) => logits[row])));
       } catch (error) {
         this.#clear();
         throw error;
@@ -213,12 +181,12 @@ export class Decoder {
     }
     const [rows, count] = sameLength(tokens, "the tokens of a step");
     const { chunks, one_token } = this.#model.contract;
-    if (rows !== this.#padding.length || (count > 1 && (one_token || !chunks))) {
-      const wanted = one_token || !chunks ? "one token" : "tokens";
+    const several = chunks && !one_token;
+    if (rows !== this.#padding.length || (count > 1 && !several)) {
+      const wanted = several ? "tokens" : "one token";
       throw new RangeError(`a step takes ${wanted} of each of ${this.#padding.length} sequences`);
     }
-    this.#checkTokens(tokens);
-    this.#checkRoom(this.#length + count);
+    this.#checkTokens(tokens, this.#length + count);
     signal?.throwIfAborted();
     return this.#alone(() => this.#advance(tokens, every));
   }
@@ -269,7 +237,6 @@ export class Decoder {
    *
    * @param {Tokens} tokens - the prompts; with `continued` what the sequences go on with
    * @param {DecodeOptions} [options]
-   * @returns {Promise<number[][]>}
    */
   async generate(tokens, options) {
     /** @type {number[][]} */
@@ -290,24 +257,22 @@ export class Decoder {
    * @returns {AsyncGenerator<{ sequence: number, token: number }, void>}
    */
   async *stream(tokens, options = {}) {
-    const { generation } = this.#model.contract;
-    const { most = 20, stop = generation.end, continued = false, choose = sampler(options), signal } = options;
+    const { end, forced, padding, suppress, begin_suppress } = this.#model.contract.generation;
+    const { most = 20, stop = end, continued = false, choose = sampler(options), signal } = options;
     if (!(most >= 1)) {
       throw new RangeError(`most is 1 or more; got ${most}`);
     }
     const running = tokens.map(() => true);
-    const began = tokens.map(() => continued);
     let logits = await (continued ? this.step(tokens, { signal }) : this.prefill(tokens, { signal }));
     for (let count = 1; ; count++) {
       const calls = this.#calls;
       const chosen = logits.map((row, sequence) => {
-        const forced = generation.forced.find(([position]) => position === this.#tokens[sequence].length);
-        if (forced !== undefined || !running[sequence]) {
-          return forced?.[1] ?? generation.padding ?? 0;
+        const [, id] = forced.find(([position]) => position === this.#tokens[sequence].length) ?? [];
+        if (id !== undefined || !running[sequence]) {
+          return id ?? padding ?? 0;
         }
-        const suppressed = began[sequence] ? [] : generation.begin_suppress;
-        [...generation.suppress, ...suppressed].forEach((id) => (row[id] = -Infinity));
-        began[sequence] = true;
+        const suppressed = count > 1 || continued ? suppress : [...suppress, ...begin_suppress];
+        suppressed.forEach((id) => (row[id] = -Infinity));
         return choose(row, this.#tokens[sequence]);
       });
       this.#checkTokens([chosen]);
@@ -323,36 +288,52 @@ export class Decoder {
       if (this.#calls !== calls) {
         throw new Error("another call of this decoder was made while it gave tokens");
       }
-      logits = await this.step(
-        chosen.map((token) => [token]),
-        { signal },
-      );
+      const added = chosen.map((token) => [token]);
+      logits = await this.step(added, { signal });
     }
   }
 
-  /**
-   * Run one call on new tokens.
-   *
-   * @param {Tokens} tokens
-   * @param {boolean} every
-   */
+  /** Run one call on new tokens. @param {Tokens} tokens @param {boolean} every */
   async #advance(tokens, every) {
-    const { calls, source } = this.#model.contract;
-    const [length, batch, count] = [this.#length, tokens.length, tokens[0].length];
+    const { calls } = this.#model.contract;
+    const [length, count] = [this.#length, tokens[0].length];
     const call = length === 0 ? calls.prefill : calls.decode;
-    const { capacity } = this.#model;
-    const encoder = source === null ? 0 : this.#cache.encoderLength(length === 0);
-    const encoder_input = this.#cache.sourceSizes?.encoder_input ?? 0;
-    const sizes = { batch, new: count, past: length, total: length + count, capacity, encoder, encoder_input };
+    const sizes = this.#sizes(tokens.length, count, call, this.#cache.source);
     const moment = { sizes, tokens, padding: this.#padding, mask: this.#mask };
     const outputs = await this.#model.run(call, moment, this.#cache.values);
     const logits = outputs[call.logits ?? ""];
     const rows = await this.#readLogits(logits, tokens, every);
-    await this.#cache.carry(outputs, length);
+    await this.#cache.carry(call, outputs, length);
     logits.dispose();
     tokens.forEach((row, at) => this.#tokens[at].push(...row.slice(Math.max(this.#padding[at] - length, 0))));
     this.#length += count;
     return rows;
+  }
+
+  /**
+   * What axes and numbers count in a call on `added` tokens of each sequence.
+   *
+   * @param {number} batch
+   * @param {number} added
+   * @param {Call | null} call
+   * @param {readonly number[]} [source] - its shape
+   */
+  #sizes(batch, added, call, source) {
+    const { capacity, contract } = this.#model;
+    const { name, axis = 0 } = call?.encoder ?? {};
+    const states = name == null ? source : this.#cache.values.get(name)?.dims;
+    return {
+      batch,
+      new: added,
+      "last-new": added - 1,
+      past: this.#length,
+      total: this.#length + added,
+      last: this.#length + added - 1,
+      capacity,
+      constant: 0,
+      encoder: states?.[axis] ?? 0,
+      encoder_input: source?.[contract.source_axis ?? 0] ?? 0,
+    };
   }
 
   /**
@@ -377,6 +358,12 @@ export class Decoder {
     });
   }
 
+  #forget() {
+    this.#givenMask = undefined;
+    this.#clear();
+    this.#cache.forget();
+  }
+
   #clear() {
     this.#length = 0;
     this.#padding = [];
@@ -396,7 +383,6 @@ export class Decoder {
    *
    * @template T
    * @param {() => Promise<T>} call
-   * @returns {Promise<T>}
    */
   async #alone(call) {
     this.#refuseWhileBusy();
@@ -409,52 +395,51 @@ export class Decoder {
     }
   }
 
-  /** @param {Tokens} rows */
-  #checkTokens(rows) {
-    const { vocabulary, placeholders = [] } = this.#model.contract;
-    const most = vocabulary ?? Number.MAX_SAFE_INTEGER;
-    if (!rows.every((row) => row.every((id) => Number.isInteger(id) && id >= 0 && id < most))) {
-      throw new RangeError(`token ids are whole numbers, 0 ${vocabulary === null ? "or more" : `to ${most - 1}`}`);
+  /**
+   * Refuse ids that are no tokens of text, and sequences that would be too long.
+   *
+   * @param {Tokens} rows
+   * @param {number} [length] - of the sequences with them
+   */
+  #checkTokens(rows, length = 0) {
+    const { most, contract } = this.#model;
+    const { vocabulary, placeholders } = contract;
+    const end = vocabulary ?? Number.MAX_SAFE_INTEGER;
+    if (!rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < end)) {
+      throw new RangeError(`token ids are whole numbers, 0 ${vocabulary === null ? "or more" : `to ${end - 1}`}`);
     }
     const stand = placeholders.find((id) => rows.some((row) => row.includes(id)));
     if (stand !== undefined) {
       throw new RangeError(`token ${stand} stands for an image or audio, which this program does not take`);
     }
+    if (length > most) {
+      throw new RangeError(`a sequence has at most ${most} tokens here`);
+    }
   }
+}
 
-  /** @param {number} length */
-  #checkRoom(length) {
-    if (length > this.#model.most) {
-      throw new RangeError(`a sequence has at most ${this.#model.most} tokens here`);
-    }
+/**
+ * Rows of ids as one array, with their mask: padded on the right where the model takes a mask.
+ *
+ * @param {Tokens} rows
+ * @param {Contract} contract
+ */
+function padSources(rows, { calls, source }) {
+  if (!source?.dtype.startsWith("int")) {
+    throw new RangeError("the source is numbers with their shape");
   }
-
-  /**
-   * Rows of ids as one array, with their mask: padded on the right where the model takes a mask.
-   *
-   * @param {Tokens} rows
-   */
-  #padSources(rows) {
-    const { calls, source } = this.#model.contract;
-    const masked = [calls.encode, calls.prefill].some((call) =>
-      call?.inputs.some(({ rule }) => rule === "encoder-mask"),
-    );
-    const longest = Math.max(0, ...rows.map((row) => row.length));
-    if (rows.length === 0 || rows.some((row) => row.length === 0 || (row.length < longest && !masked))) {
-      throw new RangeError("the source: give rows of the same length, at least 1");
-    }
-    if (!source?.dtype.startsWith("int") || !rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
-      throw new RangeError(
-        source?.dtype.startsWith("int")
-          ? "the ids of the source are whole numbers, 0 or more"
-          : "the source is numbers with their shape",
-      );
-    }
-    const columns = [...Array(longest).keys()];
-    const data = rows.flatMap((row) => columns.map((column) => row[column] ?? 0));
-    const padding = rows.map((row) => columns.map((column) => Number(column < row.length)));
-    return { data, shape: [rows.length, longest], padding };
+  const masked = [calls.encode, calls.prefill].some((call) => call?.inputs.some(({ rule }) => rule === "encoder-mask"));
+  const longest = Math.max(0, ...rows.map((row) => row.length));
+  if (rows.length === 0 || rows.some((row) => row.length === 0 || (row.length < longest && !masked))) {
+    throw new RangeError("the source: give rows of the same length, at least 1");
   }
+  if (!rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
+    throw new RangeError("the ids of the source are whole numbers, 0 or more");
+  }
+  const columns = [...Array(longest).keys()];
+  const data = rows.flatMap((row) => columns.map((column) => row[column] ?? 0));
+  const padding = rows.map((row) => columns.map((column) => Number(column < row.length)));
+  return { data, shape: [rows.length, longest], padding };
 }
 
 /**
@@ -472,17 +457,12 @@ function sameLength(rows, name) {
   return [rows.length, columns];
 }
 
-/**
- * Arrays, one after the other.
- *
- * @param {Float32Array[]} parts
- */
+/** Arrays, one after the other. @param {Float32Array[]} parts */
 function joined(parts) {
-  const all = new Float32Array(parts.reduce((size, part) => size + part.length, 0));
-  let end = 0;
-  for (const part of parts) {
-    all.set(part, end);
-    end += part.length;
+  if (parts.length === 1) {
+    return parts[0];
   }
+  const all = new Float32Array(parts.reduce((size, part) => size + part.length, 0));
+  parts.reduce((end, part) => (all.set(part, end), end + part.length), 0);
   return all;
 }

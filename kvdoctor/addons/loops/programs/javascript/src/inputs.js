@@ -2,28 +2,40 @@
 
 import { ARRAYS, element, product } from "./tensors.js";
 
-/** @import { Dim, Input } from "./contract.js" */
-/** @import { Elements } from "./tensors.js" */
+/** @import { Dim, Input, Moment, Sizes } from "./types.js" */
+/** @typedef {(data: any, input: Input, moment: Moment, shape: number[]) => void} Make Fills data that is made of zeros. */
 
-/** @typedef {readonly (readonly number[])[]} Tokens Token ids, a list for each sequence of the batch. */
-/** @typedef {Readonly<Record<string, number>>} Sizes Those of the axes, by their names. */
+/** @type {Readonly<Record<string, Make>>} */
+const MADE = {
+  tokens: (data, { dtype }, { tokens }) => set(data, dtype, tokens.flat()),
+  "token-and-position": (data, { dtype }, { tokens, sizes }) => {
+    const pairs = tokens.flatMap(([id]) => [id, sizes["past"]]);
+    set(data, dtype, pairs);
+  },
+  rows: (data, { dtype }) => set(data, dtype, [...data.keys()]),
+  number: (data, { dtype, count, value }, { sizes }) => data.fill(element(dtype, sizes[count] + value)),
+  "attention-mask": mask,
+  "window-mask": mask,
+  "padding-mask": mask,
+  "causal-mask": mask,
+  positions: (data, input, { sizes, padding }, shape) => {
+    const columns = shape[shape.length - 1];
+    for (let at = 0; at < data.length; at++) {
+      const padded = padding[sequenceOf(input, shape, at)] ?? 0;
+      data[at] = element(input.dtype, Math.max(sizes["past"] + (at % columns) - padded, 0));
+    }
+  },
+  "encoder-mask": (data, { dtype }, { mask }, [rows, columns]) => {
+    // A mask of another length belongs to the input of the encoder alone.
+    const given = mask?.length === rows && mask[0].length === columns;
+    return given ? set(data, dtype, mask.flat()) : data.fill(element(dtype, 1));
+  },
+};
 
-/**
- * What a call is made for.
- *
- * @typedef {object} Moment
- * @property {Sizes} sizes - Those of the axes.
- * @property {Tokens} tokens - The new ones.
- * @property {readonly number[]} padding - Of each sequence, on the left.
- * @property {Tokens} [mask] - The caller's, of the source.
- */
+/** The rules of inputs. */
+export const RULES = [...Object.keys(MADE), "embeddings", "encoder-input", "encoder-states"];
 
-/**
- * The sizes of a shape; an axis that no loop counts has size 1.
- *
- * @param {readonly Dim[]} dims
- * @param {Sizes} sizes
- */
+/** The sizes of a shape; an axis that no loop counts has size 1. @param {readonly Dim[]} dims @param {Sizes} sizes */
 export function shapeOf(dims, sizes) {
   return dims.map((dim) => (typeof dim === "number" ? dim : (sizes[dim] ?? 1)));
 }
@@ -33,7 +45,7 @@ export function shapeOf(dims, sizes) {
  *
  * @param {Input} input
  * @param {Moment} moment
- * @returns {[Elements, number[]]} its data and its shape
+ * @returns {[data: any, shape: number[]]}
  */
 export function makeInput(input, moment) {
   const shape = shapeOf(input.dims, moment.sizes);
@@ -42,110 +54,28 @@ export function makeInput(input, moment) {
   return [data, shape];
 }
 
-/** @typedef {(data: Elements, input: Input, moment: Moment, shape: readonly number[]) => void} Make Fills the data. */
-
-/** @type {Readonly<Record<string, Make>>} */
-const MADE = {
-  tokens: (data, { dtype }, { tokens }) => set(data, dtype, tokens.flat()),
-  "token-and-position": (data, { dtype }, { tokens, sizes }) =>
-    set(
-      data,
-      dtype,
-      tokens.flatMap(([id]) => [id, sizes["past"]]),
-    ),
-  rows: (data, { dtype }) => set(data, dtype, [...Array(data.length).keys()]),
-  number: (data, input, { sizes }) => data.fill(element(input.dtype, COUNTS[input.count](sizes, input))),
-  "attention-mask": (...made) => maskTokens(1, ...made),
-  "padding-mask": (...made) => maskTokens(0, ...made),
-  "window-mask": (...made) => maskTokens(1, ...made),
-  "causal-mask": maskFuture,
-  positions: setPositions,
-  "encoder-mask": (data, { dtype }, { mask }, [rows, columns]) => {
-    // A mask of another length belongs to the input of the encoder alone.
-    const given = mask?.length === rows && mask[0].length === columns;
-    return given ? set(data, dtype, mask.flat()) : data.fill(element(dtype, 1));
-  },
-};
-
-/** @type {Readonly<Record<string, (sizes: Sizes, input: Input) => number>>} */
-const COUNTS = {
-  constant: (_, { value }) => value,
-  past: ({ past }) => past,
-  total: ({ total }) => total,
-  last: ({ total }) => total - 1,
-  new: (sizes) => sizes["new"],
-  "last-new": (sizes) => sizes["new"] - 1,
-  cached: ({ past }) => Number(past > 0),
-  first: ({ past }) => Number(past === 0),
-  batch: ({ batch }) => batch,
-  encoder_input: (sizes) => sizes["encoder_input"],
-};
-
-/** The rules of inputs, and what a number counts. */
-export const RULES = [...Object.keys(MADE), "embeddings", "encoder-input", "encoder-states"];
-export const NUMBERS = Object.keys(COUNTS);
-
-/**
- * @param {Elements} data
- * @param {string} dtype
- * @param {readonly number[]} values
- */
+/** @param {any} data @param {string} dtype @param {readonly number[]} values */
 function set(data, dtype, values) {
-  for (let at = 0; at < values.length; at++) {
-    data[at] = element(dtype, values[at]);
-  }
+  values.forEach((value, at) => (data[at] = element(dtype, value)));
 }
 
-/**
- * The padding of each row of an input: one row stands for all sequences, and cannot mark any.
- *
- * @param {Input} input
- * @param {Moment} moment
- */
-function paddingOf({ dims }, { padding }) {
-  return dims.includes("batch") ? padding : [0];
+/** The sequence that an element is of; -1 where it is of all. @param {Input} input @param {number[]} shape @param {number} at */
+function sequenceOf({ batch_axis: axis }, shape, at) {
+  return axis === null ? -1 : Math.floor(at / product(shape.slice(axis + 1))) % shape[axis];
 }
 
-/**
- * A mark for tokens, its opposite for padding on the left and for what follows the last token.
- *
- * @type {(mark: 0 | 1, ...made: Parameters<Make>) => void}
- */
-function maskTokens(mark, data, input, moment, shape) {
-  const padding = paddingOf(input, moment);
-  const columns = shape[shape.length - 1];
-  // The last token of a window is in the last column.
-  const oldest = input.rule === "window-mask" ? columns - moment.sizes["total"] : 0;
-  const rows = data.length / columns / padding.length; // of each sequence
-  if (mark === 0) {
-    data.fill(element(input.dtype, 1)); // it is made of zeros
-  }
-  for (let row = 0; row * columns < data.length; row++) {
-    const from = row * columns;
-    const begin = from + Math.max(oldest + padding[Math.floor(row / rows)], 0);
-    data.fill(element(input.dtype, mark), begin, from + Math.min(oldest + moment.sizes["total"], columns));
-  }
-}
-
-/** The positions of the new tokens, not below 0; padding is not counted. @type {Make} */
-function setPositions(data, input, moment) {
-  const padding = paddingOf(input, moment);
-  const { past, new: added } = moment.sizes;
-  for (let at = 0; at < data.length; at++) {
-    const padded = padding[Math.floor(at / added) % padding.length];
-    data[at] = element(input.dtype, Math.max(past + (at % added) - padded, 0));
-  }
-}
-
-/** Where a query may look: at its own position and at those before it. The rows are queries. @type {Make} */
-function maskFuture(data, input, { sizes }, shape) {
-  const [queries, columns] = shape.slice(-2);
-  const before = input.dims.at(-2) === "total" ? 0 : sizes["past"];
-  const oldest = input.from_right ? columns - sizes["total"] : 0;
+/** What is seen: from the first token to the last one, or in a row to its own token. @type {Make} */
+function mask(data, input, { sizes, padding }, shape) {
+  const [queries, columns] = [shape.at(-2) ?? 1, shape[shape.length - 1]];
+  const oldest = input.from_right ? columns - sizes["total"] : 0; // where the newest token is in the last column
+  /** @param {number} column */
+  const place = (column) => Math.min(Math.max(oldest + column, 0), columns);
+  const from = input.rows_from;
   const shown = element(input.dtype, input.shown);
   data.fill(element(input.dtype, input.hidden));
   for (let row = 0; row * columns < data.length; row++) {
-    const end = Math.min(oldest + before + (row % queries) + 1, columns);
-    data.fill(shown, row * columns + Math.max(oldest, 0), row * columns + Math.max(end, 0));
+    const padded = padding[sequenceOf(input, shape, row * columns)] ?? 0;
+    const [begin, end] = from === null ? [padded, sizes["total"]] : [0, sizes[from] + (row % queries) + 1];
+    data.fill(shown, row * columns + place(begin), row * columns + place(end));
   }
 }

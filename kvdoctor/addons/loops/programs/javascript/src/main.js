@@ -6,9 +6,9 @@ import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 import * as ort from "onnxruntime-node";
 import { Decoder } from "./decoder.js";
-import { floatsOf, followTokens, playRuns, selfTest } from "./runs.js";
+import { floatsOf, playRuns } from "./runs.js";
 
-/** @import { TracedCall } from "./decoder.js" */
+/** @import { OpenOptions } from "./types.js" */
 
 const HERE = fileURLToPath(new URL("..", import.meta.url));
 const USAGE = `Token ids in, token ids out.
@@ -18,8 +18,6 @@ const USAGE = `Token ids in, token ids out.
   --source-shape DIMS   its shape with commas
   --most N              the most new tokens (20)
   --stop IDS            ids that end a sequence (those of the contract)
-  --follow IDS          continue with these ids whatever is likeliest; once a sequence
-  --self-test NAMES     rewind, reorder; with --follow: take the last step again, and compare
   --temperature T       0 takes the likeliest token, otherwise sampled (0)
   --top-k K             sample from so many of the likeliest (50)
   --top-p P, --min-p P, --repetition-penalty R, --seed N
@@ -28,17 +26,17 @@ const USAGE = `Token ids in, token ids out.
   --provider NAME       what runs the model (cpu)
   --threads N           of the runtime
   --contract FILE       (contract.json of this project)
-  --record FILE         write what is fed and got, for kvdoctor step-test MODEL --trace FILE:
-                        of the prompt, or without one of the runs in a file
+  --record FILE         play the runs, and write a trace for kvdoctor step-test MODEL --trace FILE
   --runs FILE           (vectors.json of this project)
 `;
 
-/** Decode; tokens go to standard output, a line for each sequence, measurements to standard error. */
+/** Decode; tokens go to standard output, a line for each sequence. */
 async function main() {
-  /** @type {Record<string, { type: "string", multiple?: boolean } | { type: "boolean" }>} */
-  const options = Object.fromEntries([...USAGE.matchAll(/--([a-z-]+)/g)].map(([, name]) => [name, { type: "string" }]));
-  Object.assign(options, { help: { type: "boolean" }, ...several("prompt", "source", "follow") });
-  const given = /** @type {Record<string, any>} */ (parseArgs({ options }).values);
+  const multiple = ["prompt", "source"];
+  const names = [...USAGE.matchAll(/--([a-z-]+)/g)].map(([, name]) => name);
+  const options = names.map((name) => [name, { type: "string", multiple: multiple.includes(name) }]);
+  const { values } = parseArgs({ options: { ...Object.fromEntries(options), help: { type: "boolean" } } });
+  const given = /** @type {Record<string, any>} */ (values);
   if (given["help"]) {
     console.log(USAGE);
     return;
@@ -51,10 +49,10 @@ async function main() {
     return given[name];
   };
   /** @param {string} name @param {number} least */
-  const number = (name, least = -Infinity) => {
-    const value = Number(given[name] ?? NaN);
+  const number = (name, least) => {
+    const value = Number(given[name]);
     if (given[name] !== undefined && !(given[name].trim() !== "" && Number.isFinite(value) && value >= least)) {
-      throw new Error(`--${name} takes a number${least > -Infinity ? `, ${least} or more` : ""}, not ${given[name]}`);
+      throw new Error(`--${name} takes a number, ${least} or more, not ${given[name]}`);
     }
     return given[name] === undefined ? undefined : value;
   };
@@ -65,95 +63,49 @@ async function main() {
     intraOpNumThreads: number("threads", 0) ?? 0,
   };
   const capacity = number("capacity", 1);
-  const record = given["record"] ?? (given["prompt"] && process.env["KVDOCTOR_TRACE"]);
-  /** @param {((call: TracedCall) => void) | undefined} trace */
+  /** @param {OpenOptions["trace"]} [trace] */
   const open = (trace) => Decoder.open(ort, model, contract, { capacity, session, trace });
-  /** @param {string} line */
-  const write = (line) => appendFileSync(record, line + "\n");
 
-  if (record !== undefined && (given["prompt"] === undefined || given["runs"] !== undefined)) {
-    const runs = given["runs"] ?? join(HERE, "vectors.json");
+  if (given["record"] !== undefined) {
+    const [runs, record] = [given["runs"] ?? join(HERE, "vectors.json"), given["record"]];
     const vectors = JSON.parse(readFileSync(runs, "utf8"));
-    begin(record, runs);
-    const read = async (/** @type {string} */ file) => readFileSync(join(dirname(runs), file));
-    /** @type {import("./runs.js").Host["report"]} */
-    const report = (name, outcome) => console.log(`${name}: ${outcome}`);
-    const good = await playRuns(vectors, { open, read, write, report });
+    if (existsSync(record) && realpathSync(record) === realpathSync(runs)) {
+      throw new Error("--record is the file of --runs itself");
+    }
+    writeFileSync(record, "");
+    const good = await playRuns(vectors, {
+      open,
+      read: async (file) => readFileSync(join(dirname(runs), file)),
+      write: (line) => appendFileSync(record, line + "\n"),
+      report: (name, outcome) => console.log(`${name}: ${outcome}`),
+    });
     process.exitCode = good ? 0 : 1;
     return;
   }
 
   const prompts = required("prompt").map(readIds);
-  const sampling = {
+  const decoding = {
+    most: number("most", 1),
+    stop: given["stop"] === undefined ? undefined : readIds(given["stop"]),
     temperature: number("temperature", 0),
     topK: number("top-k", 1) ?? 50,
     topP: number("top-p", 0),
     minP: number("min-p", 0),
     repetitionPenalty: number("repetition-penalty", 0),
-    seed: number("seed"),
+    seed: number("seed", 0),
   };
-  const decoding = {
-    most: number("most", 1),
-    stop: given["stop"] === undefined ? undefined : readIds(given["stop"]),
-  };
-  if (record !== undefined) {
-    begin(record);
-  }
-  const decoder = await open(record && ((call) => write(JSON.stringify(call))));
-  const began = performance.now();
+  const decoder = await open();
   if (contract.source !== null) {
-    const ids = /^int/.test(contract.source.dtype);
     const sources = required("source");
     const floats = () => floatsOf(readFileSync(sources[0]), readIds(required("source-shape")));
-    await decoder.encode(ids ? sources.map(readIds) : floats());
+    await decoder.encode(contract.source.dtype.startsWith("int") ? sources.map(readIds) : floats());
   }
-  /** @type {number[]} */
-  const times = [];
-  const onToken = () => times.push(performance.now());
-  /** @type {number[][]} */
-  let made = prompts.map(() => []);
-  if (given["follow"]) {
-    const follow = given["follow"].map(readIds);
-    made = await followTokens(decoder, prompts, follow, onToken);
-    for (const test of given["self-test"]?.split(",") ?? []) {
-      await selfTest(decoder, test, follow, made);
-    }
-  } else {
-    for await (const { sequence, token } of decoder.stream(prompts, { ...decoding, ...sampling })) {
-      made[sequence].push(token);
-      onToken();
-    }
+  for (const row of await decoder.generate(prompts, decoding)) {
+    console.log(row.join(","));
   }
-  made.forEach((row) => console.log(row.join(",")));
-  const seconds = (times[times.length - 1] - times[0]) / 1000;
-  const rate = (seconds > 0 ? (times.length - 1) / seconds : 0).toFixed(1);
-  const first = (times[0] - began).toFixed(1);
-  console.error(`first token ${first} ms, ${rate} tokens/s, peak memory ${peakMiB()} MiB`);
 }
 
-/** @param {string[]} names */
-function several(...names) {
-  return Object.fromEntries(names.map((name) => [name, { type: "string", multiple: true }]));
-}
-
-/**
- * Begin the file of a trace, which is no other file of the call.
- *
- * @param {string} file
- * @param {string} [runs]
- */
-function begin(file, runs) {
-  if (runs !== undefined && existsSync(file) && realpathSync(file) === realpathSync(runs)) {
-    throw new Error("--record is the file of --runs itself");
-  }
-  writeFileSync(file, "");
-}
-
-/**
- * Integers with commas between them.
- *
- * @param {string} text
- */
+/** Integers with commas between them. @param {string} text */
 function readIds(text) {
   const parts = text.split(",").filter(Boolean);
   const numbers = parts.map(Number);
@@ -164,28 +116,13 @@ function readIds(text) {
   return numbers;
 }
 
-/**
- * An execution provider of this runtime.
- *
- * @param {string} name
- */
+/** An execution provider of this runtime. @param {string} name */
 function provider(name) {
   const known = ort.listSupportedBackends().map((backend) => backend.name);
   if (!known.includes(name)) {
     throw new Error(`there is no provider ${name}; onnxruntime-node has ${known.join(", ")}`);
   }
   return name;
-}
-
-/** The largest resident memory of this process so far, in MiB. */
-function peakMiB() {
-  try {
-    // On Linux the usage below also counts the program that started this one.
-    const status = readFileSync("/proc/self/status", "utf8");
-    return Math.floor(Number(/VmHWM:\s*(\d+)/.exec(status)?.[1]) / 1024);
-  } catch {
-    return Math.floor(process.resourceUsage().maxRSS / 1024);
-  }
 }
 
 try {

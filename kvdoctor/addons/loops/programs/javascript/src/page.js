@@ -9,6 +9,46 @@ import { ARRAYS } from "./tensors.js";
 
 const RUNTIME = new URL("../node_modules/onnxruntime-web/dist/ort.all.min.mjs", import.meta.url);
 const PROVIDERS = ["wasm", "webgpu", "webnn"];
+/** @type {Record<string, [string, string[]]>} What is called for each piece of work that a device is given. */
+const WORK = {
+  webgpu: ["GPUComputePassEncoder", ["dispatchWorkgroups", "dispatchWorkgroupsIndirect"]],
+  webnn: ["MLContext", ["dispatch", "compute"]],
+};
+
+/**
+ * Count what a provider gives its device to do: the runtime computes nodes that the provider does not take as
+ * WebAssembly, and does not say so.
+ *
+ * @param {string} provider
+ */
+function countWork(provider) {
+  const counted = { pieces: 0 };
+  const [owner, methods] = WORK[provider] ?? ["", []];
+  const kind = /** @type {any} */ (globalThis)[owner]?.prototype ?? {};
+  for (const method of methods.filter((name) => name in kind)) {
+    const call = kind[method];
+    kind[method] = function (/** @type {unknown[]} */ ...values) {
+      counted.pieces++;
+      return call.apply(this, values);
+    };
+  }
+  return counted;
+}
+
+/**
+ * The provider, and the device that it was given.
+ *
+ * @param {string} provider
+ */
+async function describe(provider) {
+  if (provider !== "webgpu") {
+    return provider;
+  }
+  const adapter = await /** @type {any} */ (navigator).gpu?.requestAdapter();
+  const { vendor = "", architecture = "", isFallbackAdapter } = adapter?.info ?? {};
+  const software = isFallbackAdapter || architecture === "swiftshader" ? ", a software adapter" : "";
+  return `webgpu (${[vendor, architecture].filter(Boolean).join(" ") || "no adapter"}${software})`;
+}
 
 /**
  * What a tensor holds, which stays where it is: `getData` would move it off the device.
@@ -101,7 +141,9 @@ async function main() {
   );
   document.title = contract.model;
   element("model").textContent = contract.model;
-  element("provider").textContent = provider;
+  const device = await describe(provider);
+  const counted = countWork(provider);
+  element("provider").textContent = device;
   show("The runs are under way.", "busy");
   /** @type {string[]} */
   const lines = [];
@@ -111,6 +153,12 @@ async function main() {
     write: (line) => lines.push(line + "\n"),
     report,
   });
+  if (provider in WORK) {
+    element("provider").textContent = `${device}, ${counted.pieces} kernels; nodes without one ran as WebAssembly`;
+    if (good && counted.pieces === 0) {
+      throw new Error(`nothing ran on ${provider}: all nodes were computed as WebAssembly`);
+    }
+  }
   const trace = new Blob(lines, { type: "application/jsonl" });
   element("trace").setAttribute("href", URL.createObjectURL(trace));
   element("trace").hidden = false;

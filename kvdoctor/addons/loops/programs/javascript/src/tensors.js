@@ -2,15 +2,10 @@
 
 /** @typedef {import("onnxruntime-common").Tensor} Tensor */
 /** @typedef {typeof import("onnxruntime-common")} Runtime onnxruntime-node, or onnxruntime-web. */
+/** @typedef {import("onnxruntime-common").Tensor.DataType} Data */
 
 /**
- * A typed array; of float16 its bits.
- *
- * @typedef {{ readonly length: number, [at: number]: any, fill(value: any, from?: number, to?: number): unknown }} Elements
- */
-
-/**
- * The arrays of the element types that ONNX Runtime for JavaScript has.
+ * The arrays of the element types that ONNX Runtime for JavaScript has; of float16 its bits.
  *
  * @type {Readonly<Record<string, new (size: number) => any>>}
  */
@@ -29,51 +24,27 @@ export const ARRAYS = {
   bool: Uint8Array,
 };
 
-/**
- * An element type as the runtime spells it.
- *
- * @param {string} dtype
- * @returns {string}
- */
-export function typeName(dtype) {
-  return { float: "float32", double: "float64" }[dtype] ?? dtype;
-}
+/** An element type as the runtime spells it. @param {string} dtype @returns {string} */
+export const typeName = (dtype) => ({ float: "float32", double: "float64" })[dtype] ?? dtype;
 
-/**
- * A number as an element of an array.
- *
- * @param {string} dtype
- * @param {number} value
- */
-export function element(dtype, value) {
-  return dtype === "float16" ? toHalf(value) : dtype.endsWith("int64") ? BigInt(value) : value;
-}
+/** A number as an element of an array. @param {string} dtype @param {number} value */
+export const element = (dtype, value) =>
+  dtype === "float16" ? toHalf(value) : dtype.endsWith("int64") ? BigInt(value) : value;
 
-/**
- * The number of elements of a shape.
- *
- * @param {readonly number[]} shape
- */
-export function product(shape) {
-  let elements = 1;
-  for (const size of shape) {
-    elements *= size;
-  }
-  return elements;
-}
+/** The number of elements of a shape. @param {readonly number[]} shape */
+export const product = (shape) => shape.reduce((elements, size) => elements * size, 1);
 
 /**
  * A tensor of the runtime.
  *
  * @param {Runtime} ort
- * @param {string} dtype
- * @param {Elements} data
+ * @param {string} type - as the runtime spells it
+ * @param {any} data
  * @param {readonly number[]} shape
  * @returns {Tensor}
  */
-export function tensor(ort, dtype, data, shape) {
-  const type = /** @type {"float32"} */ (typeName(dtype));
-  return new ort.Tensor(type, /** @type {Float32Array} */ (data), shape);
+export function tensor(ort, type, data, shape) {
+  return new ort.Tensor(/** @type {"float32"} */ (type), data, shape);
 }
 
 /**
@@ -82,7 +53,6 @@ export function tensor(ort, dtype, data, shape) {
  * @param {Runtime} ort
  * @param {number} axis
  * @param {readonly (readonly [value: Tensor, from: number, to: number])[]} pieces
- * @returns {Promise<Tensor>}
  */
 export async function join(ort, axis, pieces) {
   const [{ type, dims }] = pieces[0];
@@ -90,14 +60,14 @@ export async function join(ort, axis, pieces) {
   for (const [value, from, to] of pieces) {
     // One after the other: a tensor may be in several pieces, and is taken off a device only once.
     const data = /** @type {Uint8Array} */ (await value.getData());
-    parts.push({ bytes: bytesOf(data), from, to, size: value.dims[axis], of: data.constructor });
+    parts.push({ data, bytes: bytesOf(data), from, to, size: value.dims[axis] });
   }
   const size = parts.reduce((sum, { from, to }) => sum + to - from, 0);
   const shape = dims.map((dim, at) => (at === axis ? size : dim));
-  const Joined = /** @type {Uint8ArrayConstructor} */ (parts[0].of);
-  const joined = new Joined(product(shape));
+  const Elements = /** @type {Uint8ArrayConstructor} */ (parts[0].data.constructor);
+  const joined = new Elements(product(shape));
   const bytes = bytesOf(joined);
-  const width = Joined.BYTES_PER_ELEMENT * product(dims.slice(axis + 1));
+  const width = Elements.BYTES_PER_ELEMENT * product(dims.slice(axis + 1));
   let end = 0;
   for (let block = 0; block < product(dims.slice(0, axis)); block++) {
     for (const part of parts) {
@@ -107,7 +77,7 @@ export async function join(ort, axis, pieces) {
       end += piece.length;
     }
   }
-  return new ort.Tensor(/** @type {"uint8"} */ (type), joined, shape);
+  return tensor(ort, type, joined, shape);
 }
 
 /**
@@ -129,25 +99,29 @@ export function write(into, value, axis, from) {
 }
 
 /** @param {Uint8Array} data - or another typed array */
-function bytesOf(data) {
-  return new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+function bytesOf({ buffer, byteOffset, byteLength }) {
+  return new Uint8Array(buffer, byteOffset, byteLength);
+}
+
+/** @param {Uint16Array | Float32Array} data - or a Float16Array */
+function bitsOf({ buffer, byteOffset, length }) {
+  return new Uint16Array(buffer, byteOffset, length);
 }
 
 /**
  * The numbers of a part of a tensor's data.
  *
  * @param {string} type - as the runtime spells it
- * @param {import("onnxruntime-common").Tensor.DataType} data
+ * @param {Data} data
  * @param {number} from
  * @param {number} to
- * @returns {Float32Array}
  */
 export function numbers(type, data, from, to) {
   const part = /** @type {Float32Array} */ (data).subarray(from, to);
   if (type === "float16") {
-    halves ??= Float32Array.from({ length: 1 << 16 }, (_, bits) => fromHalf(bits));
+    const table = (halves ??= Float32Array.from({ length: 1 << 16 }, (_, bits) => fromHalf(bits)));
     const found = new Float32Array(part.length);
-    bitsOf(part).forEach((bits, at) => (found[at] = /** @type {Float32Array} */ (halves)[bits]));
+    bitsOf(part).forEach((bits, at) => (found[at] = table[bits]));
     return found;
   }
   return type === "float32" ? part : Float32Array.from(part, Number);
@@ -160,20 +134,14 @@ let halves;
  * Some numbers of a tensor's data: all where there are at most 64, else 64 from the first to the last.
  *
  * @param {string} type - as the runtime spells it
- * @param {import("onnxruntime-common").Tensor.DataType} data
+ * @param {Data} data
  */
 export function sample(type, data) {
-  const { length } = data;
   const values = type === "float16" ? bitsOf(/** @type {Uint16Array} */ (data)) : data;
-  return Array.from({ length: Math.min(length, 64) }, (_, at) => {
-    const value = Number(values[length > 64 ? Math.floor((at * (length - 1)) / 63) : at]);
+  return Array.from({ length: Math.min(data.length, 64) }, (_, at) => {
+    const value = Number(values[data.length > 64 ? Math.floor((at * (data.length - 1)) / 63) : at]);
     return type === "float16" ? fromHalf(value) : value;
   });
-}
-
-/** @param {Uint16Array | Float32Array} data - or a Float16Array */
-function bitsOf({ buffer, byteOffset, length }) {
-  return new Uint16Array(buffer, byteOffset, length);
 }
 
 /**
@@ -184,21 +152,16 @@ function bitsOf({ buffer, byteOffset, length }) {
  * @param {Readonly<Record<string, Tensor>>} values
  */
 export function useBits(values) {
-  for (const name in values) {
-    const value = values[name];
-    if (value.type === "float16" && value.location === "cpu") {
+  for (const value of Object.values(values)) {
+    if (value?.type === "float16" && value.location === "cpu") {
       const bits = bitsOf(/** @type {Uint16Array} */ (value.data));
       Object.defineProperty(value, "data", { value: bits, configurable: true });
     }
   }
 }
 
-/**
- * The number of the bits of a float16.
- *
- * @param {number} bits
- */
-export function fromHalf(bits) {
+/** The number of the bits of a float16. @param {number} bits */
+function fromHalf(bits) {
   const sign = bits & 0x8000 ? -1 : 1;
   const exponent = (bits >> 10) & 0x1f;
   const fraction = (bits & 0x3ff) / 1024;
@@ -208,12 +171,8 @@ export function fromHalf(bits) {
   return sign * (exponent ? (1 + fraction) * 2 ** (exponent - 15) : fraction * 2 ** -14);
 }
 
-/**
- * The bits of the float16 that is nearest to a number.
- *
- * @param {number} value
- */
-export function toHalf(value) {
+/** The bits of the float16 that is nearest to a number. @param {number} value */
+function toHalf(value) {
   const sign = value < 0 || Object.is(value, -0) ? 0x8000 : 0;
   const size = Math.abs(value);
   if (Number.isNaN(size) || size >= 65520) {

@@ -10,40 +10,39 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from .contract import Slot
+from .contract import Fill, Slot
 from .values import Array, as_value, numpy_type, shape_of
+
+CARRIES = ("feed-back", "append", "write", "shift", "drop-oldest")
+"""What becomes of an output and the value before it."""
+
+Values = dict[str | None, ort.OrtValue]
+"""Tensors by their names. The source of an encoder has none."""
 
 
 class Cache:
     """The values of the slots by the names of their inputs, `values`."""
 
-    def __init__(self, slots: Sequence[Slot], made: Mapping[str, ort.OrtValue], batch: int, capacity: int) -> None:
-        """The values that the first call takes: what the encoder `made`, else zeros."""
+    def __init__(self, slots: Sequence[Slot], sizes: Mapping[str, int]) -> None:
+        """Zeros where the first call takes them."""
         self._slots = slots
-        self._passed = {slot.past: slot.present for slot in slots if slot.present is not None and not slot.is_copied}
-        """The outputs that later calls pass on as they are."""
         self._arrays: dict[str, Array] = {}
         """The memory of the values that the program puts together."""
-        self.values: dict[str, ort.OrtValue] = {}
+        self.values: Values = {}
         for slot in slots:
-            if slot.by_encoder and slot.made is not None:
-                self.values[slot.past] = made[slot.made]
-                continue
-            sizes = {"batch": batch, "batch_heads": batch * slot.heads, "past": slot.first_length}
-            sizes |= {"encoder": slot.first_length, "capacity": capacity}
-            self._hold(slot, np.zeros(shape_of(slot.dims, sizes), numpy_type(slot.dtype)))
+            if slot.zeros is not None:
+                shape = shape_of(slot.zeros, {**sizes, "batch_heads": sizes["batch"] * slot.heads})
+                self._hold(slot, np.zeros(shape, numpy_type(slot.dtype)))
 
-    def advance(self, outputs: Mapping[str, ort.OrtValue], length: int) -> None:
+    def take(self, fills: Sequence[Fill], outputs: Values, length: int) -> None:
         """Take over what a call returned; `length` tokens were there before it."""
-        if not length:
-            made = {slot.past: slot.made for slot in self._slots if slot.made and not slot.by_encoder}
-            self.values |= {past: outputs[name] for past, name in made.items() if past not in self._arrays}
-        else:
-            self.values.update({past: outputs[present] for past, present in self._passed.items()})
-        for slot in self._slots if self._arrays else ():
-            name = slot.present if length else slot.made
-            if slot.past in self._arrays and name is not None:
-                self._join(slot, outputs[name].numpy(), length)
+        for fill in fills:
+            slot = self._slots[fill.slot]
+            if fill.carry == "feed-back":
+                self.values[slot.past] = outputs[fill.output]
+                self._arrays.pop(slot.past, None)
+            else:
+                self._join(slot, fill.carry, outputs[fill.output].numpy(), length)
 
     def cut(self, length: int) -> None:
         """Go back to an earlier length."""
@@ -55,33 +54,30 @@ class Cache:
         """Hold some of the sequences, in that order."""
         for slot in self._slots:
             if slot.batch_axis is not None:
-                shared = slot.heads if slot.dims[slot.batch_axis] == "batch_heads" else 1
-                entries = [row * shared + head for row in rows for head in range(shared)]
+                entries = [row * slot.heads + head for row in rows for head in range(slot.heads)]
                 self._hold(slot, self._array(slot).take(entries, slot.batch_axis))
 
-    def _join(self, slot: Slot, entries: Array, length: int) -> None:
-        """Make the next past of a slot of the past and what was returned."""
+    def _join(self, slot: Slot, carry: str, entries: Array, length: int) -> None:
+        """Make the next value of the one before and what was returned."""
         axis = slot.length_axis or 0
         count = entries.shape[axis]
-        if slot.carry == "write":
+        if carry == "write":
             self._array(slot)[_at(slot, slice(length, length + count))] = entries
-        elif slot.carry == "append":
+        elif carry == "append":
             self._hold(slot, np.concatenate([self._array(slot), entries], axis))
-        elif slot.carry == "shift":
+        elif carry == "shift":
             self._hold(slot, np.concatenate([self._array(slot)[_at(slot, slice(count, None))], entries], axis))
         else:  # drop-oldest
             self._hold(slot, entries[_at(slot, slice(1, None))])
 
     def _array(self, slot: Slot) -> Array:
-        if slot.past not in self._arrays:
-            return np.asarray(self.values[slot.past].numpy())
-        return self._arrays[slot.past]
+        made = self._arrays.get(slot.past)
+        return np.asarray(self.values[slot.past].numpy()) if made is None else made
 
     def _hold(self, slot: Slot, array: Array) -> None:
         array = np.ascontiguousarray(array) if array.ndim else array
         self.values[slot.past] = as_value(array)
-        if slot.is_copied:
-            self._arrays[slot.past] = array
+        self._arrays[slot.past] = array
 
 
 def _at(slot: Slot, part: slice) -> tuple[Any, ...]:

@@ -1,22 +1,15 @@
 """The contract of a model as data: its calls, their inputs, the cache, and what a session must have to fit it."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import onnxruntime as ort
 
 SCHEMA = "kvdoctor/loop/2"
-RULES = {
-    *("tokens", "token-and-position", "embeddings", "attention-mask", "padding-mask", "window-mask", "causal-mask"),
-    *("positions", "rows", "number", "encoder-input", "encoder-mask", "encoder-states"),
-}
-COUNTS = {
-    *("constant", "past", "total", "last", "new", "last-new", "batch", "cached", "first", "encoder_input"),
-}
-CARRIES = {"feed-back", "hold", "append", "write", "shift", "drop-oldest"}
 Dims = tuple[int | str, ...]
 """Sizes of a tensor: numbers, or the names of what an axis counts."""
 
@@ -29,20 +22,40 @@ class ContractError(ValueError):
 class Input:
     """An input of a call that is no part of the cache, with the rule by which its value is made.
 
-    `shown` and `hidden` are the values of a causal mask, whose columns count from the end of the cache where
-    `from_right`; `made` is the output of the embed call that embeddings come from.
+    A mask has `shown` in the columns that are seen, else `hidden`; they count from the end where `from_right`. A mask
+    with `rows_from` has a row for each new token. `made` is the output of another call that the value is.
     """
 
     name: str
     dtype: str
     dims: Dims
     rule: str
-    count: str = "constant"
-    value: float = 0
-    shown: float = 0
-    hidden: float = 0
-    from_right: bool = False
-    made: str | None = None
+    count: str
+    value: float
+    shown: float
+    hidden: float
+    from_right: bool
+    rows_from: str | None
+    batch_axis: int | None
+    made: str | None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """An output that goes into the cache, into the slot of this number: as it is, or joined with what is there."""
+
+    slot: int
+    output: str
+    carry: str
+
+
+@dataclass(frozen=True)
+class EncoderSize:
+    """The axis of a tensor that counts encoder states: of the cache, or of what the encoder read or made."""
+
+    place: str
+    name: str | None
+    axis: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,51 +66,47 @@ class Call:
     inputs: tuple[Input, ...]
     pasts: tuple[str, ...]
     outputs: tuple[str, ...]
-    logits: str | None = None
-    states: str | None = None
-
-    def has(self, *rules: str) -> bool:
-        """Whether an input follows one of the rules."""
-        return any(one.rule in rules for one in self.inputs)
+    logits: str | None
+    fills: tuple[Fill, ...]
+    encoder: EncoderSize | None
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of the cache: the input `past`, the output `made` that first fills it, `present` of each later call.
+    """A tensor of the cache, fed to the input `past`; `zeros` is the shape of its first value where none is made.
 
-    `carry` says what becomes of the present, and `rewinds` how the slot goes back: "cut", "stays" or "impossible".
+    `rewinds` says how it goes back: "cut", "stays" or "impossible". A sequence has `heads` entries of the batch axis.
     """
 
     past: str
-    present: str | None
-    made: str | None
-    by_encoder: bool
     dtype: str
-    dims: Dims
+    zeros: Dims | None
     carry: str
     batch_axis: int | None
     length_axis: int | None
-    counts_states: bool
     rewinds: str
-    first_length: int
     heads: int
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the next past is made of the past and the present; else it is the present itself."""
-        return self.carry not in ("feed-back", "hold") and self.length_axis is not None and self.present is not None
 
 
 @dataclass(frozen=True)
 class Generation:
     """Token ids of the model's configs. `forced` are pairs of a position in the sequence and the id there."""
 
-    start: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    padding: int | None = None
-    suppress: tuple[int, ...] = ()
-    begin_suppress: tuple[int, ...] = ()
-    forced: tuple[tuple[int, int], ...] = ()
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    padding: int | None
+    suppress: tuple[int, ...]
+    begin_suppress: tuple[int, ...]
+    forced: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the model: the type and axes of each input, and the outputs that are used."""
+
+    file: str
+    inputs: Mapping[str, Any]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -105,13 +114,14 @@ class Contract:
     """All that the program knows of a model. The names are those of `contract.json`, which docs/loops.md describes."""
 
     model: str
-    files: tuple[Mapping[str, Any], ...]
+    files: tuple[File, ...]
     encode: Call | None
     embed: Call | None
     prefill: Call
     decode: Call
     slots: tuple[Slot, ...]
     source: Input | None
+    source_axis: int | None
     vocabulary: int | None
     context_limit: int | None
     one_token: bool
@@ -121,98 +131,56 @@ class Contract:
     chunks: bool
     rewinds: bool
     reorders: bool
-    placeholders: frozenset[int] = frozenset()
-    generation: Generation = field(default_factory=Generation)
-
-
-Part = TypeVar("Part", Call, Generation, Input, Slot)
+    placeholders: frozenset[int]
+    generation: Generation
 
 
 def read_contract(path: str | Path) -> Contract:
     """Read `contract.json`.
 
     Raises:
-        ContractError: it has another schema, is damaged, or has a rule that this program does not follow.
+        ContractError: it has another schema, or is damaged.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if (schema := document.get("schema")) != SCHEMA:
             raise ContractError(f"{path} has schema {schema!r}; this program reads {SCHEMA!r}")
-        contract = _make_contract(document)
+        contract: Contract = _read(Contract, document | document["calls"])
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ContractError(f"{path} is no contract: {type(error).__name__} {error}") from None
-    _refuse_unknown(contract)
     return contract
 
 
-def _make_contract(document: Mapping[str, Any]) -> Contract:
-    names = ("model", "vocabulary", "context_limit", "one_token", "batch", "capacity_is_chosen", "pads", "chunks")
-    lists = {
-        name: tuple(tuple(one) if isinstance(one, list) else one for one in value) if isinstance(value, list) else value
-        for name, value in document["generation"].items()
-    }
-    calls = document["calls"]
-    return Contract(
-        files=tuple(document["files"]),
-        encode=_make_call(calls["encode"]) if calls["encode"] else None,
-        embed=_make_call(calls["embed"]) if calls["embed"] else None,
-        prefill=_make_call(calls["prefill"]),
-        decode=_make_call(calls["decode"]),
-        slots=tuple(_pick(Slot, one) for one in document["slots"]),
-        source=_pick(Input, document["source"]) if document["source"] else None,
-        placeholders=frozenset(document.get("placeholders", ())),
-        generation=_pick(Generation, lists),
-        **{name: document[name] for name in (*names, "rewinds", "reorders")},
-    )
+def _read(kind: Any, value: Any) -> Any:
+    """A value of JSON in the type of a field; members that a class does not have are left out."""
+    hints = get_type_hints(kind) if is_dataclass(kind) else None
+    if hints is not None:
+        return kind(**{one.name: _read(hints[one.name], value[one.name]) for one in fields(kind)})
+    parts = get_args(kind)
+    if NoneType in parts:
+        return None if value is None else _read(parts[0], value)
+    if get_origin(kind) in (tuple, frozenset):
+        return get_origin(kind)(_read(parts[0], one) for one in value)
+    return value
 
 
-def _make_call(document: Mapping[str, Any]) -> Call:
-    return _pick(Call, {**document, "inputs": tuple(_pick(Input, one) for one in document["inputs"])})
-
-
-def _pick(kind: type[Part], document: Mapping[str, Any]) -> Part:
-    """An instance from the fields that its class has; lists become tuples."""
-    known = {name: value for name, value in document.items() if name in {one.name for one in fields(kind)}}
-    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in known.items()}
-    return kind(**given)
-
-
-def _refuse_unknown(contract: Contract) -> None:
-    for call in (contract.encode, contract.embed, contract.prefill, contract.decode):
-        for one in call.inputs if call else ():
-            if one.rule not in RULES or one.count not in COUNTS:
-                rule = one.rule if one.rule not in RULES else f"count {one.count}"
-                raise ContractError(f"input {one.name!r} follows the rule {rule!r}, which this program does not know")
-    for slot in contract.slots:
-        if slot.carry not in CARRIES:
-            raise ContractError(f"the cache {slot.past!r} has carry {slot.carry!r}, which this program does not know")
-
-
-def compare(file: Mapping[str, Any], session: ort.InferenceSession) -> None:
+def compare(file: File, session: ort.InferenceSession) -> None:
     """Compare the ports of a session with those that the contract has for its file.
 
     Raises:
         ContractError: the session is of another model.
     """
     found = {port.name: port for port in session.get_inputs()}
-    problems = [f"no input {name!r}" for name in file["inputs"] if name not in found]
-    problems += [f"another input {name!r}" for name in found if name not in file["inputs"]]
     returned = {port.name for port in session.get_outputs()}
-    problems += [f"no output {name!r}" for name in file["outputs"] if name not in returned]
-    for name, due in file["inputs"].items():
-        if name in found:
-            problems += _differences(name, due, found[name].type, found[name].shape)
-    if problems:
-        raise ContractError(f"contract.json is of another model: {file['file']} has {problems[0]}")
+    missing = [*file.inputs.keys() - found.keys(), *set(file.outputs) - returned]
+    other = [name for name, port in found.items() if not _fits(port, file.inputs.get(name))]
+    if missing or other:
+        problem = f"no {missing[0]!r}" if missing else f"another input {other[0]!r}"
+        raise ContractError(f"contract.json is of another model: {file.file} has {problem}")
 
 
-def _differences(name: str, due: Mapping[str, Any], kind: str, shape: Sequence[int | str | None]) -> list[str]:
-    if kind != f"tensor({due['dtype']})":
-        return [f"{kind} for input {name!r} in place of tensor({due['dtype']})"]
-    if shape and len(shape) != len(due["dims"]):
-        return [f"{len(shape)} axes of input {name!r} in place of {len(due['dims'])}"]
-    return [
-        f"size {size} of input {name!r} in place of {dim}"
-        for size, dim in zip(shape, due["dims"], strict=False)
-        if isinstance(size, int) and size != dim
-    ]
+def _fits(port: ort.NodeArg, due: Mapping[str, Any] | None) -> bool:
+    """Whether an input has the type and the sizes of the contract; a graph may declare no sizes."""
+    if due is None or port.type != f"tensor({due['dtype']})" or (port.shape and len(port.shape) != len(due["dims"])):
+        return False
+    return all(size == dim for size, dim in zip(port.shape, due["dims"], strict=False) if isinstance(size, int))

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from .cache import Cache
-from .contract import Call, Contract, Input, compare, read_contract
+from .cache import CARRIES, Cache, Values
+from .contract import Call, Contract, ContractError, File, compare, read_contract
 from .sampling import Choose, constrain, likeliest
-from .values import FILLS, Array, Step, Value, as_float32, as_value, numpy_type
+from .values import GIVEN, Array, Step, Value, as_float32, as_value, numpy_type
 
 Tokens = Sequence[Sequence[int]]
 """Token ids, a list for each sequence of the batch."""
 Trace = Callable[[Mapping[str, Any]], None]
 """Takes a call: its `file`, the tensors `fed` and `got` by name, and the `error` or None."""
-SOURCE = "source"
 
 
 class Decoder:
@@ -55,36 +54,33 @@ class Decoder:
             FileNotFoundError: a file is missing.
         """
         self.contract = contract if isinstance(contract, Contract) else read_contract(contract)
+        calls = (self.contract.encode, self.contract.embed, self.contract.prefill, self.contract.decode)
+        self._values = {id(call): _make_values(call) for call in calls if call}
         self._sessions = {
-            file["file"]: _open(Path(folder), file, providers, options or ort.SessionOptions())
+            file.file: _open(Path(folder), file, providers, options or ort.SessionOptions())
             for file in self.contract.files
         }
         limit = self.contract.context_limit or sys.maxsize
-        self._capacity = capacity if self.contract.capacity_is_chosen else self.contract.context_limit
+        self._capacity = capacity if self.contract.capacity_is_chosen else self.contract.context_limit or 1
         self.most = min(limit, capacity) if self.contract.capacity_is_chosen else limit
-        calls = (self.contract.encode, self.contract.embed, self.contract.prefill, self.contract.decode)
-        self._values = {
-            call: [(one, Value(one) if one.rule in FILLS else None) for one in call.inputs] for call in calls if call
-        }
         self.trace: Trace | None = None
         self.reset()
 
     def reset(self) -> None:
         """Begin anew: no sequences, and nothing encoded."""
-        self._encoded: dict[str, ort.OrtValue] = {}
+        self._given: Values = {}
+        """The source, without a name, and what the encoder made of it."""
         self._mask: Array | None = None
-        self._sources = 0
+        self._source: tuple[int, int] | None = None
+        """Its sequences, 0 where it has no axis of them, and its length."""
         self._moved = False
         self._clear(())
 
     def _clear(self, padding: Sequence[int]) -> None:
         self.length = 0
         self._padding = tuple(padding)
-        self._padded = self._padding if any(padding) else ()
         self._cache: Cache | None = None
         self._logits: ort.OrtValue | None = None
-
-    # The source of an encoder-decoder.
 
     def encode(self, source: Array, mask: Array | None = None) -> None:
         """Say what the sequences are about, and run the encoder where there is one.
@@ -100,7 +96,6 @@ class Decoder:
         if due is None:
             raise ValueError("this model takes no source")
         given: Array = np.ascontiguousarray(source, numpy_type(due.dtype))
-        sizes: dict[str, int] = dict(zip(map(str, due.dims), given.shape, strict=False))
         wrong = [dim for dim, size in zip(due.dims, given.shape, strict=False) if isinstance(dim, int) and dim != size]
         if given.ndim != len(due.dims) or not given.size or wrong:
             raise ValueError(
@@ -109,22 +104,15 @@ class Decoder:
         if given.dtype.kind in "iu" and given.min() < 0:  # a Gather counts it from the end
             raise ValueError("the ids of the source are 0 or more")
         self.reset()
+        batch = 0 if due.batch_axis is None else given.shape[due.batch_axis]
+        shape = (batch, given.shape[self.contract.source_axis or 0])
+        if mask is not None and np.shape(mask) != shape:
+            raise ValueError(f"the mask has shape {list(shape)}; got {list(np.shape(mask))}")
         self._mask = None if mask is None else np.asarray(mask)
-        self._encoded = {SOURCE: as_value(given)}
-        self._sources = sizes.get("batch", 0)
+        self._given, self._source = {None: as_value(given)}, shape
         if self.contract.encode is not None:
-            length = sizes.get("encoder_input", given.shape[-1])
-            step = Step(given, {"batch": sizes.get("batch", given.shape[0]), "encoder_input": length}, (), self._mask)
-            self._refuse_mask(self.contract.encode, step)
-            self._encoded |= self._call(self.contract.encode, step)
-
-    def _refuse_mask(self, call: Call, step: Step) -> None:
-        for one in call.inputs:
-            due = tuple(dim if isinstance(dim, int) else step.sizes.get(dim, 1) for dim in one.dims)
-            if one.rule == "encoder-mask" and self._mask is not None and self._mask.shape != due:
-                raise ValueError(f"the mask has shape {list(due)}; got {list(self._mask.shape)}")
-
-    # The sequences.
+            step = Step(given, {"batch": batch or 1, "encoder_input": shape[1]}, (), self._mask)
+            self._given |= self._call(self.contract.encode, step)
 
     def prefill(self, prompts: Tokens) -> Array:
         """Begin sequences with their prompts; the last logits of each, float32[batch, vocabulary].
@@ -134,15 +122,14 @@ class Decoder:
         Raises:
             ValueError: the prompts do not fit the model or each other, or there is no source yet.
         """
-        if self.contract.source is not None and (not self._encoded or self._moved):
+        if self.contract.source is not None and (self._source is None or self._moved):
             raise ValueError("encode() first, and again after reorder()")
         tokens, padding = self._pad(prompts)
-        if self._sources and len(tokens) != self._sources:
-            raise ValueError(f"there are {self._sources} sources: give a prompt for each; got {len(tokens)}")
+        if self._source and self._source[0] not in (0, len(tokens)):
+            raise ValueError(f"there are {self._source[0]} sources: give a prompt for each; got {len(tokens)}")
         if self.contract.batch not in (None, len(tokens)):
             raise ValueError(f"this model takes a batch of {self.contract.batch}; got {len(tokens)} prompts")
-        if tokens.shape[1] > self.most:
-            raise ValueError(f"a sequence has at most {self.most} tokens here")
+        self._refuse_length(tokens.shape[1])
         self._clear(padding)
         parts = np.split(tokens, tokens.shape[1], axis=1) if self.contract.one_token else [tokens]
         try:
@@ -163,6 +150,7 @@ class Decoder:
         if len(ids) != len(self._padding) or (ids.shape[1] != 1 and not self.contract.chunks):
             count = "tokens" if self.contract.chunks else "one token"
             raise ValueError(f"a step takes {count} of each of {len(self._padding)} sequences")
+        self._refuse_length(self.length + ids.shape[1])
         return self._advance(ids)
 
     @property
@@ -173,12 +161,8 @@ class Decoder:
         """
         if self._logits is None:
             raise ValueError("begin with prefill()")
-        made = as_float32(self._logits)
-        return made if self._has_rows(made) else made.reshape(len(self._padding), 1, -1)
-
-    def _has_rows(self, logits: Array) -> bool:
-        """Whether logits have a row for each new token, and not for the last one alone."""
-        return logits.ndim == 3 and len(logits) == len(self._padding)
+        made, batch = as_float32(self._logits), len(self._padding)
+        return made if made.ndim == 3 and len(made) == batch else made.reshape(batch, 1, -1)
 
     def rewind(self, count: int) -> None:
         """Forget the last `count` tokens of every sequence. At least one token must stay.
@@ -206,15 +190,11 @@ class Decoder:
             raise ValueError(f"rows {list(rows)} of {len(self._padding)} sequences cannot be taken")
         self._cache.reorder(rows)
         self._padding = tuple(self._padding[row] for row in rows)
-        self._padded = self._padding if any(self._padding) else ()
-        states = self.contract.encode.states if self.contract.encode else SOURCE
-        if states in self._encoded:
-            self._encoded[states] = as_value(self._encoded[states].numpy()[list(rows)])
+        states = {one.made for one in self.contract.decode.inputs if one.rule == "encoder-states"}
+        self._given |= {name: as_value(self._given[name].numpy()[list(rows)]) for name in states}
         if self._mask is not None:
             self._mask = self._mask[list(rows)]
         self._moved = True
-
-    # Generation.
 
     def stream(
         self,
@@ -269,52 +249,39 @@ class Decoder:
         made: list[list[int]] = [[] for _ in prompts]
         for tokens in self.stream(prompts, most, stop, choose, continued):
             for row, token in zip(made, tokens, strict=True):
-                if token is not None:
-                    row.append(token)
+                row.extend([] if token is None else [token])
         return made
-
-    # A call.
 
     def _advance(self, tokens: Array) -> Array:
         """Run one call on new tokens, int64[batch, new], and take over what it returns of the cache."""
         batch, new = tokens.shape
-        total = self.length + new
-        if total > self.most:
-            raise ValueError(f"a sequence has at most {self.most} tokens here")
-        call = self.contract.decode if self.length else self.contract.prefill
-        cache = self._cache or Cache(self.contract.slots, self._encoded, batch, self._capacity or 1)
-        step = Step(tokens, {"batch": batch, "new": new, "past": self.length, "total": total}, self._padded, self._mask)
+        past, total = self.length, self.length + new
+        sizes = {"batch": batch, "new": new, "past": past, "total": total, "last": total - 1, "last-new": new - 1}
+        sizes |= {"constant": 0, "capacity": self._capacity, "encoder_input": self._source[1] if self._source else 0}
+        call = self.contract.decode if past else self.contract.prefill
+        cache = self._cache or Cache(self.contract.slots, sizes)
+        if self._cache is None and self.contract.encode is not None:
+            cache.take(self.contract.encode.fills, self._given, 0)
+        step = Step(tokens, sizes, self._padding if any(self._padding) else (), self._mask)
         outputs = self._call(call, step, cache.values)
-        cache.advance(outputs, self.length)
-        self._cache, self.length, self._logits = cache, total, outputs[str(call.logits)]
-        made = as_float32(self._logits)
-        return made[:, -1] if self._has_rows(made) else made.reshape(batch, -1)
+        cache.take(call.fills, outputs, past)
+        self._cache, self.length, self._logits = cache, total, outputs[call.logits]
+        return self.logits[:, -1]
 
-    def _call(self, call: Call, step: Step, cache: Mapping[str, ort.OrtValue] | None = None) -> dict[str, ort.OrtValue]:
-        if self._capacity is not None:
-            step.sizes["capacity"] = self._capacity
-        if cache is not None and self.contract.source is not None:
-            step.sizes["encoder"] = self._encoder_length(cache)
-        embedded = self._call(self.contract.embed, step) if self.contract.embed and call.has("embeddings") else {}
-        feeds = {} if cache is None else dict(cache)
-        if len(feeds) > len(call.pasts):
-            feeds = {past: feeds[past] for past in call.pasts}
-        for one, value in self._values[call]:
-            feeds[one.name] = self._given(one, embedded) if value is None else value.make(step)
+    def _call(self, call: Call, step: Step, cache: Values | None = None) -> Values:
+        if call.encoder is not None:
+            values = cache if cache is not None and call.encoder.place == "cache" else self._given
+            step.sizes["encoder"] = values[call.encoder.name].shape()[call.encoder.axis]
+        given = self._given
+        if self.contract.embed is not None and any(one.rule == "embeddings" for one in call.inputs):
+            given = {**given, **self._call(self.contract.embed, step)}
+        feeds = {past: cache[past] for past in call.pasts} if cache is not None else {}
+        for one, value in zip(call.inputs, self._values[id(call)], strict=True):
+            feeds[one.name] = given[one.made] if value is None else value.make(step)
         return self._run(call, feeds)
 
-    def _given(self, one: Input, embedded: Mapping[str, ort.OrtValue]) -> ort.OrtValue:
-        """What a graph or the caller made."""
-        if one.rule == "embeddings":
-            return embedded[str(one.made)]
-        states = self.contract.encode.states if self.contract.encode and one.rule == "encoder-states" else None
-        return self._encoded[states or SOURCE]
-
-    def _run(self, call: Call, feeds: dict[str, ort.OrtValue]) -> dict[str, ort.OrtValue]:
-        if self.trace is None:
-            values = self._sessions[call.file].run_with_ort_values(call.outputs, feeds)
-            return dict(zip(call.outputs, values, strict=True))
-        outputs: dict[str, ort.OrtValue] = {}
+    def _run(self, call: Call, feeds: dict[str, ort.OrtValue]) -> Values:
+        outputs: Values = {}
         error = None
         try:
             values = self._sessions[call.file].run_with_ort_values(call.outputs, feeds)
@@ -323,25 +290,13 @@ class Decoder:
             error = str(raised)
             raise
         finally:
-            self.trace({"file": call.file, "fed": feeds, "got": outputs, "error": error})
+            if self.trace is not None:
+                self.trace({"file": call.file, "fed": feeds, "got": outputs, "error": error})
         return outputs
 
-    def _encoder_length(self, cache: Mapping[str, ort.OrtValue]) -> int:
-        """The number of encoder states."""
-        encode, source = self.contract.encode, self.contract.source
-        states = encode.states if encode is not None else None
-        if states is not None:
-            return int(self._encoded[states].shape()[1])
-        given = self._encoded[SOURCE].shape()
-        if source is not None and source.rule == "encoder-states":
-            return int(given[1])
-        slot = next((one for one in self.contract.slots if one.counts_states), None)
-        if slot is not None and slot.length_axis is not None and (self.length or slot.by_encoder):
-            return int(cache[slot.past].shape()[slot.length_axis])
-        dims = source.dims if source is not None else ()
-        return int(given[dims.index("encoder_input") if "encoder_input" in dims else -1])
-
-    # Token ids.
+    def _refuse_length(self, total: int) -> None:
+        if total > self.most:
+            raise ValueError(f"a sequence has at most {self.most} tokens here")
 
     def _pad(self, prompts: Tokens) -> tuple[Array, list[int]]:
         longest = max(map(len, prompts), default=0)
@@ -375,12 +330,18 @@ class Decoder:
         return ids.astype(np.int64, copy=False)
 
 
-def _open(
-    folder: Path, file: Mapping[str, Any], providers: Sequence[str], options: ort.SessionOptions
-) -> ort.InferenceSession:
-    path = folder / file["file"]
+def _make_values(call: Call) -> list[Value | None]:
+    """What makes each input; None for those that a graph or the caller made."""
+    for fill in call.fills:
+        if fill.carry not in CARRIES:
+            raise ContractError(f"{fill.output!r} is carried by {fill.carry!r}, which this program does not know")
+    return [None if one.rule in GIVEN else Value(one) for one in call.inputs]
+
+
+def _open(folder: Path, file: File, providers: Sequence[str], options: ort.SessionOptions) -> ort.InferenceSession:
+    path = folder / file.file
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {file['file']} in {folder}")
+        raise FileNotFoundError(f"there is no {file.file} in {folder}")
     if unknown := [one for one in providers if one not in ort.get_available_providers()]:
         known = ", ".join(ort.get_available_providers())
         raise ValueError(f"there is no provider {unknown[0]!r} here; there is {known}")

@@ -1,9 +1,9 @@
 """Plays the runs of `vectors.json` and writes what was fed and got, for `kvdoctor step-test MODEL --trace FILE`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import onnxruntime as ort
@@ -18,19 +18,14 @@ MOST_WHOLE = 64
 """Of a tensor with more elements a sample of so many is written."""
 
 
-def append_to(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
-    """A function for `Decoder.trace` that appends each call to a file, as a line of JSON."""
+def trace_to(decoder: Decoder, lines: TextIO, run: str | None = None) -> None:
+    """Write each later call of a decoder as a line of JSON: types, shapes and numbers of its tensors."""
 
     def write(call: Mapping[str, Any]) -> None:
-        with Path(path).open("a", encoding="utf-8") as lines:
-            print(json.dumps(describe(call)), file=lines)
+        noted = {**call, "fed": _noted(call["fed"]), "got": _noted(call["got"])}
+        print(json.dumps(noted if run is None else {"run": run, **noted}), file=lines, flush=True)
 
-    return write
-
-
-def describe(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with the types, shapes and numbers of its tensors."""
-    return {**call, "fed": _noted(call["fed"]), "got": _noted(call["got"])}
+    decoder.trace = write
 
 
 def play(decoder: Decoder, vectors: Path, result: Path, say: Callable[[str], None] = print) -> int:
@@ -48,32 +43,23 @@ def play(decoder: Decoder, vectors: Path, result: Path, say: Callable[[str], Non
     with result.open("w", encoding="utf-8") as lines:
         print(json.dumps(document), file=lines, flush=True)  # what is due, so that a run that is missing is seen
         for run in document["runs"]:
-            problem = _play(
-                decoder, run, vectors.parent, lambda entry: print(json.dumps(entry), file=lines, flush=True)
-            )
+            decoder.reset()
+            trace_to(decoder, lines, run["name"])
+            tokens, error = list[list[int]](), None
+            try:
+                if run["source"] is not None:
+                    decoder.encode(*read_source(run["source"], vectors.parent))
+                tokens = _follow(decoder, run["prompts"], run["follow"])
+                if run["self_test"] is not None:
+                    _self_test(decoder, run["self_test"], run["follow"], tokens)
+            except Exception as failed:  # the next runs say more
+                error = str(failed) or type(failed).__name__
+            print(json.dumps({"run": run["name"], "tokens": tokens, "error": error}), file=lines, flush=True)
+            problem = _difference(tokens, run["expect"]) if error is None else f"error: {error}"
             wrong += problem is not None
             say(f"{run['name']}: {problem or 'as expected'}")
     decoder.trace = None
     return wrong
-
-
-def _play(
-    decoder: Decoder, run: Mapping[str, Any], folder: Path, write: Callable[[Mapping[str, Any]], None]
-) -> str | None:
-    """Play one run; what is wrong with it."""
-    decoder.reset()
-    decoder.trace = lambda call: write({"run": run["name"], **describe(call)})
-    tokens, error = list[list[int]](), None
-    try:
-        if run["source"] is not None:
-            decoder.encode(*read_source(run["source"], folder))
-        tokens = follow(decoder, run["prompts"], run["follow"])
-        if run["self_test"] is not None:
-            self_test(decoder, run["self_test"], run["follow"], tokens)
-    except Exception as failed:  # the next runs say more
-        error = str(failed) or type(failed).__name__
-    write({"run": run["name"], "tokens": tokens, "error": error})
-    return f"error: {error}" if error is not None else _difference(tokens, run["expect"])
 
 
 def read_source(source: Any, folder: Path) -> tuple[Array, Array | None]:
@@ -86,7 +72,7 @@ def read_source(source: Any, folder: Path) -> tuple[Array, Array | None]:
     return ids, None if even else np.array([[1] * len(row) + [0] * (longest - len(row)) for row in source])
 
 
-def follow(decoder: Decoder, prompts: Tokens, rows: Tokens) -> list[list[int]]:
+def _follow(decoder: Decoder, prompts: Tokens, rows: Tokens) -> list[list[int]]:
     """The likeliest token after the prompt and after each given one, whatever was likeliest before."""
     made = [[int(row.argmax())] for row in decoder.prefill(prompts)]
     for tokens in zip(*rows, strict=True):
@@ -95,14 +81,12 @@ def follow(decoder: Decoder, prompts: Tokens, rows: Tokens) -> list[list[int]]:
     return made
 
 
-def self_test(decoder: Decoder, name: str, rows: Tokens, made: Tokens) -> None:
+def _self_test(decoder: Decoder, name: str, rows: Tokens, made: Tokens) -> None:
     """Take the last step again after going back, or also with other rows: the likeliest tokens must be the same.
 
     Raises:
-        ValueError: they are not, or there is no such test.
+        ValueError: they are not.
     """
-    if name not in ("rewind", "reorder") or not all(rows):
-        raise ValueError(f"{name}: tests are rewind and reorder, of runs with tokens to follow")
     order = list(range(len(rows)))
     decoder.rewind(1)
     if name == "reorder":
@@ -122,13 +106,11 @@ def _difference(made: Tokens, expected: Tokens) -> str | None:
 
 
 def _noted(values: Mapping[str, ort.OrtValue]) -> dict[str, dict[str, Any]]:
-    """Types, shapes and numbers; of a large tensor those of a sample."""
     noted = {}
     for name, value in values.items():
         flat = value.numpy().ravel()
         small = flat.size <= MOST_WHOLE
-        places: Sequence[int] = [k * (flat.size - 1) // (MOST_WHOLE - 1) for k in range(MOST_WHOLE)]
-        numbers = flat if small else flat[places]
+        numbers = flat if small else flat[[k * (flat.size - 1) // (MOST_WHOLE - 1) for k in range(MOST_WHOLE)]]
         data = [n if np.isfinite(n) else None for n in numbers.tolist()]  # JSON has no NaN and no infinity
         noted[name] = {"dtype": value.data_type(), "shape": list(value.shape()), "data" if small else "sample": data}
     return noted

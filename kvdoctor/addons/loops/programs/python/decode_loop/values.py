@@ -1,26 +1,28 @@
-"""The values of inputs: each rule of the contract as a function that makes an array in the shape of the input."""
+"""The values of inputs: each rule of the contract as a function that fills an array in the shape of the input."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from .contract import Dims, Input
+from .contract import ContractError, Dims, Input
 
 Array = np.ndarray[Any, Any]
 NUMPY = {"float": "float32", "double": "float64"}
 """Element types that numpy has another name for."""
+GIVEN = ("embeddings", "encoder-input", "encoder-states")
+"""Rules of values that a graph or the caller made."""
 
 
 @dataclass
 class Step:
     """What the values of a call are made from.
 
-    `tokens` int64[batch, new] are the new ones; `sizes` has what each axis counts. `padding` is the number of entries
-    on the left of each sequence that are none of its tokens, empty where there are none. `mask` is what the caller says
-    of the source, int[batch, encoder_input].
+    `tokens` int64[batch, new] are the new ones; `sizes` has what each axis and each number counts. `padding` is the
+    number of entries on the left of each sequence that are none of its tokens, empty where there are none. `mask` is
+    what the caller says of the source, int[batch, encoder_input].
     """
 
     tokens: Array
@@ -45,7 +47,7 @@ def as_float32(value: ort.OrtValue) -> Array:
     return made if made.dtype == np.float32 else made.astype(np.float32)
 
 
-def shape_of(dims: Dims, sizes: dict[str, int]) -> tuple[int, ...]:
+def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """A shape; an axis that the program does not count has size 1."""
     return tuple([dim if isinstance(dim, int) else sizes.get(dim, 1) for dim in dims])
 
@@ -57,6 +59,8 @@ class Value:
     """
 
     def __init__(self, one: Input) -> None:
+        if one.rule not in FILLS:
+            raise ContractError(f"input {one.name!r} follows the rule {one.rule!r}, which this program does not know")
         self._input = one
         self._fill = FILLS[one.rule]
         self._stays = one.rule == "number" and one.count == "constant"
@@ -75,6 +79,11 @@ class Value:
         return self._value
 
 
+def _sequences(one: Input, array: Array) -> Array:
+    """The array with its sequences on the first axis; none where it has no such axis."""
+    return array[:0] if one.batch_axis is None else np.moveaxis(array, one.batch_axis, 0)
+
+
 def _tokens(_one: Input, array: Array, step: Step) -> None:
     array[...] = step.tokens if array.ndim > 1 else step.tokens.reshape(-1)
 
@@ -85,42 +94,26 @@ def _token_and_position(_one: Input, array: Array, step: Step) -> None:
 
 
 def _mask(one: Input, array: Array, step: Step) -> None:
-    """1 for tokens, 0 for padding on the left and for what is after the last token; the opposite in a padding mask."""
-    shown = 0 if one.rule == "padding-mask" else 1
-    array[..., : step.sizes["total"]] = shown
-    array[..., step.sizes["total"] :] = 1 - shown
-    if array.ndim > 1:
-        for row, padded in enumerate(step.padding):
-            array[row, ..., :padded] = 1 - shown
-
-
-def _window_mask(_one: Input, array: Array, step: Step) -> None:
-    """1 for tokens, of which the last one is in the last column; 0 before them."""
-    first = array.shape[-1] - step.sizes["total"]
-    array[...] = 0
-    array[..., max(first, 0) :] = 1
-    if array.ndim > 1:
-        for row, padded in enumerate(step.padding):
-            array[row, ..., : max(first + padded, 0)] = 0
-
-
-def _causal_mask(one: Input, array: Array, step: Step) -> None:
-    """A row for each query, which sees itself and what is before it."""
-    queries, columns = array.shape[-2:]
-    first = 0 if one.dims[-2] == "total" else step.sizes["past"]
-    oldest = max(columns - step.sizes["total"], 0) if one.from_right else 0  # the newest is in the last column
-    last = columns - step.sizes["total"] if one.from_right else 0
+    """The columns of the tokens are seen: in each row all but padding, or those up to the token of the row."""
+    total = step.sizes["total"]
+    first = array.shape[-1] - total if one.from_right else 0  # the column of the first token
+    oldest = max(first, 0)
     array[...] = one.hidden
-    for query in range(queries):
-        array[..., query, oldest : max(last + first + query + 1, 0)] = one.shown
+    if one.rows_from is None:
+        array[..., oldest : max(first + total, 0)] = one.shown
+        for row, padded in zip(_sequences(one, array), step.padding, strict=False):
+            row[..., oldest : max(first + padded, 0)] = one.hidden
+    else:
+        last = first + step.sizes[one.rows_from]
+        for query in range(array.shape[-2]):
+            array[..., query, oldest : max(last + query + 1, 0)] = one.shown
 
 
 def _positions(one: Input, array: Array, step: Step) -> None:
     array[...] = np.arange(step.sizes["past"], step.sizes["total"])
-    if step.padding and "batch" in one.dims:
-        rows = np.moveaxis(array, one.dims.index("batch"), 0)
-        for row, padded in enumerate(step.padding):
-            rows[row] -= padded
+    if step.padding:
+        for row, padded in zip(_sequences(one, array), step.padding, strict=False):
+            np.subtract(row, padded, out=row)
         np.maximum(array, 0, out=array)
 
 
@@ -129,20 +122,7 @@ def _rows(_one: Input, array: Array, step: Step) -> None:
 
 
 def _number(one: Input, array: Array, step: Step) -> None:
-    array[...] = one.value if one.count == "constant" else COUNTED[one.count](step.sizes)
-
-
-COUNTED: dict[str, Callable[[dict[str, int]], int]] = {
-    "past": lambda sizes: sizes["past"],
-    "total": lambda sizes: sizes["total"],
-    "last": lambda sizes: sizes["total"] - 1,
-    "new": lambda sizes: sizes["new"],
-    "last-new": lambda sizes: sizes["new"] - 1,
-    "batch": lambda sizes: sizes["batch"],
-    "cached": lambda sizes: int(sizes["past"] > 0),
-    "first": lambda sizes: int(sizes["past"] == 0),
-    "encoder_input": lambda sizes: sizes["encoder_input"],
-}
+    array[...] = one.value if one.count == "constant" else step.sizes[one.count]
 
 
 def _encoder_mask(_one: Input, array: Array, step: Step) -> None:
@@ -155,8 +135,8 @@ FILLS: dict[str, Callable[[Input, Array, Step], None]] = {
     "token-and-position": _token_and_position,
     "attention-mask": _mask,
     "padding-mask": _mask,
-    "window-mask": _window_mask,
-    "causal-mask": _causal_mask,
+    "window-mask": _mask,
+    "causal-mask": _mask,
     "positions": _positions,
     "rows": _rows,
     "number": _number,

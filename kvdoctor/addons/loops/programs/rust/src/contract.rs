@@ -1,22 +1,16 @@
 //! `contract.json`: what each call is fed, and what becomes of its outputs.
 
-use std::collections::HashMap;
-use std::fs;
-use std::path::Path;
-use std::str::FromStr;
+use std::{collections::HashMap, fs, path::Path, str::FromStr};
 
-use ort::value::{IntoTensorElementType, TensorElementType};
+use ort::value::TensorElementType;
 use serde::Deserialize;
-use serde_json::Value;
 
-use crate::tensors::with_type;
 use crate::{Error, Result};
-
-/// The schema that this program reads.
-pub const SCHEMA: &str = "kvdoctor/loop/2";
 
 #[derive(Clone, Debug, Deserialize)]
 pub struct Contract {
+    #[serde(rename = "schema")]
+    _schema: Schema,
     pub model: String,
     pub(crate) files: Vec<File>,
     pub(crate) calls: Calls,
@@ -37,9 +31,14 @@ pub struct Contract {
     pub rewinds: bool,
     pub reorders: bool,
     /// Token ids whose places are for images or audio, which this program does not take.
-    #[serde(default)]
     pub placeholders: Vec<i64>,
     pub generation: Generation,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+enum Schema {
+    #[serde(rename = "kvdoctor/loop/2")]
+    Second,
 }
 
 /// Where a text ends, and what is left out of it: at first the ids of the model's configs.
@@ -72,7 +71,8 @@ pub(crate) struct File {
 
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Port {
-    pub dtype: Dtype,
+    #[serde(with = "Dtype")]
+    pub dtype: TensorElementType,
     pub dims: Vec<Dim>,
 }
 
@@ -88,6 +88,11 @@ impl Calls {
     pub fn iter(&self) -> impl Iterator<Item = &Call> {
         self.encode.iter().chain(&self.embed).chain([&self.prefill, &self.decode])
     }
+
+    /// Whether any call has an input of a rule.
+    pub fn follow(&self, rule: Rule) -> bool {
+        self.iter().flat_map(|call| &call.inputs).any(|input| input.rule == rule)
+    }
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -97,21 +102,40 @@ pub(crate) struct Call {
     pub pasts: Vec<String>,
     pub outputs: Vec<String>,
     pub logits: Option<String>,
-    pub states: Option<String>,
+    pub fills: Vec<Fill>,
+    pub encoder: Option<EncoderSize>,
+}
+
+/// An output that goes into a slot of the cache.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Fill {
+    pub slot: usize,
+    pub output: String,
+    pub carry: Carry,
+}
+
+/// The axis that counts encoder states, of a value of the encoder or of the cache; without a name of the source.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct EncoderSize {
+    pub name: Option<String>,
+    pub axis: usize,
 }
 
 /// One input that is not the cache.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Input {
     pub name: String,
-    pub dtype: Dtype,
+    #[serde(with = "Dtype")]
+    pub dtype: TensorElementType,
     pub dims: Vec<Dim>,
     pub rule: Rule,
-    pub count: Count,
+    pub count: Axis,
     pub value: f64,
     pub shown: f64,
     pub hidden: f64,
     pub from_right: bool,
+    pub rows_from: Option<Axis>,
+    pub batch_axis: Option<usize>,
     pub made: Option<String>,
 }
 
@@ -119,58 +143,61 @@ pub(crate) struct Input {
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Slot {
     pub past: String,
-    pub present: Option<String>,
-    pub made: Option<String>,
-    pub by_encoder: bool,
-    pub dtype: Dtype,
-    pub dims: Vec<Dim>,
-    pub carry: Carry,
+    #[serde(with = "Dtype")]
+    pub dtype: TensorElementType,
     pub batch_axis: Option<usize>,
     pub length_axis: Option<usize>,
-    pub counts_states: bool,
-    pub rewinds: Rewinds,
-    pub first_length: usize,
+    pub rewinds: String,
     pub heads: usize,
-    pub fed_zeros: bool,
+    pub zeros: Option<Vec<Dim>>,
 }
 
-/// Enums whose variants are names in the contract.
+/// The element types of the contract, by its names.
+#[derive(Deserialize)]
+#[serde(remote = "TensorElementType", rename_all = "lowercase")]
+enum Dtype {
+    #[serde(rename = "float")]
+    Float32,
+    Float16,
+    Bfloat16,
+    #[serde(rename = "double")]
+    Float64,
+    Int64,
+    Int32,
+    Int8,
+    Uint8,
+    Bool,
+}
+
+/// Enums whose variants are names in the contract; `Other` is a name that this program does not know.
 macro_rules! names {
-    ($($case:literal $name:ident { $($variant:ident),* $(; $(#[$attribute:meta])* $other:ident)? })*) => {
-        $(#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-        #[serde(rename_all = $case)]
+    ($($(#[$about:meta])* $name:ident { $($(#[$attribute:meta])* $variant:ident),* })*) => {
+        $($(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+        #[serde(rename_all = "kebab-case")]
         pub(crate) enum $name {
-            $($variant,)*
-            $($(#[$attribute])* $other,)?
+            $($(#[$attribute])* $variant,)*
+            #[serde(other)]
+            Other,
         })*
     };
 }
 
 names! {
-    "lowercase" Dtype { Float, Float16, Bfloat16, Double, Int64, Int32, Int8, Uint8, Bool }
-    // What an axis counts; one that no loop counts has size 1.
-    "snake_case" Axis { Batch, BatchHeads, New, Past, Total, Capacity, Encoder, EncoderInput; #[serde(other)] Other }
-    // Where the value of an input comes from.
-    "kebab-case" Rule {
-        Tokens, TokenAndPosition, Embeddings, AttentionMask, PaddingMask, WindowMask, CausalMask, Positions, Rows,
-        Number, EncoderInput, EncoderMask, EncoderStates
+    /// What an axis or a number counts; another axis has size 1.
+    Axis {
+        Batch, #[serde(alias = "batch_heads")] BatchHeads, New, Past, Total, Capacity, Encoder,
+        #[serde(alias = "encoder_input")] EncoderInput, Last, LastNew, Constant
     }
-    "kebab-case" Count {
-        Constant, Past, Total, Last, New, LastNew, Batch, Cached, First;
-        #[serde(rename = "encoder_input")] EncoderInput
+    /// Where the value of an input comes from.
+    Rule {
+        Tokens, TokenAndPosition, Embeddings, Positions, Rows, Number, EncoderInput, EncoderMask, EncoderStates,
+        #[serde(alias = "attention-mask", alias = "padding-mask", alias = "window-mask", alias = "causal-mask")] Mask
     }
-    // What becomes of an output of the cache. FeedBack: it is the next value. Hold: the first value stays. Append: its
-    // rows follow those that are there. Write: its rows are written after those of the tokens before. Shift: its rows
-    // come in on one side, and the oldest leave on the other. DropOldest: it is the next value without its oldest row.
-    "kebab-case" Carry { FeedBack, Hold, Append, Write, Shift, DropOldest }
-    // How a slot goes back to an earlier length.
-    "lowercase" Rewinds { Cut, Stays, Impossible }
-}
-
-impl From<Dtype> for TensorElementType {
-    fn from(dtype: Dtype) -> Self {
-        with_type!(dtype, T => T::into_tensor_element_type())
-    }
+    /// What becomes of an output of the cache. FeedBack: it is the next value. Hold: the first value stays. Append: its
+    /// rows follow those that are there. Write: its rows are written after those of the tokens before. Shift: its rows
+    /// come in on one side, and the oldest leave on the other. DropOldest: it is the next value without its oldest row.
+    Carry { FeedBack, Hold, Append, Write, Shift, DropOldest }
 }
 
 /// A number, or what an axis counts.
@@ -182,7 +209,6 @@ pub(crate) enum Dim {
 }
 
 impl Contract {
-    /// Reads a file.
     pub fn read(file: impl AsRef<Path>) -> Result<Self> {
         let shown = file.as_ref().display().to_string();
         match fs::read_to_string(file) {
@@ -193,42 +219,25 @@ impl Contract {
 
     /// Whether the source is ids; `None` where the model has none.
     pub fn source_is_ids(&self) -> Option<bool> {
-        self.source.as_ref().map(|source| matches!(source.dtype, Dtype::Int64 | Dtype::Int32))
-    }
-}
-
-/// Refuses rules that this program does not know, with the name of the tensor that needs them.
-fn check(contract: &Value) -> Result<()> {
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let calls = contract["calls"].as_object().into_iter().flat_map(|calls| calls.values());
-    let unknown = |one: &Value| {
-        let name = one.get("name").or(one.get("past")).unwrap_or(&Value::Null);
-        let known = [
-            ("rule", one.get("rule").is_none_or(|rule| Rule::deserialize(rule).is_ok())),
-            ("count", one.get("count").is_none_or(|count| Count::deserialize(count).is_ok())),
-            ("carry", one.get("carry").is_none_or(|carry| Carry::deserialize(carry).is_ok())),
-        ];
-        let (field, _) = known.into_iter().find(|(_, known)| !known)?;
-        Some(format!("{name} has the {field} {}, which this program does not know", one[field]))
-    };
-    let inputs = calls.flat_map(|call| list(&call["inputs"]));
-    match inputs.chain(list(&contract["slots"])).find_map(|one| unknown(&one)) {
-        Some(message) => Err(Error::Contract(message)),
-        None => Ok(()),
+        let is_ids = |source: &Input| matches!(source.dtype, TensorElementType::Int64 | TensorElementType::Int32);
+        self.source.as_ref().map(is_ids)
     }
 }
 
 impl FromStr for Contract {
     type Err = Error;
 
+    /// Reads a contract; what it asks for and this program does not know is an error, with the name of the tensor.
     fn from_str(text: &str) -> Result<Self> {
-        let unread = |error: serde_json::Error| Error::Contract(error.to_string());
-        let contract: Value = serde_json::from_str(text).map_err(unread)?;
-        if contract["schema"] != SCHEMA {
-            let schema = &contract["schema"];
-            return Err(Error::Contract(format!("the schema is {schema}, and this program reads {SCHEMA:?}")));
+        let contract: Self = serde_json::from_str(text).map_err(|error| Error::Contract(error.to_string()))?;
+        let unknown = |input: &&Input| input.rule == Rule::Other || input.count == Axis::Other;
+        let inputs = contract.calls.iter().flat_map(|call| &call.inputs).filter(unknown).map(|input| &input.name);
+        let fills = contract.calls.iter().flat_map(|call| &call.fills);
+        let unknown = |fill: &&Fill| fill.carry == Carry::Other || fill.slot >= contract.slots.len();
+        let fills = fills.filter(unknown).map(|fill| &fill.output);
+        if let Some(name) = inputs.chain(fills).next() {
+            return Err(Error::Contract(format!("{name:?} has a rule that this program does not know")));
         }
-        check(&contract)?;
-        serde_json::from_value(contract).map_err(unread)
+        Ok(contract)
     }
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::ops::ControlFlow;
 
-use crate::{Decoder, Error, Generation, Logits, Result};
+use crate::{Decoder, Generation, Logits, Result, refuse};
 
 /// A new token of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,67 +21,75 @@ pub struct Tokens<'d, C> {
     generation: &'d Generation,
     choose: C,
     logits: Option<Logits>,
-    sequences: Vec<Vec<i64>>,
-    /// Where the new tokens of each sequence begin.
-    begins: Vec<usize>,
-    running: Vec<bool>,
+    sequences: Vec<Sequence>,
+}
+
+struct Sequence {
+    tokens: Vec<i64>,
+    /// Where the new tokens begin.
+    begin: usize,
+    running: bool,
 }
 
 impl<C> Tokens<'_, C> {
     /// The new tokens of each sequence so far.
     pub fn made(&self) -> Vec<Vec<i64>> {
-        self.sequences.iter().zip(&self.begins).map(|(sequence, begin)| sequence[*begin..].to_vec()).collect()
+        self.sequences.iter().map(|sequence| sequence.tokens[sequence.begin..].to_vec()).collect()
     }
 }
 
 impl<C: FnMut(&[f32], &[i64]) -> Result<i64>> Tokens<'_, C> {
     fn advance(&mut self) -> Result<Vec<Token>> {
+        let generation = self.generation;
         let logits = match self.logits.take() {
             Some(logits) => logits,
             None => {
-                let last = self.sequences.iter().map(|sequence| sequence.last().copied().unwrap_or(0));
-                let fed = last.zip(&self.running).map(|(last, runs)| match (runs, self.generation.padding) {
+                let fed = self.sequences.iter().map(|sequence| match (sequence.running, generation.padding) {
                     (false, Some(padding)) => [padding],
-                    _ => [last],
+                    _ => [sequence.tokens.last().copied().unwrap_or(0)],
                 });
                 self.decoder.step(&fed.collect::<Vec<_>>())?
             }
         };
         let mut tokens = Vec::new();
-        for row in 0..self.sequences.len() {
-            if !self.running[row] {
-                continue;
+        for (row, sequence) in self.sequences.iter_mut().enumerate().filter(|(_, sequence)| sequence.running) {
+            let id = sequence.next_id(generation, &logits.last(row), &mut self.choose)?;
+            sequence.running = !generation.end.contains(&id);
+            if sequence.running {
+                sequence.tokens.push(id);
+                let count = sequence.tokens.len() - sequence.begin;
+                sequence.running = generation.most == 0 || count < generation.most;
+                tokens.push(Token { row, id });
             }
-            let id = self.next_id(row, &logits.last(row))?;
-            if self.generation.end.contains(&id) {
-                self.running[row] = false;
-                continue;
-            }
-            self.sequences[row].push(id);
-            let count = self.sequences[row].len() - self.begins[row];
-            self.running[row] = self.generation.most == 0 || count < self.generation.most;
-            tokens.push(Token { row, id });
         }
         if self.decoder.limit().is_some_and(|limit| self.decoder.length() >= limit) {
-            self.running.fill(false);
+            self.stop();
         }
         Ok(tokens)
     }
 
-    fn next_id(&mut self, row: usize, logits: &[f32]) -> Result<i64> {
-        let sequence = &self.sequences[row];
-        if let Some((_, id)) = self.generation.forced.iter().find(|(place, _)| *place == sequence.len()) {
+    fn stop(&mut self) {
+        self.sequences.iter_mut().for_each(|sequence| sequence.running = false);
+    }
+}
+
+impl Sequence {
+    fn next_id(
+        &self,
+        generation: &Generation,
+        logits: &[f32],
+        choose: &mut impl FnMut(&[f32], &[i64]) -> Result<i64>,
+    ) -> Result<i64> {
+        if let Some((_, id)) = generation.forced.iter().find(|(place, _)| *place == self.tokens.len()) {
             return Ok(*id);
         }
-        let begins = sequence.len() == self.begins[row];
-        let never = self.generation.suppress.iter().chain(self.generation.begin_suppress.iter().filter(|_| begins));
+        let begins = self.tokens.len() == self.begin;
+        let never = generation.suppress.iter().chain(generation.begin_suppress.iter().filter(|_| begins));
         let mut logits = Cow::Borrowed(logits);
-        for id in never.filter_map(|id| usize::try_from(*id).ok()) {
-            if id < logits.len() {
-                logits.to_mut()[id] = f32::NEG_INFINITY;
-            }
+        for id in never.map(|id| *id as usize).filter(|id| *id < logits.len()).collect::<Vec<_>>() {
+            logits.to_mut()[id] = f32::NEG_INFINITY;
         }
-        (self.choose)(&logits, sequence)
+        choose(&logits, &self.tokens)
     }
 }
 
@@ -89,17 +97,14 @@ impl<C: FnMut(&[f32], &[i64]) -> Result<i64>> Iterator for Tokens<'_, C> {
     type Item = Result<Vec<Token>>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if !self.running.contains(&true) {
+        if !self.sequences.iter().any(|sequence| sequence.running) {
             return None;
         }
-        match self.advance() {
-            Ok(tokens) if tokens.is_empty() => None,
-            Ok(tokens) => Some(Ok(tokens)),
-            Err(error) => {
-                self.running.fill(false);
-                Some(Err(error))
-            }
+        let made = self.advance();
+        if made.is_err() {
+            self.stop();
         }
+        Some(made).filter(|made| !made.as_ref().is_ok_and(Vec::is_empty))
     }
 }
 
@@ -116,18 +121,11 @@ impl Decoder {
         choose: C,
     ) -> Result<Tokens<'d, C>> {
         if sequences.len() != logits.rows() {
-            return Err(Error::Argument(format!("{} sequences for {} rows of logits", sequences.len(), logits.rows())));
+            return refuse(format!("{} sequences for {} rows of logits", sequences.len(), logits.rows()));
         }
-        let sequences: Vec<Vec<i64>> = sequences.iter().map(|sequence| sequence.as_ref().to_vec()).collect();
-        Ok(Tokens {
-            decoder: self,
-            generation,
-            choose,
-            logits: Some(logits),
-            begins: sequences.iter().map(Vec::len).collect(),
-            running: vec![true; sequences.len()],
-            sequences,
-        })
+        let begun = |tokens: &[i64]| Sequence { tokens: tokens.to_vec(), begin: tokens.len(), running: true };
+        let sequences = sequences.iter().map(|sequence| begun(sequence.as_ref())).collect();
+        Ok(Tokens { decoder: self, generation, choose, logits: Some(logits), sequences })
     }
 
     /// Generates from prompts until every sequence has ended; returns the new tokens of each. `on_token` is called

@@ -1,7 +1,5 @@
 //! How the next token is chosen from its logits.
 
-use std::borrow::Cow;
-
 /// The likeliest token is taken at the temperature 0. What is not changed has no effect.
 #[derive(Clone, Debug)]
 pub struct Sampling {
@@ -36,47 +34,36 @@ impl Sampler {
 
     /// The next token, of a row of logits and the tokens so far.
     pub fn choose(&mut self, logits: &[f32], tokens: &[i64]) -> i64 {
-        let logits = self.penalized(logits, tokens);
-        if self.sampling.temperature <= 0.0 {
-            return likeliest(&logits);
+        let Sampling { temperature, top_k, top_p, min_p, repetition_penalty: penalty, .. } = self.sampling;
+        let mut scores = logits.to_vec();
+        for token in tokens.iter().map(|token| *token as usize).filter(|token| *token < logits.len()) {
+            let logit = logits[token];
+            scores[token] = if logit > 0.0 { logit / penalty } else { logit * penalty };
         }
-        let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
-        let mut ids: Vec<usize> = (0..logits.len()).collect();
-        if (1..ids.len()).contains(&self.sampling.top_k) {
-            ids.select_nth_unstable_by(self.sampling.top_k - 1, order);
-            ids.truncate(self.sampling.top_k);
+        if temperature <= 0.0 {
+            return likeliest(&scores);
+        }
+        let order = |a: &usize, b: &usize| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b));
+        let mut ids: Vec<usize> = (0..scores.len()).collect();
+        if (1..ids.len()).contains(&top_k) {
+            ids.select_nth_unstable_by(top_k - 1, order);
+            ids.truncate(top_k);
         }
         ids.sort_unstable_by(order);
-        let largest = logits[ids[0]];
-        let mut weights: Vec<f32> =
-            ids.iter().map(|id| ((logits[*id] - largest) / self.sampling.temperature).exp()).collect();
-        let (most, mut reached) = (self.sampling.top_p * weights.iter().sum::<f32>(), 0.0);
+        let largest = scores[ids[0]];
+        let weights: Vec<f32> = ids.iter().map(|id| ((scores[*id] - largest) / temperature).exp()).collect();
+        let (most, mut reached) = (top_p * weights.iter().sum::<f32>(), 0.0);
         let in_top = weights.iter().take_while(|weight| {
             reached += **weight;
             reached - **weight < most
         });
-        let count = in_top.take_while(|weight| **weight >= self.sampling.min_p).count();
-        weights.truncate(count.max(1));
-        let mut left = self.uniform() * weights.iter().sum::<f32>();
-        let chosen = weights.iter().position(|weight| {
+        let count = in_top.take_while(|weight| **weight >= min_p).count().max(1);
+        let mut left = self.uniform() * weights[..count].iter().sum::<f32>();
+        let chosen = weights[..count].iter().position(|weight| {
             left -= weight;
             left < 0.0
         });
         ids[chosen.unwrap_or(0)] as i64
-    }
-
-    fn penalized<'a>(&self, logits: &'a [f32], tokens: &[i64]) -> Cow<'a, [f32]> {
-        let penalty = self.sampling.repetition_penalty;
-        if penalty == 1.0 {
-            return Cow::Borrowed(logits);
-        }
-        let mut changed = logits.to_vec();
-        for token in tokens.iter().filter_map(|token| usize::try_from(*token).ok()) {
-            if let (Some(logit), Some(now)) = (logits.get(token), changed.get_mut(token)) {
-                *now = if *logit > 0.0 { logit / penalty } else { logit * penalty };
-            }
-        }
-        Cow::Owned(changed)
     }
 
     /// A number from 0 to 1, without 1 (SplitMix64).

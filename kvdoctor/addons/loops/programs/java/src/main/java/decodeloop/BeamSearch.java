@@ -2,7 +2,7 @@ package decodeloop;
 
 import ai.onnxruntime.OrtException;
 import java.util.ArrayList;
-import java.util.Arrays;
+import java.util.Collections;
 import java.util.Comparator;
 import java.util.List;
 import java.util.stream.IntStream;
@@ -10,12 +10,7 @@ import java.util.stream.Stream;
 
 /** An example over the library, for a model whose contract has {@code reorders}. */
 public final class BeamSearch {
-  /**
-   * A sequence of a search.
-   *
-   * @param score its log probability
-   * @param row the sequence that it continues
-   */
+  /** A sequence of a search: its log probability, and the row that it continues. */
   private record Beam(double score, int row, List<Integer> tokens) {
     int last() {
       return tokens.get(tokens.size() - 1);
@@ -27,18 +22,14 @@ public final class BeamSearch {
 
     /** The likeliest continuations by one token. */
     Stream<Beam> next(int row, float[] logits, int count) {
-      double most = logits[Logits.likeliest(logits)];
-      double sum =
-          IntStream.range(0, logits.length).mapToDouble(i -> Math.exp(logits[i] - most)).sum();
-      return IntStream.range(0, logits.length)
-          .boxed()
-          .sorted((a, b) -> Float.compare(logits[b], logits[a]))
+      double sum = IntStream.range(0, logits.length).mapToDouble(i -> Math.exp(logits[i])).sum();
+      return Logits.ranked(logits)
           .limit(count)
           .map(
               token -> {
                 List<Integer> longer = new ArrayList<>(tokens);
                 longer.add(token);
-                return new Beam(score + logits[token] - most - Math.log(sum), row, longer);
+                return new Beam(score + logits[token] - Math.log(sum), row, longer);
               });
     }
   }
@@ -53,9 +44,7 @@ public final class BeamSearch {
       throws OrtException {
     List<Integer> ends = decoder.contract().generation().end();
     int width = beams * (1 + ends.size()); // so many have as many as there are beams that go on
-    int[][] prompts = new int[beams][];
-    Arrays.fill(prompts, prompt);
-    Logits logits = decoder.prefill(prompts);
+    Logits logits = decoder.prefill(Collections.nCopies(beams, prompt).toArray(int[][]::new));
     List<Beam> going = List.of(new Beam(0, 0, List.of())); // all begin with the same prompt
     List<Beam> ended = new ArrayList<>();
     for (int count = 1; ; count++) {
@@ -67,10 +56,8 @@ public final class BeamSearch {
       found.stream().limit(beams).filter(one -> ends.contains(one.last())).forEach(ended::add);
       going = found.stream().filter(one -> !ends.contains(one.last())).limit(beams).toList();
       if (ended.size() >= beams || count == most || decoder.length() >= decoder.limit()) {
-        return Stream.concat(ended.stream(), going.stream())
-            .max(Comparator.comparingDouble(Beam::mean))
-            .orElseThrow()
-            .tokens();
+        ended.addAll(going);
+        return Collections.max(ended, Comparator.comparingDouble(Beam::mean)).tokens();
       }
       decoder.reorder(going.stream().mapToInt(Beam::row).toArray());
       logits =

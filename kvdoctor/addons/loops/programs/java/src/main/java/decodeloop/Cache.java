@@ -2,85 +2,68 @@ package decodeloop;
 
 import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtException;
+import decodeloop.Contract.Fill;
 import decodeloop.Contract.Slot;
 import decodeloop.Tensors.Part;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
+import java.util.Set;
 
 /** The tensors that go from call to call. One is closed as soon as the next one is there. */
 final class Cache {
-  private final Contract contract;
-  private final int capacity;
-  private final Map<String, OnnxTensor> tensors = new HashMap<>();
-  private OnnxTensor states;
-  private Source source;
+  static final Set<String> CARRIES = Set.of("feed-back", "append", "shift", "drop-oldest", "write");
 
-  Cache(Contract contract, int capacity) {
-    this.contract = contract;
-    this.capacity = capacity;
+  private final List<Slot> slots;
+  private final Map<String, OnnxTensor> tensors = new HashMap<>();
+  private Map<String, OnnxTensor> lent = Map.of();
+
+  Cache(List<Slot> slots) {
+    this.slots = slots;
   }
 
   OnnxTensor get(String past) {
     return tensors.get(past);
   }
 
-  /** The encoder states of the sequences, or the source itself where no encoder makes them. */
-  OnnxTensor states() {
-    return states;
-  }
-
-  /** Makes what the first call is fed: what the encoder made of a slot, else zeros. */
-  void begin(int batch, Source source) throws OrtException {
-    this.source = source;
-    if (source != null) {
-      boolean encodes = contract.calls().encode() != null;
-      states = encodes ? source.encoded().get(contract.calls().encode().states()) : source.given();
-    }
-    for (Slot slot : contract.slots()) {
-      if (slot.byEncoder()) {
-        replace(slot.past(), source.encoded().get(slot.made()));
-      } else if (slot.fedZeros()) {
-        Map<String, Long> sizes =
-            Map.of(
-                "batch",
-                (long) batch,
-                "batch_heads",
-                (long) batch * slot.heads(),
-                "past",
-                slot.firstLength(),
-                "encoder",
-                slot.firstLength(),
-                "capacity",
-                (long) capacity);
-        long[] shape = Inputs.resolve(slot.dims(), sizes);
+  /**
+   * Makes what the first call is fed: what the encoder made of a slot, else zeros.
+   *
+   * @param encoded what the encoder made; the next sequences begin with the same tensors
+   */
+  void begin(Map<String, Long> sizes, List<Fill> fills, Map<String, OnnxTensor> encoded)
+      throws OrtException {
+    lent = encoded;
+    for (Slot slot : slots) {
+      if (slot.zeros() != null) {
+        Map<String, Long> first = new HashMap<>(sizes);
+        first.put("batch_heads", sizes.get("batch") * slot.heads());
+        long[] shape = Inputs.resolve(slot.zeros(), first);
         replace(slot.past(), Tensors.fill(slot.dtype(), shape, null));
       }
     }
+    fills.forEach(one -> replace(slots.get(one.slot()).past(), encoded.get(one.output())));
   }
 
   /**
    * Takes what a call returned. Nothing is replaced until all of it is there.
    *
    * @param outputs those that are taken are removed
-   * @param length tokens before the call; the first one has none
+   * @param length tokens before the call
    */
-  void take(Map<String, OnnxTensor> outputs, int length) throws OrtException {
+  void take(List<Fill> fills, Map<String, OnnxTensor> outputs, int length) throws OrtException {
     Map<String, OnnxTensor> next = new HashMap<>();
     try {
-      for (Slot slot : contract.slots()) {
-        String name = length == 0 ? slot.made() : slot.present();
-        OnnxTensor value = outputs.get(name);
-        if (value == null || length == 0 && slot.byEncoder()) {
-          continue;
-        }
-        if (!slot.copies()) {
-          next.put(slot.past(), outputs.remove(name));
-        } else if (slot.carry().equals("write")) {
+      for (Fill one : fills) {
+        Slot slot = slots.get(one.slot());
+        if (one.carry().equals("feed-back")) {
+          next.put(slot.past(), outputs.remove(one.output()));
+        } else if (one.carry().equals("write")) {
           // After the tokens that are there, where nothing is read before the call has succeeded.
-          Tensors.overwrite(tensors.get(slot.past()), value, slot.lengthAxis(), length);
+          OnnxTensor past = tensors.get(slot.past());
+          Tensors.overwrite(past, outputs.get(one.output()), slot.lengthAxis(), length);
         } else {
-          next.put(slot.past(), joined(slot, value));
+          next.put(slot.past(), joined(slot, one.carry(), outputs.get(one.output())));
         }
       }
       next.forEach(this::replace);
@@ -90,60 +73,46 @@ final class Cache {
     }
   }
 
-  private OnnxTensor joined(Slot slot, OnnxTensor value) throws OrtException {
-    OnnxTensor past = tensors.get(slot.past());
+  private OnnxTensor joined(Slot slot, String carry, OnnxTensor value) throws OrtException {
     int axis = slot.lengthAxis();
     Part rows = Part.of(value, axis);
-    Part old = slot.byEncoder() ? Part.of(past, axis) : Part.ofMade(past, axis);
-    List<Part> parts =
-        switch (slot.carry()) {
-          case "append" -> List.of(old, rows);
-          case "shift" ->
-              List.of(old.range(Math.min(rows.count(), old.count()), old.count()), rows);
-          default -> List.of(rows.range(1, rows.count())); // drop-oldest
-        };
-    return Tensors.join(value, axis, parts);
+    if (carry.equals("drop-oldest")) {
+      return Tensors.join(value, axis, List.of(rows.range(1, rows.count())));
+    }
+    OnnxTensor before = tensors.get(slot.past());
+    Part past = slot.zeros() == null ? Part.of(before, axis) : Part.ofMade(before, axis);
+    int leaving = carry.equals("shift") ? Math.min(rows.count(), past.count()) : 0;
+    return Tensors.join(value, axis, List.of(past.range(leaving, past.count()), rows));
   }
 
   /** Cuts what grows to a length. */
   void cut(int length) throws OrtException {
-    Map<String, OnnxTensor> cut = new HashMap<>();
-    for (Slot slot : contract.slots()) {
+    for (Slot slot : slots) {
       if (slot.rewinds().equals("cut")) {
         OnnxTensor value = tensors.get(slot.past());
         int axis = slot.lengthAxis();
         List<Part> part = List.of(Part.of(value, axis).range(0, length));
-        cut.put(slot.past(), Tensors.join(value, axis, part));
+        replace(slot.past(), Tensors.join(value, axis, part));
       }
     }
-    cut.forEach(this::replace);
   }
 
   /** Makes sequence i a copy of what {@code rows[i]} was. */
   void reorder(int[] rows) throws OrtException {
-    Map<String, OnnxTensor> chosen = new HashMap<>();
-    for (Slot slot : contract.slots()) {
+    for (Slot slot : slots) {
       if (slot.batchAxis() != null) {
-        int axis = slot.batchAxis();
-        int heads = "batch_heads".equals(slot.dims().get(axis).axis()) ? slot.heads() : 1;
-        chosen.put(slot.past(), Tensors.choose(tensors.get(slot.past()), axis, rows, heads));
+        OnnxTensor value = tensors.get(slot.past());
+        replace(slot.past(), Tensors.choose(value, slot.batchAxis(), rows, slot.heads()));
       }
     }
-    if (states != null) {
-      OnnxTensor before = states;
-      states = Tensors.choose(before, 0, rows, 1);
-      free(before);
-    }
-    chosen.forEach(this::replace);
   }
 
   private void replace(String past, OnnxTensor value) {
     free(tensors.put(past, value));
   }
 
-  /** Closes a tensor, unless the next sequences begin with it. */
   private void free(OnnxTensor tensor) {
-    if (tensor != null && (source == null || !source.owns(tensor))) {
+    if (tensor != null && !lent.containsValue(tensor)) {
       tensor.close();
     }
   }
@@ -151,8 +120,5 @@ final class Cache {
   void clear() {
     tensors.values().forEach(this::free);
     tensors.clear();
-    free(states);
-    states = null;
-    source = null;
   }
 }

@@ -8,8 +8,7 @@ import ai.onnxruntime.TensorInfo;
 import com.google.gson.FieldNamingPolicy;
 import com.google.gson.Gson;
 import com.google.gson.GsonBuilder;
-import com.google.gson.JsonDeserializer;
-import com.google.gson.JsonParseException;
+import com.google.gson.JsonPrimitive;
 import java.io.IOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
@@ -17,15 +16,14 @@ import java.util.List;
 import java.util.Locale;
 import java.util.Map;
 import java.util.Objects;
-import java.util.Optional;
 import java.util.Set;
-import java.util.stream.Collectors;
 import java.util.stream.Stream;
 
 /**
  * What contract.json says of a model: its calls, what each is fed, and what becomes of the cache.
  *
  * @param source what {@link Decoder#encode} takes, or null
+ * @param sourceAxis the axis of the source that is its length
  * @param vocabulary entries of a row of logits, or null
  * @param contextLimit the most tokens of a sequence, or null
  * @param oneToken whether every call takes one new token
@@ -38,11 +36,11 @@ import java.util.stream.Stream;
 public record Contract(
     String schema,
     String model,
-    String layout,
     List<ModelFile> files,
     Calls calls,
     List<Slot> slots,
     Input source,
+    Integer sourceAxis,
     Integer vocabulary,
     Integer contextLimit,
     boolean oneToken,
@@ -56,87 +54,65 @@ public record Contract(
     Ids generation) {
 
   private static final String SCHEMA = "kvdoctor/loop/2";
-  private static final Set<String> CARRIES =
-      Set.of("feed-back", "hold", "append", "shift", "drop-oldest", "write");
-  private static final Map<String, OnnxJavaType> TYPES =
-      Stream.of(OnnxJavaType.values())
-          .filter(type -> type != OnnxJavaType.STRING && type != OnnxJavaType.UNKNOWN)
-          .collect(Collectors.toMap(type -> type.name().toLowerCase(Locale.ROOT), type -> type));
-  private static final Gson GSON =
+  static final Gson GSON =
       new GsonBuilder()
           .setFieldNamingPolicy(FieldNamingPolicy.LOWER_CASE_WITH_UNDERSCORES)
-          .registerTypeAdapter(
-              Dim.class,
-              (JsonDeserializer<Dim>)
-                  (json, type, context) ->
-                      json.getAsJsonPrimitive().isNumber()
-                          ? new Dim(json.getAsLong(), null)
-                          : new Dim(-1, json.getAsString()))
+          .serializeNulls()
           .create();
 
   /** The calls that a model has; {@code encode} and {@code embed} may be null. */
-  public record Calls(Call encode, Call embed, Call prefill, Call decode) {
-    Stream<Call> all() {
-      return Stream.of(encode, embed, prefill, decode).filter(Objects::nonNull);
-    }
-  }
+  public record Calls(Call encode, Call embed, Call prefill, Call decode) {}
 
-  /** A file of the model, with the inputs and outputs that its calls use. */
+  /** A file of the model, with its inputs and the outputs that are used. */
   public record ModelFile(String file, Map<String, Type> inputs, List<String> outputs) {}
 
-  /** The element type and the shape of a tensor. */
-  public record Type(String dtype, List<Dim> dims) {}
+  /** The element type of a tensor and its sizes: numbers, or the names of what an axis counts. */
+  public record Type(String dtype, List<JsonPrimitive> dims) {}
 
-  /** A kind of call. {@code logits} and {@code states} are names of outputs, or null. */
+  /** A kind of call. {@code encoder} is where it finds the number of encoder states, or null. */
   public record Call(
       String file,
       List<Input> inputs,
       List<String> pasts,
       Set<String> outputs,
       String logits,
-      String states) {
+      List<Fill> fills,
+      EncoderSize encoder) {
     boolean follows(String rule) {
       return inputs.stream().anyMatch(one -> one.rule.equals(rule));
     }
   }
 
+  /** An output that goes into the cache: the number of the slot, and what becomes of it there. */
+  public record Fill(int slot, String output, String carry) {}
+
+  /** The axis of a tensor that counts encoder states. */
+  public record EncoderSize(String place, String name, int axis) {}
+
   /** An input that is not of the cache, and the rule by which its value is made. */
   public record Input(
       String name,
       String dtype,
-      List<Dim> dims,
+      List<JsonPrimitive> dims,
       String rule,
       String count,
       double value,
       double shown,
       double hidden,
       boolean fromRight,
+      String rowsFrom,
+      Integer batchAxis,
       String made) {}
 
-  /** A tensor of the cache: the input that it is fed to, the outputs that fill it and carry it. */
+  /** A tensor of the cache; {@code zeros} is the shape of the first value that the loop makes. */
   public record Slot(
       String past,
-      String present,
-      String made,
-      boolean byEncoder,
       String dtype,
-      List<Dim> dims,
-      String carry,
+      List<JsonPrimitive> zeros,
       Integer batchAxis,
       Integer lengthAxis,
-      boolean countsStates,
       String rewinds,
-      long firstLength,
-      int heads,
-      boolean fedZeros) {
-    /** Whether the loop computes the next value; otherwise it passes on what it got. */
-    boolean copies() {
-      return !Set.of("feed-back", "hold").contains(carry) && lengthAxis != null && present != null;
-    }
-  }
-
-  /** The size of an axis: a number, or the name of what it counts. */
-  public record Dim(long size, String axis) {}
+      int heads) {}
 
   /**
    * Ids of the configs; each of {@code forced} is a position, from the prompt's first, and an id.
@@ -151,85 +127,67 @@ public record Contract(
 
   /** Reads a contract.json. */
   public static Contract read(Path file) throws IOException {
-    try {
-      return parse(Files.readString(file));
-    } catch (IllegalArgumentException failed) {
-      throw new IllegalArgumentException(file + ": " + failed.getMessage(), failed);
-    }
+    return parse(Files.readString(file));
   }
 
   /** Reads the text of a contract.json. What this program does not know is refused. */
   public static Contract parse(String text) {
-    Contract contract;
-    try {
-      contract = GSON.fromJson(text, Contract.class);
-    } catch (JsonParseException failed) {
-      throw new IllegalArgumentException(failed.getMessage(), failed);
-    }
-    if (contract == null || !SCHEMA.equals(contract.schema)) {
-      String found = contract == null ? "" : contract.schema;
-      throw new IllegalArgumentException(
-          "its schema is " + found + ", and this program reads " + SCHEMA);
-    }
-    contract.calls.all().flatMap(call -> call.inputs.stream()).forEach(Contract::requireKnown);
-    for (Slot slot : contract.slots) {
-      require(CARRIES.contains(slot.carry), "cache ", slot.past, "becomes what is unknown here");
-      require(typeOf(slot.dtype).isPresent(), "cache ", slot.past, "has an unknown element type");
-    }
+    Contract contract = GSON.fromJson(text, Contract.class);
+    String schema = contract == null ? null : contract.schema;
+    String other = "the contract has schema " + schema + ", and this program reads " + SCHEMA;
+    require(SCHEMA.equals(schema), other);
+    Calls calls = contract.calls;
+    Stream.of(calls.encode, calls.embed, calls.prefill, calls.decode)
+        .filter(Objects::nonNull)
+        .forEach(
+            call -> {
+              for (Input one : call.inputs) {
+                boolean known = Inputs.RULES.contains(one.rule);
+                require(known, one.name + " follows an unknown rule: " + one.rule);
+              }
+              for (Fill one : call.fills) {
+                boolean known = Cache.CARRIES.contains(one.carry);
+                require(known, one.output + " is carried by an unknown rule: " + one.carry);
+              }
+            });
     return contract;
   }
 
-  private static void requireKnown(Input one) {
-    boolean known = Inputs.RULES.contains(one.rule) && Inputs.COUNTS.contains(one.count);
-    String said = "follows a rule that is unknown here: " + one.rule + " " + one.count;
-    require(known, "input ", one.name, said);
-    require(typeOf(one.dtype).isPresent(), "input ", one.name, "has an unknown element type");
-  }
-
-  private static void require(boolean holds, String what, String name, String said) {
+  private static void require(boolean holds, String otherwise) {
     if (!holds) {
-      throw new IllegalArgumentException(what + Tensors.quoted(name) + " " + said);
+      throw new IllegalArgumentException(otherwise);
     }
-  }
-
-  static Optional<OnnxJavaType> typeOf(String dtype) {
-    return Optional.ofNullable(TYPES.get(dtype));
   }
 
   /** Fails where a session is not one of the file that the contract describes. */
   static void compare(ModelFile file, OrtSession session) throws OrtException {
-    try {
-      Map<String, NodeInfo> inputs = session.getInputInfo();
-      for (Map.Entry<String, NodeInfo> input : inputs.entrySet()) {
-        Type given = file.inputs.get(input.getKey());
-        require(given != null, "input ", input.getKey(), "is not in the contract");
-        compare(input.getKey(), given, (TensorInfo) input.getValue().getInfo());
+    String other = "contract.json is of another model than " + file.file + ": ";
+    Map<String, NodeInfo> inputs = session.getInputInfo();
+    for (String name : inputs.keySet()) {
+      require(file.inputs.containsKey(name), other + "it has an input " + name);
+    }
+    for (Map.Entry<String, Type> due : file.inputs.entrySet()) {
+      String name = due.getKey();
+      require(inputs.containsKey(name), other + "it has no input " + name);
+      TensorInfo found = (TensorInfo) inputs.get(name).getInfo();
+      List<JsonPrimitive> dims = due.getValue().dims;
+      require(typeOf(due.getValue().dtype) == found.type, other + name + " has " + found.type);
+      long[] shape = found.getShape();
+      require(shape.length == 0 || shape.length == dims.size(), other + name + " has other axes");
+      for (int axis = 0; axis < shape.length; axis++) {
+        JsonPrimitive dim = dims.get(axis);
+        boolean fits = shape[axis] < 0 || dim.isNumber() && dim.getAsLong() == shape[axis];
+        require(fits, other + name + " has the size " + shape[axis] + " for " + dim);
       }
-      for (String name : file.inputs.keySet()) {
-        require(inputs.containsKey(name), "input ", name, "is not in the model");
-      }
-      for (String name : file.outputs) {
-        boolean there = session.getOutputNames().contains(name);
-        require(there, "output ", name, "is not in the model");
-        // The runtime would return the very memory that was fed, which the binding frees.
-        require(!inputs.containsKey(name), "output ", name, "is an input as well; rename it");
-      }
-    } catch (IllegalArgumentException failed) {
-      throw new IllegalArgumentException(
-          "contract.json is of another model than " + file.file + ": " + failed.getMessage());
+    }
+    for (String name : file.outputs) {
+      require(session.getOutputNames().contains(name), other + "it has no output " + name);
+      // The runtime would return the very memory that was fed, which the binding frees.
+      require(!inputs.containsKey(name), "output " + name + " is an input as well; rename it");
     }
   }
 
-  private static void compare(String name, Type given, TensorInfo found) {
-    boolean same = typeOf(given.dtype).filter(found.type::equals).isPresent();
-    require(same, "input ", name, "has elements of " + found.type);
-    long[] shape = found.getShape();
-    int rank = given.dims.size();
-    require(shape.length == 0 || shape.length == rank, "input ", name, "has other axes");
-    for (int axis = 0; axis < shape.length; axis++) {
-      Dim dim = given.dims.get(axis);
-      boolean fits = shape[axis] < 0 || dim.axis == null && dim.size == shape[axis];
-      require(fits, "input ", name, "has the size " + shape[axis]);
-    }
+  static OnnxJavaType typeOf(String dtype) {
+    return OnnxJavaType.valueOf(dtype.toUpperCase(Locale.ROOT));
   }
 }

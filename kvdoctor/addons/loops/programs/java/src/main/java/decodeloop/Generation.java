@@ -10,10 +10,8 @@ import java.util.Set;
  * @param stop tokens that end a sequence; null are those of the contract
  * @param choose picks the next token of a sequence
  * @param continues whether the prompts follow the tokens in the cache, in place of beginning anew
- * @param raw whether tokens that the contract suppresses or forces are left to {@code choose}
  */
-public record Generation(
-    int most, Set<Integer> stop, Choose choose, boolean continues, boolean raw) {
+public record Generation(int most, Set<Integer> stop, Choose choose, boolean continues) {
 
   public Generation {
     if (most < 1) {
@@ -23,33 +21,27 @@ public record Generation(
 
   /** Takes the likeliest tokens, so many at most, until one of the contract ends the sequence. */
   public static Generation most(int most) {
-    return new Generation(most, null, (logits, tokens) -> Logits.likeliest(logits), false, false);
+    return new Generation(most, null, (logits, tokens) -> Logits.likeliest(logits), false);
   }
 
   /** The same with other tokens that end a sequence. */
   public Generation stopAt(Set<Integer> stop) {
-    return new Generation(most, stop, choose, continues, raw);
+    return new Generation(most, stop, choose, continues);
   }
 
   /** The same with another choice, such as a {@link Sampling}. */
   public Generation choose(Choose choose) {
-    return new Generation(most, stop, choose, continues, raw);
+    return new Generation(most, stop, choose, continues);
   }
 
   /** The same for prompts that follow the tokens in the cache. */
   public Generation continuing() {
-    return new Generation(most, stop, choose, true, raw);
+    return new Generation(most, stop, choose, true);
   }
 
-  /** Picks the next token of a sequence. */
+  /** Picks the next token of a sequence, from a row that it may change and the tokens so far. */
   @FunctionalInterface
   public interface Choose {
-    /**
-     * Picks a token.
-     *
-     * @param logits a row, which may be changed
-     * @param tokens those of the sequence so far
-     */
     int next(float[] logits, List<Integer> tokens);
   }
 }

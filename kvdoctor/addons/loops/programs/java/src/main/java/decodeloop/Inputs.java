@@ -1,6 +1,6 @@
 package decodeloop;
 
-import decodeloop.Contract.Dim;
+import com.google.gson.JsonPrimitive;
 import decodeloop.Contract.Input;
 import java.util.Arrays;
 import java.util.List;
@@ -11,125 +11,98 @@ import java.util.function.IntToDoubleFunction;
 /**
  * The values of the inputs in one call, by the rules of the contract.
  *
- * @param sizes of all axes, by their names
+ * @param sizes of all axes and numbers, by what they count
  * @param tokens the new ones
  * @param padding of each sequence, on the left
  * @param mask of the source, or null
  */
 record Inputs(Map<String, Long> sizes, int[][] tokens, int[] padding, int[][] mask) {
+  /** Rules of values that a graph or the caller made. */
+  static final Set<String> GIVEN = Set.of("embeddings", "encoder-input", "encoder-states");
+
   static final Set<String> RULES =
       Set.of(
-          "tokens",
           "embeddings",
-          "attention-mask",
-          "causal-mask",
-          "positions",
-          "number",
           "encoder-input",
-          "encoder-mask",
           "encoder-states",
+          "encoder-mask",
+          "tokens",
+          "token-and-position",
+          "positions",
+          "rows",
+          "number",
+          "attention-mask",
           "padding-mask",
           "window-mask",
-          "rows",
-          "token-and-position");
-  static final Set<String> COUNTS =
-      Set.of(
-          "constant",
-          "past",
-          "total",
-          "last",
-          "new",
-          "cached",
-          "batch",
-          "last-new",
-          "first",
-          "encoder_input");
+          "causal-mask");
 
-  /** The shape of an input. */
-  long[] shape(Input one) {
-    if (one.rule().equals("tokens")) {
-      long batch = tokens.length;
-      long count = tokens[0].length;
-      return one.dims().size() == 1 ? new long[] {batch * count} : new long[] {batch, count};
-    }
-    return resolve(one.dims(), sizes);
-  }
-
-  /** A shape with the sizes that are known now; an axis of another name has one entry. */
-  static long[] resolve(List<Dim> dims, Map<String, Long> sizes) {
-    long[] shape = new long[dims.size()];
-    for (int i = 0; i < shape.length; i++) {
-      Dim dim = dims.get(i);
-      shape[i] = dim.axis() == null ? dim.size() : sizes.getOrDefault(dim.axis(), 1L);
-    }
-    return shape;
+  /** A shape with the sizes that are known; an axis of another name has one entry. */
+  static long[] resolve(List<JsonPrimitive> dims, Map<String, Long> sizes) {
+    return dims.stream()
+        .mapToLong(d -> d.isNumber() ? d.getAsLong() : sizes.getOrDefault(d.getAsString(), 1L))
+        .toArray();
   }
 
   /** Element i of an input as a function of i. */
   IntToDoubleFunction element(Input one, long[] shape) {
     int columns = shape.length == 0 ? 1 : (int) Math.max(shape[shape.length - 1], 1);
-    // Elements of one sequence.
-    int each =
-        shape.length < 2
-            ? columns
-            : Math.max(Tensors.count(shape) / Math.max((int) shape[0], 1), 1);
-    int past = size("past");
-    int count = size("new");
-    int total = size("total");
+    int count = tokens[0].length;
     return switch (one.rule()) {
       case "tokens" -> i -> tokens[i / count][i % count];
-      case "token-and-position" -> i -> i % 2 == 1 ? past : tokens[i / 2][0];
-      case "rows" -> shape.length < 2 ? i -> i : i -> i / each;
-      case "attention-mask" -> i -> isToken(i % columns, total, padding[i / each]) ? 1 : 0;
-      case "padding-mask" -> i -> isToken(i % columns, total, padding[i / each]) ? 0 : 1;
-      case "window-mask" -> // the last token is in the last column
-          i -> isToken(i % columns - columns + total, total, padding[i / each]) ? 1 : 0;
-      case "causal-mask" -> causal(one, shape, columns);
-      case "positions" ->
-          shape.length < 2
-              ? i -> past + i % count
-              : i -> Math.max(past + i % count - padding[i / count % padding.length], 0);
+      case "token-and-position" -> i -> i % 2 == 0 ? tokens[i / 2][0] : size("past");
+      case "rows" -> i -> sequence(one, shape, i);
+      case "positions" -> {
+        int past = size("past");
+        yield i -> Math.max(past + i % count - padded(one, shape, i), 0);
+      }
       case "encoder-mask" -> {
         // One of another length belongs to the encoder's input alone.
         boolean fits =
             mask != null && Arrays.equals(shape, new long[] {mask.length, mask[0].length});
         yield fits ? i -> mask[i / columns][i % columns] : i -> 1;
       }
-      default -> {
-        double number = number(one);
+      case "number" -> {
+        double number = one.count().equals("constant") ? one.value() : size(one.count());
         yield i -> number;
       }
+      default -> mask(one, shape, columns);
     };
   }
 
-  private static boolean isToken(int column, int total, int padded) {
-    return padded <= column && column < total;
-  }
-
-  /** Shows a query its own position and those before it. The rows are queries. */
-  private IntToDoubleFunction causal(Input one, long[] shape, int columns) {
+  /** Shows the tokens; in a mask with rows each sees itself and what is before it. */
+  private IntToDoubleFunction mask(Input one, long[] shape, int columns) {
+    int total = size("total");
+    int first = one.fromRight() ? columns - total : 0; // the column of the first token
+    if (one.rowsFrom() == null) {
+      return i -> {
+        int column = i % columns - first;
+        boolean seen = padded(one, shape, i) <= column && column < total;
+        return seen ? one.shown() : one.hidden();
+      };
+    }
     int rows = (int) shape[shape.length - 2];
-    int first = "total".equals(one.dims().get(shape.length - 2).axis()) ? 0 : size("past");
-    // From the right, the newest entry is in the last column.
-    int oldest = one.fromRight() ? columns - size("total") : 0;
+    int before = one.rowsFrom().equals("constant") ? 0 : size(one.rowsFrom());
     return i -> {
-      int column = i % columns - oldest;
-      return 0 <= column && column <= first + i / columns % rows ? one.shown() : one.hidden();
+      int column = i % columns - first;
+      return 0 <= column && column <= before + i / columns % rows ? one.shown() : one.hidden();
     };
   }
 
-  private double number(Input one) {
-    return switch (one.count()) {
-      case "constant" -> one.value();
-      case "last" -> size("total") - 1;
-      case "last-new" -> size("new") - 1;
-      case "cached" -> size("past") > 0 ? 1 : 0;
-      case "first" -> size("past") > 0 ? 0 : 1;
-      default -> size(one.count());
-    };
+  /** The sequence that an element belongs to. */
+  private int sequence(Input one, long[] shape, int i) {
+    int axis = one.batchAxis() == null ? shape.length - 1 : one.batchAxis();
+    int each = 1; // elements from one sequence to the next
+    for (int inner = axis + 1; inner < shape.length; inner++) {
+      each *= (int) shape[inner];
+    }
+    return i / each % tokens.length;
+  }
+
+  private int padded(Input one, long[] shape, int i) {
+    return one.batchAxis() == null ? 0 : padding[sequence(one, shape, i)];
   }
 
   private int size(String name) {
-    return Math.toIntExact(sizes.getOrDefault(name, 1L));
+    return Math.toIntExact(sizes.get(name));
   }
 }

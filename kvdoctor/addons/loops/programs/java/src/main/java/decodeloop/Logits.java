@@ -2,46 +2,29 @@ package decodeloop;
 
 import ai.onnxruntime.OnnxJavaType;
 import ai.onnxruntime.OnnxTensor;
-import java.nio.DoubleBuffer;
-import java.nio.FloatBuffer;
-import java.util.ArrayList;
-import java.util.List;
+import java.nio.ByteBuffer;
+import java.util.stream.IntStream;
+import java.util.stream.Stream;
 
 /**
  * The logits of a call: for each sequence a row for each new token, or the last row alone where the
  * graph returns no more. In those of a prefill the padding on the left counts.
  */
 public final class Logits {
-  private final List<FloatBuffer> parts = new ArrayList<>();
+  private final ByteBuffer data;
+  private final OnnxJavaType type;
   private final int sequences;
-  private final int rows; // of a part
+  private final int rows;
   private final int width;
 
-  /**
-   * The logits that a call returned. The binding copies them; a row is copied when it is asked for.
-   */
-  Logits(OnnxTensor tensor, int sequences, Integer vocabulary) {
+  /** What a call returned. The binding copies it; a row is copied when it is asked for. */
+  Logits(OnnxTensor tensor, int sequences) {
     long[] shape = tensor.getInfo().getShape();
-    int each = Tensors.count(shape) / sequences;
-    boolean known = vocabulary != null && each % vocabulary == 0;
+    data = Tensors.bytes(tensor);
+    type = tensor.getInfo().type;
     this.sequences = sequences;
-    width = known ? vocabulary : shape.length == 3 ? (int) shape[2] : each;
-    rows = each / width;
-    boolean isDouble = tensor.getInfo().type == OnnxJavaType.DOUBLE;
-    parts.add(isDouble ? narrowed(tensor.getDoubleBuffer()) : tensor.getFloatBuffer());
-  }
-
-  private static FloatBuffer narrowed(DoubleBuffer values) {
-    FloatBuffer floats = FloatBuffer.allocate(values.remaining());
-    while (values.hasRemaining()) {
-      floats.put((float) values.get());
-    }
-    return floats.rewind();
-  }
-
-  /** Adds the rows of the call after this one. */
-  void add(Logits more) {
-    parts.addAll(more.parts);
+    rows = shape.length == 3 && shape[0] == sequences ? (int) shape[1] : 1;
+    width = Tensors.count(shape) / sequences / rows;
   }
 
   /** The number of sequences. */
@@ -51,20 +34,22 @@ public final class Logits {
 
   /** The number of rows of each sequence. */
   public int rows() {
-    return rows * parts.size();
+    return rows;
   }
 
   /** A copy of a row of a sequence. */
   public float[] row(int sequence, int row) {
     float[] copy = new float[width];
-    int at = sequence * rows + row % rows;
-    parts.get(row / rows).get(at * width, copy);
+    int first = (sequence * rows + row) * width;
+    for (int i = 0; i < width; i++) {
+      copy[i] = (float) Tensors.read(data, type, first + i);
+    }
     return copy;
   }
 
   /** A copy of the row after the last token of a sequence. */
   public float[] last(int sequence) {
-    return row(sequence, rows() - 1);
+    return row(sequence, rows - 1);
   }
 
   /** The token with the highest of some logits, the first of several. */
@@ -76,5 +61,12 @@ public final class Logits {
       }
     }
     return best;
+  }
+
+  /** All tokens, the likeliest first. */
+  static Stream<Integer> ranked(float[] logits) {
+    return IntStream.range(0, logits.length)
+        .boxed()
+        .sorted((a, b) -> Float.compare(logits[b], logits[a]));
   }
 }

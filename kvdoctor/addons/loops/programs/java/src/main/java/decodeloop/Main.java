@@ -1,18 +1,20 @@
 package decodeloop;
 
+import ai.onnxruntime.OrtEnvironment;
+import ai.onnxruntime.OrtEpDevice;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.OrtSession;
+import com.google.gson.JsonElement;
 import java.io.IOException;
-import java.io.UncheckedIOException;
-import java.net.URISyntaxException;
+import java.io.PrintStream;
 import java.nio.file.Files;
 import java.nio.file.Path;
-import java.nio.file.StandardOpenOption;
 import java.util.ArrayList;
+import java.util.Arrays;
+import java.util.HashMap;
 import java.util.List;
 import java.util.Locale;
-import java.util.Set;
-import java.util.function.Consumer;
+import java.util.Map;
 import java.util.stream.Collectors;
 import java.util.stream.IntStream;
 import java.util.stream.Stream;
@@ -24,15 +26,13 @@ public final class Main {
       Token ids in, token ids out: a line for each sequence.
 
         --model FOLDER       folder of the model files
-        --contract FILE      contract.json of the model (the one next to the program)
+        --contract FILE      contract.json of the model (that of the current folder)
         --prompt IDS         ids with commas; once a sequence
         --source IDS         ids for the encoder, once a sequence; or the file of its input:
                              float32, little endian
         --source-shape SIZES the shape of the file, with commas
         --most N             the most new tokens (20)
         --stop IDS           ids that end a sequence, in place of those of the contract
-        --follow IDS         continue with these ids whatever is likeliest; once a sequence
-        --self-test WHAT     with --follow: then also rewind,reorder, and compare
         --temperature T      0 takes the likeliest token, otherwise sampled (0)
         --top-k N            sample from so many tokens; 0 is all (50)
         --top-p P            sample from the likeliest tokens of this probability together
@@ -41,32 +41,32 @@ public final class Main {
         --seed N             of the sampling (0)
         --capacity N         room of the cache in tokens, where it can be chosen (512)
         --threads N          of the sessions; 0 lets the runtime choose (0)
-        --provider NAME      where the graphs run: cpu, cuda, coreml, nnapi, ... (cpu)
+        --provider NAME      execution provider of the runtime (CPUExecutionProvider)
         --record FILE        write the calls into this file; without --prompt those of --runs
-        --runs FILE          runs to play and compare (vectors.json next to the program)
+        --runs FILE          runs to play and compare (vectors.json of the current folder)
       """;
 
-  /** All options that the usage lists. */
-  private static final Set<String> OPTIONS =
-      USAGE
-          .lines()
-          .map(String::strip)
-          .filter(line -> line.startsWith("--"))
-          .map(line -> line.split(" ")[0])
-          .collect(Collectors.toSet());
+  private final Map<String, List<String>> options = new HashMap<>();
 
-  private Main() {}
+  private Main(String[] args) {
+    for (int i = 0; i < args.length; i += 2) {
+      if (!args[i].startsWith("--") || !USAGE.contains("  " + args[i] + " ")) {
+        throw new IllegalArgumentException("unknown option " + args[i] + "; see --help");
+      }
+      if (i + 1 == args.length) {
+        throw new IllegalArgumentException(args[i] + " needs a value");
+      }
+      options.computeIfAbsent(args[i], key -> new ArrayList<>()).add(args[i + 1]);
+    }
+  }
 
   public static void main(String[] args) {
-    List<String> words = List.of(args);
-    if (words.contains("--help")) {
+    if (List.of(args).contains("--help")) {
       System.out.print(USAGE);
       return;
     }
     try {
-      if (!run(new Arguments(words, OPTIONS))) {
-        System.exit(1);
-      }
+      System.exit(new Main(args).run() ? 0 : 1);
     } catch (OrtException | IOException | RuntimeException failed) {
       // Of a file that is not there, the message is its name alone.
       boolean named = failed.getMessage() == null || failed instanceof IOException;
@@ -75,113 +75,133 @@ public final class Main {
     }
   }
 
+  /** The last value of an option. */
+  private String one(String name, String otherwise) {
+    List<String> given = options.getOrDefault(name, List.of());
+    return given.isEmpty() ? otherwise : given.get(given.size() - 1);
+  }
+
+  private double number(String name, String otherwise) {
+    return Double.parseDouble(one(name, otherwise));
+  }
+
+  private int whole(String name, String otherwise) {
+    return Integer.parseInt(one(name, otherwise));
+  }
+
+  /** The ids of an option that is given once a sequence. */
+  private int[][] rows(String name) {
+    return options.getOrDefault(name, List.of()).stream()
+        .map(text -> Stream.of(text.split(",")).filter(id -> !id.isBlank()))
+        .map(ids -> ids.mapToInt(id -> Integer.parseInt(id.trim())).toArray())
+        .toArray(int[][]::new);
+  }
+
   /** Returns whether all runs gave the expected tokens; decoding is always right. */
-  private static boolean run(Arguments given) throws OrtException, IOException {
-    boolean plays = given.has("--runs") || given.has("--record") && !given.has("--prompt");
-    if (plays && given.has("--prompt")) {
-      throw new IllegalArgumentException("--runs takes its prompts from the file");
+  private boolean run() throws OrtException, IOException {
+    if (!options.containsKey("--model")) {
+      throw new IllegalArgumentException("--model is missing; see --help");
     }
-    Path folder = Path.of(given.one("--model"));
-    Contract contract = Contract.read(found(given.one("--contract", null), "contract.json"));
-    int capacity = given.number("--capacity", 512, Integer::valueOf);
-    try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
-      options.setIntraOpNumThreads(given.number("--threads", 0, Integer::valueOf));
-      Providers.add(options, given.one("--provider", "cpu"));
-      try (Decoder decoder = new Decoder(folder, contract, options, capacity)) {
-        Path runs = plays ? found(given.one("--runs", null), "vectors.json") : null;
-        Consumer<String> record = recordTo(given.one("--record", null), runs);
-        if (plays) {
-          return Run.play(decoder, runs, record, System.out::println);
-        }
-        if (given.has("--record")) {
-          decoder.trace(null, record);
-        }
-        decode(decoder, given);
-        return true;
+    Contract contract = Contract.read(Path.of(one("--contract", "contract.json")));
+    try (OrtSession.SessionOptions session = new OrtSession.SessionOptions()) {
+      session.setIntraOpNumThreads(whole("--threads", "0"));
+      addProvider(session, one("--provider", "CPUExecutionProvider"));
+      Path folder = Path.of(one("--model", ""));
+      int capacity = whole("--capacity", "512");
+      try (Decoder decoder = new Decoder(folder, contract, session, capacity)) {
+        return options.containsKey("--record") ? record(decoder) : decode(decoder);
       }
     }
   }
 
-  /** A given path, or that of a file next to the program, above it, or in the current folder. */
-  private static Path found(String given, String name) {
-    if (given != null) {
-      return Path.of(given);
+  private static void addProvider(OrtSession.SessionOptions session, String name)
+      throws OrtException {
+    List<OrtEpDevice> devices = OrtEnvironment.getEnvironment().getEpDevices();
+    List<OrtEpDevice> chosen =
+        devices.stream().filter(one -> one.getEpName().equals(name)).limit(1).toList();
+    if (chosen.isEmpty()) {
+      String known = devices.stream().map(OrtEpDevice::getEpName).collect(Collectors.joining(", "));
+      throw new IllegalArgumentException("there is no device for " + name + "; there is " + known);
     }
-    try {
-      Path jar = Path.of(Main.class.getProtectionDomain().getCodeSource().getLocation().toURI());
-      Path above = jar.resolve("../..").normalize();
-      return Stream.of(jar.resolveSibling(name), above.resolve(name))
-          .filter(Files::exists)
-          .findFirst()
-          .orElse(Path.of(name));
-    } catch (URISyntaxException failed) {
-      return Path.of(name);
-    }
+    session.addExecutionProvider(chosen, Map.of());
   }
 
-  /** Takes lines for a file, which is emptied first; without one for nothing. */
-  private static Consumer<String> recordTo(String file, Path runs) throws IOException {
-    if (file == null) {
-      return line -> {};
-    }
-    Path record = Path.of(file);
-    if (runs != null && Files.exists(record) && Files.isSameFile(record, runs)) {
+  /** Decodes the prompts, or without one plays the runs, and writes the calls down. */
+  private boolean record(Decoder decoder) throws OrtException, IOException {
+    Path vectors = Path.of(one("--runs", "vectors.json")).toAbsolutePath();
+    Path file = Path.of(one("--record", "")).toAbsolutePath();
+    boolean plays = !options.containsKey("--prompt");
+    if (file.equals(vectors)) {
       throw new IllegalArgumentException("--record is the file of --runs itself");
     }
-    Files.writeString(record, "");
-    return line -> {
-      try {
-        Files.write(record, List.of(line), StandardOpenOption.APPEND);
-      } catch (IOException failed) {
-        throw new UncheckedIOException("cannot write " + record, failed);
+    String text = plays ? Files.readString(vectors) : "";
+    Runs runs = plays ? Runs.read(text) : null;
+    try (PrintStream lines = new PrintStream(Files.newOutputStream(file), true, "UTF-8")) {
+      if (!plays) {
+        decoder.trace(lines::println);
+        return decode(decoder);
       }
-    };
+      lines.println(text.strip().replace('\n', ' ')); // the runs that are due
+      boolean right = runs.play(decoder, vectors.getParent(), lines::println, System.out::println);
+      if (lines.checkError()) {
+        throw new IOException("cannot write " + file);
+      }
+      return right;
+    }
   }
 
-  private static void decode(Decoder decoder, Arguments given) throws OrtException, IOException {
-    Run run = Run.of(given);
-    Generation how = Generation.most(given.number("--most", 20, Integer::valueOf));
-    if (given.has("--stop")) {
-      how = how.stopAt(IntStream.of(given.rows("--stop")[0]).boxed().collect(Collectors.toSet()));
+  private boolean decode(Decoder decoder) throws OrtException, IOException {
+    int[][] prompts = rows("--prompt");
+    if (prompts.length == 0) {
+      throw new IllegalArgumentException("--prompt is missing; see --help");
     }
-    how =
-        how.choose(
-            new Sampling(
-                given.number("--temperature", 0.0, Double::valueOf),
-                given.number("--top-k", 50, Integer::valueOf),
-                given.number("--top-p", 0.0, Double::valueOf),
-                given.number("--min-p", 0.0, Double::valueOf),
-                given.number("--repetition-penalty", 1.0, Double::valueOf),
-                given.number("--seed", 0L, Long::valueOf)));
-    List<Long> times = new ArrayList<>();
+    Generation how =
+        Generation.most(whole("--most", "20"))
+            .choose(
+                new Sampling(
+                        number("--temperature", "0"),
+                        whole("--top-k", "50"),
+                        number("--top-p", "0"),
+                        number("--min-p", "0"),
+                        number("--repetition-penalty", "1"),
+                        Long.parseLong(one("--seed", "0")))
+                    .choice());
+    if (options.containsKey("--stop")) {
+      how = how.stopAt(IntStream.of(rows("--stop")[0]).boxed().collect(Collectors.toSet()));
+    }
     long began = System.nanoTime();
-    run.encode(decoder, Path.of(""));
-    List<List<Integer>> made;
-    if (given.has("--follow")) {
-      made = run.decode(decoder, () -> times.add(System.nanoTime()));
-    } else {
-      made = new ArrayList<>();
-      for (int row = 0; row < run.prompts().length; row++) {
-        made.add(new ArrayList<>());
-      }
-      decoder
-          .tokens(run.prompts(), how)
-          .forEach(
-              token -> {
-                times.add(System.nanoTime());
-                made.get(token.sequence()).add(token.id());
-              });
-    }
+    Runs.encode(decoder, source(), Path.of(""));
+    List<Long> times = new ArrayList<>();
+    List<List<Integer>> made = new ArrayList<>();
+    Arrays.stream(prompts).forEach(prompt -> made.add(new ArrayList<>()));
+    decoder
+        .tokens(prompts, how)
+        .forEach(
+            token -> {
+              times.add(System.nanoTime());
+              made.get(token.sequence()).add(token.id());
+            });
     for (List<Integer> row : made) {
       System.out.println(row.stream().map(String::valueOf).collect(Collectors.joining(",")));
     }
     if (!times.isEmpty()) {
-      long last = times.get(times.size() - 1) - times.get(0);
+      double all = (times.get(times.size() - 1) - times.get(0)) / 1e9;
       System.err.printf(
           Locale.ROOT,
           "first token %.1f ms, %.1f tokens/s%n",
           (times.get(0) - began) / 1e6,
-          last > 0 ? (times.size() - 1) * 1e9 / last : 0);
+          all > 0 ? (times.size() - 1) / all : 0);
     }
+    return true;
+  }
+
+  /** The source as vectors.json has it. */
+  private JsonElement source() {
+    if (!options.containsKey("--source-shape")) {
+      int[][] ids = rows("--source");
+      return ids.length == 0 ? null : Contract.GSON.toJsonTree(ids);
+    }
+    long[] shape = IntStream.of(rows("--source-shape")[0]).asLongStream().toArray();
+    return Contract.GSON.toJsonTree(new Runs.SourceFile(one("--source", ""), shape));
   }
 }

@@ -1,32 +1,32 @@
 package decodeloop;
 
+import ai.onnxruntime.OnnxJavaType;
 import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OnnxValue;
 import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.OrtSession;
-import com.google.gson.Gson;
-import com.google.gson.GsonBuilder;
-import com.google.gson.JsonNull;
-import com.google.gson.JsonObject;
-import com.google.gson.JsonPrimitive;
 import decodeloop.Contract.Call;
 import decodeloop.Contract.ModelFile;
+import java.nio.ByteBuffer;
 import java.nio.file.Path;
 import java.util.HashMap;
+import java.util.LinkedHashMap;
+import java.util.Locale;
 import java.util.Map;
 import java.util.concurrent.CancellationException;
 import java.util.function.Consumer;
+import java.util.stream.IntStream;
 
 /** The sessions of a model's files. Calls can be cancelled and written down. */
 final class Sessions implements AutoCloseable {
-  private static final Gson WITH_NULLS = new GsonBuilder().serializeNulls().create();
+  /** The largest size of a tensor of which a trace has all elements; of others it has so many. */
+  private static final int MOST_ELEMENTS = 64;
 
   private final Map<String, OrtSession> sessions = new HashMap<>();
   private final OrtSession.RunOptions runOptions = new OrtSession.RunOptions();
   private volatile boolean cancelled;
   private Consumer<String> trace;
-  private String run;
 
   Sessions(Path folder, Contract contract, OrtSession.SessionOptions options) throws OrtException {
     try {
@@ -42,8 +42,7 @@ final class Sessions implements AutoCloseable {
     }
   }
 
-  void trace(String run, Consumer<String> lines) {
-    this.run = run;
+  void trace(Consumer<String> lines) {
     trace = lines;
   }
 
@@ -86,17 +85,45 @@ final class Sessions implements AutoCloseable {
 
   private void note(
       String file, Map<String, OnnxTensor> fed, Map<String, OnnxTensor> got, String error) {
-    JsonObject line = new JsonObject();
-    if (run != null) {
-      line.addProperty("run", run);
+    Map<String, Object> line = new LinkedHashMap<>();
+    line.put("file", file);
+    line.put("fed", described(fed));
+    line.put("got", described(got));
+    line.put("error", error);
+    trace.accept(Contract.GSON.toJson(line));
+  }
+
+  private static Map<String, Object> described(Map<String, OnnxTensor> tensors) {
+    Map<String, Object> all = new LinkedHashMap<>();
+    tensors.forEach(
+        (name, tensor) -> {
+          OnnxJavaType type = tensor.getInfo().type;
+          int size = (int) tensor.getInfo().getNumElements();
+          ByteBuffer data = size == 0 ? null : Tensors.bytes(tensor);
+          Map<String, Object> one = new LinkedHashMap<>();
+          one.put("dtype", type.name().toLowerCase(Locale.ROOT));
+          one.put("shape", tensor.getInfo().getShape());
+          one.put(
+              size <= MOST_ELEMENTS ? "data" : "sample",
+              IntStream.range(0, Math.min(size, MOST_ELEMENTS))
+                  .map(k -> size <= MOST_ELEMENTS ? k : (int) sampled(k, size))
+                  .mapToObj(i -> json(Tensors.read(data, type, i)))
+                  .toArray());
+          all.put(name, one);
+        });
+    return all;
+  }
+
+  private static long sampled(long k, long size) {
+    return k * (size - 1) / (MOST_ELEMENTS - 1);
+  }
+
+  /** Whole numbers without a point; JSON has no NaN and no infinity. */
+  private static Number json(double number) {
+    if (number == Math.rint(number) && Math.abs(number) < 1e15) {
+      return (long) number;
     }
-    line.addProperty("file", file);
-    line.add("fed", Tensors.described(fed));
-    if (error == null) {
-      line.add("got", Tensors.described(got));
-    }
-    line.add("error", error == null ? JsonNull.INSTANCE : new JsonPrimitive(error));
-    trace.accept(WITH_NULLS.toJson(line));
+    return Double.isFinite(number) ? number : null;
   }
 
   @Override

@@ -5,30 +5,23 @@ import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.platform.Fp16Conversions;
-import com.google.gson.JsonArray;
-import com.google.gson.JsonObject;
-import com.google.gson.JsonPrimitive;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.util.Arrays;
 import java.util.List;
-import java.util.Map;
 import java.util.function.IntToDoubleFunction;
 import java.util.stream.IntStream;
 import java.util.stream.LongStream;
 
 /** Tensors from functions and from parts of others, and their elements. */
 final class Tensors {
-  /** The largest size of a tensor of which a trace has all elements; of others it has so many. */
-  private static final int MOST_ELEMENTS = 64;
-
   private static final OrtEnvironment ENVIRONMENT = OrtEnvironment.getEnvironment();
 
   private Tensors() {}
 
   /** A tensor whose element i is {@code at(i)}; zeros where that is null. */
   static OnnxTensor fill(String dtype, long[] shape, IntToDoubleFunction at) throws OrtException {
-    OnnxJavaType type = Contract.typeOf(dtype).orElseThrow();
+    OnnxJavaType type = Contract.typeOf(dtype);
     int size = count(shape);
     ByteBuffer data = buffer(size * type.size);
     for (int i = 0; at != null && i < size; i++) {
@@ -53,7 +46,9 @@ final class Tensors {
     }
   }
 
-  static double read(ByteBuffer data, OnnxJavaType type, int at) {
+  /** An element of a tensor, whose bytes these are. */
+  static double read(ByteBuffer data, OnnxJavaType type, int index) {
+    int at = index * type.size;
     return switch (type) {
       case FLOAT -> data.getFloat(at);
       case DOUBLE -> data.getDouble(at);
@@ -71,24 +66,21 @@ final class Tensors {
     return Math.toIntExact(LongStream.of(shape).reduce(1, Math::multiplyExact));
   }
 
-  /**
-   * The bytes of a tensor that this class made, where they are; of others the binding copies them.
-   */
-  private static ByteBuffer made(OnnxTensor tensor) {
-    ByteBuffer bytes = (ByteBuffer) tensor.getBufferRef().orElseThrow();
-    return bytes.order(ByteOrder.nativeOrder());
+  /** A copy of the bytes of a tensor. */
+  static ByteBuffer bytes(OnnxTensor tensor) {
+    return tensor.getByteBuffer().order(ByteOrder.nativeOrder());
   }
 
   /** A range of a tensor along an axis, as bytes: the element type does not matter. */
   record Part(ByteBuffer bytes, int all, int from, int to) {
-    /** All of a tensor that may come from the runtime. */
+    /** All of a tensor, of which the binding makes a copy. */
     static Part of(OnnxTensor tensor, int axis) {
-      return of(tensor, axis, tensor.getByteBuffer());
+      return of(tensor, axis, Tensors.bytes(tensor));
     }
 
-    /** All of a tensor that this class made. */
+    /** All of a tensor that this class made, where it is. */
     static Part ofMade(OnnxTensor tensor, int axis) {
-      return of(tensor, axis, made(tensor));
+      return of(tensor, axis, (ByteBuffer) tensor.getBufferRef().orElseThrow());
     }
 
     private static Part of(OnnxTensor tensor, int axis, ByteBuffer bytes) {
@@ -126,14 +118,13 @@ final class Tensors {
     return OnnxTensor.createTensor(ENVIRONMENT, joined.rewind(), shape, type);
   }
 
-  /** Writes the entries of a tensor into another, which the program made, from {@code start} on. */
+  /** Writes the entries of a tensor into another, which this program made, from a place on. */
   static void overwrite(OnnxTensor into, OnnxTensor from, int axis, int start) {
     long[] shape = into.getInfo().getShape();
     int blocks = count(Arrays.copyOf(shape, axis));
     int row = count(Arrays.copyOfRange(shape, axis + 1, shape.length)) * into.getInfo().type.size;
-    Part target = Part.ofMade(into, axis);
     Part source = Part.of(from, axis);
-    target.range(start, start + source.count());
+    Part target = Part.ofMade(into, axis).range(start, start + source.count());
     for (int block = 0; block < blocks; block++) {
       int at = (block * target.all() + start) * row;
       int size = source.count() * row;
@@ -149,42 +140,5 @@ final class Tensors {
         tensor,
         axis,
         IntStream.of(entries).mapToObj(i -> all.range(i * rows, (i + 1) * rows)).toList());
-  }
-
-  /** Tensors as a trace has them. */
-  static JsonObject described(Map<String, OnnxTensor> tensors) {
-    JsonObject all = new JsonObject();
-    tensors.forEach(
-        (name, tensor) -> {
-          JsonObject one = new JsonObject();
-          OnnxJavaType type = tensor.getInfo().type;
-          one.addProperty("dtype", type.name().toLowerCase(java.util.Locale.ROOT));
-          JsonArray shape = new JsonArray();
-          LongStream.of(tensor.getInfo().getShape()).forEach(shape::add);
-          one.add("shape", shape);
-          long size = tensor.getInfo().getNumElements();
-          JsonArray numbers = new JsonArray();
-          ByteBuffer data = size == 0 ? null : tensor.getByteBuffer();
-          LongStream.range(0, Math.min(size, MOST_ELEMENTS))
-              .map(k -> size <= MOST_ELEMENTS ? k : k * (size - 1) / (MOST_ELEMENTS - 1))
-              .forEach(i -> numbers.add(json(read(data, type, (int) i * type.size))));
-          one.add(size <= MOST_ELEMENTS ? "data" : "sample", numbers);
-          all.add(name, one);
-        });
-    return all;
-  }
-
-  /** JSON has no NaN and no infinity. */
-  private static JsonPrimitive json(double number) {
-    if (!Double.isFinite(number)) {
-      return null;
-    }
-    return number == Math.rint(number) && Math.abs(number) < 1e15
-        ? new JsonPrimitive((long) number)
-        : new JsonPrimitive(number);
-  }
-
-  static String quoted(String text) {
-    return new JsonPrimitive(text).toString();
   }
 }

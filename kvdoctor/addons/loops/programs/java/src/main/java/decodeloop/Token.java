@@ -1,4 +1,0 @@
-package decodeloop;
-
-/** A new token of a sequence. */
-public record Token(int sequence, int id) {}

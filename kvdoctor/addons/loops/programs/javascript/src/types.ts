@@ -1,0 +1,196 @@
+// Types of the contract, of the library and of the runs. README.md has what the parts of a contract mean.
+
+import type { InferenceSession, Tensor } from "onnxruntime-common";
+
+/** A size, or the name of the axis that has it. */
+export type Dim = number | string;
+
+/** One input of a call that is not the cache. */
+export interface Input {
+  name: string;
+  dtype: string;
+  dims: readonly Dim[];
+  rule: string;
+  count: string;
+  value: number;
+  shown: number;
+  hidden: number;
+  from_right: boolean;
+  rows_from: string | null;
+  batch_axis: number | null;
+  made: string | null;
+}
+
+/** One kind of call. */
+export interface Call {
+  file: string;
+  inputs: readonly Input[];
+  pasts: readonly string[];
+  outputs: readonly string[];
+  logits: string | null;
+  fills: readonly Fill[];
+  encoder: { place: string; name: string | null; axis: number } | null;
+}
+
+/** An output of a call that goes into a slot of the cache. */
+export interface Fill {
+  slot: number;
+  output: string;
+  carry: string;
+}
+
+/** One tensor of the cache. */
+export interface Slot {
+  past: string;
+  dtype: string;
+  batch_axis: number | null;
+  length_axis: number | null;
+  rewinds: string;
+  heads: number;
+  zeros: readonly Dim[] | null;
+}
+
+/** What a session of a file must have. */
+export interface ModelFile {
+  file: string;
+  external: readonly string[];
+  inputs: Readonly<Record<string, { dtype: string; dims: readonly Dim[] }>>;
+  outputs: readonly string[];
+}
+
+/** All that a loop does. */
+export interface Contract {
+  schema: string;
+  model: string;
+  files: readonly ModelFile[];
+  calls: { encode: Call | null; embed: Call | null; prefill: Call; decode: Call };
+  slots: readonly Slot[];
+  source: Input | null;
+  source_axis: number | null;
+  vocabulary: number | null;
+  context_limit: number | null;
+  one_token: boolean;
+  batch: number | null;
+  capacity_is_chosen: boolean;
+  pads: boolean;
+  chunks: boolean;
+  rewinds: boolean;
+  reorders: boolean;
+  placeholders: readonly number[];
+  generation: {
+    start: readonly number[];
+    end: readonly number[];
+    padding: number | null;
+    suppress: readonly number[];
+    begin_suppress: readonly number[];
+    forced: readonly (readonly [position: number, id: number])[];
+  };
+}
+
+/** Token ids, a list for each sequence of the batch. */
+export type Tokens = readonly (readonly number[])[];
+
+/** The sizes of axes, by their names. */
+export type Sizes = Readonly<Record<string, number>>;
+
+/** What a call is made for; `mask` is the caller's, of the source, and `padding` that of each sequence, on the left. */
+export interface Moment {
+  sizes: Sizes;
+  tokens: Tokens;
+  padding: readonly number[];
+  mask?: Tokens;
+}
+
+/** Tensors by their names. */
+export type Values = InferenceSession.OnnxValueMapType;
+
+/** A tensor in a trace: all of its numbers where there are at most 64, else 64 from the first to the last. */
+export interface TracedTensor {
+  dtype: string;
+  shape: readonly number[];
+  data?: number[];
+  sample?: number[];
+}
+
+/** A call: as a line of JSON it is what `kvdoctor step-test MODEL --trace FILE` reads. */
+export interface TracedCall {
+  file: string;
+  fed: Record<string, TracedTensor>;
+  got: Record<string, TracedTensor>;
+  error: string | null;
+}
+
+/** How to open a model. */
+export interface OpenOptions {
+  /** Execution providers, threads, and more. */
+  session?: InferenceSession.SessionOptions;
+  /** Tokens that buffers of a chosen length have room for; 512 without it. */
+  capacity?: number;
+  /** Takes every call; tensors are read for it. */
+  trace?: (call: TracedCall) => void;
+  /** How a trace reads; `getData` without it. */
+  read?: (value: Tensor) => Promise<Tensor.DataType>;
+}
+
+/** Numbers of a source, the last axis running fastest. */
+export interface Source {
+  data: Float32Array;
+  shape: readonly number[];
+}
+
+/** What each entry of the vocabulary scores, of one sequence. */
+export type Logits = Float32Array;
+
+/** Picks a token; `tokens` are those so far. */
+export type Choose = (logits: Logits, tokens: readonly number[]) => number;
+
+/** How tokens are drawn; without any of it, the likeliest one is taken. */
+export interface Sampling {
+  /** 0 takes the likeliest token; 0 without it. */
+  temperature?: number;
+  /** Draw from so many of the likeliest; all without it. */
+  topK?: number;
+  /** Draw from the likeliest that have this probability together; 1 without it. */
+  topP?: number;
+  /** Draw from tokens with this part of the likeliest one's probability; 0 without it. */
+  minP?: number;
+  /** Divides the scores of tokens that are there already; 1 without it. */
+  repetitionPenalty?: number;
+  /** Of the random numbers; 0 without it. */
+  seed?: number;
+}
+
+/** How a call is made. */
+export interface CallOptions {
+  /** Return the logits of all new tokens of a sequence, one after the other in its row. */
+  every?: boolean;
+  /** Cancels before the next call of the model. */
+  signal?: AbortSignal;
+}
+
+/** How to decode. */
+export interface DecodeOptions extends Sampling {
+  /** The most new tokens of a sequence; 20 without it. */
+  most?: number;
+  /** Tokens that end a sequence; those of the model's configs without it. */
+  stop?: readonly number[];
+  /** Picks a token; without it the sampling options do. */
+  choose?: Choose;
+  /** The tokens go on with the sequences that are there. */
+  continued?: boolean;
+  /** Cancels before the next call of the model. */
+  signal?: AbortSignal;
+}
+
+/** One run: after the prompts, the tokens of `follow` are fed one by one, whatever is likeliest. */
+export interface Run {
+  name: string;
+  prompts: Tokens;
+  follow: Tokens;
+  /** Ids, or a file of float32, little endian. */
+  source: Tokens | { file: string; shape: number[] } | null;
+  /** The likeliest token after the prompt and after each further one; -1 where any is right. */
+  expect: Tokens;
+  /** Afterwards the last step is taken again: after a `rewind`, or a `reorder` as well. */
+  self_test: string | null;
+}
