@@ -40,6 +40,7 @@ TEXTS = (
     "Loop",
     "?",
 )
+TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
 BYTES = (b"", b"\0", b"\xff" * 8, b"\0" * 1000)
 CRASHED = re.compile(r".{,200}crashed \(.{,400}please report it|Traceback")
 SECONDS = 100.0
@@ -134,7 +135,7 @@ def _change_field(model: onnx.ModelProto, random: Random) -> None:
     elif field.type == FieldDescriptor.TYPE_MESSAGE or random.random() < 0.3:
         message.ClearField(field.name)
     else:
-        _set(message, field, random)
+        setattr(message, field.name, _value(field, random))
 
 
 def _change_list(values: Any, field: FieldDescriptor, random: Random) -> None:
@@ -166,14 +167,9 @@ def _value(field: FieldDescriptor, random: Random) -> Any:
         return random.choice((0.0, -1.0, float("nan"), float("inf"), 1e30))
     if field.type == FieldDescriptor.TYPE_ENUM:
         return random.choice(list(field.enum_type.values_by_number))
-    return random.choice(NUMBERS)
-
-
-def _set(message: Message, field: FieldDescriptor, random: Random) -> None:
-    try:
-        setattr(message, field.name, _value(field, random))
-    except ValueError:  # beyond 32 bits
-        setattr(message, field.name, random.choice((0, 1, -1 if "u" not in field.name else 1, 127)))
+    signed, wide = "UINT" not in TYPES[field.type], "64" in TYPES[field.type]
+    least, most = (-(1 << 63) if signed else 0, (1 << 63) - 1) if wide else (-(1 << 31) if signed else 0, (1 << 31) - 1)
+    return random.choice([number for number in NUMBERS if least <= number <= most])
 
 
 def _change_shape(model: onnx.ModelProto, random: Random) -> None:
@@ -234,7 +230,7 @@ def _change_node(model: onnx.ModelProto, random: Random) -> None:
         if hasattr(values, "append") or hasattr(values, "add"):
             _change_list(values, field, random)
         elif field.type != FieldDescriptor.TYPE_MESSAGE:
-            _set(attribute, field, random)
+            setattr(attribute, field.name, _value(field, random))
     elif way < 0.6:
         node.op_type = random.choice(
             [one.op_type for one in nodes] + list(TEXTS) + ["Identity", "Loop", "Scan", "Cast"]
