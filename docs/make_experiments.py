@@ -31,6 +31,8 @@ def row(one: Experiment) -> str:
         when = "`--thorough`" if one.thorough else "by default"
         if one.unless_passed:
             when += f", unless {one.unless_passed} passed"
+        if one.lengths:
+            when += ", unless proved"
         purpose = describe_use(one)
     return f"| {one.name} | {one.question} | {when} | {purpose} |\n"
 

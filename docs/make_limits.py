@@ -215,6 +215,26 @@ folder (`~/.cache/kvdoctor/onnxruntime` on Linux); `--offline` never downloads o
 of the release, the target is *not checked*, with the command that would change that, and the model is not called
 healthy.
 
+## Execution providers
+
+`--provider webgpu` runs the same calls on the CPU and on that provider, in a process of its own, and compares the two.
+It takes `webgpu`, `openvino`, `qnn` and `ggml` (plug-ins), whatever the installed onnxruntime has, and the path of a
+provider's library; it may be repeated. `kvdoctor env` lists what is here, and the command that brings the rest.
+
+```sh
+pip install 'kvdoctor[webgpu]'
+apt-get install chromium-common   # SwiftShader, a Vulkan without a GPU; or mesa-vulkan-drivers of Mesa 25 and newer
+kvdoctor step-test MODEL --provider webgpu@swiftshader --provider webgpu@lavapipe
+```
+
+`@NAME` chooses a Vulkan driver, by the name that `env` gives it or by its `.json` file; without it `VK_DRIVER_FILES` or
+the loader does. Each use has an outcome on each side. Where a provider departs from the CPU, the first step and the
+operator that differs alone, on the CPU's inputs, are named; a crash is halved to its node, and `repro` writes that.
+
+How far logits may be off is measured on the model: four times the median difference of first calls, which have no
+cache, at least kvdoctor's own limit and at most ten times that. What one software adapter alone shows is *suspected*;
+a second adapter or a device confirms it. A provider that leaves every node to the CPU is *not checked*.
+
 ## Measured
 
 Made by `python docs/make_limits.py`, which opens small models in every release on the CPU: nothing here is copied from

@@ -83,7 +83,7 @@ class JudgingOptions(SharedOptions, total=False):
     """
 
     thorough: bool
-    provider: str
+    providers: "Words"
     timeout: float
     max_memory: int | None
     sandbox: bool
@@ -94,7 +94,7 @@ class WorkerOptions(TypedDict, total=False):
     """The options of everything that runs a model and judges nothing; they mean what they mean everywhere."""
 
     seed: int
-    provider: str
+    providers: "Words"
     timeout: float
     max_memory: int | None
     sandbox: bool

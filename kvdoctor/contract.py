@@ -102,6 +102,9 @@ of audio among these, the first step, a later one, the whole loop by an operator
 DECODING: tuple[PhaseName, ...] = ("prefill", "decode")
 """The phases that take the cache or make it; what the others compute goes into these."""
 
+SCALE_SUFFIX = "_scale"
+"""What follows the name of stored values in the name of their scale: `past_key_values.0.key_scale`."""
+
 OF_FEATURES: tuple[PhaseName, ...] = ("vision", "audio")
 """The phases that make rows for the places of placeholders among the embeddings."""
 

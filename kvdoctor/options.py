@@ -145,6 +145,17 @@ def _read_targets(words: tuple[str, ...]) -> "tuple[Target, ...]":
         raise choices.WrongValue(str(error)) from None
 
 
+def _read_providers(words: tuple[str, ...]) -> tuple[str, ...]:
+    from kvdoctor.runtime.providers import read_provider
+
+    try:
+        for word in words:
+            read_provider(word)
+    except UsageError as error:
+        raise choices.WrongValue(str(error)) from None
+    return tuple(dict.fromkeys(words)) or ("CPUExecutionProvider",)
+
+
 class Tolerances(Kind):
     """Fractions of the standard deviation of the logits, by arithmetic."""
 
@@ -188,9 +199,13 @@ class Allowed(Feeds):
     """What may stay unchecked, each with its reason: a mapping, or codes alone."""
 
     def read(self, given: Any) -> Any:
-        """Accept a mapping of codes and reasons, or texts of codes. A code that names nothing allows nothing."""
+        """Accept a mapping of codes (`KV2-KV3` is a range) and reasons, or texts of codes that name checks."""
         found = given if isinstance(given, Mapping) else dict.fromkeys(Names.read(self, given), "on the command line")
-        return dict(found) if all(map(choices.is_text, (*found, *found.values()))) else self.refuse(given)
+        if not all(map(choices.is_text, (*found, *found.values()))):
+            self.refuse(given)
+        named = (word.replace("-KV", " KV").split() for word in found if word != "everything")
+        _check_codes(tuple(part for parts in named for part in parts))
+        return dict(found)
 
 
 _FLAGS = {"true": 1.0, "false": 0.0}
@@ -516,11 +531,12 @@ class Options:
         RUNS,
         policy="thorough = true",
     )
-    provider: str = _limit(
-        choices.Text("the name of an execution provider", "NAME"),
-        "CPUExecutionProvider",
-        "Run on this execution provider.",
-        policy='provider = "CUDAExecutionProvider"',
+    providers: tuple[str, ...] = _limit(
+        Names("a list of execution providers", "NAME", make=_read_providers, to_json=list),
+        ("CPUExecutionProvider",),
+        "Run on this execution provider as well, and compare both (docs/targets.md): webgpu, cuda, a library.",
+        flag="provider",
+        policy='providers = ["webgpu"]',
         reported="always",
     )
     seed: int = _limit(
@@ -574,6 +590,11 @@ class Options:
         return Limits(self.timeout, self.max_memory, self.sandbox)
 
     @property
+    def provider(self) -> str:
+        """The execution provider of jobs that run on one alone."""
+        return self.providers[0]
+
+    @property
     def load(self) -> "Workload":
         """The sizes that the memory plan is made for."""
         from kvdoctor.analysis.slot_memory import Workload
@@ -592,8 +613,9 @@ class Options:
         for struct, option in all_options:
             value = getattr(struct, option.keyword)
             if option.reported == "always" or (option.reported == "if set" and value != option.default):
-                name = "target" if option.keyword == "targets" else option.keyword
-                shown[name] = option.kind.to_plain(value)
+                name = option.flag or option.keyword if option.keyword in ("targets", "providers") else option.keyword
+                plain = option.kind.to_plain(value)
+                shown[name] = ",".join(plain) if option.keyword == "providers" else plain
         if self.reference is not None or self.targets:  # the only uses of the network
             shown["offline"] = self.offline
         return shown

@@ -21,7 +21,8 @@ from kvdoctor.addons.conversions import pipeline
 from kvdoctor.addons.conversions.graphs.registry import Asked, Converted, read_asked
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest
-from kvdoctor.decode.stored_cache import measure_drift, read_stored, round_values, row_scales, scale_name
+from kvdoctor.contract import SCALE_SUFFIX
+from kvdoctor.decode.stored_cache import measure_drift, read_stored, round_values, row_scales
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
 from kvdoctor.repair.workspace import RepairContext
@@ -73,9 +74,9 @@ def test_a_cache_is_stored_in_another_type(name: str, kind: str, tmp_path: Path)
         values = [slot for slot in stack.contract.slots if slot.part in ("key", "value")]
         scales = {slot.past: slot for slot in stack.contract.slots if slot.part.endswith("-scale")}
         assert {slot.dtype for slot in values} == {STORED[kind]}
-        assert set(scales) == (set() if kind == "float16" else {scale_name(slot.past) for slot in values})
+        assert set(scales) == (set() if kind == "float16" else {f"{slot.past}{SCALE_SUFFIX}" for slot in values})
         for slot in values if scales else ():
-            scale = scales[scale_name(slot.past)]
+            scale = scales[f"{slot.past}{SCALE_SUFFIX}"]
             same = (scale.kind, scale.layer, scale.growth, scale.carry, scale.axes)
             assert same == (slot.kind, slot.layer, slot.growth, slot.carry, slot.axes)
             assert scale.size("head_dim") == 1

@@ -150,6 +150,14 @@ def test_color_can_be_forced_in_a_pipe(environment: dict[str, str], colored: boo
     assert ("\x1b[" in call("inspect", MARIAN, TERM="xterm", **environment).stdout) is colored
 
 
+def test_a_pipe_is_as_wide_as_columns_says() -> None:
+    for command in ("inspect", MARIAN), ("explain", "KV203"):
+        wide, narrow = (call(*command, COLUMNS=columns).stdout for columns in ("", "80"))
+        assert max(map(len, wide.splitlines())) > 100
+        assert max(map(len, narrow.splitlines())) <= 80
+        assert "\x1b[" not in narrow
+
+
 def test_a_ci_job_without_a_terminal_sees_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +180,7 @@ def test_every_command_that_reads_a_model_takes_offline(command: str) -> None:
     """A script that must not use the network gives `--offline` to all of them."""
     options = {option.keyword for option in options_of(command)}
     assert "offline" in options
-    assert {"provider", "timeout", "max_memory"} <= options or command in ("inspect", "contract")
+    assert {"providers", "timeout", "max_memory"} <= options or command in ("inspect", "contract")
 
 
 def test_the_options_for_all_commands_are_those_of_contract(tmp_path: Path) -> None:

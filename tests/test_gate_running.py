@@ -63,7 +63,7 @@ def exports(tmp_path: Path) -> Path:
 def test_models_are_excluded_and_what_was_not_checked_is_listed(exports: Path) -> None:
     done = call("gate", "exports", "--static", "--exclude", "*-draft", cwd=exports)
     assert done.code == 3
-    said = ("excluded: exports/gpt2-draft", "no model in: exports/docs, exports/torch")
+    said = tuple(f"left out: exports/{one}" for one in ("gpt2-draft (excluded)", "docs (no model)", "torch (no model)"))
     assert all(line in done.out.splitlines() for line in said)
     lines = [line.split(": ")[1:3] for line in done.err.splitlines()]
     assert lines == [["1 of 2", "exports/cut-short"], ["2 of 2", "exports/gpt2"]]
@@ -80,6 +80,7 @@ def test_what_may_stay_incomplete_is_said_and_no_exit_code(codes: str, code: int
     assert done.code == code
     assert ("incomplete, allowed" in done.out) == (code == 0)
     assert call("gate", "exports/cut-short", "--static", "--allow-incomplete", codes, cwd=exports).code == 3
+    assert "'KV999' names no check" in call("gate", "exports", "--allow-incomplete", f"{codes},KV999", cwd=exports).err
     reason = f'[[overrides]]\nmodels = ["exports/cut*"]\nallow-incomplete = {{ {codes} = "no such device" }}\n'
     (exports / "kvdoctor.toml").write_text(reason, encoding="utf-8")
     done = call("gate", "exports", "--static", cwd=exports)
@@ -538,7 +539,7 @@ FOR_RUNS = {
     "cache": False,
     "against": "golden.npz",
     "thorough": True,
-    "provider": "CUDAExecutionProvider",
+    "providers": "cuda",
     "timeout": 7.0,
     "max_memory": 4096,
     "sandbox": False,

@@ -1,5 +1,7 @@
 """What is proved for every length: nothing of a faulty model, most healthy ones, and each type against runs."""
 
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from support.text_fixtures import load_all
 
+from kvdoctor import api
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.proof import Proof
@@ -18,6 +21,7 @@ from kvdoctor.analysis.proof.terms import BATCH, NEW, PAST, Term, number, symbol
 from kvdoctor.analysis.proof.types import HIDDEN, HIDE, Axis, Lengths
 from kvdoctor.analysis.proof.walk import Typed, Walk
 from kvdoctor.contract import CacheContract
+from kvdoctor.diagnose.not_checked import PROVED
 
 EXPORTS = Path(__file__).parents[1] / "fixtures" / "exports"
 OF_LENGTHS = {
@@ -203,3 +207,40 @@ def test_a_length_is_compared_for_every_call() -> None:
     assert Lengths(single=True).equal(new, number(1))
     assert (past + new).times(8).divided(past + new) is number(8)
     assert (past * new).divided(new) is past
+
+
+@pytest.mark.parametrize(
+    ("proof", "limit", "covered"),
+    [
+        (Proof(), None, True),
+        (Proof(up_to=64), 64, True),
+        (Proof(up_to=64), 65, False),
+        (Proof(up_to=64), None, False),  # nothing says that a sequence ends where the table does
+        (Proof(single=True, exceptions=("Softmax",)), 64, False),
+        (Proof(weak_mask=True), 64, False),
+    ],
+)
+def test_a_proof_covers_a_model_up_to_all_that_it_takes(proof: Proof, limit: int | None, covered: bool) -> None:
+    assert proof.covers(limit) is covered
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_lengths_are_visited_where_they_are_not_proved_or_all_is_asked_for(thorough: bool) -> None:
+    runs = {run.experiment: run for run in api.step_test(EXPORTS / "gpt2", thorough=thorough).runs}
+    assert runs["long-past"].outcome == runs["plain-loop"].outcome == runs["left-padding"].outcome == "passed"
+    assert runs["each-length"].outcome == ("passed" if thorough else "skipped")
+    assert thorough or runs["each-length"].reason == runs["near-thresholds"].reason == PROVED
+
+
+def test_lengths_are_visited_where_the_proof_ends_before_the_context(tmp_path: Path) -> None:
+    for file in (EXPORTS / "gpt2").iterdir():
+        text = file.read_bytes()
+        (tmp_path / file.name).write_bytes(text.replace(b'"n_positions": 64', b'"n_positions": 99'))
+    report = api.step_test(tmp_path)
+    assert next(run for run in report.runs if run.experiment == "each-length").outcome == "passed"
+
+
+def test_a_proved_model_without_padding_is_inspected_without_abstract_runs() -> None:
+    code = "import sys; from kvdoctor import api; api.inspect(sys.argv[1]); print('numpy' in sys.modules)"
+    told = [subprocess.check_output([sys.executable, "-c", code, EXPORTS / name]) for name in ("whisper", "gpt2")]
+    assert [one.strip() for one in told] == [b"False", b"True"]

@@ -86,6 +86,25 @@ def test_other_logits_are_an_error(tmp_path: Path, config: dict[str, Any], obser
 
 
 @pytest.mark.usefixtures("_made_up")
+@pytest.mark.parametrize(("added", "found"), [(0.0, []), (0.5, ["KV320"])])
+def test_what_begins_at_a_length_that_the_config_names_is_compared(
+    added: float, found: list[str], tmp_path: Path
+) -> None:
+    """The graph has lost the switch of its rotary factors, so it compares no length with this number."""
+    shutil.copytree(EXPORTS / "llama-gqa", tmp_path / "model")
+    config = {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 20}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    report = step_test(
+        str(tmp_path / "model"), Options(reference=str(checkpoint(tmp_path / "checkpoint", add_to_longer=added)))
+    )
+    assert [finding.code for finding in report.findings] == found
+    run = next(run for run in report.runs if run.experiment == "against-checkpoint")
+    assert run.steps[-1].new_tokens == 24
+    assert "24 tokens in one call against" in (run.reason or "")
+    assert not found or report.findings[0].cause.endswith("with 24 tokens and not with 11")
+
+
+@pytest.mark.usefixtures("_made_up")
 def test_a_loop_that_is_wrong_in_itself_is_named_once(tmp_path: Path) -> None:
     report = held(tmp_path, "positions-not-offset", add_to_loop=0.5)
     assert [finding.name for finding in report.findings] == ["positions-not-offset"]

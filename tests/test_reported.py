@@ -40,6 +40,9 @@ REPORTS = (
         ("taken over after step", "feed its states and its token"),
     ),
     Reported(
+        "microsoft/onnxruntime-genai#1682", "loop-breaks-contract-hole", ("hides token 3 (id 2)", "is no padding")
+    ),
+    Reported(
         "DakeQQ/Native-LLM-for-Android#33",
         "loop-breaks-contract-switch",
         ("attention_mask is fed 0, where 1 is right", "feed attention_mask 1 on the first step"),

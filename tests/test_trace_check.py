@@ -312,7 +312,7 @@ IN_DECODER = {
     "no positions": Mistake(at(0, lambda f, _: f.pop("position_ids")), "input-missing", 0, "position_ids"),
     "a hole in the mask": Mistake(
         at(0, put("attention_mask", lambda f, _: f["attention_mask"] * (np.arange(f["attention_mask"].shape[1]) != 1))),
-        "mask-values", 0, "attention_mask", "hides token 1, which stands between", SMALL,
+        "mask-values", 0, "attention_mask", "which stands between tokens that it shows", SMALL,
     ),
     "all ids and the cache": Mistake(
         at(1, lambda f, loop: (every_id(f, loop), f.update(position_ids=np.arange(f["input_ids"].shape[1])[None]))),

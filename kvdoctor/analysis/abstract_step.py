@@ -65,22 +65,6 @@ class AbstractStep:
         expected = dict(_expect_presents(contract, rows))
         return bool(expected) and all(_has_sizes(returned.get(name), shape) for name, shape in expected.items())
 
-    def compute(self, contract: CacheContract) -> "tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]":
-        """The shapes of the feeds and of all values of the main graph in a step; nothing where that is not known."""
-        from kvdoctor.analysis.abstract_run.values import CannotRun, TooMuchWork
-
-        whole = not contract.missing and not contract.graph("decode").stages and contract.new_tokens is None
-        if not whole or self.decode.graph.model.functions:
-            return {}, {}
-        try:
-            feeds = _feed_step(contract, contract.fixed_batch or SEQUENCES)
-            found = self._graph.run_all(feeds)
-        except (TooMuchWork, CannotRun, ValueError, KeyError):
-            return {}, {}
-        sides = ({name: one.shape for name, one in side.items() if one.shape is not None} for side in (feeds, found))
-        fed, made = sides
-        return fed, made
-
     def _run(self, feeds: "dict[str, Abstract]") -> "dict[str, Abstract]":
         """The outputs of a step; what it computes is taken from what is left for all."""
         budget = self._graph.budget

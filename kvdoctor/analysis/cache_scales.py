@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from kvdoctor.analysis.dialects.dialect import SlotName
-from kvdoctor.contract import Part, Slot
-from kvdoctor.decode.stored_cache import SCALE_SUFFIX, scale_name
+from kvdoctor.contract import SCALE_SUFFIX, Part, Slot
 from kvdoctor.model.view import Declared
 
 SCALE_PARTS: dict[Part, Part] = {"key": "key-scale", "value": "value-scale"}
@@ -41,8 +40,8 @@ def name_scales(names: Mapping[str, SlotName], stored: Mapping[str, str]) -> Ite
                 name,
                 past=scale,
                 part=scale_part(name.part),
-                present=scale_name(name.present) if name.present is not None else None,
-                filled_by=scale_name(name.filled_by) if name.filled_by is not None else None,
+                present=f"{name.present}{SCALE_SUFFIX}" if name.present is not None else None,
+                filled_by=f"{name.filled_by}{SCALE_SUFFIX}" if name.filled_by is not None else None,
             )
 
 
@@ -53,7 +52,7 @@ def mark_scales(slots: list[Slot], stored: Mapping[str, str]) -> list[Slot]:
         replace(
             values,
             past=slot.past,
-            present=slot.present or (scale_name(values.present) if values.present is not None else None),
+            present=slot.present or (f"{values.present}{SCALE_SUFFIX}" if values.present is not None else None),
             dtype=slot.dtype,
             shape=slot.shape,
             part=scale_part(values.part),
@@ -74,7 +73,7 @@ def fill_scales(slots: list[Slot], stored: Mapping[str, str], outputs: Collectio
     filled = []
     for slot in slots:
         values = by_past.get(stored.get(slot.past, ""))
-        beside = scale_name(values.filled_by) if values is not None and values.filled_by is not None else None
+        beside = f"{values.filled_by}{SCALE_SUFFIX}" if values is not None and values.filled_by is not None else None
         if values is None or beside not in outputs or slot.filled_by == beside:
             filled.append(slot)
         else:

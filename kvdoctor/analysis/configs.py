@@ -232,6 +232,14 @@ def declared_windows(config: dict[str, Any]) -> dict[int, int]:
     return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
 
 
+def declared_lengths(config: dict[str, Any]) -> frozenset[int]:
+    """The lengths in tokens from which a model computes otherwise: windows, and the switch of rotary factors."""
+    part = decoder_config(config)
+    parts = (part, read_part(part, "rope_scaling"), read_part(part, "rope_parameters"))
+    switches = (one.get("original_max_position_embeddings") for one in parts)
+    return frozenset([*filter(is_count, switches), *declared_windows(config).values()])
+
+
 def _window_layers_by_family(part: dict[str, Any]) -> list[int]:
     family, count = part.get("model_type"), part.get("num_hidden_layers")
     if not isinstance(family, str) or not is_count(count) or count > MOST_LAYERS:

@@ -24,7 +24,7 @@ from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.model.view import Declared, GraphView
-from kvdoctor.records import from_plain
+from kvdoctor.records import from_plain, to_plain
 
 SCHEMA = "kvdoctor/contract/1"
 HOW_TO_WRITE = "write a contract with `kvdoctor contract MODEL --format json`"
@@ -382,3 +382,24 @@ def _find_unfed(contract: CacheContract) -> Iterator[MissingPart]:
                 yield MissingPart(port.name, "the contract gives no value for this setting")
             elif port.role == "branch_switch" and contract.phases["decode"].switch is None:
                 yield MissingPart(port.name, "the phases give no value of the switch for the cached branch")
+
+
+HOW_READ = ("evidence", "contradictions", "missing", "ambiguities", "features")
+"""Fields of a contract that say how it was read, and nothing that a loop does."""
+
+
+def list_differences(given: CacheContract | None, read: CacheContract | None) -> Iterator[str]:
+    """Where a contract that was given differs from the one that was read: `past.0.key carry: hold, not feed-back`."""
+    yield from _list_differences("contract", to_plain(given), to_plain(read))
+
+
+def _list_differences(place: str, given: Any, read: Any) -> Iterator[str]:
+    if isinstance(given, dict) and isinstance(read, dict):
+        name = given.get("past") or given.get("name") or place
+        for key in (key for key in given if key not in HOW_READ):
+            yield from _list_differences(f"{name} {key}", given[key], read.get(key))
+    elif isinstance(given, list) and isinstance(read, list) and any(isinstance(one, dict) for one in given):
+        for one, other in zip(given, read, strict=False):
+            yield from _list_differences(place, one, other)
+    elif given != read:
+        yield f"{place}: {given}, not {read}"

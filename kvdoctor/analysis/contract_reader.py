@@ -219,8 +219,6 @@ class _Reader:
         width = shape[1] if len(shape) == 4 and shape[2:] == (1, 1) else shape[-1] if shape else None
         if logits is not None and logits.dtype in INTEGERS:
             width = min(self.vocabularies, default=None)  # ids in place of logits are as wide as there are sequences
-        if isinstance(width, int) and is_count(width):
-            # The output head may be padded to more rows than the embedding table has.
-            return min([width, *self.vocabularies])
-        size = decoder_config(self.side_cars.config).get("vocab_size")
-        return size if is_count(size) else min(self.vocabularies, default=None)
+        size = width if is_count(width) else decoder_config(self.side_cars.config).get("vocab_size")
+        # The output head may be padded to more rows than the embedding table has.
+        return min([*([size] if is_count(size) else []), *self.vocabularies], default=None)

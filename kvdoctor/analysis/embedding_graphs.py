@@ -16,7 +16,6 @@ from kvdoctor.analysis.dialects.dialect import parse_axes
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, convert_sizes, find_token_inputs, plain_port, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, StackParts
 from kvdoctor.contract import Graph, Port, describe
-from kvdoctor.decode.embeddings import pair_embeddings
 from kvdoctor.model.files import sha256
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.view import Declared, GraphView
@@ -59,6 +58,8 @@ def find_embedded_input(stack: StackFiles, config: dict[str, Any], genai: dict[s
 
 def read_embedding_graph(file: OnnxFile, decoders: Iterable[Graph]) -> Graph | None:
     """The ports of an embedding graph; None where some of the decoder's graphs takes other embeddings."""
+    from kvdoctor.decode.embeddings import pair_embeddings  # loads numpy
+
     outputs = [_output(port) for port in file.graph.outputs.values()]
     taken: set[str] = set()
     for decoder in decoders:
@@ -148,6 +149,8 @@ def _embeddings_of(file: OnnxFile, parts: StackParts) -> list[Port]:
 
 def _fits(file: OnnxFile, wanted: Sequence[Port]) -> bool:
     """Whether a file makes all embeddings that a decoder takes, for as many sequences and tokens."""
+    from kvdoctor.decode.embeddings import pair_embeddings  # loads numpy
+
     ids = _token_ids(file.graph)
     assert ids is not None  # noqa: S101 - candidates have them
     fixed = [(index, size) for index, size in enumerate(map(as_number, ids.shape or ())) if isinstance(size, int)]

@@ -205,16 +205,10 @@ def _write_notes(contract: CacheContract, load: Workload, measure: SizeValues, s
     context, limit = measure.context, counted_or_none(contract.context_limit)
     if context and limit and context > limit:
         yield f"the requested context of {context} tokens exceeds the {limit} tokens that the config declares usable"
-    yield from _note_buffers(slots, context, _new_tokens(contract))
+    new = [port.size("new") for port in contract.graph("decode").inputs]
+    yield from _note_buffers(slots, context, max((size for size in new if size is not None), default=1))
     yield from _note_encoder(slots, load.encoder_length)
     yield from _note_windows(slots)
-
-
-def _new_tokens(contract: CacheContract) -> int:
-    """The new tokens that a decode step takes, where the graph fixes them; else one."""
-    ports = contract.graph("decode").inputs
-    sizes = [s for p in ports for s, axis in zip(p.shape or (), p.axes, strict=False) if axis == "new"]
-    return max((size for size in sizes if isinstance(size, int)), default=1)
 
 
 def _note_batch(slots: list[SlotBytes], batch: int | None, fixed: int | None) -> Iterator[str]:

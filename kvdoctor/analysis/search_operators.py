@@ -4,16 +4,19 @@ Source: the schemas of com.microsoft BeamSearch, GreedySearch, Sampling and Whis
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvdoctor.analysis.arithmetic.numbers import read_numbers
 from kvdoctor.analysis.port_roles import plain_port
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import Graph
-from kvdoctor.decode.search import SearchPlan
 from kvdoctor.model.operators import CONTRIB, has, operators_with
 from kvdoctor.model.proto import NodeProto
 from kvdoctor.model.traverse import find_attribute
 from kvdoctor.model.view import GraphView
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.search import SearchPlan
 
 GREEDY = (
     "input_ids",
@@ -42,8 +45,10 @@ GPT = 0
 """The `model_type` of a decoder without an encoder."""
 
 
-def read_search(file: OnnxFile) -> SearchPlan:
+def read_search(file: OnnxFile) -> "SearchPlan":
     """The plan of the operator in a file's main graph."""
+    from kvdoctor.decode.search import SearchPlan  # loads numpy
+
     view = file.graph
     node = next(n for n in view.model.graph.node if n.domain == CONTRIB and has(n.op_type, "search"))
     scope = view.main

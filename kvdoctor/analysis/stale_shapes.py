@@ -6,8 +6,8 @@ declares. ONNX Runtime computes shapes itself; compilers and loops that allocate
 
 from collections.abc import Iterator, Mapping
 
-from kvdoctor.analysis.abstract_step import AbstractStep
-from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.analysis.proof.prove import find_shapes
+from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.model.view import GraphView, declared
 from kvdoctor.records import record
@@ -26,14 +26,13 @@ class StaleShape:
     axes: tuple[int, ...]
 
 
-def find_stale_shapes(decode: OnnxFile, contract: CacheContract) -> tuple[StaleShape, ...]:
-    """The values that a decode step computes in other shapes than declared, by shapes alone; presents are left out."""
-    graph, read = decode.graph.model.graph, {port.name for port in contract.graph("decode").inputs}
-    names = {value.name for value in (*graph.value_info, *graph.output)}
-    if len({value.name for value in graph.input} & read) < len(read) or not names:
+def find_stale_shapes(stack: StackFiles, contract: CacheContract) -> tuple[StaleShape, ...]:
+    """The values that a decode step computes in other shapes than declared, by types alone; presents are left out."""
+    graph, read = stack.main.graph.model.graph, {port.name for port in contract.graph("decode").inputs}
+    if contract.missing or len({value.name for value in graph.input} & read) < len(read):
         return ()
-    fed, found = AbstractStep(decode).compute(contract)
-    return tuple(compare_declared(decode.graph, contract, fed, found))
+    found = find_shapes(stack, contract)
+    return tuple(compare_declared(stack.main.graph, contract, found, found))
 
 
 def compare_declared(

@@ -1,5 +1,6 @@
 """`kvdoctor explain`, `schema` and `env`: they need no model."""
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -131,8 +132,8 @@ def _format_issue(issue: "Issue") -> str:
 
 
 def _fill(text: str, first: str = "") -> str:
-    """A paragraph, wrapped on a terminal only."""
-    if not sys.stdout.isatty():
+    """A paragraph, wrapped on a terminal and where COLUMNS says how wide."""
+    if not (sys.stdout.isatty() or (os.environ.get("COLUMNS") and "LINES" not in os.environ)):
         return first + text
     import shutil
     import textwrap

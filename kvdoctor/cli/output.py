@@ -169,13 +169,10 @@ def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
     for one in (*given_paths(), *models):
         place = Path(os.path.realpath(one))
         folder = place if place.is_dir() else place.parent
-        if here == place or (here.is_relative_to(folder) and not ours and _is_model(place)):
+        is_model = place.is_dir() or place.suffix.lower() in NEVER_OVERWRITTEN
+        if here == place or (here.is_relative_to(folder) and not ours and is_model):
             return f"{file!r} is there already, and is an input or next to one; give another file"
     return None
-
-
-def _is_model(place: Path) -> bool:
-    return place.is_dir() or place.suffix.lower() in NEVER_OVERWRITTEN
 
 
 def show(report: "Report", output: Output, **more: Any) -> None:

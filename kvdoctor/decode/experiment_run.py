@@ -53,6 +53,7 @@ class ExperimentRunner:
     Attributes:
         keep_logits: Keep the logits of each experiment in `logits`.
         keep_calls: A folder for the feeds of the first bad call of each judged experiment.
+        keep_step: The step whose calls that folder receives before they run.
         timed: Repeat the calls whose time is measured.
     """
 
@@ -60,6 +61,7 @@ class ExperimentRunner:
     conditions: Conditions = field(default_factory=Conditions)
     keep_logits: bool = False
     keep_calls: Path | None = None
+    keep_step: int | None = None
     timed: bool = True
     logits: dict[str, Array] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -160,6 +162,8 @@ class _ExperimentRun:
 
     def _answer(self, call: Call) -> Answer | UnusableLogits:
         self.stack.announce(CallStarting(self.experiment.name, len(self.steps), call.kind))
+        if self.runner.keep_calls is not None and self.runner.keep_step == len(self.steps):
+            save_call(self.runner.keep_calls / f"{self.experiment.name}-last-{call.phase}.npz", call.feeds)
         if call.kind == "timing":
             return self._run_timed(call)
         if call.kind == "control":

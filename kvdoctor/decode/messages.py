@@ -111,6 +111,7 @@ class ExperimentJob(Conditions, PairedSide, Job):
         timed: Repeat the calls whose time is measured; otherwise they run once.
         keep_calls: A private folder for the feeds of the first bad call of each judged experiment.
         added: Experiments of add-ons, which run last.
+        keep_step: The step whose calls `keep_calls` receives before they run, each in place of the one before.
     """
 
     experiments: tuple[str, ...]
@@ -120,6 +121,7 @@ class ExperimentJob(Conditions, PairedSide, Job):
     timed: bool = True
     keep_calls: Path | None = None
     added: tuple[AddedExperiment, ...] = ()
+    keep_step: int | None = None
 
 
 @record
@@ -217,6 +219,11 @@ class MeasureJob(Job):
 
 
 @record
+class FindProviderJob(Job):
+    """Open the smallest model on the provider of the job."""
+
+
+@record
 class Hello(Event):
     """The worker is ready: versions, the execution providers of its runtime, its process, and what can restrict it.
 
@@ -259,6 +266,30 @@ class FileRefused(Event):
     file: str
     errors: dict[str, str]
     opens_at: str | None
+
+
+@record
+class NodesPlaced(Event):
+    """The nodes of an open file that run on the provider, and those that run elsewhere, by operator."""
+
+    file: str
+    there: int
+    elsewhere: dict[str, int]
+
+
+@record
+class ProviderFound(Event):
+    """A provider by its name in sessions, its version and its adapter; or the `error` with which it was refused.
+
+    `no_adapter` says that its library was taken and the session refused.
+    """
+
+    name: str = ""
+    version: str = ""
+    adapter: str = ""
+    software: bool = False
+    error: str = ""
+    no_adapter: bool = False
 
 
 @record

@@ -203,6 +203,9 @@ REFERENCE_CHANGES = "without a cache, the logits of the first tokens change with
 KEYS_CHANGE = "keys-change-with-length"
 """The name of a cause: from `Cause.from_length` on, the keys in the cache are not those of a call without a cache."""
 
+ROWS_DIFFER = "encoder-rows-differ"
+"""The name of a cause: an encoder returns another number of rows than the prompt has placeholders."""
+
 GENERAL_CAUSES = ("cache-misread", "new-entries-wrong")
 """Names of causes that say which half of a step is wrong, and not why: other experiments may show more."""
 

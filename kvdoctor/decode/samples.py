@@ -122,6 +122,8 @@ def read_arrays(file: Path) -> dict[str, Array]:
     return arrays
 
 
+ROOM = 16
+"""Tokens of the runs after the prompt."""
 TAKEN = ("token_ids", "encoder_input", "encoder_states", "condition")
 """Roles of inputs that can be given; all others follow from the contract."""
 FREE = ("auxiliary", "condition", "setting")
@@ -149,8 +151,12 @@ def _read_file(file: str) -> dict[str, Array]:
         raise UsageError(f"--inputs {file}: {error}; it takes an .npz file of arrays by input name") from None
 
 
-def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[CacheContract]) -> Samples:
+def read_samples(
+    prompt: tuple[int, ...], file: str | None, contracts: Sequence[CacheContract], rows: int | None = None
+) -> Samples:
     """Read the user's samples, and compare them with the inputs of all stacks.
+
+    `rows` are those of the shortest table of positions.
 
     Raises:
         UsageError: the file cannot be read, or what it holds fits no input.
@@ -172,6 +178,9 @@ def read_samples(prompt: tuple[int, ...], file: str | None, contracts: Sequence[
     limit = min((c.usable_length for c in contracts if c.usable_length is not None), default=None)
     if limit is not None and len(prompt) > limit - 2:
         raise UsageError(f"the prompt has {len(prompt)} tokens, and the context {limit}: leave room for two steps")
+    if rows is not None and len(prompt) > max(rows - ROOM, 2):
+        taken = f"the graph looks positions up in a table of {rows} rows"
+        raise UsageError(f"the prompt has {len(prompt)} tokens, and {taken}: give at most {max(rows - ROOM, 2)}")
     return Samples(prompt, arrays)
 
 

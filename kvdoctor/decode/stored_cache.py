@@ -22,9 +22,6 @@ SMALLEST_SCALE = 2.0**-24
 """The smallest positive float16. A row of zeros has it too."""
 LARGEST_SCALE = 65504.0
 """The largest float16."""
-SCALE_SUFFIX = "_scale"
-"""What follows the name of the values in the name of their scale: `past_key_values.0.key_scale`."""
-
 STORABLE = ("self-attention", "cross-attention")
 """The kinds of slots that hold keys and values, which can be stored in a narrower type."""
 
@@ -45,11 +42,6 @@ class StoredSlot:
     kind: CacheType
     axis: int
     scales: dict[str, str]
-
-
-def scale_name(name: str) -> str:
-    """The name of the scales of a past or a present."""
-    return f"{name}{SCALE_SUFFIX}"
 
 
 def row_scales(values: Array, kind: CacheType, axes: tuple[int, ...]) -> Array:

@@ -74,6 +74,8 @@ LOOPS = (
     *("why", "why-fed-back", "written-places"),
 )
 """The loops and what explains their differences. What follows is run only where they pass."""
+PADDED = ("left-padding", "encoder-padding")
+"""Uses that no proof covers: all that is run where the graph proves the others."""
 UNMASKED = ("not-causal", *GENERAL_CAUSES)
 """Causes that a mask has as well which does not hide later tokens."""
 USES = (
@@ -247,12 +249,13 @@ def _run_by(
     driver = AbstractDriver(context.stack.name, contract, graphs, 0, keep)
     runner = ExperimentRunner(driver, timed=False)
     found: list[Run] = []
-    steps_of_a_loop = STEPS if size <= LARGE else FEW_STEPS
     # Positions of a rotary embedding only tell distances apart: one number in place of a vector cannot show that, and
     # padding that moves all positions equally would look wrong.
     rotary = any(kind in graph.view.operators for graph in graphs.values() for kind in ROTARY)
-    for experiment in _choose(contract.usable_length, rotary, steps_of_a_loop):
-        if experiment.name in USES and any(run.outcome in ("failed", "differs") for run in _judged(found, context)):
+    names = PADDED if context.is_proved else (*LOOPS, *USES)
+    for experiment in _choose(names, contract.usable_length, rotary, size):
+        loop = replace(context, runs=tuple(found)).checked_loop
+        if experiment.name in USES and loop is not None and loop.outcome in ("failed", "differs"):
             break
         steps.clear()
         try:
@@ -266,7 +269,7 @@ def _run_by(
             if experiment.name == "plain-loop":
                 break
             continue
-    if not found:
+    if not found and not context.is_proved:
         raise CannotCheck("the logits or the cache of a plain loop cannot be computed without a run")
     return tuple(_drop_unsure(found, contract, graphs.values()))
 
@@ -300,12 +303,6 @@ def _drop_unsure(runs: list[Run], contract: CacheContract, graphs: Iterable[Abst
     if random or not wrong or masked or explained or not any(graph.may_hide() for graph in graphs):
         return runs
     return [run for run in runs if run.outcome == "failed"]
-
-
-def _judged(runs: list[Run], context: ContractContext) -> list[Run]:
-    """The run of the loop that decides whether other uses say anything."""
-    held = [run for run in runs if run.experiment == "held-loop" and run.outcome != "skipped"]
-    return held or [run for run in runs if run.experiment == "plain-loop"] if context.emptied_slots else runs[:1]
 
 
 def _open_graphs(
@@ -342,11 +339,10 @@ def _find_tables(model: ModelProto) -> frozenset[str]:
     return frozenset(names - others)
 
 
-def _choose(limit: int | None, rotary: bool, steps: int) -> Iterator[Experiment]:
-    """The experiments of an abstract run, in its order, with so many steps of a loop."""
-    every, long = by_name(), limit is None or limit > LONGEST
+def _choose(names: Iterable[str], limit: int | None, rotary: bool, size: int) -> Iterator[Experiment]:
+    """The experiments of an abstract run, in its order; a loop on graphs of many nodes has few steps."""
     left_out = {"left-padding"} if rotary else set[str]()
-    left_out |= {"full-context"} if long else set()
-    for one in (every[name] for name in (*LOOPS, *USES) if name in every and name not in left_out):
-        shorter = replace(one, scenario=replace(one.scenario, steps=steps))
+    left_out |= {"full-context"} if limit is None or limit > LONGEST else set()
+    for one in (by_name()[name] for name in names if name not in left_out):
+        shorter = replace(one, scenario=replace(one.scenario, steps=STEPS if size <= LARGE else FEW_STEPS))
         yield shorter if one.name.endswith("-loop") else one

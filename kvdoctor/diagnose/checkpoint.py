@@ -228,7 +228,7 @@ def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 
 def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:
     """Each step with its difference to the checkpoint, and the verdict on all of them."""
-    wholes, held, correlations = int(stored["wholes"]), [], {}
+    wholes, total, held, correlations = int(stored["wholes"]), int(stored["total"]), [], {}
     for step in run.steps:
         mine = stored.get(f"step.{step.step}")
         if mine is None:
@@ -236,7 +236,9 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
             continue
         # Where the checkpoint's loop could not be run, the logits are those of the whole sequence.
         source = found["loop"] if step.step >= wholes and "loop" in found else found["whole"]
-        expected = source[:, step.past_length : step.past_length + step.new_tokens][:, -mine.shape[1] :]
+        longer = step.new_tokens > total
+        source = found["longer"] if longer else source[:, step.past_length : step.past_length + step.new_tokens]
+        expected = source[:, -mine.shape[1] :]
         if mine.shape != expected.shape:
             text = f"step {step.step}: logits of {list(mine.shape)}, where {model} has {list(expected.shape)}"
             return replace(run, outcome="differs", failed_step=step.step, reason=text, steps=tuple(held))
@@ -249,7 +251,7 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
     outcome: Outcome = "differs" if at is not None else run.outcome
     if outcome == "passed" and "ambiguous" in verdicts.values():
         outcome = "ambiguous"
-    text = f"{_list_compared(held, wholes)} against {model}: {_describe_difference(held, at)}; {limit}"
+    text = f"{_list_compared(held, wholes, total)} against {model}: {_describe_difference(held, at)}; {limit}"
     text += _describe_encoder(stored, found)
     failed = run.failed_step if at is None else at
     return replace(run, outcome=outcome, failed_step=failed, reason=text, steps=tuple(held))
@@ -293,13 +295,15 @@ def _describe_difference(steps: list[Step], failed: int | None) -> str:
     return f"logits off by {worst:.2g} standard deviations, first at step {failed}"
 
 
-def _list_compared(steps: list[Step], wholes: int) -> str:
+def _list_compared(steps: list[Step], wholes: int, total: int) -> str:
     """What was compared, as text: `the whole sequence of 11 tokens, a prefill of 3 and 8 steps of the held loop`."""
-    done = [step for step in steps if step.difference is not None]
+    compared = [step for step in steps if step.difference is not None]
+    done = [step for step in compared if step.new_tokens <= total]
     whole, loop = [s for s in done if s.step < wholes], [s for s in done if s.step >= wholes]
     parts = [f"the whole sequence of {whole[-1].new_tokens} tokens"] if whole else []
     if loop:
         parts.append(f"a prefill of {loop[0].new_tokens} and {len(loop) - 1} steps of the held loop")
+    parts += [f"{step.new_tokens} tokens in one call" for step in compared if step.new_tokens > total]
     return ", ".join(parts) or "no step"
 
 
@@ -343,7 +347,8 @@ def _compare(
         raise CannotCheck("the decoder is a pipeline of several files, in which no node is searched for")
     runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
     flat = runner.flatten(file_of(context, "prefill"), branches_taken(context, "prefill"))
-    return ModuleSearch(runner, flat, _read_call(checkpoint, saved, runner), arithmetic.tolerance.passes).compare()
+    call = _read_call(checkpoint, saved, runner, failed.new_tokens)
+    return ModuleSearch(runner, flat, call, arithmetic.tolerance.passes).compare()
 
 
 def _compare_states(saved: Path) -> float | None:
@@ -356,11 +361,13 @@ def _compare_states(saved: Path) -> float | None:
     return apart if apart >= 0 else float("inf")
 
 
-def _read_call(checkpoint: Checkpoint, saved: Path, runner: GraphRunner) -> ModuleCall:
-    """What the modules of the checkpoint do with the feeds of the longest call without a cache."""
+def _read_call(checkpoint: Checkpoint, saved: Path, runner: GraphRunner, failed: int) -> ModuleCall:
+    """What the modules of the checkpoint do with the feeds of a call that shows the fault of `failed` tokens."""
     stored = _load(saved, NAME)
     if "called" not in stored:
         raise CannotCheck("the feeds of the call were not saved")
+    if failed > int(stored["called"]):
+        raise CannotCheck(f"the logits differ in a call of {failed} tokens, which is too long to compare modules in")
     feeds = {name.removeprefix("call."): held for name, held in stored.items() if name.startswith("call.")}
     theirs = saved.with_suffix(".modules.npz")
     facts = checkpoint.modules(saved, theirs, int(stored["called"]))

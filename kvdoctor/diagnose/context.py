@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
+from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.choices import Consumer, Required
 from kvdoctor.contract import CacheContract, Slot
@@ -17,11 +18,14 @@ from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvdoctor.decode.experiments import Use
     from kvdoctor.decode.golden import GoldenDifference
     from kvdoctor.decode.messages import AddedExperiment, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
     from kvdoctor.report.facts import SpeedFacts
+    from kvdoctor.runtime.client import Runtime
     from kvdoctor.runtime.targets import Refused, Target, TargetResult
 
 
@@ -60,7 +64,7 @@ class ContractContext:
     `consumer` is the loop that will use the model, `required` are the uses that must work, `targets` the runtimes in
     which it must run. `tolerances` are shares of the logits' standard deviation that pass in place of the table's.
     `runs` are the experiments, none where nothing was run. `draft` is the model that proposes tokens, if one is given.
-    `added` are experiments of add-ons.
+    `added` are experiments of add-ons. `proof` is what the graph proves, where that was tried already.
     """
 
     folder: ModelFolder
@@ -73,6 +77,7 @@ class ContractContext:
     runs: tuple[Run, ...] = ()
     draft: DraftModel | None = None
     added: "tuple[AddedExperiment, ...]" = ()
+    proof: Proof | None = None
 
     def find_run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""
@@ -126,6 +131,11 @@ class ContractContext:
         """The name of the output with the logits."""
         port = self.contract.graph("decode").port("logits")
         return port.name if port else "logits"
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the graph alone decides that its steps are right at every length, rows with padding aside."""
+        return self.proof is not None and self.proof.covers(self.contract.usable_length)
 
     @property
     def passes_parity(self) -> bool:
@@ -186,6 +196,15 @@ class TargetContext(ContractContext):
     local_runtime: "Target | None" = None
     refusals: "tuple[Refused, ...]" = ()
     target_results: "tuple[TargetResult, ...]" = ()
+
+
+@record
+class LocalRun:
+    """The run under the runtime of this Python: its worker, the contract it was given, and the file with its logits."""
+
+    runtime: "Runtime"
+    contract: CacheContract
+    logits: "Path | None"
 
 
 @record(slots=False, kw_only=True)

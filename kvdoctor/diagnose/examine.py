@@ -10,7 +10,9 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.analysis.configs import declared_lengths
 from kvdoctor.analysis.contract_reader import add_observed_sizes
+from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.search_operators import read_search, read_search_graph
 from kvdoctor.analysis.stacks import FileRole, OnnxFile, StackFiles, operator_bodies
 from kvdoctor.analysis.thresholds import Threshold, find_thresholds
@@ -22,6 +24,7 @@ from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.float32 import demand_room, rerun_in_float32
+from kvdoctor.diagnose.ground import find_proof
 from kvdoctor.diagnose.settle import settle_after, settle_unknown
 from kvdoctor.errors import CannotCheck, UnreadableError, UsageError
 from kvdoctor.findings import NotChecked
@@ -56,7 +59,7 @@ class StackObservation:
 
     `contract` is the one given, with what only the runs could show. `ran` is the context of what was run, where that is
     not the stack itself but the graphs inside its operator. `timings` are seconds by label, `measured` is all
-    that the report states as measured (seconds, bytes).
+    that the report states as measured (seconds, bytes). `proof` is that of the contract as it is after the runs.
     """
 
     contract: CacheContract
@@ -66,6 +69,7 @@ class StackObservation:
     measured: dict[str, Any] = field(default_factory=dict)
     not_checked: tuple[NotChecked, ...] = ()
     ran: ContractContext | None = None
+    proof: Proof | None = None
 
 
 def examine(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
@@ -87,6 +91,7 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
 def _run(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
     """Run all experiments on one stack by its contract."""
     name, contract = context.stack.name, context.contract
+    context = replace(context, proof=find_proof(context.stack, contract))
     ran, search, shown = context, None, dict[str, str]()
     if context.stack.operator is not None:
         try:
@@ -96,7 +101,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
     job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
     job = replace(job, search=search)
     results = runtime.examine(job, options.progress)
-    runs = (*(resolve_node_names(run, ran) for run in results.runs), *_list_skipped(name, options, runtime))
+    runs = (*(resolve_node_names(run, ran) for run in results.runs), *_list_skipped(ran, options, runtime))
     refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
     rerun = rerun_in_float32(replace(ran, runs=runs), job, options, runtime)
@@ -111,6 +116,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         measured=_list_measurements(results),
         not_checked=(*interrupted, *rerun.not_checked, *list_unvisited(observed)),
         ran=None if ran is context else ran,
+        proof=context.proof if observed.contract.slots == contract.slots else None,
     )
 
 
@@ -127,8 +133,10 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
     """All experiments that the options ask for, on one stack."""
     from kvdoctor.decode.experiments import load
 
-    wanted = (one for one in load() if not_checked.why_unasked(one, options) is None)
+    wanted = (one for one in load() if not_checked.why_skipped(one, context, options) is None)
     chosen = [one.name for one in wanted if not_checked.why_unfit(one, context.contract) is None]
+    # What an export lost has no threshold in its graph.
+    declared = declared_lengths(context.folder.side_cars.config) if options.reference is not None else frozenset()
     return ExperimentJob(
         stack=context.stack.name,
         folder=context.folder.root.absolute(),
@@ -137,22 +145,24 @@ def build_job(context: ContractContext, options: Options) -> ExperimentJob:
         seed=options.seed,
         provider=options.provider,
         tolerances=dict(options.tolerances),
-        thresholds=tuple(one.length for one in list_thresholds(context.stack, context.contract)),
+        thresholds=tuple(
+            sorted(declared.union(one.length for one in list_thresholds(context.stack, context.contract)))
+        ),
         prompt=options.prompt_ids,
         inputs=Path(options.inputs).absolute() if options.inputs is not None else None,
         added=context.added,
     )
 
 
-def _list_skipped(stack: str, options: Options, runtime: Runtime) -> Iterator[Run]:
-    """The entries of experiments that nobody asked for in the list of runs."""
+def _list_skipped(context: ContractContext, options: Options, runtime: Runtime) -> Iterator[Run]:
+    """The entries of experiments that nobody asked for, or that a proof answers, in the list of runs."""
     from kvdoctor.decode.experiments import load
 
     target = f"onnxruntime=={runtime.versions.get('onnxruntime', '?')}"
     for experiment in load():
-        reason = not_checked.why_unasked(experiment, options)
+        reason = not_checked.why_skipped(experiment, context, options)
         if reason is not None and experiment.on_request in not_checked.REPORTED_REQUESTS:
-            yield Run(stack, experiment.name, target, options.provider, "all", "skipped", reason=reason)
+            yield Run(context.stack.name, experiment.name, target, options.provider, "all", "skipped", reason=reason)
 
 
 def resolve_node_names(run: Run, context: ContractContext) -> Run:

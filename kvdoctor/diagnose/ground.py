@@ -28,16 +28,20 @@ def find_ground(runs: Iterable[Run], contracts: Mapping[str, CacheContract], sid
     return Ground(pasts=(min(pasts), max(pasts)), chunks=chunks, batch=batch, tokens=tokens, sides=sides)
 
 
-def find_proof(stack: StackFiles, contract: CacheContract, findings: Iterable[Finding]) -> Proof | None:
-    """What the graph alone decides about a stack; None where it is no decoder, or has an error that is found."""
+def find_proof(stack: StackFiles, contract: CacheContract) -> Proof | None:
+    """What the graph alone decides about a stack; None where it is no decoder."""
     # Loaded here: most commands ask for no proof.
     from kvdoctor.analysis.proof.prove import prove
 
     try:
-        proof = prove(stack, contract)
+        return prove(stack, contract)
     except Exception as error:  # an error of kvdoctor here must not cost what files and runs show
         return Proof(exceptions=(f"the proof crashed ({type(error).__name__}: {error}); please report it",))
-    faulty = any(one.severity == "error" and one.stack in (stack.name, None) for one in findings)
+
+
+def without_faults(proof: Proof | None, stack: str, findings: Iterable[Finding]) -> Proof | None:
+    """A proof to report; None where it holds of a stack that has an error."""
+    faulty = any(one.severity == "error" and one.stack in (stack, None) for one in findings)
     return None if proof is None or (proof.holds and faulty) else proof
 
 

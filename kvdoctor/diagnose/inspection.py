@@ -18,11 +18,12 @@ from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.stacks import StackFiles
-from kvdoctor.contract import DECODING, CacheContract
+from kvdoctor.contract import DECODING, CacheContract, Role
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
-from kvdoctor.diagnose.ground import find_proof
+from kvdoctor.diagnose.ground import find_proof, without_faults
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import as_argument, free_name
@@ -46,6 +47,9 @@ CACHELESS = (
     "before"
 )
 EXPORT = "or export a decoder with the task ...-with-past, or with the cache as inputs and outputs of forward()"
+PADDED: tuple[Role, ...] = ("attention_mask", "padding_mask", "additive_mask", "encoder_mask")
+MOST_PADDED = 2_000
+"""Inputs that hide padding, which no proof covers, and the nodes of graphs that are computed for its sake alone."""
 NOT_PREDICTED = ("cache-not-faster", "empty-tensor-hazard", "session-refused", "worker-died", "cached-branch-first")
 """Checks about time, memory or the runtime, which an abstract run does not have."""
 
@@ -66,10 +70,12 @@ def inspect(
         contract = contracts[stack.name]
         facts = stack_facts(stack, contract, folder.side_cars, options.load)
         context = extend_context(build_context(folder, stack, contract, options), TargetContext)
+        if predicts:
+            context = replace(context, proof=find_proof(stack, contract))
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)
         if predicts:
             found += predict_faults(context, found, options.selection)
-        proof = find_proof(stack, contract, (*results.findings, *found.findings)) if predicts else None
+        proof = without_faults(context.proof, stack.name, (*results.findings, *found.findings))
         stacks.append(replace(facts, proof=proof, logits_can_be_cut=_can_cut_logits(stack, contract)))
         results += correct_advice(found, context, check_advice, options, None)
     for target in (target for target in options.targets if target.limits is None):
@@ -155,13 +161,15 @@ def build_context(folder: ModelFolder, stack: StackFiles, contract: CacheContrac
 
 
 def add_targets(report: Report, options: Options, results: "dict[str, tuple[TargetResult, ...]]") -> Report:
-    """The report with the targets that were asked for, and what ran under them."""
-    if not options.targets:
+    """The report with the targets that were asked for, the providers among them, and what ran under them."""
+    found = (one.target for of_stack in results.values() for one in of_stack if one.target.provider != CPU)
+    targets = tuple(dict.fromkeys((*options.targets, *found)))
+    if not targets:
         return report
     from kvdoctor.diagnose.targets import list_target_runs, target_facts
 
     runs = (*report.runs, *list_target_runs(results))
-    return replace(report, runs=runs, targets=target_facts(options.targets, results))
+    return replace(report, runs=runs, targets=target_facts(targets, results))
 
 
 def predict_faults(context: ContractContext, found: CheckResults, selection: Selection) -> CheckResults:
@@ -172,7 +180,7 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     contract, faulty = context.contract, any(finding.severity == "error" for finding in found.findings)
     if contract.no_decoder is not None or contract.frozen_past is not None or faulty:
         return CheckResults()
-    if next(find_unmet_preconditions(context.stack, contract), None) is not None:
+    if _is_decided(context) or next(find_unmet_preconditions(context.stack, contract), None) is not None:
         return CheckResults()
     # Loaded here, with numpy: where nothing is run, as of a model with a faulty contract, the start takes half as long.
     from kvdoctor.diagnose.abstract_runs import run_abstractly
@@ -186,6 +194,13 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
         return leave_open(context.stack.name, "KV2-KV3", reason)
+
+
+def _is_decided(context: ContractContext) -> bool:
+    """Whether the proof leaves nothing that abstract runs would show in time: padding, of which a mask tells."""
+    ports = (port for phase in DECODING for port in context.contract.graph(phase).inputs)
+    nodes = sum(sum(file.view.operators.values()) for file in context.stack.files.values() if file.view is not None)
+    return context.is_proved and (nodes > MOST_PADDED or not any(port.role in PADDED for port in ports))
 
 
 def _ask_checks(

@@ -4,7 +4,7 @@
 | --- | --- |
 | Why was no decode step run on a stack? | `find_unmet_preconditions` |
 | Why is an experiment not in the list of runs? | `why_unfit` |
-| Why was an experiment `skipped`? | `why_unasked`; what runs show: `decode/experiment_run.py` |
+| Why was an experiment `skipped`? | `why_skipped`; what runs show: `decode/experiment_run.py` |
 | Why were experiments cut off? | `find_interrupted` |
 | Why is a check of the contract not run? | `find_obstacle` |
 | Why does a run give no verdict? | `find_undecided_runs`, and the other `find_` functions after it |
@@ -56,6 +56,8 @@ ASKED_BY: dict[Round, str] = {
 """What asks for the rounds of checks that not every step-test has."""
 REPORTED_REQUESTS = ("", "reference")
 """The requests of `Experiment.on_request` that a step-test knows; the other experiments serve other commands."""
+PROVED = "proved for every length; --thorough runs it"
+"""The reason for experiments that a proof answers."""
 COMPILED = "EPContext"
 """The operator that holds a graph in the binary form of a device. Source: ONNX Runtime, EP context design."""
 
@@ -156,6 +158,13 @@ def why_unasked(experiment: "Experiment", options: Options) -> str | None:
     use = experiment.use
     wanted = not experiment.thorough or options.thorough or (use is not None and use.required in options.require)
     return None if wanted else ONLY_THOROUGH
+
+
+def why_skipped(experiment: "Experiment", context: ContractContext, options: Options) -> str | None:
+    """Why an experiment is not asked for, or not needed: exact numbers in one runtime are proved at every length."""
+    runs = options.thorough or options.targets or context.contract.exactness != "float"
+    proved = experiment.lengths and context.is_proved and not runs
+    return why_unasked(experiment, options) or (PROVED if proved else None)
 
 
 def why_unfit(experiment: "Experiment", contract: CacheContract) -> str | None:
@@ -345,11 +354,11 @@ def _list_unrun(one: Check, report: Report, rounds: Set[Round]) -> Iterator[NotC
 
 def _list_unlisted(stack: StackFacts, runs: Iterable[Run], options: Options) -> Iterator[NotChecked]:
     """The experiments of a step-test without an entry in the list of runs, where there are runs."""
-    from kvdoctor.decode.experiments import load
-
     listed = {run.experiment for run in runs if run.stack == stack.name}
     if not listed or stack.contract is None:
         return
+    from kvdoctor.decode.experiments import load  # loads numpy
+
     for experiment in load():
         if experiment.name not in listed and experiment.on_request in REPORTED_REQUESTS:
             reason = why_unasked(experiment, options) or why_unfit(experiment, stack.contract) or "it was not run"

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdoctor import addons
+from kvdoctor.analysis.contract_file import list_differences
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import AddedExperiment
+from kvdoctor.decode.messages import CPU, AddedExperiment
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose import not_checked
@@ -24,21 +25,23 @@ from kvdoctor.diagnose.context import (
     ContractContext,
     DraftModel,
     GoldenContext,
+    LocalRun,
     RunContext,
     TargetContext,
     extend_context,
 )
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
-from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs
+from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs, without_faults
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
-from kvdoctor.errors import CannotCheck
+from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import DraftFacts, StackFacts
+from kvdoctor.report.wording import join_some
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.scratch import scratch_folder
 from kvdoctor.runtime.targets import Target, of_release
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
 
 NOT_STARTED = "not started"
+NO_OTHER_SIDE = "the CPU does not open the file, so {} is compared with itself alone"
 EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS)
 """Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
 
@@ -105,7 +109,7 @@ class StackDiagnosis:
 
 @record
 class _Session:
-    """What all stacks of one step-test are diagnosed with."""
+    """What all stacks of one step-test are diagnosed with: on the CPU, which `providers` are compared with."""
 
     options: Options
     plan: RunPlan
@@ -114,6 +118,7 @@ class _Session:
     golden: "Golden | None" = None
     draft: DraftModel | None = None
     parts: tuple[AddedPart, ...] = ()
+    providers: tuple[str, ...] = ()
 
     @property
     def logits(self) -> Path | None:
@@ -137,16 +142,37 @@ def step_test(
             return step_test(path, options, fresh, plan)
     began = time.perf_counter()
     report = _test_steps(path, options, runtime, plan)
+    if options.contract is not None and report.verdict in ("unhealthy", "incomplete"):
+        own = _test_steps(path, replace(options, contract=None), runtime, replace(plan, locate=False))
+        if own.verdict == "healthy":
+            raise UsageError(_blame_contract(options.contract, report, own))
     return replace(report, notes=(*report.notes, *list_loosened(options.tolerances))).timed(began)
+
+
+def _blame_contract(file: str, report: Report, own: Report) -> str:
+    """Why a contract that was given is at fault: the model works by the one that its graph shows, and not by this."""
+    found = [f"{one.code} {one.name}" for one in report.findings if one.severity == "error"]
+    found += [f"{one.code} not checked" for one in report.not_checked if one.essential]
+    read = {stack.name: stack.contract for stack in own.stacks}
+    listed = [text for one in report.stacks for text in list_differences(one.contract, read.get(one.name))]
+    text = f"the contract in {file} is not that of the model, which is healthy by the contract that its graph shows"
+    return f"{text}; by this one: {found[0]}. It has {join_some(listed, 3, '; ')}"
 
 
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    draft, prompted = open_draft(options.draft) if options.draft is not None else None, _read_prompt(options, contracts)
+    draft, prompted = (
+        open_draft(options.draft) if options.draft is not None else None,
+        _read_prompt(options, folder, contracts),
+    )
     checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
-    session = _Session(prompted, plan, runtime, checkpoint, golden, draft, parts)
+    others = tuple(name for name in options.providers if name != CPU)
+    for name in others:
+        runtime.require_provider(name)
+    on_cpu = replace(prompted, providers=(CPU,))
+    session = _Session(on_cpu, plan, runtime, checkpoint, golden, draft, parts, others)
     results = sum((part.results for part in parts), results)
 
     diagnoses: dict[str, StackDiagnosis] = {}
@@ -160,7 +186,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
     idle = not_checked.find_idle_selection(options.selection, _list_rounds(session), runs)
     results += CheckResults(not_checked=tuple(idle))
-    report = build_report("step-test", folder, session.options, results, [d.facts for d in diagnoses.values()])
+    report = build_report("step-test", folder, prompted, results, [d.facts for d in diagnoses.values()])
     # A warm worker reports its version before it is needed; the report must not depend on who used it before.
     version = runtime.versions.get("onnxruntime", NOT_STARTED) if runs else NOT_STARTED
     environment = {"onnxruntime": version, **report.environment}
@@ -173,7 +199,11 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     whole = not session.parts and plan.at is None and plan.stacks is None and options.selection == Selection()
     variants = tuple(grade_variants(folder, contracts, options, runtime)) if whole else ()
     read = {name: diagnosis.facts.contract or contracts[name] for name, diagnosis in diagnoses.items()}
-    sides = ("consistent", *(["faithful"] if options.reference else []), *(["portable"] if options.targets else []))
+    sides = (
+        "consistent",
+        *(["faithful"] if options.reference else []),
+        *(["portable"] if options.targets or others else []),
+    )
     report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts)
     ground = find_ground(runs, read, sides)
     if ground is not None:
@@ -188,12 +218,19 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     stack, runtime, plan, selection = context.stack, session.runtime, session.plan, session.options.selection
     options = session.options
     with scratch_folder() as calls:
-        folder = session.logits or (Path(calls) if options.targets else None)
+        folder = session.logits or (Path(calls) if options.targets or session.providers else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)
+        if session.providers and any(opens_at is None for _, _, opens_at in seen.refusals):
+            # What the CPU does not open has no other side: the provider is judged by itself.
+            options = replace(options, providers=session.providers)
+            session = replace(session, options=options, providers=())
+            seen = examine(context, options, runtime, files)
+            alone = NotChecked(stack.name, "KV405", NO_OTHER_SIDE.format(options.provider))
+            seen = replace(seen, not_checked=(*seen.not_checked, alone))
         known = {"refusals": seen.refusals, "local_runtime": _find_local_runtime(runtime)}
         tested = extend_context(replace(context, contract=seen.contract, runs=seen.runs), TargetContext, **known)
-        tested, on_targets = _run_targets(tested, context.contract, options, runtime, files.logits)
+        tested, on_targets = _run_targets(tested, session, LocalRun(runtime, context.contract, files.logits))
         tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
@@ -219,7 +256,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     if graded is not None:
         found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
     facts = stack_facts(stack, after.contract, context.folder.side_cars)
-    facts = replace(facts, proof=find_proof(stack, after.contract, found.findings))
+    proof = seen.proof or find_proof(stack, after.contract)
+    facts = replace(facts, proof=without_faults(proof, stack.name, found.findings))
     return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results, graded)
 
 
@@ -248,7 +286,7 @@ def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Opt
 def _list_rounds(session: _Session) -> Iterable[Round]:
     """The rounds of checks that a step-test has."""
     yield from ("file", "contract", "runs")
-    if session.options.targets:
+    if session.options.targets or session.providers:
         yield "targets"
     if session.golden is not None:
         yield "golden"
@@ -274,13 +312,16 @@ def _read_contracts(folder: ModelFolder, options: Options) -> tuple[ModelFolder,
     return folder, with_given(read, options.feed, options.logits_output, names)
 
 
-def _read_prompt(options: Options, contracts: dict[str, CacheContract]) -> Options:
+def _read_prompt(options: Options, folder: ModelFolder, contracts: dict[str, CacheContract]) -> Options:
     """The options with the prompt that was given, directly or in a file, checked against the contracts."""
     if not options.prompt_ids and options.inputs is None:
         return options
     from kvdoctor.decode.samples import read_samples
+    from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 
-    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()))
+    tables = (positions(stack, contracts[stack.name]) for stack in folder.stacks if stack.name in contracts)
+    rows = min((count for count in tables if count is not None), default=None)
+    samples = read_samples(options.prompt_ids, options.inputs, tuple(contracts.values()), rows)
     return replace(options, prompt_ids=samples.prompt)
 
 
@@ -346,16 +387,18 @@ def _find_local_runtime(runtime: Runtime) -> Target | None:
 
 
 def _run_targets(
-    context: TargetContext, contract: CacheContract, options: Options, runtime: Runtime, logits: Path | None
+    context: TargetContext, session: _Session, local: LocalRun
 ) -> tuple[TargetContext, tuple[NotChecked, ...]]:
-    """The context with what the model shows under the targets; none is tried where the model could not be run."""
-    if not (options.targets and context.runs):
+    """The context with what the model shows under targets and on other providers, if it could be run here."""
+    if not ((session.options.targets or session.providers) and context.runs):
         return context, ()
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, context.contract), None):
         reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
-    from kvdoctor.diagnose.targets import LocalRun, find_open_targets, run_targets
+    from kvdoctor.diagnose.providers import run_providers
+    from kvdoctor.diagnose.targets import find_open_targets, run_targets
 
-    results = run_targets(context, options, LocalRun(runtime, contract, logits))
+    results = run_targets(context, session.options, local)
+    results += run_providers(context, session.options, local, session.providers)
     context = replace(context, target_results=results)
     return context, tuple(find_open_targets(context))

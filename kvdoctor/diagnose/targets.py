@@ -1,27 +1,26 @@
 """Runs the experiments of a stack under a target, and compares the logits with those of the local runtime."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.experiments import load
+from kvdoctor.decode.messages import CPU, ExperimentJob, NodesPlaced
 from kvdoctor.decode.parity import compare, judge
-from kvdoctor.decode.runs import WRONG, Run
-from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
+from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.diagnose.context import LocalRun, TargetContext
 from kvdoctor.diagnose.examine import build_job, resolve_node_names
 from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
-from kvdoctor.records import record
 from kvdoctor.report.facts import TargetFacts
-from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
 from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
 from kvdoctor.runtime.scratch import scratch_folder
@@ -31,15 +30,7 @@ BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again
 PADDED = ("left-padding", "right-padding")
 """Experiments whose first step has logits of padding, which nobody reads."""
 UNCLEAR = "the difference to the logits of the installed runtime is between noise and a fault"
-
-
-@record
-class LocalRun:
-    """The run under the runtime of this Python: its worker, the contract it was given, and the file with its logits."""
-
-    runtime: Runtime
-    contract: CacheContract
-    logits: Path | None
+UNCLEAR_HERE = "the difference to the logits of the CPU is between the measured noise and a fault"
 
 
 def run_targets(context: TargetContext, options: Options, local: LocalRun) -> tuple[TargetResult, ...]:
@@ -68,11 +59,7 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
     with scratch_folder() as scratch:
         logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
         calls.mkdir()
-        job = build_job(replace(context, contract=local.contract), options)
-        # Those on which findings rest, but for those that look for a cause or measure a time.
-        judged = (one.name for one in load() if one.judged and not (one.explains or one.on_request))
-        experiments = tuple(name for name in judged if name in job.experiments)
-        job = replace(job, experiments=experiments, keep_logits=logits, keep_calls=calls, timed=False)
+        job = replace(judged_job(context, options, local), keep_logits=logits, keep_calls=calls)
         results = runtime.examine(job, options.progress)
         search = LocateContext.of(context, runtime, options.provider, calls)
         right = {run.experiment for run in context.runs if run.outcome not in WRONG}
@@ -83,30 +70,61 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
             locate_fault(run, search) if run.outcome in wrong and run.experiment in right else run for run in named
         )
         refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
-        gaps = _compare_logits(context, runs, local.logits, logits)
+        gaps = compare_logits(context, runs, local.logits, logits, context.tolerance)
     crash = next((text.strip().splitlines()[-1] for text in results.crashes), None)
     crashed = f"an experiment crashed under this target ({crash}); please report it"
     not_run = next(iter(results.reasons_not_run), None) if crash is None else crashed
     return TargetResult(target, runs, refusals, gaps, not_run=not_run)
 
 
-def _compare_logits(
-    context: TargetContext, runs: tuple[Run, ...], local: Path | None, target: Path
+def judged_job(context: TargetContext, options: Options, local: LocalRun) -> ExperimentJob:
+    """The experiments on which findings rest, but for those that look for a cause or measure a time."""
+    job = build_job(replace(context, contract=local.contract), options)
+    judged = (one.name for one in load() if one.judged and not (one.explains or one.on_request))
+    return replace(job, experiments=tuple(name for name in judged if name in job.experiments), timed=False)
+
+
+def compare_logits(
+    context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path, limit: Tolerance
 ) -> dict[str, LogitsGap]:
     """Logits that differ between the local runtime and the target, of experiments that pass in both."""
-    if local is None or not (local.is_file() and target.is_file()):
-        return {}
-    with np.load(local) as ours, np.load(target) as others:
-        both = [run for run in runs if run.experiment in ours and run.experiment in others and run.outcome not in WRONG]
-        gaps = {one.experiment: _find_gap(context, one, ours[one.experiment], others[one.experiment]) for one in both}
+    gaps = dict[str, LogitsGap | None]()
+    for run, ours, others in _pair_logits(runs, local, target):
+        gaps[run.experiment] = LogitsGap(0, None, "fail") if ours.size != others.size else None
+        for step, difference in _compare_steps(context, run, ours, others) if ours.size == others.size else ():
+            verdict = judge(difference, limit)
+            if verdict == "fail" or (verdict == "ambiguous" and gaps[run.experiment] is None):
+                gaps[run.experiment] = LogitsGap(step, difference, verdict)
+            if verdict == "fail":
+                break
     return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
-def _find_gap(context: TargetContext, run: Run, ours: Array, others: Array) -> LogitsGap | None:
-    """The first step whose logits differ from the local ones; both are float[values], those of all steps in order."""
-    if ours.size != others.size:
-        return LogitsGap(0, None, "fail")
-    start, unclear = 0, None  # LogitsGap | None
+def read_first_gaps(context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path) -> list[float]:
+    """How far the logits of first calls, without a cache, lie from the local ones, in standard deviations."""
+    found = []
+    for run, ours, others in _pair_logits(runs, local, target):
+        if ours.size == others.size and run.steps and run.steps[0].past_length == 0:
+            first = next(_compare_steps(context, run, ours, others), None)
+            found += [first[1].relative] if first is not None and first[1].finite else []
+    return found
+
+
+def _pair_logits(runs: Iterable[Run], local: Path | None, target: Path) -> Iterator[tuple[Run, Array, Array]]:
+    """Runs that are not wrong, with the logits of all their steps here and there, both float[values]."""
+    if local is None or not (local.is_file() and target.is_file()):
+        return
+    with np.load(local) as ours, np.load(target) as others:
+        for run in runs:
+            if run.experiment in ours and run.experiment in others and run.outcome not in WRONG:
+                yield run, ours[run.experiment], others[run.experiment]
+
+
+def _compare_steps(
+    context: TargetContext, run: Run, ours: Array, others: Array
+) -> Iterator[tuple[int, LogitsDifference]]:
+    """Each step with how its logits differ from the local ones; both are float[values], those of all steps in order."""
+    start = 0
     for step in run.steps:
         port = context.contract.graph("decode" if step.phase == "decode" else "prefill").port("logits")
         if port is None or port.name not in step.returned:
@@ -115,14 +133,9 @@ def _find_gap(context: TargetContext, run: Run, ours: Array, others: Array) -> L
         stop = start + math.prod(shape)
         unread = run.experiment in PADDED and step.phase == "prefill"
         if len(shape) == 3 and stop > start and not unread:
-            difference = compare(others[start:stop].reshape(shape), ours[start:stop].reshape(shape), context.tolerance)
-            verdict = judge(difference, context.tolerance)
-            if verdict == "fail":
-                return LogitsGap(step.step, difference, verdict)
-            if verdict == "ambiguous" and unclear is None:
-                unclear = LogitsGap(step.step, difference, verdict)
+            here, there = ours[start:stop].reshape(shape), others[start:stop].reshape(shape)
+            yield step.step, compare(there, here, context.tolerance)
         start = stop
-    return unclear
 
 
 def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
@@ -138,7 +151,8 @@ def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
         gap = result.gaps.get(run.experiment)
         undecided = run.outcome in ("ambiguous", "inconclusive") and loop.outcome == "passed"
         if undecided or (gap is not None and gap.verdict == "ambiguous"):
-            reason = REASONS[run.outcome].format(reason=run.reason) if undecided else UNCLEAR
+            there = UNCLEAR if result.target.provider == CPU else UNCLEAR_HERE
+            reason = REASONS[run.outcome].format(reason=run.reason) if undecided else there
             text = f"{result.target.words}: {run.experiment}: {reason}"
             yield NotChecked(stack, "KV405", text, essential=context.contract.exactness == "float")
 
@@ -148,8 +162,9 @@ def list_target_runs(results: Mapping[str, tuple[TargetResult, ...]]) -> Iterato
     for of_stack in results.values():
         listed = set()
         for result in of_stack:
-            if not result.is_local and result.target.runtime not in listed:
-                listed.add(result.target.runtime)
+            place = result.target.runtime, result.target.ran_on
+            if not result.is_local and place not in listed:
+                listed.add(place)
                 yield from result.runs
 
 
@@ -160,11 +175,21 @@ def target_facts(
     return tuple(_describe_target(target, results) for target in targets)
 
 
+def describe_placement(placed: Iterable[NodesPlaced]) -> Iterator[str]:
+    """For each file, which of its nodes run on the CPU, by operator."""
+    for one in placed:
+        if one.elsewhere:
+            count, listed = sum(one.elsewhere.values()), ", ".join(f"{op} {n}" for op, n in one.elsewhere.items())
+            yield f"{count} of {count + one.there} nodes of {one.file} run on the CPU, with copies between: {listed}"
+
+
 def _describe_target(target: Target, results: Mapping[str, tuple[TargetResult, ...]]) -> TargetFacts:
     own = {name: result for name, found in results.items() for result in found if result.target == target}
     refused = {name: tuple(file for file, _, at in result.refusals if at is None) for name, result in own.items()}
     apart = {name: tuple(n for n, gap in result.gaps.items() if gap.verdict == "fail") for name, result in own.items()}
     limits = next((result.target for result in own.values()), target).limits
+    tolerances = {name: result.tolerance.passes for name, result in own.items() if result.tolerance is not None}
+    on_cpu = {name: tuple(describe_placement(result.placed)) for name, result in own.items() if result.placed}
     return TargetFacts(
         asked=target.asked,
         onnxruntime=target.onnxruntime,
@@ -173,4 +198,8 @@ def _describe_target(target: Target, results: Mapping[str, tuple[TargetResult, .
         refused={name: files for name, files in refused.items() if files},
         other_logits={name: names for name, names in apart.items() if names},
         not_run={name: result.not_run for name, result in own.items() if result.not_run is not None},
+        provider=target.ran_on,
+        adapter=target.adapter,
+        tolerance=tolerances,
+        on_cpu={name: found for name, found in on_cpu.items() if found},
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor._version import __version__
-from kvdoctor.decode.messages import count_threads
+from kvdoctor.decode.messages import CPU, count_threads
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.model.files import looked_at
@@ -153,8 +153,11 @@ FileStates = dict[str, str | None]
 
 
 def compute_key(job: GateJob, digests: FileDigests, remote: bool) -> str | None:
-    """The key of a job's report; None if a dependency is unknown. `remote`: it runs on machines of unknown kind."""
-    if job.options.reference is not None:
+    """The key of a job's report; None if a dependency is unknown. `remote`: it runs on machines of unknown kind.
+
+    Another provider than the CPU rests on drivers, of which nothing is known here.
+    """
+    if job.options.reference is not None or job.options.providers != (CPU,):
         return None
     try:
         root, files = looked_at(job.location)

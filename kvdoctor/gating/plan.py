@@ -133,12 +133,16 @@ def find_models(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _list_without_model(paths: Sequence[str], models: Sequence[str]) -> Iterator[LeftOut]:
-    """The folders in a folder of exports in which there is no model at any depth."""
+    """The folders in a folder of exports in which there is no model at any depth, the uppermost ones."""
     for top in (Path(path) for path in paths if path not in models and Path(path).is_dir()):
+        inside: list[str] = []
         for folder in (one for one in sorted(top.iterdir()) if one.is_dir() and not one.name.startswith(".")):
             name = folder.as_posix()
-            if not any(f"{model}/".startswith(f"{name}/") for model in models):
+            if any(f"{model}/".startswith(f"{name}/") for model in models):
+                inside.append(name)
+            else:
                 yield LeftOut(name, "no model")
+        yield from _list_without_model(inside, models)
 
 
 def _expand(path: str) -> list[str]:

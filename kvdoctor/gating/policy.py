@@ -234,7 +234,13 @@ OWN, SHARED, TABLE = "kvdoctor.toml", "pyproject.toml", "tool.kvdoctor"
 REPOSITORIES = (".git", ".hg", ".svn", ".jj")
 MOST_BYTES = 1 << 20
 OVERRIDES = "overrides"
-OTHER_WORDS = {"target": "targets", "model": "models", "override": OVERRIDES, "tolerance": "tolerances"}
+OTHER_WORDS = {
+    "target": "targets",
+    "provider": "providers",
+    "model": "models",
+    "override": OVERRIDES,
+    "tolerance": "tolerances",
+}
 HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(#.*)?$")
 KEY = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*[=.]""")
 

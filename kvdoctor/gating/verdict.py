@@ -15,7 +15,6 @@ from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, SCHEMA, Report, exit_code, exit_code_of_all
 from kvdoctor.report.facts import UNDIAGNOSED, Verdict
 from kvdoctor.report.schema import DIALECT, define_types, document_schema
-from kvdoctor.report.wording import join_some
 from kvdoctor.report.wording.summary import format_gate_verdict, name_worst
 
 MOST_LEFT_OUT = 12
@@ -56,9 +55,9 @@ class GateResult:
         several, cached = len(self.reports) > 1, any(report.measured.get("cached") for report in self.reports)
         if several or cached or any(finding.known for report in self.reports for finding in report.findings):
             lines.append(format_gate_verdict(self.verdict, self.reports))
-        for reason, text in (("excluded", "excluded"), ("no model", "no model in")):
-            if paths := [one.path for one in self.left_out if one.reason == reason]:
-                lines.append(f"{text}: {join_some(paths, MOST_LEFT_OUT)}")
+        lines += [f"left out: {one.path} ({one.reason})" for one in self.left_out[:MOST_LEFT_OUT]]
+        if len(self.left_out) > MOST_LEFT_OUT:
+            lines.append(f"left out: {len(self.left_out) - MOST_LEFT_OUT} more (--format json has all)")
         if self.policy is not None:
             lines.append(f"policy: {self.policy}")
         if self.baseline is not None:

@@ -38,6 +38,9 @@ def check_advice(
     end = time.process_time() + MOST_SECONDS
     advised = tuple(_check_finding(one, trial) if time.process_time() < end else one for one in trial.findings)
     errors = [finding for finding in advised if finding.severity == "error"]
+    frozen = {f.name for f in errors if f.repair.kind == "re-export"} & {"past-axis-frozen"}
+    if frozen and not context.runs:  # no copy can be run, and so none proved
+        return tuple(_advise_export(f, context.folder) if f.repair.kind == "graph" else f for f in advised)
     loops = (f for f in errors if f.code.startswith(("KV2", "KV3")) and f.use is None)
     if not any(finding.repair.kind == "re-export" for finding in loops):
         return advised

@@ -14,7 +14,7 @@ from kvdoctor.report.blocks import Span, Text, pieces, plain
 from kvdoctor.report.escaping import LONGEST_QUOTED, printable, shortened
 from kvdoctor.report.wording.summary import LABEL_WIDTH
 
-PIPE_WIDTH, LOG_WIDTH = 4096, 120
+PIPE_WIDTH, LOG_WIDTH, LEAST_WIDTH = 4096, 120, 40
 WIDEST_HEAD = 100
 """Columns within which the location of a finding is put to the right."""
 GAP = "  "
@@ -41,15 +41,17 @@ class _Console(Console):
 
 
 def open_console(color: str) -> Console:
-    """Standard output: as wide as the terminal; in a pipe one line per fact, whatever its length."""
-    terminal = sys.stdout.isatty()
+    """Standard output: as wide as the terminal, or as COLUMNS says; else in a pipe one line per fact."""
+    # With LINES it is what a library (readline) exported for its own terminal, and nobody's wish.
+    terminal, columns = sys.stdout.isatty(), os.environ.get("COLUMNS", "") * ("LINES" not in os.environ)
+    wide = int(columns) if columns.isdecimal() and LEAST_WIDTH <= int(columns) <= PIPE_WIDTH else None
     # Source: force-color.org and bixense.com/clicolors.
     asked = (os.environ.get(name, "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
     colored = terminal or color == "always" or (color == "auto" and any(one not in ("", "0") for one in asked))
     return _Console(
-        force_terminal=colored,
-        color_system=None if color == "never" else "auto",
-        width=None if terminal else LOG_WIDTH if colored else PIPE_WIDTH,
+        force_terminal=colored or wide is not None,  # what is to be wrapped
+        color_system="auto" if colored and color != "never" else None,
+        width=None if terminal else wide or (LOG_WIDTH if colored else PIPE_WIDTH),
         highlight=False,
         markup=False,
         emoji=False,

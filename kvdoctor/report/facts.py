@@ -212,6 +212,10 @@ class TargetFacts:
         refused: the files that it does not load, by stack.
         other_logits: the experiments whose logits differ from those of the local runtime, by stack.
         not_run: the reason why nothing was run on it, by stack.
+        provider: the execution provider, with the driver where one was asked for.
+        adapter: the device that the provider ran on.
+        tolerance: how far logits may be off there, in their standard deviations, by stack.
+        on_cpu: the operators that ran on the CPU all the same, by stack.
     """
 
     asked: str
@@ -221,6 +225,15 @@ class TargetFacts:
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     other_logits: dict[str, tuple[str, ...]] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
+    provider: str = "CPUExecutionProvider"
+    adapter: str = ""
+    tolerance: dict[str, float] = field(default_factory=dict)
+    on_cpu: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The runtime and the provider of its runs."""
+        return self.runtime, self.provider
 
     @property
     def runtime(self) -> str:

@@ -182,11 +182,10 @@ def _write_card(card: blocks.Card, level: int) -> Iterator[str]:
 
 def _write_text(text: Text) -> str:
     """A line: names and values as code, all else escaped."""
-    return "".join(markdown(part) if isinstance(part, str) else _write_span(part) for part in pieces(text))
-
-
-def _write_span(span: Span) -> str:
-    return f"<{span.text}>" if span.kind == "link" else code(span.text)
+    parts = ((part, "") if isinstance(part, str) else (part.text, part.kind or "name") for part in pieces(text))
+    return "".join(
+        f"<{shown}>" if kind == "link" else code(shown) if kind else markdown(shown) for shown, kind in parts
+    )
 
 
 def _write_table(table: blocks.Table) -> str:

@@ -241,7 +241,7 @@ def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
         if verbosity > 0:
             print_report(report, page.console, verbosity)
         else:
-            page.line(f"{report.model.path}: {summary.name_verdict(report)}", VERDICTS[report.verdict])
+            page.line(f"{summary.name_model(report)}: {summary.name_verdict(report)}", VERDICTS[report.verdict])
             _show_cards(page, report, verbosity, in_short=number > 0)
             page.write(_list_open_checks(report, essential=True))
         page.line("")

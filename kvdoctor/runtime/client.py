@@ -3,6 +3,7 @@
 A worker that crashes is replaced, and the new one goes on with the remaining experiments.
 """
 
+import json
 import os
 import sys
 import time
@@ -12,9 +13,10 @@ from typing import TypeVar
 
 from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
-from kvdoctor.errors import UsageError, WorkerDied, similar_names
+from kvdoctor.errors import UsageError, WorkerDied
 from kvdoctor.runtime.grants import device_files, lie_within, readable
 from kvdoctor.runtime.process import Limits, Worker
+from kvdoctor.runtime.providers import advise_adapter, name_close, read_provider
 from kvdoctor.runtime.scratch import ScratchFolder
 
 MOST_CRASHES = 5
@@ -38,31 +40,32 @@ class StackResults:
     seconds: dict[str, float] = field(default_factory=dict)
     unrounded_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
-
-
-PACKAGES = {
-    "CUDAExecutionProvider": "onnxruntime-gpu",
-    "TensorrtExecutionProvider": "onnxruntime-gpu",
-    "DmlExecutionProvider": "onnxruntime-directml",
-    "OpenVINOExecutionProvider": "onnxruntime-openvino",
-    "MIGraphXExecutionProvider": "onnxruntime-migraphx",
-    "QNNExecutionProvider": "onnxruntime-qnn",
-}
-"""The packages of PyPI that have an execution provider. Source: onnxruntime.ai/docs/install and the packages' pages."""
+    placed: dict[str, messages.NodesPlaced] = field(default_factory=dict)
 
 
 class Runtime:
     """The onnxruntime of this environment, or of the one that `python` belongs to.
 
-    Its worker is started at once and serves all jobs. `reads` are files and folders that some of them will read, and
-    libraries of a provider: a worker in a sandbox that may not read what a job needs is replaced.
+    Its worker is started at once and serves all jobs, but for those on another provider than the CPU: each of these
+    has workers of its own, since its library is native code. `provider` is the one that this runtime serves. `reads`
+    are files and folders that some jobs will read: a worker whose sandbox lacks what a job needs is replaced.
     """
 
-    def __init__(self, limits: Limits, python: str | None = None, reads: Collection[str] = ()) -> None:
-        self.limits, self.python = limits, python
+    def __init__(
+        self, limits: Limits, python: str | None = None, provider: str = messages.CPU, reads: Collection[str] = ()
+    ) -> None:
+        self.limits, self.python, self.provider = limits, python, provider
+        asked = read_provider(provider)
         self._scratch = ScratchFolder()
-        self._reads = frozenset(map(os.path.realpath, (self._scratch.root, *reads)))
-        self._worker = Worker(limits, python, self._scratch.name)
+        library = (os.path.dirname(asked.library),) if asked.library else ()  # noqa: PTH120
+        self._reads = frozenset(map(os.path.realpath, (self._scratch.root, *library, *reads)))
+        temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._scratch.name)
+        self._environment = {**asked.environment, **temporary}
+        if provider != messages.CPU:
+            module = asked.known.module if asked.known is not None and asked.library is None else None
+            given = {"asked": provider, "name": asked.name, "module": module, "library": asked.library}
+            self._environment |= {"KVDOCTOR_PROVIDER": json.dumps(given)}
+        self._worker = Worker(limits, python, self._environment)
         self._beside: dict[str, Runtime] = {}
         self._unopened: dict[tuple[str, str], None] = {}
         self._diagnosis, self._lost = time.monotonic_ns(), 0
@@ -82,6 +85,19 @@ class Runtime:
             self._beside[python] = Runtime(self.limits, python)
         return self._beside[python]
 
+    def on(self, provider: str) -> "Runtime":
+        """The runtime that serves a provider: this one, or another one that ends with it.
+
+        Raises:
+            UsageError: it names a library or a driver that is not there.
+        """
+        if provider == self.provider:
+            return self
+        if provider not in self._beside:
+            self._beside[provider] = Runtime(self.limits, self.python, provider)
+            self._beside[provider]._diagnosis = self._diagnosis
+        return self._beside[provider]
+
     def greet(self) -> str:
         """Wait for the worker to be ready, and return the release of its onnxruntime.
 
@@ -91,6 +107,16 @@ class Runtime:
         """
         return self._worker.greet().onnxruntime
 
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers that are built into the runtime; raises what `greet` raises."""
+        return self._worker.greet().providers
+
+    @property
+    def sandbox(self) -> str:
+        """What the kernel can keep from a worker, empty if nothing; raises what `greet` raises."""
+        return self._worker.greet().sandbox
+
     def require_provider(self, name: str) -> None:
         """Refuse an execution provider that the runtime does not have. It would run on the CPU without a message.
 
@@ -99,18 +125,31 @@ class Runtime:
         """
         if name == messages.CPU:  # in every build: the worker need not be waited for
             return
-        hello = self._worker.greet()
-        if name in hello.providers:
+        asked, hello = read_provider(name), self._worker.greet()
+        if asked.is_plugin or asked.name in hello.providers:
             return
-        known = {one.lower().removesuffix("executionprovider"): one for one in (*hello.providers, *PACKAGES)}
-        close = similar_names(name.lower().removesuffix("executionprovider"), known)
-        meant = known[close[0]] if close else None
+        meant = name_close(asked.name, hello.providers)
         parts = [f"onnxruntime {hello.onnxruntime} has {', '.join(hello.providers)}"]
         if meant is not None and meant != name:
             parts.append(f"did you mean {meant}?")
-        if meant in PACKAGES:
-            parts.append(f"the package {PACKAGES[meant]} has it: install it in place of onnxruntime")
+        if meant is not None and (known := read_provider(meant).known) is not None:
+            parts.append(f"the package {known.package} has it: {known.install}")
         raise UsageError(f"--provider {name}: {'; '.join(parts)}".replace("?;", "?"))
+
+    def find_provider(self, provider: str) -> messages.ProviderFound:
+        """What a provider is here; where it cannot be used, the `error` names the next command."""
+        asked = read_provider(provider)
+        if asked.is_absent and asked.known is not None:
+            text = f"the package {asked.known.package} is not installed; {asked.known.install}"
+            return messages.ProviderFound(error=text)
+        found, failed = self.on(provider).answer(messages.FindProviderJob(provider=provider), messages.ProviderFound)
+        if failed or not found:
+            text = f"{failed or 'its worker gives no answer'} while the provider was loaded; "
+            return messages.ProviderFound(error=text + advise_adapter(asked))
+        error = found[0].error.replace(asked.library, asked.name) if asked.library is not None else found[0].error
+        if error and found[0].no_adapter and asked.is_plugin:
+            error += f"; {advise_adapter(asked)}"
+        return replace(found[0], error=error)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -128,6 +167,8 @@ class Runtime:
         """
         from kvdoctor.decode.experiments import load
 
+        if job.provider != self.provider:
+            return self.on(job.provider).examine(job, progress)
         results, left, crashes = StackResults(), job.experiments, 0
         fresh = {experiment.name for experiment in load() if experiment.fresh}
         while left:
@@ -190,6 +231,9 @@ class Runtime:
             WorkerDied: the worker crashed before the job was done.
             KvdoctorError: it does not even start.
         """
+        if job.provider != self.provider:
+            yield from self.on(job.provider).ask(job)
+            return
         self._send(job, StackResults())
         try:
             yield from self._events()
@@ -261,7 +305,7 @@ class Runtime:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)
         hello = self._worker.hello
         self._worker.stop()
-        self._worker = Worker(self.limits, self.python, self._scratch.name)
+        self._worker = Worker(self.limits, self.python, self._environment)
         self._worker.hello = hello
 
 
@@ -300,6 +344,8 @@ def _collect(event: messages.Event, results: StackResults, steps: tuple[Step, ..
     match event:
         case messages.FileRefused():
             results.refusals.append(event)
+        case messages.NodesPlaced():
+            results.placed.setdefault(event.file, event)
         case messages.CallTimed():
             results.timings[event.label] = event.seconds
         case messages.Note():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,10 @@ class Worker:
     """One worker process. Starting it returns at once: it loads the runtime while the parent reads the graph.
 
     It `is_idle` unless it works on a job, or somebody has left events of one unread. `python` is the interpreter of an
-    isolated environment with another onnxruntime; the default is this interpreter. `scratch` is its temporary folder.
+    isolated environment with another onnxruntime; the default is this interpreter. `environment` are more variables.
     """
 
-    def __init__(self, limits: Limits, python: str | None = None, scratch: str | None = None) -> None:
+    def __init__(self, limits: Limits, python: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         self.limits = limits
         self.hello: Hello | None = None
         self.peak_bytes = 0
@@ -74,8 +74,6 @@ class Worker:
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
         quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
-        temporary = {} if scratch is None else {"TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
-        environment = os.environ | quiet | temporary
         self._process = subprocess.Popen(
             [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
             stdin=subprocess.PIPE,
@@ -83,7 +81,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            env=environment,
+            env=os.environ | quiet | dict(environment or {}),
         )
         free_memory_limit(self._process)
         self._number = self._process.pid

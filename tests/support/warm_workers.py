@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import psutil
 
+from kvdoctor.decode.messages import CPU
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import Limits, Worker
 from kvdoctor.runtime.scratch import ScratchFolder
@@ -26,18 +27,26 @@ def lent_workers() -> Iterator[None]:
     folders = [ScratchFolder()]
     begin, end = Runtime.__init__, Runtime.__exit__
 
-    def take(runtime: Runtime, limits: Limits, python: str | None = None, reads: Collection[str] = ()) -> None:
-        if python is not None or not limits.sandbox or not idle or not _is_ready(worker := idle.pop()):
-            begin(runtime, limits, python, ("/", *reads) if limits.sandbox and python is None else reads)
+    def take(
+        runtime: Runtime,
+        limits: Limits,
+        python: str | None = None,
+        provider: str = CPU,
+        reads: Collection[str] = (),
+    ) -> None:
+        usual = (python, provider, limits.sandbox) == (None, CPU, True)
+        if not usual or not idle or not _is_ready(worker := idle.pop()):
+            begin(runtime, limits, python, provider, ("/", *reads) if usual else reads)
             return
         worker.limits, worker.peak_bytes, worker._memory_limit = limits, 0, None
         vars(runtime).update(limits=limits, python=None, _worker=worker, _beside={}, _unopened={})
-        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0, _scratch=ScratchFolder(), _reads=frozenset("/"))
+        vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0, provider=CPU, _environment={})
+        vars(runtime).update(_scratch=ScratchFolder(), _reads=frozenset("/"))
 
     def give_back(runtime: Runtime, *problem: object) -> None:
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG): those of other threads are not lent.
         own = threading.current_thread() is threading.main_thread()
-        lent = own and runtime.python is None and runtime.limits.sandbox
+        lent = own and (runtime.python, runtime.provider, runtime.limits.sandbox) == (None, CPU, True)
         if lent and not idle and not any(problem) and _is_ready(runtime._worker):
             idle.append(runtime._worker)
             for other in runtime._beside.values():

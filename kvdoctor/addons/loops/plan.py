@@ -123,10 +123,6 @@ class CallPlan:
     fills: tuple[Fill, ...] = ()
     encoder: EncoderSize | None = None
 
-    def of_rule(self, rule: Rule) -> tuple[Input, ...]:
-        """The inputs that follow a rule."""
-        return tuple(one for one in self.inputs if one.rule == rule)
-
 
 @record
 class SlotPlan:
@@ -225,9 +221,9 @@ class LoopPlan:
     @property
     def source(self) -> Input | None:
         """What the caller gives with the tokens: the input of the encoder, or its states where no graph makes them."""
-        call = self.encode or self.prefill
-        given = (*call.of_rule("encoder-input"), *self.prefill.of_rule("encoder-states"))
-        return given[0] if given else None
+        rules = ("encoder-input", "encoder-states")
+        calls = (self.encode, self.prefill) if self.encode else (self.prefill,)
+        return next((one for call in calls for one in call.inputs if one.rule in rules), None)
 
     @property
     def source_axis(self) -> int | None:

@@ -126,8 +126,12 @@ def make_readme(project: Project) -> str:
         "consumer": " --consumer held" if any(slot.carry == "hold" for slot in plan.slots) else "",
         "source": SOURCE_FILE if vectors and vectors[0].source is not None else "",
     }
-    for _ in range(2):  # the notes have values of their own
-        page = re.sub(r"@(\w+)@", lambda found: values.get(found.group(1), found.group()), page)
+
+    def expand(text: str) -> str:
+        return re.sub(r"@(\w+)@", lambda found: values.get(found.group(1), found.group()), text)
+
+    values["notes"] = expand(values["notes"])  # the name of a model may look like a value
+    page = expand(page)
     return re.sub(r"\n{3,}", "\n\n", page)
 
 

@@ -21,7 +21,6 @@ from kvdoctor.addons.reproducer.messages import (
     Comparison,
     MadeArray,
     PlayJob,
-    PriorOutput,
     RecordJob,
     ScriptCall,
     ScriptPlayed,
@@ -124,7 +123,9 @@ class Candidate:
             replace(
                 call,
                 feeds={
-                    name: value if isinstance(value, PriorOutput) else self._resize(value, ports[call.file, name])
+                    name: self._resize(value, ports[call.file, name])
+                    if isinstance(value, MadeArray) and (call.file, name) in ports
+                    else value
                     for name, value in call.feeds.items()
                 },
             )

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvdoctor.addons.reproducer.layers import find_operator, name_nodes
-from kvdoctor.addons.reproducer.messages import CallScript
+from kvdoctor.addons.reproducer.messages import CallScript, MadeArray
 from kvdoctor.addons.reproducer.oracle import Candidate, Oracle, OutcomeDifference, ScriptOutcome
 from kvdoctor.addons.reproducer.program import OTHER_NODE
 from kvdoctor.addons.reproducer.reduce import MAX_BYTES, Reduction, ReductionTarget
@@ -19,20 +20,23 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.decode.experiments import load
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.diagnose.examine import list_thresholds
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.findings import Finding, reaches
 from kvdoctor.model.output_folder import Pending, refuse_unfit, whole_folder
-from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.proto import ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.skeleton import read_skeleton
+from kvdoctor.model.traverse import all_nodes, graphs_in
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.lowering.limits import LOWERED_CHECKS
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.providers import read_provider
 from kvdoctor.runtime.scratch import scratch_folder
 
 EXPERIMENTS_BY_CHECK = {
@@ -57,6 +61,9 @@ DEFAULT_EXPERIMENTS = (
     "chunk",
     "long-past",
 )
+
+ON_PROVIDERS = ("target-fails", "target-differs")
+"""Checks whose failing runs are on another provider; those in another release of the runtime cannot be run here."""
 
 FROZEN: "dict[str, tuple[Axis, tuple[str, ...]]]" = {
     "past-axis-frozen": ("past", ("dummy-past-runs", "plain-loop")),
@@ -129,6 +136,10 @@ def repro(request: ReproRequest, options: Options) -> Report:
         folder = open_folder(request.path)
         try:
             failure = _choose_failure(findings, report, folder)
+            # What the CPU shows as well needs no other provider.
+            elsewhere = failure.finding.name in ON_PROVIDERS
+            others = tuple(name for name in options.providers if name != CPU) if elsewhere else ()
+            options = replace(options, providers=others or (CPU,))
             lengths = tuple(one.length for one in list_thresholds(failure.stack, failure.contract))
             oracle = Oracle(runtime, failure.stack.name, options.provider, options.seed, Path(scratch), lengths)
             return _Reproduction(request, options, folder, failure, oracle).run(report)
@@ -137,9 +148,12 @@ def repro(request: ReproRequest, options: Options) -> Report:
 
 
 def _findings_that_count(report: Report, options: Options) -> Iterator[Finding]:
-    """The findings that make the exit code 1."""
+    """The findings that make the exit code 1, and crashes on a provider: each is a fault of the runtime to send."""
     lowest = "error" if options.fail_on == "never" else options.fail_on
-    yield from (finding for finding in report.findings if reaches(finding, lowest))
+    crashed = {run.experiment for run in report.runs if run.outcome == "died" and run.provider != CPU}
+    for finding in report.findings:
+        if reaches(finding, lowest) or (finding.name in ON_PROVIDERS and not crashed.isdisjoint(finding.subject)):
+            yield finding
 
 
 def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: ModelFolder) -> Failure:
@@ -157,8 +171,11 @@ def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: Model
             raise NotReproduced(f"{stack.name} is a pipeline of {len(stack.stages)} files, and a reproducer has one")
         if finding.name in ("session-refused", *LOWERED_CHECKS):
             return Failure(finding, stack, facts.contract, ())
-        runs = {run.experiment: run for run in report.runs if run.stack == stack.name}
-        first = EXPERIMENTS_BY_CHECK.get(finding.name, ())
+        elsewhere = finding.name in ON_PROVIDERS
+        runs = {
+            run.experiment: run for run in report.runs if run.stack == stack.name and (run.provider != CPU) == elsewhere
+        }
+        first = finding.subject if elsewhere else EXPERIMENTS_BY_CHECK.get(finding.name, ())
         for name in (*first, *(DEFAULT_EXPERIMENTS if finding.name not in FROZEN else ())):
             if name in runs and runs[name].outcome in WRONG:
                 return Failure(finding, stack, facts.contract, (name,), runs[name])
@@ -197,7 +214,9 @@ class _Reproduction:
             lambda candidate: self.oracle.shows_failure(candidate, outcome, self.experiment),
             ReductionTarget(node[0], steps),
         )
-        found = reduction.find_smallest(whole)
+        found = self._take_node_alone(whole)
+        if found is None or not self.oracle.shows_failure(found, outcome, self.experiment):
+            found = reduction.find_smallest(whole)
         if found is None:
             raise NotReproduced(_explain_no_candidate(reduction))
         release = self.oracle.runtime.versions["onnxruntime"]
@@ -210,6 +229,36 @@ class _Reproduction:
             _prove(pending, self.options)
             pending.kept = True
         return replace(report, reproducer=reproducer)
+
+    def _take_node_alone(self, whole: Candidate) -> Candidate | None:
+        """The node in which the process ends as a model of its own; None where it needs more than floats."""
+        run = self.failure.run
+        place = run.location if run is not None and run.outcome == "died" else None
+        if place is None or place.node is None:
+            return None
+        call = whole.script.calls[-1]
+        model = whole.models[call.file]
+        constants = {tensor.name: tensor for graph in graphs_in(model.graph) for tensor in graph.initializer}
+        floats = {name for name, seen in place.shapes.items() if seen.dtype == "float"}
+        # Both branches of a merged decoder may have a node of that name.
+        named = (one for one in all_nodes(model) if one.name == place.node.name)
+        node = next((one for one in named if floats.union(constants, ("",)).issuperset(one.input)), None)
+        if node is None:
+            return None
+        computed = list(dict.fromkeys(name for name in node.input if name in floats))
+        alone = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+        alone.graph.name = "alone"
+        alone.graph.node.append(node)
+        alone.graph.initializer.extend(constants[name] for name in node.input if name in constants)
+        for name in computed:
+            alone.graph.input.add(name=name).type.tensor_type.elem_type = TensorProto.FLOAT
+        alone.graph.output.extend(ValueInfoProto(name=name) for name in node.output if name)
+        feeds: dict[str, Any] = {
+            name: MadeArray("float", place.shapes[name].shape, seed=100 + at) for at, name in enumerate(computed)
+        }
+        script = replace(whole.script, calls=(replace(call, feeds=feeds),))
+        cuts = ("everything but the node in which the process ends",)
+        return replace(whole, models={call.file: alone}, script=script, cuts=cuts)
 
     def _reproduce_original(self) -> tuple[Candidate, ScriptOutcome | OutcomeDifference]:
         """The original model as the largest candidate, and the failure that it shows.
@@ -314,7 +363,7 @@ def _prove(pending: Pending, options: Options) -> None:
         done = subprocess.run(
             [sys.executable, "-I", "reproduce.py"],
             cwd=pending.path,
-            env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"},
+            env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"} | read_provider(options.provider).environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",

@@ -10,9 +10,11 @@ import numpy as np
 
 from kvdoctor.addons.reproducer.messages import CallScript, Comparison, MadeArray, PriorOutput, make_array
 from kvdoctor.decode.calls import NUMPY_TYPES
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.records import record
 from kvdoctor.report.escaping import printable
+from kvdoctor.runtime.providers import read_provider
 
 MAX_INLINE = 32
 """Arrays with more numbers are stored in a file next to the program."""
@@ -55,8 +57,16 @@ HERE = Path(__file__).parent
 '''
 OPEN = """options = ort.SessionOptions()
 options.graph_optimization_level = ort.GraphOptimizationLevel.{level}{why}
-MODELS = {{file: ort.InferenceSession(str(HERE / file), options, providers=[{provider}]) for file in {files}}}
+{provider}
+MODELS = {{file: ort.InferenceSession(str(HERE / file), options) for file in {files}}}
 """
+BUILT_IN = "options.add_provider({name}, {{}})"
+PLUGIN = """# The provider is a plug-in: {install}
+os.environ.update({environment})
+{library}
+ort.register_execution_provider_library("provider", LIBRARY)
+DEVICES = [one for one in ort.get_ep_devices() if one.ep_metadata.get("library_path") == LIBRARY]
+options.add_provider_for_devices(DEVICES[:1], {{}})"""
 NOISE = """
 
 def noise(seed, shape, dtype):
@@ -116,8 +126,10 @@ if "child" not in sys.argv:
     sys.exit(1 if code not in (0, 1, 2) else 2 * bool(code))
 
 """
-REFUSED = """try:
-    ort.InferenceSession(str(HERE / "model.onnx"), providers=[{provider}])
+REFUSED = """options = ort.SessionOptions()
+{provider}
+try:
+    ort.InferenceSession(str(HERE / "model.onnx"), options)
 except Exception as error:
     show("refused:", error)
     sys.exit(1)
@@ -144,7 +156,7 @@ def render_program(
     stored: dict[str, np.ndarray[Any, Any]] = {}
     parts = [_head(script, texts)]
     if script.kind == "refused":
-        return "".join([*parts, REFUSED.format(provider=ascii(texts.provider))]), stored
+        return "".join([*parts, REFUSED.format(provider=_choose_provider(texts.provider))]), stored
     if script.kind == "dies":
         parts.append(DIES.format(seconds=texts.seconds))
     parts.append(_opening(script, texts, names))
@@ -182,7 +194,23 @@ def _opening(script: CallScript, texts: ProgramText, names: dict[str, str]) -> s
     if script.kind == "fails" and texts.node:
         level, why = "ORT_DISABLE_ALL", "  # then errors name nodes of the file"
     files = sorted({names[call.file] for call in script.calls})
-    return OPEN.format(level=level, why=why, provider=ascii(texts.provider), files=files)
+    return OPEN.format(level=level, why=why, provider=_choose_provider(texts.provider), files=files)
+
+
+def _choose_provider(asked: str) -> str:
+    """The lines that choose the provider; the library of a plug-in is registered."""
+    found = read_provider(asked)
+    if asked == CPU:
+        return "# on the CPU"
+    if not found.is_plugin:
+        return BUILT_IN.format(name=ascii(found.name))
+    known = found.known
+    library = f"LIBRARY = {found.library!a}"
+    if known is not None and found.library is None:
+        library = f"import {known.module}\nLIBRARY = {known.module}.get_library_path()"
+    install = f"pip install {known.package}" if known is not None else "its library is needed"
+    environment = dict(known.environment) if known is not None else {}
+    return PLUGIN.format(install=install, environment=environment, library=library)
 
 
 def _call(call: Any, names: dict[str, str], stored: dict[str, "np.ndarray[Any, Any]"]) -> str:

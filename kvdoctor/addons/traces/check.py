@@ -240,7 +240,8 @@ def walk(trace: Trace, contract: CacheContract, blind: dict[str, None]) -> Itera
         step, number = replace(recorded, number=number), number + 1
         moment = StepContext(contract, phase, step, before, encoded, next(iter(trace[index + 1 :]), None), blind)
         if before is None or starts_again(moment):
-            moment = replace(moment, before=None, phase=_first_phase(phase, contract))
+            # A sequence begins with the prefill, unless the graph that was called has no part in it.
+            moment = replace(moment, before=None, phase=phase if contract.first_step == "no-past-graph" else "prefill")
         elif (shorter := cut_back(moment)) is not None:
             moment = replace(moment, before=shorter)
         breaks = first_breaks(moment)
@@ -276,11 +277,6 @@ def without_embedding_calls(trace: Trace, contract: CacheContract) -> Trace:
             steps.append(replace(step, embedded=embedded) if embedded else step)
             embedded = {}
     return tuple(steps)
-
-
-def _first_phase(phase: PhaseName, contract: CacheContract) -> PhaseName:
-    """A sequence begins with the prefill, unless the graph that was called has no part in it."""
-    return phase if contract.first_step == "no-past-graph" else "prefill"
 
 
 def count_misfits(step: TraceStep, graph: Graph) -> int:

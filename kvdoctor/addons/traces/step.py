@@ -42,6 +42,7 @@ Kind = Literal[
     "encoder-missing",
     "encoder-changes",
     "setting",
+    "token-unknown",
     "state-adopted",
 ]
 """The ways in which a step breaks the contract."""
@@ -53,7 +54,8 @@ class ContractViolation:
 
     `graph_returned` marks a present that is not as the graph promises and was fed back unchanged: the loop is plain
     and the graph at fault. `suspected`: shapes alone cannot tell it from a right loop. `mild`: a graph may not even
-    read the input, so that later inputs are checked as well.
+    read the input, so that later inputs are checked as well. `hidden` is the one token id that a mask leaves out inside
+    a prompt, and never shows.
     """
 
     kind: Kind
@@ -65,6 +67,7 @@ class ContractViolation:
     graph_returned: str | None = None
     suspected: str | None = None
     mild: bool = False
+    hidden: int | None = None
 
 
 @record

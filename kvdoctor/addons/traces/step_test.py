@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.addons.traces.options import TraceChoices
+from kvdoctor.analysis.configs import decoder_config
+from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import AddedExperiment
 from kvdoctor.decode.runs import REPLAY, Run
@@ -19,8 +21,10 @@ from kvdoctor.records import record
 if TYPE_CHECKING:
     from kvdoctor.addons.traces.check import TraceCheck
     from kvdoctor.addons.traces.runs import Recording, TraceRun
+    from kvdoctor.addons.traces.step import ContractViolation
 
 
+SPECIAL = ("eos_token_id", "pad_token_id")
 NOT_AGAIN = "only a run decides, and the trace was not run again"
 
 
@@ -64,7 +68,7 @@ class TracePart:
             return found
         for run, name in zip(self.recording.runs, self._replays, strict=True):
             replay = context.find_run(name)
-            checked = _confirm(self._check(run, context.contract), replay)
+            checked = _confirm(self._check(run, context.contract), replay, context.folder.side_cars)
             caller = extend_context(context, CallerContext, trace_check=checked, trace_run=run, replay=replay)
             more = self._judge_run(caller, options)
             if len(self.checked) > 1 and not (more.findings or more.not_checked):
@@ -115,13 +119,29 @@ class TracePart:
         return replace(found, findings=findings) + CheckResults(not_checked=(*opened, *undecided), notes=(note,))
 
 
-def _confirm(checked: "TraceCheck", replay: Run | None) -> "TraceCheck":
-    """The comparison, with the doubt that running its step both ways showed to be an error."""
-    if replay is not None and replay.outcome == "differs":
-        for step, one in checked.doubts:
-            if step.number == replay.failed_step:
-                return replace(checked, step=step, breaks=(one,), failed=None, steps=step.number + 1)
+def _confirm(checked: "TraceCheck", replay: Run | None, files: SideCars) -> "TraceCheck":
+    """The comparison, with what running its step both ways showed to be an error.
+
+    That is a doubt, or a mask that leaves out one token of a prompt: an end token, where no file says otherwise.
+    """
+    places = (None, checked.step.number) if checked.step is not None else ()
+    if replay is not None and replay.outcome == "differs" and replay.failed_step in places:
+        breaks = (replace(one, suspected=None if _hides_end(one, files) else one.suspected) for one in checked.breaks)
+        return replace(checked, breaks=tuple(breaks))
+    for step, one in checked.doubts if replay is not None else ():
+        shows = "failed" if one.kind == "token-unknown" else "differs"
+        if replay is not None and (replay.outcome, replay.failed_step) == (shows, step.number):
+            return replace(checked, step=step, breaks=(one,), failed=None, steps=step.number + 1)
     return checked
+
+
+def _hides_end(one: "ContractViolation", files: SideCars) -> bool:
+    """Whether the token that a mask leaves out may end a text: a file says so, or none names such ids."""
+    named = [part.get(key) for part in (files.generation, decoder_config(files.config)) for key in SPECIAL]
+    known = [part for part in named if part is not None]
+    ends = named[:: len(SPECIAL)]
+    listed = [each for part in ends for each in (part if isinstance(part, list) else [part])]
+    return one.hidden is not None and (not known or one.hidden in listed)
 
 
 def _name_once(found: CheckResults) -> CheckResults:

@@ -8,19 +8,20 @@ them holds two values only, as a mask does. A tensor that a product reads is nev
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from kvdoctor.decode.calls import NUMPY_TYPES, Array
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import is_external
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import payload_left_out
 from kvdoctor.model.traverse import STANDARD
-from kvdoctor.model.view import ELEMENT_TYPES, GraphView
+from kvdoctor.model.view import GraphView
 from kvdoctor.model.weights import Weight, find_weights, list_tensors
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.calls import Array
 
 MOST_BYTES = 16 << 20
 """Bytes of the tables of a file that differ, at most."""
@@ -29,6 +30,8 @@ MOST_READ = 64 << 20
 
 WHOLE = (TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64)
 """Element types that no weight has."""
+WIDTHS: dict[int, int] = {TensorProto.INT32: 4, TensorProto.INT64: 8, TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2}
+"""Bytes of an element; all others have one."""
 TWO_VALUED = (TensorProto.UINT8, TensorProto.INT8, TensorProto.FLOAT, TensorProto.FLOAT16)
 """Element types that a mask has as well."""
 
@@ -37,7 +40,7 @@ TAKING = MOVING | operators_with("select", "logic", "compare", "add", "subtract"
 """Operators that cut a table, or compute with its elements one by one."""
 
 
-def read_tables(view: GraphView, path: Path) -> dict[str, Array]:
+def read_tables(view: GraphView, path: Path) -> dict[str, "Array"]:
     """The tables of a file by name, in their true shapes; equal ones are one array. Without one, nothing is read.
 
     A name that several bodies of the graph give to different tensors, and what cannot be read, is left out.
@@ -48,10 +51,10 @@ def read_tables(view: GraphView, path: Path) -> dict[str, Array]:
     return known[path]
 
 
-_TABLES: WeakKeyDictionary[GraphView, dict[Path, dict[str, Array]]] = WeakKeyDictionary()
+_TABLES: WeakKeyDictionary[GraphView, "dict[Path, dict[str, Array]]"] = WeakKeyDictionary()
 
 
-def _read_tables(view: GraphView, path: Path) -> dict[str, Array]:
+def _read_tables(view: GraphView, path: Path) -> dict[str, "Array"]:
     wanted = _find_tables(view)
     if not wanted:
         return {}
@@ -105,12 +108,13 @@ def _may_be_table(tensor: TensorProto) -> bool:
 
 
 def _count_bytes(tensor: TensorProto) -> int:
-    width: int = np.dtype(NUMPY_TYPES[ELEMENT_TYPES[tensor.data_type]]).itemsize
-    return width * int(prod(tensor.dims))
+    return WIDTHS.get(tensor.data_type, 1) * int(prod(tensor.dims))
 
 
-def _read_values(weight: Weight) -> Array | None:
+def _read_values(weight: Weight) -> "Array | None":
     """The values of a table; None of a weight, of which no more than a row is read."""
+    import numpy as np  # only where there are tables
+
     if not weight.has_values:
         return None
     try:
@@ -124,5 +128,5 @@ def _read_values(weight: Weight) -> Array | None:
     return (flat.astype(bool) if weight.data_type == TensorProto.BOOL else flat).reshape(weight.dims)
 
 
-def _has_two_values(flat: Array) -> bool:
+def _has_two_values(flat: "Array") -> bool:
     return bool(((flat == flat.min()) | (flat == flat.max())).all())

@@ -119,7 +119,7 @@ class Dataflow:
         """The entries that are concatenated to an input, and which of the input's axes each of theirs is."""
         for _, path in self.walk(name, rank):
             if path.join is not None and path.join.has("join") and path.axes is not None and NEW not in path.axes:
-                own = self.descent.reached_from({name})
+                own = self.descent.reached_from({name}, path.join)
                 new = next((value for value in path.join.inputs if value not in own), None)
                 return (new, path.axes) if new is not None else None
         return None
@@ -190,7 +190,9 @@ class Dataflow:
     def _steps(self, node: FlatNode, index: int, name: str, path: _Path) -> Iterator[tuple[str, _Path]]:
         """The outputs of a node that hold the content of the walked input, with the path to each."""
         for output, adds_entries in walks.outputs_with_content(node, index):
-            joins = adds_entries and (not node.has("select") or self._selects_new(node, index, name))
+            joins, other = adds_entries, node.input(3 - index) if node.has("select") else ""
+            if joins and other:  # masking with a constant adds no entries
+                joins = other not in self.flow.fixed and other not in self._reached_from(name)
             # A second Concat stacks keys and values, or all layers, again: no entries join there.
             joins = joins and not (path.join is not None and node.has("join"))
             joins = joins and not (node.has("join") and self._is_made_of(node, name))
@@ -256,13 +258,6 @@ class Dataflow:
         if name not in self._reached:
             self._reached[name] = self.descent.reached_from({name})
         return self._reached[name]
-
-    def _selects_new(self, node: FlatNode, index: int, name: str) -> bool:
-        """Whether a Where has new entries in addition to the content of an input: masking with a constant adds none."""
-        other = node.input(3 - index)
-        if other in self.flow.fixed:
-            return False
-        return other not in self._reached_from(name)
 
     def _describe_join(self, name: str, output: str | None, path: _Path, join: FlatNode) -> StateFlow:
         """A state that new entries join, with the output, if any, that returns them without the state."""

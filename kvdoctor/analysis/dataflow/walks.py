@@ -272,10 +272,16 @@ class Descent:
                 waiting += fresh
         return seen
 
-    def reached_from(self, names: "set[str]") -> set[str]:
-        """All values that depend on the content of some inputs, themselves included; shapes alone do not count."""
-        reached = set(names)
-        for node in self.flow.nodes:
-            if node.op not in SHAPES and any(name in reached for name in node.inputs):
-                reached.update(node.outputs)
+    def reached_from(self, names: "set[str]", before: FlatNode | None = None) -> set[str]:
+        """All values that depend on the content of some inputs, themselves included; shapes alone do not count.
+
+        `before` limits them to those that nodes in front of it compute.
+        """
+        reached, waiting = set(names), list(names)
+        while waiting:
+            for node, _ in self.flow.consumers.get(waiting.pop(), ()):
+                if node.op not in SHAPES and (before is None or node.index < before.index):
+                    fresh = [name for name in node.outputs if name not in reached]
+                    reached.update(fresh)
+                    waiting += fresh
         return reached

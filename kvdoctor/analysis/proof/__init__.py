@@ -29,3 +29,11 @@ class Proof:
     def holds(self) -> bool:
         """Whether something is proved."""
         return not self.exceptions or self.single
+
+    def covers(self, limit: int | None) -> bool:
+        """Whether no call of a sequence is left to runs, without padding; `limit` is the most tokens that it may have.
+
+        A mask of moderate size hides no score that comes near it: that stays with the runs.
+        """
+        whole = not self.exceptions and not self.weak_mask
+        return whole and (self.up_to is None or (limit is not None and self.up_to >= limit))

@@ -92,11 +92,8 @@ class Reading:
         proper = axes is not None and all(self.lengths.is_proper(axis) for axis in axes)
         uniform = proper and all(self.lengths.is_uniform(one) for one in taken)
         if last and axes is not None:
-            uniform = uniform and all(one.last or not self._counts_tokens(one) for one in taken)
+            uniform = uniform and all(one.last or not any(map(self.lengths.counts, one.shape or ())) for one in taken)
         return Type(kind, axes, uniform=uniform, calm=calm, regions=regions if uniform else (), last=last)
-
-    def _counts_tokens(self, one: Type) -> bool:
-        return any(self.lengths.counts(axis) for axis in one.shape or ())
 
     def broadcast(self, taken: Sequence[Type]) -> tuple[Axis, ...] | None:
         """The axes of inputs, broadcast to each other."""

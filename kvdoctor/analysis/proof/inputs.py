@@ -23,7 +23,7 @@ def input_type(port: Port, contract: CacheContract, phase: PhaseName, lengths: L
         start: Term | float = value
         if kind == "f" and value.number is not None:
             start = float(value.number)
-        return Type(kind, shape, items=(value,) if kind == "i" and _is_one(shape) else None, linear=(start, ()))
+        return Type(kind, shape, items=(value,) if kind == "i" and shape in ((), ((),)) else None, linear=(start, ()))
     counted = any(axis in ((lengths.new,), (lengths.total,)) for axis in shape)
     if port.role in POSITIONS and "new" in port.axes:
         where: Linear = (lengths.past, ((port.axes.index("new") - len(shape), 1),))
@@ -34,10 +34,6 @@ def input_type(port: Port, contract: CacheContract, phase: PhaseName, lengths: L
         calm = kind != "f" or port.role != "encoder_mask"
         return Type(kind, shape, uniform=all(map(lengths.is_proper, shape)), calm=calm)
     return Type(kind, shape)
-
-
-def _is_one(shape: tuple[Axis, ...]) -> bool:
-    return not any(shape) and len(shape) < 2
 
 
 def _value(port: Port, contract: CacheContract, phase: PhaseName, lengths: Lengths) -> Term | None:

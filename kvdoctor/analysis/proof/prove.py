@@ -7,19 +7,23 @@ functions, with an empty past. Rows with padding, rounding, and what a runtime d
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.proof.constants import digest_weights, has_one_float, identify, read_constant
 from kvdoctor.analysis.proof.inputs import input_type, slot_shape
 from kvdoctor.analysis.proof.masks import is_weak
-from kvdoctor.analysis.proof.types import Lengths, Type
+from kvdoctor.analysis.proof.terms import BATCH, ENCODER, NEW, PAST
+from kvdoctor.analysis.proof.types import Lengths, Type, size_of
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.traverse import describe_node
+from kvdoctor.model.view import GraphView
 
 KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
 
@@ -50,6 +54,25 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     except NotProved:
         return Proof(exceptions=(many,))
     return replace(found, single=True, exceptions=(many,))
+
+
+_WALKS: WeakKeyDictionary[GraphView, Walk] = WeakKeyDictionary()
+"""The last walk over each decode graph."""
+SIZES = {BATCH: 2, NEW: 3, PAST: 5, ENCODER: 7}
+
+
+def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
+    """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
+    view, found = stack.main.graph, dict[str, tuple[int, ...]]()
+    if view not in _WALKS:
+        prover = Prover(stack, contract)
+        with suppress(NotProved):
+            prover.walk("decode", Lengths(opset=view.opsets.get("", 0)), {})
+    for name, value in _WALKS[view].values.items() if view in _WALKS else ():
+        sizes = [size_of(axis).at(SIZES) for axis in value.type.shape or ()]
+        if value.type.shape is not None and None not in sizes:
+            found[name] = tuple(size for size in sizes if size is not None)
+    return found
 
 
 @dataclass
@@ -107,10 +130,14 @@ class Prover:
             walks = [self.walk("decode", self._lengths("decode"), {})]
             self._check(walks[0], "decode")
         if "embed" in self.contract.phases:
-            self._check_embeddings()
+            # Each embedding depends on its token and its position alone.
+            walk = self.walk("embed", self._lengths("embed"), {})
+            for port in self.contract.graph("embed").outputs:
+                self._output(walk, port.name)
         limits = merged_limits(walks)
         table = min(limits, key=limits.__getitem__, default="")
-        return Proof(limits.get(table), table, weak_mask=any(map(_has_weak_mask, walks)))
+        scores = [walk.values.get(node.input(0)) for walk in walks for node in walk.flow.nodes if node.has("softmax")]
+        return Proof(limits.get(table), table, weak_mask=any(is_weak(one.type) for one in scores if one is not None))
 
     def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
         """The types of all values of the graph of a phase; `given` are inputs that another graph makes.
@@ -131,17 +158,13 @@ class Prover:
         values |= self._inputs(graph, phase, lengths, given)
         walk = Walk(flow, lengths, self.keys, values)
         walk.run()
+        if phase == "decode":
+            _WALKS[file.graph] = walk
         return walk
 
     def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
         view = self._file(phase).graph
         return Lengths(first, single, view.opsets.get("", 0), has_one_float(view))
-
-    def _check_embeddings(self) -> None:
-        """The graph that makes the embeddings of tokens: each depends on its token and its position alone."""
-        walk = self.walk("embed", self._lengths("embed"), {})
-        for port in self.contract.graph("embed").outputs:
-            self._output(walk, port.name)
 
     def _file(self, phase: PhaseName) -> OnnxFile:
         if self.contract.phases[phase].graph == self.contract.phases["decode"].graph:
@@ -261,11 +284,6 @@ class Prover:
             shape = slot_shape(slot, first.lengths.total, self.contract)
             if made.key != present.key or made.type.shape != shape or made.type.last:
                 raise NotProved(f"the first step, whose {slot.filled_by!r} may be another function")
-
-
-def _has_weak_mask(walk: Walk) -> bool:
-    scores = [walk.values.get(node.input(0)) for node in walk.flow.nodes if node.has("softmax")]
-    return any(is_weak(one.type) for one in scores if one is not None)
 
 
 def describe(node: FlatNode) -> str:

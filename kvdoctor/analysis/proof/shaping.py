@@ -47,16 +47,12 @@ def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
         shape = tuple(axis_of(target) for target in targets)
     axes = _match(old, shape)
     made = moved(call, shape, axes, taken)
-    how = 0 if _same_axes(old, shape) else ("view", call.lengths.canonical(old), call.lengths.canonical(shape))
-    return Made(made, how)
-
-
-def _same_axes(old: Sequence[Axis], new: Sequence[Axis]) -> bool:
-    """Whether two shapes are the same for a value that is broadcast: they differ by leading axes of one element."""
-    return _stripped(old) == _stripped(new)
+    same, canonical = _stripped(old) == _stripped(shape), call.lengths.canonical
+    return Made(made, 0 if same else ("view", canonical(old), canonical(shape)))
 
 
 def _stripped(shape: Sequence[Axis]) -> tuple[Axis, ...]:
+    """A shape as a value is broadcast: without leading axes of one element."""
     at = next((at for at, axis in enumerate(shape) if axis), len(shape))
     return tuple(shape[at:])
 

@@ -1,6 +1,7 @@
 """Whole numbers that a graph computes from lengths: polynomials over batch, past, new tokens and encoder states."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import ClassVar
 
 Monomial = tuple[str, ...]
@@ -90,9 +91,11 @@ class Term:
             found = found + one
         return found
 
-    def factor_of(self, symbol: str) -> int:
-        """The coefficient of a symbol alone."""
-        return dict(self.parts).get((symbol,), 0)
+    def at(self, values: Mapping[str, int]) -> int | None:
+        """Its value where each symbol has one; None where one has none."""
+        if not self.symbols <= values.keys():
+            return None
+        return sum(factor * prod(values[name] for name in monomial) for monomial, factor in self.parts)
 
     def least(self) -> int | None:
         """The smallest value: the past may be empty, all else is at least 1. None where there is none."""

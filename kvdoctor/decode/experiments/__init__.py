@@ -94,6 +94,7 @@ class Experiment:
             workarounds, and `why` says why they fail.
         shown: Listed in reports. One that is not serves another finding, and is listed only when everything is.
         thorough: Takes long or much memory; run only where the command asks for it.
+        lengths: It visits lengths in turn: not run where a proof holds for all of them.
         use: The use of the model that it tries.
         explains: Experiments whose differences it explains; run only if one of them differs.
         unless_passed: The experiment whose success makes this one pointless.
@@ -115,6 +116,7 @@ class Experiment:
     judged: bool = True
     shown: bool = True
     thorough: bool = False
+    lengths: bool = False
     why: str = ""
     use: Use | None = None
     explains: tuple[str, ...] = ()

@@ -1,4 +1,8 @@
-"""Runs to compare with a checkpoint: the whole sequence without a cache, the held loop, and the tokens it decodes."""
+"""Runs to compare with a checkpoint: the whole sequence without a cache, the held loop, and the tokens it decodes.
+
+An export may lose what begins at a length only: a window, the second set of rotary factors. One more call without a
+cache goes over the lengths that the graph and config.json name.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,17 +12,26 @@ import numpy as np
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, unjudged
+from kvdoctor.decode.experiments.cache_entries import as_probe
+from kvdoctor.decode.experiments.each_length import AFTER, FAR_LENGTH, MOST_LENGTH, visited
 from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.inputs import random_tokens
 
 NAME = "against-checkpoint"
 GREEDY = "greedy-against-checkpoint"
 ENCODER_ROLES = ("encoder_input", "encoder_mask", "encoder_states")
+MOST_LOGITS, LAST = 1 << 27, 16
+"""The numbers in the logits of the longer call, at most; of its tokens so many are compared, the last ones."""
 
 
 def kept_steps(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
-    """The same, and the feeds of the longest call without a cache, `call.NAME`, of `called` tokens."""
+    """The same, and the feeds of the longest short call without a cache, `call.NAME`, of `called` tokens."""
     call = builder.reference() if len(whole_lengths(builder)) else builder.prefill(builder.scenario.prompt)
-    found = kept(builder, logits) | {"called": np.array(call.new)}
+    found, longer = kept(builder, logits), go_over_thresholds(builder)
+    if longer is not None and len(logits) > len(whole_lengths(builder)) + builder.scenario.steps:
+        found |= {"tokens": longer.tokens, f"step.{len(logits) - 1}": logits[-1][:, -LAST:]}
+        call = longer.reference() if longer.scenario.total <= MOST_LENGTH else call
+    found["called"] = np.array(call.new)
     return found | {f"call.{name}": as_array(value) for name, value in call.feeds.items()}
 
 
@@ -40,7 +53,7 @@ def can_be_shared(contract: CacheContract) -> str | None:
 
 @Experiment(
     NAME,
-    "the whole sequence, then the held loop, compared with the checkpoint",
+    "the whole sequence, the held loop, and a longer call, compared with the checkpoint",
     Scenario(steps=9),
     can_be_shared,
     judged=False,
@@ -50,11 +63,14 @@ def can_be_shared(contract: CacheContract) -> str | None:
     order=90,
 )
 def whole_and_loop(builder: FeedBuilder) -> Calls:
-    """The whole sequence where a call takes several tokens, then the prefill and one token a step."""
+    """The whole sequence where a call takes several tokens, the prefill and one token a step, then the longer call."""
     for stop in whole_lengths(builder):
         yield replace(builder.reference(stop), kind="step")
     past = yield from builder.begin()
     yield from builder.go_on(past, builder.scenario.prompt, builder.scenario.total)
+    longer = go_over_thresholds(builder)
+    if longer is not None and not (yield as_probe(longer.reference())).failed:
+        yield replace(longer.reference(), kind="step")
 
 
 @unjudged(
@@ -87,10 +103,23 @@ def whole_lengths(builder: FeedBuilder) -> range:
     return range(1 if builder.contract.last_logits_only else total, total + 1)
 
 
+def go_over_thresholds(builder: FeedBuilder) -> FeedBuilder | None:
+    """The same sequence with more tokens, up to the last threshold in reach; None where there is none."""
+    contract, sizes = builder.contract, builder.scenario
+    longest = min(FAR_LENGTH + AFTER, MOST_LOGITS // (contract.vocabulary or 1))
+    lengths = [*visited(builder.thresholds, contract.usable_length, longest, len(builder.thresholds))]
+    total = max(lengths, default=0) + AFTER
+    if not lengths or total <= sizes.total or contract.new_tokens is not None:
+        return None
+    more = random_tokens(contract, (len(builder.tokens), total), sizes.seed)[:, builder.tokens.shape[1] :]
+    tokens = np.concatenate([builder.tokens, more], axis=1)
+    return replace(builder, scenario=replace(sizes, steps=total - sizes.prompt + 1), tokens=tokens)
+
+
 def kept(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     """The feeds by role, the encoder's states, the logits of each step, `step.N`; the first `wholes` have no cache."""
     found: dict[str, Any] = {"tokens": builder.tokens, "prompt": np.array(builder.scenario.prompt)}
-    found["wholes"] = np.array(len(whole_lengths(builder)))
+    found |= {"wholes": np.array(len(whole_lengths(builder))), "total": np.array(builder.scenario.total)}
     if has_encoder(builder.contract):
         found["encoder"] = np.array(1)
         phase, fed = ("encode", builder.encoded.fed) if builder.encoded.fed else ("prefill", None)

@@ -70,6 +70,7 @@ def takes_long_chunks(contract: CacheContract) -> str | None:
     f"one step at each past from 1 to {WALK - 1}",
     Scenario(prompt=1, steps=WALK),
     has_lengths,
+    lengths=True,
     use=Use(f"some past below {WALK}", "error", after=("one-token-prompt",)),
     order=31,
 )
@@ -114,6 +115,7 @@ def _walker(builder: FeedBuilder) -> FeedBuilder:
     "single steps around the thresholds of the graph, the lengths that it compares with",
     Scenario(prompt=1, steps=2),
     has_lengths,
+    lengths=True,
     changes_feeds=True,
     use=Use("a length near a threshold of the graph", "error", after=("each-length",)),
     order=32,
@@ -123,6 +125,7 @@ def _walker(builder: FeedBuilder) -> FeedBuilder:
     "single steps around the thresholds of the graph with batch 3",
     Scenario(batch=3, prompt=1, steps=2),
     takes_rows,
+    lengths=True,
     changes_feeds=True,
     use=Use(
         "a batch of 3 near a threshold",
@@ -230,6 +233,7 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
     "chunks around the thresholds of the graph, and chunks of as many tokens",
     Scenario(prompt=1, steps=2),
     takes_long_chunks,
+    lengths=True,
     changes_feeds=True,
     use=Use(
         "several new tokens near a threshold of the graph",

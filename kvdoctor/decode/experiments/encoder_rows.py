@@ -9,12 +9,11 @@ from kvdoctor.decode.calls import Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
 from kvdoctor.decode.experiments.loops import FEW, decode_loop
 from kvdoctor.decode.feeds import FeedBuilder
-from kvdoctor.decode.runs import Cause
+from kvdoctor.decode.runs import ROWS_DIFFER, Cause
 from kvdoctor.errors import CannotCheck
 
 MOST_ROWS = 64
 """Rows in the prompt of the loop: an image may have a thousand, and all of them are one prefill."""
-DIFFERENT = "encoder-rows-differ"
 
 
 def has_rows(contract: CacheContract) -> str | None:
@@ -43,7 +42,7 @@ def count_rows(builder: FeedBuilder) -> Decision:
             file = builder.contract.graph(one.phase).file
             thing = "an image" if one.phase == "vision" else "an audio clip"
             returned = f"{file} returns {made[one.phase]} rows for {thing}"
-            return Cause(DIFFERENT, f"{returned}, and the prompt has {one.rows} placeholders ({one.declared})")
+            return Cause(ROWS_DIFFER, f"{returned}, and the prompt has {one.rows} placeholders ({one.declared})")
     if not declared:
         raise CannotCheck("no config gives the number of placeholders")
     return None

@@ -16,6 +16,8 @@ from kvdoctor.decode.experiments.fixed_chunks import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder
 
+ROWS = (0, 1, 2, 3, 4, 0, 1, 2, 4)
+"""The rows of a larger batch: a graph may number rows, and have no more than eight numbers for them."""
 FEW = 3
 """Decode steps of an experiment that repeats the loop with other sizes."""
 
@@ -182,17 +184,19 @@ def own_noise(builder: FeedBuilder, expected: Array) -> Calls:
 
 @Experiment(
     "batch-rows",
-    "each row of a batch of 2 compared with the same row alone, without a cache",
-    Scenario(batch=2),
+    "rows of a batch of 9 compared with the same rows alone and in another order, without a cache",
+    Scenario(batch=5, steps=2),
     applies=has_exact_rows,
     changes_feeds=True,
     order=3,
 )
 def rows_alone(builder: FeedBuilder) -> Calls:
-    """Each row of a batch by itself, without a cache, compared with its logits in the batch."""
-    together = yield from builder.whole()
-    for row, expected in enumerate(np.split(together, builder.scenario.batch)):
-        yield replace(builder.row(row).reference(), kind="step", expected=expected)
+    """Two rows by themselves, without a cache, compared with their logits in the batch; then all in reverse order."""
+    many = builder.rows(ROWS)
+    together = yield from many.whole()
+    for order in ((0,), (1,), range(len(ROWS))[::-1]):
+        call = replace(many.rows(order).reference(), kind="step")
+        yield replace(call, expected=together[many.logits_rows(order)])
 
 
 def takes_any_batch(contract: CacheContract) -> str | None:

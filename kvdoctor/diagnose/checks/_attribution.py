@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.contract import Slot
 from kvdoctor.decode.runs import (
     GENERAL_CAUSES,
     HISTORY,
@@ -62,15 +62,12 @@ def leading_cause(context: ContractContext) -> tuple[str, Run] | None:
     for run in map(context.find_run, experiments):
         if run is not None and run.cause is not None:
             place = loop.location.cause if loop is not None and loop.location is not None else ""
-            open_ = place and (_is_open(run.cause, place) or _is_read_first(context.contract, run.cause, place))
+            # What a step makes of a state that is read wrong is wrong too.
+            states = {slot.past for slot in context.contract.slots if slot.kind in STATES}
+            read = run.cause.name == "new-entries-wrong" and place == "cache-misread" and run.cause.slot in states
+            open_ = place and (_is_open(run.cause, place) or read)
             return (place, loop) if loop is not None and place and open_ else (run.cause.name, run)
     return None
-
-
-def _is_read_first(contract: CacheContract, cause: Cause, place: str) -> bool:
-    """Whether a state departs where its past is read: what a step makes of a past that is read wrong is wrong too."""
-    departs = cause.name == "new-entries-wrong" and place == "cache-misread"
-    return departs and any(slot.past == cause.slot and slot.kind in STATES for slot in contract.slots)
 
 
 def _is_open(cause: Cause, place: str = "cache-misread") -> bool:
@@ -118,7 +115,7 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
-    if other.experiment == "batch" and rows is not None and rows.outcome == "differs":
+    if other.experiment in ("batch", "beam-reorder") and rows is not None and rows.outcome == "differs":
         return "batch-rows-interact"  # rows that interact without a cache do so with one
     place = other.location
     if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:
@@ -156,13 +153,14 @@ def leave_to_other(context: RunContext, name: str = "cached-differs") -> None:
 
 
 def find_faulty_uses(context: RunContext, outcome: str, *, coarse: bool = False) -> Iterator[tuple[Run, "Use"]]:
-    """Runs of other sizes with that outcome, where the checked loop passes and no simpler use goes wrong as well.
+    """Runs of other sizes with that outcome, where the loop passes, or is proved, and no simpler use goes wrong too.
 
     Those that are wrong by a rounded cache alone, one fault for all uses, are left out, or are the only ones: `coarse`.
     """
     loop = context.checked_loop
     wrong = {run.experiment for run in context.runs if run.shows in ("failed", "differs")}
-    for experiment, use in context.uses.items() if loop is not None and loop.shows == "passed" else ():
+    right = context.is_proved if loop is None else loop.shows == "passed"
+    for experiment, use in context.uses.items() if right else ():
         run = context.find_run(experiment)
         if run is not None and run.shows == outcome and not wrong.intersection(use.after) and run.too_coarse == coarse:
             yield run, use

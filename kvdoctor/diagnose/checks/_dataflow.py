@@ -67,19 +67,24 @@ def describe_unread(context: ContractContext) -> tuple[str, ...]:
 
 def find_exchanged_entries(context: ContractContext) -> Iterator[tuple[Slot, Slot]]:
     """Slots that are returned with the new entries which another one uses, each with that one."""
-    flow, stored, used = _follow(context), dict[str, set[str]](), dict[str, set[str]]()
+    flow, stored, users = _follow(context), dict[str, set[str]](), dict[str, list[Slot]]()
     if flow is None:
         return
     slots = [slot for slot in context.contract.slots if slot.present is not None]
     for slot in slots:
         found = entries.find_other_entries(flow, slot.past, len(slot.shape), slot.present or "")
-        joined = flow.find_joined(slot.past, len(slot.shape))
-        used[slot.past] = set(found[1].inputs) if found is not None else {joined[0]} if joined is not None else set()
+        joined = None if found is not None else flow.find_joined(slot.past, len(slot.shape))
         stored[slot.past] = set(found[0].inputs) if found is not None else set()
+        for name in set(found[1].inputs) if found is not None else {joined[0]} if joined is not None else ():
+            users.setdefault(name, []).append(slot)
     for slot in slots:
-        for other in slots:
-            if other is not slot and stored[slot.past] & used[other.past] - {slot.past, other.past}:
-                yield slot, other
+        others = {
+            other.past: other
+            for name in stored[slot.past] - {slot.past}
+            for other in users.get(name, ())
+            if name != other.past and other is not slot
+        }
+        yield from ((slot, other) for other in slots if other.past in others) if others else ()
 
 
 def find_repeated(context: ContractContext) -> dict[str, tuple[str, Slot]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import FaultLocation, Run, Step
+from kvdoctor.decode.runs import FaultLocation, Run
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.diagnose.checks._attribution import (
     AT_LENGTHS,
@@ -162,7 +162,9 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     exactness = context.contract.exactness
     limit = find_tolerance("float" if run.hidden else exactness, context.tolerances)
     words = "in the float32 copy" if run.hidden else exactness
-    step = run.wrong_step or _find_worst(run)
+    compared = [step for step in run.steps if step.difference is not None and run.failed_step is None]
+    worst = max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
+    step = run.wrong_step or worst
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     growth = describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"
@@ -200,12 +202,6 @@ def severity_of(run: Run, use: "Use") -> Severity:
     step = run.wrong_step
     alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
     return "error" if alone else use.severity
-
-
-def _find_worst(run: Run) -> Step | None:
-    """The step that is off the most, for a run whose steps are all within the limit of a fault."""
-    compared = [step for step in run.steps if step.difference is not None and run.failed_step is None]
-    return max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
 
 
 def _describe_search(context: RunContext, run: Run) -> str:

@@ -58,7 +58,7 @@ def axis_name_collision(context: ContractContext) -> Faults:
 
 def _report_stale(context: ContractContext) -> Iterator[Fault]:
     """Values that are declared with the name of an input's axis, and have another length."""
-    stale = find_stale_shapes(context.stack.main, context.contract) or tuple(_returned_otherwise(context))
+    stale = find_stale_shapes(context.stack, context.contract) or tuple(_returned_otherwise(context))
     if stale:
         first = stale[0]
         axes = " and ".join(f"{first.declared[at]!r}" for at in first.axes)

@@ -4,8 +4,9 @@ What it means: a sequence has other logits in a batch than alone, even without a
 batch, or computes all of them from one row. Or this happens only with a past, for example because all
 rows attend to the cache of one row.
 
-How it is decided: each row of a batch of 2 is run alone, without a cache. If those logits agree and a batch of 2 still
-decodes wrongly, the prompt and a step must give each row the entries and the logits that it gets alone.
+How it is decided: two rows of a batch of 9 are run alone, and all in reverse order, without a cache. If those logits
+agree and a batch of 2 still decodes wrongly, the prompt and a step must give each row the entries and the logits that
+it gets alone.
 A graph that takes one token a call is run with each row alone, and with both in either order.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batch`.
@@ -41,8 +42,9 @@ def batch_rows_interact(context: RunContext) -> Faults:
         raise CannotCheck("logits are not finite, see KV304")
     graph = context.contract.graph("prefill")
     logits, step = graph.port("logits"), run.steps[run.failed_step or 0] if run.steps else None
-    cause, repair = "a row's logits depend on the other row of the batch", Advice("re-export", WORDS.advice)
+    cause, repair = "a row's logits depend on the other rows of the batch", Advice("re-export", WORDS.advice)
     fault = Fault("warning", (logits.name if logits else "logits",), cause, repair)
     size = describe_difference(run, step) or run.reason or "differ"
-    fault = fault.compare("the same logits alone and in a batch of 2", f"row {run.failed_step}: logits {size}")
+    which = f"row {run.failed_step}" if run.failed_step in (0, 1) else "rows in reverse order"
+    fault = fault.compare("the same logits alone and in a batch of 9, in any order", f"{which}: logits {size}")
     yield fault.also(file=graph.file, run=run, use="batch")

@@ -16,8 +16,8 @@ Repair: export both files again from one checkpoint.
 from kvdoctor.diagnose.checks._faults import CauseText, check_cause
 
 WORDS = CauseText(
-    cause="the graph with a past and the graph without one compute different functions",
+    cause="steps with a past and a call without one compute different functions",
     declared="the same logits for the first token from both",
-    advice="export again, both graphs from one checkpoint",
+    advice="export again: two files from one checkpoint, one file without a choice by the length",
 )
 check_cause(__name__, "KV311", "branches-disagree", "runs", WORDS)

@@ -60,6 +60,7 @@ LESS_ROUNDING = Advice(
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
 WIDER = "or run the model in float32 or bfloat16, or replace what overflows (-inf in a mask: by the lowest number)"
+ALL_HIDDEN = "; a row whose keys are all hidden by -inf gives NaN"
 MOST_USES = 2
 """Uses that a finding about several names."""
 IGNORED = CauseText(
@@ -170,7 +171,8 @@ def non_finite(context: RunContext) -> Faults:
             fault = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
             yield fault.compare("logits and states within the range of their type", other.cause.evidence)
         else:
-            fault = build_difference(context, other, "error", f"with {use.words}, {_describe_steps(other)}")
+            hidden = ALL_HIDDEN if use.required == "left-padding" else ""
+            fault = build_difference(context, other, "error", f"with {use.words}, {_describe_steps(other)}{hidden}")
             yield fault.also(use=use.required, repair=context.advise_graph_repair(WIDER))
         return
 

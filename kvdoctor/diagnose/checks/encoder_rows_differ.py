@@ -12,7 +12,7 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiment `encoder-rows`.
 Repair: take the encoder and the config from one export; or correct the number in the config.
 """
 
-from kvdoctor.decode.experiments.encoder_rows import DIFFERENT
+from kvdoctor.decode.runs import ROWS_DIFFER
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 
@@ -23,7 +23,7 @@ ONE_EXPORT = Advice("caller", "take the encoder and the config from one export, 
 def encoder_rows_differ(context: RunContext) -> Faults:
     """Encoders whose rows were counted, and differ from what the config declares."""
     run = context.find_run("encoder-rows")
-    if run is None or run.cause is None or run.cause.name != DIFFERENT:
+    if run is None or run.cause is None or run.cause.name != ROWS_DIFFER:
         return
     encoders = [context.contract.graph(one.phase).file for one in context.contract.features]
     if any(problem.subject in encoders for problem in context.stack.problems):

@@ -16,11 +16,15 @@ Repair: find the change: `kvdoctor diff OLD NEW` compares two models, `--target 
 it is meant, record golden numbers again.
 """
 
-from kvdoctor.decode.golden import GoldenDifference
+from typing import TYPE_CHECKING
+
 from kvdoctor.decode.tolerances import UNLIKE, Tolerance
 from kvdoctor.diagnose.context import GoldenContext
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.golden import GoldenDifference
 
 FIND_CHANGE = Advice(
     "re-export",
@@ -50,7 +54,7 @@ def golden_differs(context: GoldenContext) -> Faults:
     yield fault.also(where=found.walk.describe(start, found.stop))
 
 
-def _describe(found: GoldenDifference, tolerance: Tolerance) -> str:
+def _describe(found: "GoldenDifference", tolerance: Tolerance) -> str:
     what = "logits" if found.cache is None else f"the cache of layer {found.cache.replace('.', ', ')}"
     text = f"{what} off by {found.relative:.2g} standard deviations, and {tolerance.passes:g} are allowed"
     if found.tokens is not None:
@@ -58,7 +62,7 @@ def _describe(found: GoldenDifference, tolerance: Tolerance) -> str:
     return text
 
 
-def _explain(golden: str, found: GoldenDifference, hardly: bool) -> str:
+def _explain(golden: str, found: "GoldenDifference", hardly: bool) -> str:
     if found.cache is not None:
         return f"the entries of a cache differ from those recorded in {golden}, and all logits agree"
     return f"logits differ from those recorded in {golden}{', hardly more than rounding explains' if hardly else ''}"

@@ -80,7 +80,7 @@ def _report(crossed: list[tuple[str, str]], cause: str, declared: str) -> Fault:
 def _find_another_order(contract: CacheContract) -> Faults:
     """Outputs in another order than the inputs, where no names tell which belong together and shapes do not either."""
     slots = [slot for slot in contract.slots if slot.present is not None]
-    pairs = [(slot, other) for slot in slots for other in slots if other is not slot]
+    pairs = ((slot, other) for slot in slots for other in slots if other is not slot)
     # Names alone pair each past with its present.
     if contract.has_known_names or all(_in_common(one, one) > _in_common(one, other) for one, other in pairs):
         return

@@ -18,7 +18,6 @@ until then decode only sequences of the same length together. `--require left-pa
 """
 
 from kvdoctor.analysis.sliced_counts import find_sliced_counts
-from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
 from kvdoctor.diagnose.context import RunContext
@@ -64,14 +63,9 @@ def padding_changes_logits(context: RunContext) -> Faults:
     leave_to_other(context)
     for run, use in find_faulty_uses(context, "differs"):
         words = KINDS.get(run.experiment)
-        if words is TOKENS and _counts_slices(context, run):
+        # The prefill is right and a step is not, in a graph that counts the padding of the new tokens alone.
+        mask, later = context.contract.graph("decode").port("attention_mask"), (run.failed_step or 0) > 0
+        if words is TOKENS and later and mask and any(find_sliced_counts(context.decode_graph, mask.name)):
             words = SLICED
         if words is not None and not run.not_finite:
             yield build_fault(context, run, words, use.severity).also(use=use.required)
-
-
-def _counts_slices(context: RunContext, run: Run) -> bool:
-    """Whether the prefill is right and a step is not, in a graph that counts the padding of the new tokens alone."""
-    mask = context.contract.graph("decode").port("attention_mask")
-    later = run.failed_step is not None and run.failed_step > 0
-    return later and mask is not None and any(find_sliced_counts(context.decode_graph, mask.name))

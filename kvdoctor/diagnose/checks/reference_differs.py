@@ -5,11 +5,12 @@ model was exported from a different checkpoint or revision, weights were changed
 function, or an optimization is wrong. A loop with a cache can be consistent and still compute these wrong logits.
 
 How it is decided: `--reference CHECKPOINT` runs the checkpoint in float32, in a separate process: the whole sequence
-without a cache, then a prefill and one token per step. The difference of the logits is compared with the tolerance for
-the arithmetic of the graph; for weights rounded to 8 bits or fewer, the correlation of the logits decides. Where they
-differ without a cache, the outputs of the checkpoint's modules are compared with values of the graph, by the names that
-the exporter gave the nodes. The first module whose inputs agree and whose output does not is named, with the nodes
-between; where no name tells, the difference is not placed.
+without a cache, a prefill and one token per step, and one call over the lengths that the graph and config.json name
+(windows, a second set of rotary factors), up to 4,096 tokens. The difference of the logits is compared with the
+tolerance for the arithmetic of the graph; for weights rounded to 8 bits or fewer, the correlation of the logits
+decides. Where they differ without a cache, the outputs of the checkpoint's modules are compared with values of the
+graph, by the names that the exporter gave the nodes. The first module whose inputs agree and whose output does not is
+named, with the nodes between; where no name tells, the difference is not placed.
 
 Reproduce: `kvdoctor step-test MODEL --reference CHECKPOINT -v`, experiment `against-checkpoint`.
 
@@ -43,6 +44,9 @@ def reference_differs(context: RunContext) -> Faults:
         text = "without a cache the logits match the checkpoint; the loop differs from the reference run, see above"
         raise CannotCheck(text)
     cause = "logits differ from the PyTorch checkpoint" + ", with the cache only" * cached_only
+    if failed is not None and failed.past_length == 0 < failed.step and failed is run.steps[-1]:
+        shorter = max(step.past_length + step.new_tokens for step in run.steps[:-1])
+        cause += f", with {failed.new_tokens} tokens and not with {shorter}"
     fault = Fault("error", (context.logits_name,), cause, EXPORT_AGAIN, run=run, nodes=list_nodes(run))
     fault = fault.compare("the logits of the PyTorch checkpoint", run.reason or "the logits differ")
     where = name_node(run.location) if run.location is not None else None

@@ -113,18 +113,18 @@ def _find_crossings(context: ContractContext) -> Iterator[_Crossing]:
             if slot.made_as != slot.used_as:
                 yield _Crossing(slot, slot.filled_by, f"the {slot.made_as}")
             elif slot.made_at is not None and slot.made_at != slot.used_at:
-                yield _Crossing(slot, slot.filled_by, f"layer {_find_layer(slots, slot)}")
+                same = (
+                    one
+                    for one in slots
+                    if (one.kind, one.used_as, one.used_at) == (slot.kind, slot.used_as, slot.made_at)
+                )
+                yield _Crossing(slot, slot.filled_by, f"layer {next((one.layer for one in same), slot.made_at)}")
 
 
 def _name_owner(holder: Slot, slot: Slot) -> str:
     if holder.layer == slot.layer and holder.part != slot.part:
         return f"the {holder.part}"
     return f"layer {holder.layer} ({holder.past})" if holder.layer is not None else f"layer of {holder.past}"
-
-
-def _find_layer(slots: tuple[Slot, ...], slot: Slot) -> int | None:
-    alike = (other for other in slots if (other.kind, other.used_as) == (slot.kind, slot.used_as))
-    return next((other.layer for other in alike if other.used_at == slot.made_at), slot.made_at)
 
 
 def _report_crossings(context: ContractContext, crossed: list[_Crossing], cause: str) -> Faults:

@@ -49,19 +49,13 @@ def wrong_at_lengths(context: RunContext) -> Faults:
     """
     for run, use in _unnamed(context, AT_LENGTHS):
         fault = build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
-        if (zeros := _find_zeros(context)) is not None:
-            yield replace(
-                fault, cause=f"{fault.cause}: entries of the cache are left at zero", evidence=(zeros,), repair=ZEROS
-            )
+        numbering = context.find_run("numbering")
+        zeros = numbering.cause if numbering is not None else None
+        if zeros is not None and zeros.name == "wrong-at-lengths":  # in a long prompt
+            cause = f"{fault.cause}: entries of the cache are left at zero"
+            yield replace(fault, cause=cause, evidence=(zeros.evidence,), repair=ZEROS)
             return  # it is one fault, at whatever lengths it shows
         yield fault
-
-
-def _find_zeros(context: RunContext) -> str | None:
-    """Which entries of a long prompt come back as zeros; None where that was not seen."""
-    numbering = context.find_run("numbering")
-    cause = numbering.cause if numbering is not None else None
-    return cause.evidence if cause is not None and cause.name == "wrong-at-lengths" else None
 
 
 @check("KV309", "chunk-differs", "runs")

@@ -138,7 +138,7 @@ class DifferenceSearch:
         """How the value differs, and the check whose fault that is, empty where the place alone does not tell."""
         off = f"off by {divergence.relative:g} standard deviations"
         if divergence.relative < 0:
-            off = "not finite in the same entries as the reference"
+            off = "infinite or NaN in other entries than the reference"
         elif divergence.relative > MOST_DEVIATIONS:
             off = "different from a reference whose entries are all equal"
         if exchanged is not None:

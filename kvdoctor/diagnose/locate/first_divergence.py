@@ -136,10 +136,6 @@ class DivergenceSearch:
                     gradual = gradual or name
         return gradual
 
-    def _is_wrong(self, name: str) -> bool:
-        """Whether a value is wrong, and not only of a different length: integers must belong to single tokens."""
-        return self.differs(name) and (self.found[name].actual is None or any(self.pairs[name][1]))
-
     def _compare(self, names: list[str]) -> None:
         results = self._compare_values([(name, *self.pairs[name]) for name in names])
         self.found |= {name: facts for name, facts in zip(names, results, strict=True) if facts is not None}
@@ -178,7 +174,9 @@ class DivergenceSearch:
         waiting = [first]
         while waiting:
             node = flat.producers.get(waiting.pop())
-            reads = {n for n in (node.reads if node else ()) if n in self.pairs and self._is_wrong(n)} - found
+            reads = {n for n in (node.reads if node else ()) if n in self.pairs and self.differs(n)} - found
+            # Wrong, and not only of a different length: integers must belong to single tokens.
+            reads = {n for n in reads if self.found[n].actual is None or any(self.pairs[n][1])}
             found |= reads
             waiting += reads
         ordered = [name for node in flat.nodes for name in node.makes if name in found]

@@ -50,7 +50,7 @@ class GraphRunner:
     """Runs variants of the files of one stack. `folder` is private; `deadline` is a moment of `time.monotonic`.
 
     What runs a graph raises `TrialFailed` where the runtime fails, and `CannotCheck` where the graph cannot be read or
-    written, the worker process crashes, or time is up.
+    written, the worker process crashes, or time is up. With `crashes` a crash is such a failure.
     """
 
     runtime: Runtime
@@ -59,6 +59,8 @@ class GraphRunner:
     deadline: float
     models: dict[Path, ModelProto] = field(default_factory=dict)
     written: int = 0
+    crashes: bool = False
+    seconds: float = SECONDS
 
     def model(self, source: Path) -> ModelProto:
         """The model in a file, its weights left where they are."""
@@ -104,8 +106,14 @@ class GraphRunner:
         self, left: TrialModel, right: TrialModel, pairs: Iterable[Pair], inject: Iterable[Pair] = ()
     ) -> tuple[ValueDifference | None, ...]:
         """Compare outputs of two models."""
-        job = CompareJob(left, right, *(tuple(map(_make_pair, one)) for one in (pairs, inject)), provider=self.provider)
-        return self._trial(job).differences
+        made = (
+            tuple(
+                ValuePair(own, other, tuple(rule if rule is None else tuple(rule) for rule in take))
+                for own, other, take in one
+            )
+            for one in (pairs, inject)
+        )
+        return self._trial(CompareJob(left, right, *made, provider=self.provider)).differences
 
     def sizes(self, flat: RunnableGraph, values: Iterable[str], feeds: Path) -> dict[str, tuple[int, ...]]:
         """The shapes of values, without reading the values."""
@@ -141,10 +149,12 @@ class GraphRunner:
         import time
 
         if time.monotonic() > self.deadline:
-            raise CannotCheck(f"the search took longer than {SECONDS:g} s")
+            raise CannotCheck(f"the search took longer than {self.seconds:g} s")
         try:
             done = self.runtime.trial(job)
         except WorkerDied as death:
+            if self.crashes:
+                raise TrialFailed(death.how, ()) from None
             raise CannotCheck(f"the worker process crashed during the search: {death.how}") from None
         if done.error is not None:
             raise TrialFailed(done.error, done.names)
@@ -154,8 +164,3 @@ class GraphRunner:
 def side(variant: Variant, feeds: Path) -> TrialModel:
     """A variant and the feeds of its call, as the worker reads them."""
     return TrialModel(variant.path, variant.root, feeds, "off")
-
-
-def _make_pair(pair: Pair) -> ValuePair:
-    left, right, take = pair
-    return ValuePair(left, right, tuple(None if rule is None else tuple(rule) for rule in take))

@@ -4,11 +4,16 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.repair.export.exporters import EXPORTERS
 from kvdoctor.report.info_document import Component, EnvironmentDocument
 from kvdoctor.runtime.environments import Requirements, find_uv, transformers_for
+from kvdoctor.runtime.providers import ADAPTERS_ADVICE, PROVIDERS, list_drivers, read_provider
+
+if TYPE_CHECKING:
+    from kvdoctor.runtime.client import Runtime
 
 NEEDED = ("onnx", "onnxruntime", "numpy", "click", "rich", "psutil", "msgspec")
 
@@ -27,7 +32,7 @@ def _list_components() -> Iterator[Component]:
         except metadata.PackageNotFoundError:
             missing.append(name)
             yield Component("MISSING", f"{name}: pip install {name}")
-    yield from _describe_worker(missing)
+    yield from _providers(missing)
     if find_uv() is not None:
         yield Component("ok", "uv: makes isolated environments for other versions of onnxruntime and for exporters")
     else:
@@ -47,20 +52,39 @@ def _source(purpose: str, needs: Requirements) -> Component:
     return Component("absent", f"{purpose}: pip install uv, or pip install 'kvdoctor[{needs.extra}]'")
 
 
-def _describe_worker(missing: list[str]) -> Iterator[Component]:
+def _providers(missing: list[str]) -> Iterator[Component]:
     if "onnxruntime" in missing:
         yield Component("MISSING", "execution providers: pip install onnxruntime")
         return
-    from kvdoctor.runtime.process import Limits, Worker
+    from kvdoctor.runtime.client import Runtime
+    from kvdoctor.runtime.process import Limits
 
     try:
-        with Worker(Limits(timeout=60)) as worker:
-            hello = worker.greet()
+        with Runtime(Limits(timeout=60)) as runtime:
+            yield Component("ok", f"execution providers: {', '.join(runtime.providers)}")
+            if runtime.sandbox:
+                yield Component("ok", f"sandbox of the worker: {runtime.sandbox}")
+            else:
+                yield Component("absent", "sandbox of the worker: needs Linux 5.13 or newer with Landlock")
+            yield from _plugins(runtime)
     except (KvdoctorError, WorkerDied) as error:
         yield Component("BROKEN", f"onnxruntime does not load ({error}): pip install --force-reinstall onnxruntime")
-        return
-    yield Component("ok", f"execution providers: {', '.join(hello.providers)}")
-    if hello.sandbox:
-        yield Component("ok", f"sandbox of the worker: {hello.sandbox}")
-    else:
-        yield Component("absent", "sandbox of the worker: needs Linux 5.13 or newer with Landlock")
+
+
+def _plugins(runtime: "Runtime") -> Iterator[Component]:
+    """The plug-in providers that are installed, each with its device, and those that could be; Vulkan drivers."""
+    absent = []
+    for known in (one for one in PROVIDERS if one.module is not None):
+        if read_provider(known.short).is_absent:
+            absent.append(f"{known.short}: {known.install}")
+            continue
+        found = runtime.find_provider(known.short)
+        on = f" on {found.adapter}" + ", a software adapter" * found.software if found.adapter else ""
+        text = f"--provider {known.short}: {found.name} {found.version}{on}" if not found.error else found.error
+        yield Component("ok", text) if not found.error else Component("BROKEN", f"--provider {known.short}: {text}")
+    yield Component("absent", f"plug-in providers: {'; '.join(absent)}")
+    drivers = ", ".join(f"{name} ({path})" for name, path in list_drivers())
+    if drivers:
+        yield Component("ok", f"Vulkan drivers, for --provider webgpu@NAME: {drivers}")
+    elif sys.platform == "linux":
+        yield Component("absent", f"Vulkan drivers: {ADAPTERS_ADVICE}")

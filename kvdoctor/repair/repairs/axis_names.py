@@ -34,7 +34,7 @@ def apply(context: RepairContext) -> tuple[Change, ...]:
             del graph.value_info[:]
         if dropped:
             changes.append(Change(file, "shapes declared inside the graphs", f"{dropped} declarations", "none"))
-    changes += _correct_stale(view, find_stale_shapes(context.stack.main, context.drivable), file)
+    changes += _correct_stale(view, find_stale_shapes(context.stack, context.drivable), file)
     return tuple(changes)
 
 

@@ -156,7 +156,7 @@ def show_targets(report: Report, stack: StackFacts) -> Iterator[Section]:
     found: list[Block] = [table(header, rows) for header, rows in tabulate_targets(report, stack.name)]
     if found:
         title = "on each target runtime; FAILS 2 means: fails at step 2"
-        yield Section(title, (*found, *lines(list_target_releases(report), "dim")))
+        yield Section(title, (*found, *lines(list_target_releases(report, stack.name), "dim")))
 
 
 KINDS: dict[SlotKind, str] = {"self-attention": "self", "cross-attention": "cross", "hidden-memory": "hidden"}

@@ -116,6 +116,10 @@ def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
     return [FindingGroup(tuple(group)) for group in found.values()]
 
 
+TITLES = {"*": "everything", "KV2-KV3": "decode steps (KV2-KV3)"}
+"""What stands for several checks that could not run."""
+
+
 @record
 class OpenChecks:
     """Checks that could not run for one reason."""
@@ -125,7 +129,7 @@ class OpenChecks:
     @property
     def title(self) -> str:
         """`KV202, KV301 (merged, pair)`."""
-        codes = dict.fromkeys("everything" if entry.code == "*" else entry.code for entry in self.entries)
+        codes = dict.fromkeys(TITLES.get(entry.code, entry.code) for entry in self.entries)
         stacks = dict.fromkeys(entry.stack for entry in self.entries if entry.stack)
         return ", ".join(codes) + (f" ({', '.join(stacks)})" if stacks else "")
 

@@ -1,8 +1,10 @@
 """What works: the uses of a stack that passed, how closely and by what controls, what was not tried, what decides."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import means_incomplete
@@ -75,8 +77,11 @@ def format_tally(report: Report) -> str:
     # What a float32 copy alone shows, and no finding calls an error, does not keep a use from working.
     working = sum(run.shows == "passed" or (report.verdict == "healthy" and run.hidden) for run in runs)
     whose = " of the copy" if record is not None and record.after is not None else ""
+    # What the caller's loop does wrong says nothing of the model.
+    in_loop = {one.name for one in report.findings if one.severity == "error"} == {"loop-breaks-contract"}
+    whose = " of the model" if in_loop else whose
     parts = (
-        of_copy + name_verdict(report) + (f": {found}" if found else ""),
+        of_copy + name_verdict(report) + (f": {found}" if found else "") + ", in your loop" * in_loop,
         f"{working} of {len(runs)} uses{whose} work" if runs else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
@@ -240,8 +245,8 @@ def advise_decision(report: Report) -> Text:
         return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
     absent = [entry.reason for entry in report.not_checked if entry.reason.startswith("no .onnx file")]
     if not report.model.files and absent:
-        exported = absent[0].partition("; export it: ")[2]
-        return _advise(exported) if exported else "give the folder of an export, or an .onnx file"
+        command = re.search(r"(?:export it: |`)(kvdoctor [^`]+)", absent[0])
+        return _advise(command[1]) if command else "give the folder of an export, or an .onnx file"
     if not report.stacks or report.command == "inspect":
         return _advise(f"kvdoctor inspect {model} -v", "shows what was read")
     return "no command: kvdoctor cannot run this model step by step; compare it with its source in its own runtime"
@@ -255,9 +260,12 @@ def _advise(command: str, remark: str = "") -> Text:
 def _advise_missing(report: Report, again: str) -> Text | None:
     """What decides where only a target or a checkpoint named by an option is missing; None where something else is."""
     missing = {entry.code for entry in report.not_checked if entry.essential}
-    targets, reference = report.arguments.get("target"), report.arguments.get("reference")
-    if targets and missing and missing <= {TARGETS}:
-        command, repairs = f"{again} --target {','.join(targets)}", "install what the reason names, then the same again"
+    reference = report.arguments.get("reference")
+    elsewhere = {name: report.arguments.get(name, ()) for name in ("target", "provider")}
+    named = {name: value if isinstance(value, str) else ",".join(value) for name, value in elsewhere.items()}
+    options = [f" --{name} {as_argument(value)}" for name, value in named.items() if value not in ("", CPU)]
+    if options and missing and missing <= {TARGETS}:
+        command, repairs = again + "".join(options), "do what the reason names, then the same again"
     elif reference and missing == {REFERENCE}:
         command = f"{again} --reference {as_argument(reference)}"
         repairs = "fix the checkpoint by the reason above, then the same again"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from kvdoctor.contract import CacheContract, Slot, describe
+from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, PLAIN_LOOP, LogitsDifference, PartDifference, Run, Step
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts
@@ -251,40 +252,60 @@ OUTCOMES |= dict.fromkeys(("ambiguous", "inconclusive"), "unclear")
 
 def select_local_runs(report: Report, stack: str) -> list[Run]:
     """The runs of a stack on the local runtime, the onnxruntime of this Python."""
-    others = {target.runtime for target in report.targets} - {_local_runtime(report)}
-    return [run for run in report.runs if run.stack == stack and run.target not in others]
+    others = {target.place for target in report.targets} - {(_local_runtime(report), CPU)}
+    return [run for run in report.runs if run.stack == stack and (run.target, run.provider) not in others]
 
 
 def tabulate_targets(report: Report, stack: str) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Tables of header and rows; none where no target was run. A target that was not run has no column."""
-    found = {target.runtime: target for target in report.targets if stack not in target.not_run}
+    found = {target.place: target for target in report.targets if stack not in target.not_run}
     if not found or not any(run.stack == stack for run in report.runs):
         return
-    others = [target for runtime, target in found.items() if runtime != _local_runtime(report)]
+    others = [target for place, target in found.items() if place != (_local_runtime(report), CPU)]
     local = {run.experiment: run for run in select_local_runs(report, stack)}
     of_stack = [run for run in report.runs if run.stack == stack]
     for start in range(0, max(len(others), 1), MOST_COLUMNS):
         columns = others[start : start + MOST_COLUMNS]
-        runs = [{run.experiment: run for run in of_stack if run.target == target.runtime} for target in columns]
+        runs = [
+            {run.experiment: run for run in of_stack if (run.target, run.provider) == target.place}
+            for target in columns
+        ]
         here = f"{_local_runtime(report).partition('==')[2]} (local)"
         rows = []
         for name in _experiment_names(local, runs):
             cells = (_target_cell(stack, one, known.get(name)) for one, known in zip(columns, runs, strict=True))
             rows.append([name, _cell(local.get(name)), *cells])
-        yield ["experiment", here, *(target.onnxruntime for target in columns)], rows
+        yield (
+            [
+                "experiment",
+                here,
+                *(target.onnxruntime if target.provider == CPU else target.asked for target in columns),
+            ],
+            rows,
+        )
 
 
-def list_target_releases(report: Report) -> Iterator[str]:
-    """The runtime release that each named target ships."""
+def list_target_releases(report: Report, stack: str) -> Iterator[str]:
+    """The runtime release that each named target ships, and where providers ran a stack."""
     for target in report.targets:
-        if target.asked != target.runtime:
+        if target.provider != CPU:
+            yield from _describe_provider(target, stack)
+        elif target.asked != target.runtime:
             yield f"{target.asked} ships onnxruntime {target.onnxruntime}"
+
+
+def _describe_provider(target: TargetFacts, stack: str) -> Iterator[str]:
+    """Where a provider ran, how far it may be off, and what ran on the CPU all the same."""
+    on = f" on {target.adapter}" if target.adapter else ""
+    if stack in target.tolerance:
+        yield f"{target.asked}{on}: logits within {target.tolerance[stack]:g} standard deviations of the CPU's pass"
+    yield from (f"{target.asked}: {one}" for one in target.on_cpu.get(stack, ()))
 
 
 def list_target_limits(report: Report) -> Iterator[str]:
     """The file format versions that each target supports."""
     for target in report.targets:
-        if target.ir is not None:
+        if target.ir is not None and target.provider == CPU:
             yield f"{target.asked} supports IR versions up to {target.ir} and opsets up to {target.opset}"
 
 

@@ -1,6 +1,7 @@
 """The verdict in one line: of a report, of a gate over many reports; and a report in short, for an error message."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.errors import as_argument
@@ -86,7 +87,7 @@ def name_verdict(report: "Report") -> str:
 def format_verdict(report: "Report") -> str:
     """The verdict of a report in one line: path, verdict and counts."""
     counts = format_counts(report)
-    return f"{report.model.path}: {name_verdict(report)}" + (f" ({counts})" if counts else "")
+    return f"{name_model(report)}: {name_verdict(report)}" + (f" ({counts})" if counts else "")
 
 
 def format_gate_verdict(verdict: str, reports: "Sequence[Report]") -> str:
@@ -109,6 +110,12 @@ def format_gate_verdict(verdict: str, reports: "Sequence[Report]") -> str:
 MOST_CODES = 6
 
 
+def name_model(report: "Report") -> str:
+    """The path of a model as it was given; of `.`, which names nothing, with the name of the folder."""
+    path = report.model.path
+    return path if Path(path).name else f"{path} ({Path(path).absolute().name})"
+
+
 def tabulate_models(reports: "Sequence[Report]", most: int) -> Table:
     """A row for each of the first models: verdict, the codes of errors and warnings, and time."""
     rows: list[list[Text]] = []
@@ -119,7 +126,7 @@ def tabulate_models(reports: "Sequence[Report]", most: int) -> Table:
         codes = list(dict.fromkeys(f.code for f in report.findings if f.severity != "note" and f.known is None))
         seconds = report.measured.get("total_seconds")
         time = "unchanged" if report.measured.get("cached") else format_seconds(seconds or 0.0) if seconds else ""
-        rows.append([Span(report.model.path), Span(word, report.verdict), join_some(codes, MOST_CODES), time])
+        rows.append([Span(name_model(report)), Span(word, report.verdict), join_some(codes, MOST_CODES), time])
     if len(reports) > most:
         rows.append([f"{len(reports) - most} more", "", "", ""])
     return table(("model", "verdict", "errors, warnings", "time"), rows, of="model")

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import field
 from typing import Literal
 
-from kvdoctor.decode.runs import LogitsDifference, Run
+from kvdoctor.decode.messages import CPU, NodesPlaced
+from kvdoctor.decode.runs import WRONG, FaultLocation, LogitsDifference, Run
+from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.errors import UsageError, similar_names
 from kvdoctor.records import record
 from kvdoctor.runtime.targets import bindings
@@ -26,13 +28,17 @@ class Target:
     """A runtime that a model must run in.
 
     `asked` is what the user wrote, with the name as it is usually spelt, and `onnxruntime` the release that it means.
-    `measured` is what a release beyond the table was seen to take, where it was asked.
+    `measured` is what a release beyond the table was seen to take, where it was asked. With another `provider` than the
+    CPU it is the local runtime on that provider: `adapter` is the device, and `software` says that it is emulated.
     """
 
     asked: str
     onnxruntime: str
     hazards: tuple[Hazard, ...] = ()
     measured: ReleaseLimits | None = field(default=None, compare=False)
+    provider: str = CPU
+    adapter: str = ""
+    software: bool = False
 
     @property
     def runtime(self) -> str:
@@ -40,8 +46,16 @@ class Target:
         return f"{RUNTIME}=={self.onnxruntime}"
 
     @property
+    def ran_on(self) -> str:
+        """The provider as runs name it: with the driver, where one was asked for."""
+        _, at, driver = self.asked.partition("@")
+        return f"{self.provider}{at}{driver}" if self.provider != CPU else CPU
+
+    @property
     def words(self) -> str:
-        """What was asked for, and the runtime in it where that has another name."""
+        """What was asked for, and the runtime in it where that has another name, or the adapter of a provider."""
+        if self.provider != CPU:
+            return self.asked + (f" on {self.adapter}" if self.adapter else "")
         return self.asked if self.asked == self.runtime else f"{self.asked} ({self.runtime})"
 
     @property
@@ -140,11 +154,16 @@ Refused = tuple[str, dict[str, str], str | None]
 
 @record
 class LogitsGap:
-    """The first step of an experiment whose logits under the target differ from the local ones, and by how much."""
+    """The first step of an experiment whose logits under the target differ from the local ones, and by how much.
+
+    `location` is where a provider departs from the CPU, if that was looked for; `no_location` why it was not found.
+    """
 
     step: int
     difference: LogitsDifference | None
     verdict: Literal["ambiguous", "fail"]
+    location: FaultLocation | None = None
+    no_location: str | None = None
 
 
 @record
@@ -153,6 +172,9 @@ class TargetResult:
 
     `gaps` are, by experiment, differences between the logits of the local runtime and the target, beyond noise.
     `is_local` says that the target is the runtime of this Python. `not_run` is the reason why nothing was run there.
+
+    On another provider, `tolerance` is that of the provider, from the `noise` of first calls in standard deviations of
+    the logits; `placed` says which nodes ran there, and `agreed` that another adapter departs in the same experiment.
     """
 
     target: Target
@@ -161,6 +183,10 @@ class TargetResult:
     gaps: dict[str, LogitsGap] = field(default_factory=dict)
     is_local: bool = False
     not_run: str | None = None
+    tolerance: Tolerance | None = None
+    noise: float | None = None
+    placed: tuple[NodesPlaced, ...] = ()
+    agreed: bool = False
 
     def run(self, experiment: str) -> Run | None:
         """The run of that experiment."""
@@ -176,3 +202,12 @@ class TargetResult:
         return next(
             (next(iter(errors.values()), "") for name, errors, at in self.refusals if name == file and at is None), None
         )
+
+
+def list_wrong_runs(here: Iterable[Run], there: Iterable[Run], on_provider: bool) -> list[Run]:
+    """The runs that go wrong elsewhere and not here. On a provider, what the CPU runs must run, right or not."""
+    outcomes = {run.experiment: run.outcome for run in here}
+    right = {name for name, outcome in outcomes.items() if outcome not in (*WRONG, "skipped")}
+    ran = right | {name for name, outcome in outcomes.items() if outcome == "differs" and on_provider}
+    wrong = (run for run in there if run.outcome in WRONG)
+    return [run for run in wrong if run.experiment in (ran if run.outcome in ("failed", "died") else right)]

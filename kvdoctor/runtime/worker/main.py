@@ -36,6 +36,7 @@ def run_experiments(job: messages.ExperimentJob, announce: Announce) -> None:
         job,
         keep_logits=job.keep_logits is not None,
         keep_calls=job.keep_calls,
+        keep_step=job.keep_step,
         timed=job.timed,
     )
     for experiment in _find_experiments(job, announce):
@@ -76,6 +77,7 @@ ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
     messages.GradeJob: ("runtime.worker.decoding", "grade"),
     messages.SpeedJob: ("runtime.worker.speed", "measure_speed"),
     messages.MeasureJob: ("runtime.worker.sessions", "measure_limits"),
+    messages.FindProviderJob: ("runtime.worker.trial", "find_provider"),
 }
 """The module and the function that answers each job: few jobs need them, and every user waits for the start."""
 

@@ -12,6 +12,7 @@ from kvdoctor.decode.samples import Samples
 from kvdoctor.decode.settle import settle
 from kvdoctor.decode.stack_driver import Announce, Environment, Rerun, StackDriver
 from kvdoctor.errors import CannotCheck
+from kvdoctor.runtime.worker.providers import load
 from kvdoctor.runtime.worker.sessions import (
     HELD,
     LEVELS,
@@ -75,7 +76,7 @@ class StackRunner(StackDriver):
     def environment(self) -> Environment:
         """This runtime, and the level at which the graph that decodes was opened."""
         level = self.sessions.levels.get(self.contract.graph("decode").files[-1], "all")
-        return Environment(f"onnxruntime=={runtime_version()}", self.sessions.job.provider, level)
+        return Environment(f"onnxruntime=={runtime_version()}", load(self.sessions.job.provider).name, level)
 
     def run_session(self, call: Call, open_session: OpenSession | None = None) -> Answer:
         """Run a call in the session of its phase, or in the one that is opened otherwise; a pipeline stage by stage.

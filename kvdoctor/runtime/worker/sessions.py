@@ -20,10 +20,11 @@ import numpy as np
 import onnxruntime as ort
 
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
+from kvdoctor.decode.messages import CPU, FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
+from kvdoctor.runtime.worker.providers import count_nodes, load, open_session
 
 LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
@@ -208,9 +209,11 @@ class Sessions:
         if reuse:  # it says nothing of the usual session if the other one does not open
             self.announce(FileOpening(file, level, whole))
         with _openable(whole) as path:
-            session = ort.InferenceSession(path, options, providers=[job.provider])
+            session = open_session(path, options, job.provider)
         self.announce(FileOpened())
-        if job.provider not in session.get_providers():
+        if job.provider != CPU and (placed := count_nodes(session, file, job.provider)) is not None:
+            self.announce(placed)
+        if load(job.provider).name not in session.get_providers():
             # The runtime falls back to the CPU silently.
             raise ProviderMissing(f"{job.provider} cannot be used here; the runtime has {session.get_providers()}")
         if reuse:
@@ -368,13 +371,13 @@ def measure_limits(*_: object) -> LimitsMeasured:
 
 def _opens(ir: int, opset: int) -> bool:
     try:
-        ort.InferenceSession(_identity(ir, opset), session_options("off", 1), providers=["CPUExecutionProvider"])
+        ort.InferenceSession(identity(ir, opset), session_options("off", 1), providers=["CPUExecutionProvider"])
     except Exception:  # the bindings raise many types, and all of them are a refusal
         return False
     return True
 
 
-def _identity(ir: int, opset: int) -> bytes:
+def identity(ir: int, opset: int) -> bytes:
     """`y = Identity(x)` with x and y float[1]."""
     one = _part(2, _part(1, _number(1, 1)))
     kind = _part(2, _part(1, _number(1, 1) + one))

@@ -14,7 +14,18 @@ import onnxruntime as ort
 
 from kvdoctor.decode import messages
 from kvdoctor.decode.calls import Array, load_call, save_call
-from kvdoctor.runtime.worker.sessions import OrtTensor, close_others, mentioned, session_options, to_runtime
+from kvdoctor.errors import CannotCheck
+from kvdoctor.runtime.worker.providers import load, name_adapter, one_line, open_session
+from kvdoctor.runtime.worker.sessions import (
+    LEAST_IR,
+    LEAST_OPSET,
+    OrtTensor,
+    close_others,
+    identity,
+    mentioned,
+    session_options,
+    to_runtime,
+)
 
 FEW = 64
 """Elements of a tensor of integers up to which its values are sent, not only its shape."""
@@ -55,14 +66,14 @@ def _run(
 
 def _open(job: messages.TrialJob | messages.CompareJob, model: messages.TrialModel) -> Any:
     options = session_options(model.level, job.threads)
-    provider = [model.provider or job.provider]
+    provider = model.provider or job.provider
     if model.root is None:
         more = {"disabled_optimizers": {*model.disabled}} if model.disabled else {}
-        return ort.InferenceSession(str(model.path), options, providers=provider, **more)
+        return open_session(str(model.path), options, provider, **more)
     # Packed weights would cost the memory and time of a second model.
     options.add_session_config_entry("session.disable_prepacking", "1")
     with model.path.open("rb") as file, _working_in(model.root):
-        return ort.InferenceSession(file.read(), options, providers=provider)
+        return open_session(file.read(), options, provider)
 
 
 @contextlib.contextmanager
@@ -113,7 +124,7 @@ def _take(array: Array, take: messages.Take) -> Array:
             split = array.reshape(*array.shape[:axis], parts, -1, *array.shape[axis + 1 :])
             some = np.take(split, range(start, start + count), axis=axis + 1)
             array = some.reshape(*array.shape[:axis], parts * count, *array.shape[axis + 1 :])
-    return np.ascontiguousarray(array)
+    return np.ascontiguousarray(array) if take else array  # which would give a scalar an axis
 
 
 def _measure_difference(actual: Array, expected: Array) -> float:
@@ -136,3 +147,19 @@ def _scale(values: Array) -> float:
     if not values.size:
         return 1.0
     return max(float(np.std(values)), 0.1 * float(np.sqrt(np.mean(values**2))), 1e-12)
+
+
+def find_provider(job: messages.FindProviderJob, *_: object) -> messages.ProviderFound:
+    """Open the smallest model on the provider: which adapter it runs on, or why it does not."""
+    try:
+        found = load(job.provider)
+        if not found.devices and found.name not in ort.get_available_providers():
+            return messages.ProviderFound(error=f"onnxruntime {ort.__version__} does not have it")
+        session = open_session(identity(LEAST_IR, LEAST_OPSET), session_options("off", 1), job.provider)
+    except CannotCheck as error:
+        return messages.ProviderFound(error=str(error))
+    except Exception as error:  # the bindings raise many types, and all of them are a refusal
+        return messages.ProviderFound(error=one_line(error), no_adapter=True)
+    if found.name not in session.get_providers():
+        return messages.ProviderFound(error=f"it was refused here; the session has {session.get_providers()}")
+    return messages.ProviderFound(found.name, found.version, *name_adapter(found))

@@ -15,8 +15,8 @@ from kvdoctor.addons.conversions.graphs.static_cache import forget_trace
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.choices import CacheType
-from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.decode.stored_cache import STORABLE, StoredSlot, scale_name
+from kvdoctor.contract import SCALE_SUFFIX, CacheContract, Slot, describe
+from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, sort_nodes
 from kvdoctor.model.operators import has
@@ -156,7 +156,7 @@ class _Writer:
         before = _describe(declared)
         named: dict[str, str] = {}
         if scale:
-            named[output] = scale_name(output)
+            named[output] = f"{output}{SCALE_SUFFIX}"
             if scale != named[output]:
                 self._refuse_taken(named[output])
                 self.codec.pass_on(self.model.graph, scale, named[output])
@@ -328,7 +328,7 @@ class _Writer:
         """The name of the input with the scales of a past; empty without scales."""
         if not self.codec.is_scaled:
             return ""
-        name = scale_name(slot.past)
+        name = f"{slot.past}{SCALE_SUFFIX}"
         if name not in self.own:
             self._refuse_taken(name)
             self.own.add(name)
@@ -336,7 +336,7 @@ class _Writer:
 
     def _name_scale(self, scopes: Scopes, name: str) -> str:
         """A name for joined scales; that of an output is reserved for the main graph."""
-        return fresh_name(scale_name(name) if len(scopes) == 1 else f"{name}.scale", self.codec.known)
+        return fresh_name(f"{name}{SCALE_SUFFIX}" if len(scopes) == 1 else f"{name}.scale", self.codec.known)
 
     def _refuse_taken(self, name: str) -> None:
         if name in self.codec.known:
@@ -388,7 +388,7 @@ def _list_rules(slots: tuple[Slot, ...], choice: TypeChoice) -> Iterator[str]:
         "unchanged."
     )
     if choice.kind != "float16":
-        past, present = scale_name(slots[0].past), scale_name(str(slots[0].present or slots[0].filled_by))
+        past, present = f"{slots[0].past}{SCALE_SUFFIX}", f"{slots[0].present or slots[0].filled_by}{SCALE_SUFFIX}"
         yield (
             f"Each comes with a scale, float16, with one number for each row: feed {present!r} as {past!r}, and "
             "reorder, cut, hold and empty it together with its values."

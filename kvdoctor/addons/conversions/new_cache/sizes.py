@@ -122,7 +122,7 @@ def read_inputs(file: OnnxFile) -> Inputs:
         raise CannotRepair(f"the input {ids[0]!r} takes a fixed number of tokens: {list(shape)}")
     for name, role in roles.items():
         if role is None or (role in (*TOKENS, *MASKS) and len(view.inputs[name].shape or ()) < 2):
-            raise CannotRepair(f"what the input {name!r} means, {list(view.inputs[name].shape or ())}, is not known")
+            raise CannotRepair(f"what the input {name!r} means is not known")
     new = {name: 1 for name, role in roles.items() if role in TOKENS}
     masks = {name: 1 for name, role in roles.items() if role in MASKS}
     batch = as_number(shape[0])

@@ -45,7 +45,8 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
         name = "the program" if call is None else f"the call of {call.file}"
         where = "program" if call is None else f"trace ({call.place})"
         cause = f"{name} fails in the caller's runtime"
-        yield _fault(where, "a run that ends with the expected tokens", _quote(recorded.error), cause)
+        quoted = " ".join(recorded.error.split())[: describe.MOST_QUOTED]
+        yield _fault(where, "a run that ends with the expected tokens", quoted, cause)
         return
     if trace.also:
         others = ", ".join(trace.also)
@@ -86,10 +87,6 @@ def _fails_everywhere(trace: "TraceCheck") -> Fault:
     number = trace.failed.number if trace.failed is not None else None
     cause = "a step fails in the caller's runtime, and also locally when fed what that returned"
     return _fault(f"trace step {number}", "a run that ends with the expected tokens", error, cause)
-
-
-def _quote(error: str) -> str:
-    return " ".join(error.split())[: describe.MOST_QUOTED]
 
 
 def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:

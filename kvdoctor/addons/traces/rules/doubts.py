@@ -23,6 +23,7 @@ COMPARED = 4
 def find_doubts(moment: StepContext) -> Iterator[ContractViolation]:
     """What a run of the step decides, in a step that breaks no rule."""
     yield from _settled(moment)
+    yield from _unknown_tokens(moment)
     if takes_frames(moment) and _state_adopted(moment):
         before = moment.before
         assert before is not None  # noqa: S101 - a state is adopted from a step before
@@ -54,6 +55,22 @@ def _settled(moment: StepContext) -> Iterator[ContractViolation]:
             cause=f"{port.name} is fed {values.reshape(-1)[0]:g}, where {due:g} is right",
             advice=f"feed {port.name} {due:g} {'on the first step' if moment.before is None else 'at this step'}",
         )
+
+
+def _unknown_tokens(moment: StepContext) -> Iterator[ContractViolation]:
+    """Ids that no token has; a table may have more rows than there are logits, so that the run decides."""
+    size = moment.contract.vocabulary
+    for port, fed in moment.ports("token_ids"):
+        ids = fed.array() if size is not None and fed.has_values else np.zeros(0)
+        if (outside := ids[(ids < 0) | (ids >= (size or 0))]).size:
+            yield ContractViolation(
+                kind="token-unknown",
+                inputs=(port.name,),
+                declared=f"{port.name} {fed}: ids from 0 to {(size or 0) - 1}",
+                observed=f"{port.name} has the id {outside[0]}",
+                cause=f"{port.name} is fed the id {outside[0]}, and the vocabulary has {size} tokens",
+                advice="feed the ids of this model's own tokenizer; they count from 0",
+            )
 
 
 def _due(port: Port, moment: StepContext) -> float:

@@ -122,11 +122,13 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
     total, before = moment.past + moment.new, moment.before
     from_right = fills_from_right(port, moment.contract)
     seen = _of_tokens(mask, total, from_right)
-    suspected, advice = None, "append a 1 for each new token to the mask of the step before"
+    suspected, hidden, advice = None, None, "append a 1 for each new token to the mask of the step before"
     if before is None:
         wrong = None if seen.any(axis=-1).all() else "hides every token of a sequence"
-        if wrong is None and not moment.past and (hole := _find_hole(seen)) is not None:
-            wrong = f"hides token {hole}, which stands between tokens that it shows"
+        if wrong is None and not moment.past and (holes := _find_holes(seen)).any():
+            hidden = _find_hidden_id(moment, seen, holes)
+            named = f" (id {hidden})" if hidden is not None else ""
+            wrong = f"hides token {np.argwhere(holes)[0, 1]}{named}, which stands between tokens that it shows"
             advice = "make the mask of the prompts' lengths: an end token inside a prompt is no padding"
             suspected = "a loop may hide a token of its prompt on purpose"
     elif not seen[:, max(0, seen.shape[1] - moment.new) if from_right else moment.past :].all():
@@ -148,13 +150,24 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
             cause=f"{port.name} {wrong}",
             advice=advice,
             suspected=suspected,
+            hidden=hidden,
         )
 
 
-def _find_hole(seen: Array) -> int | None:
-    """The first hidden token after one that is shown and before another one, in any row of bool[batch, tokens]."""
-    inside = ~seen & np.logical_or.accumulate(seen, axis=-1) & np.logical_or.accumulate(seen[:, ::-1], axis=-1)[:, ::-1]
-    return int(np.argwhere(inside)[0, 1]) if inside.any() else None
+def _find_holes(seen: Array) -> Array:
+    """The hidden tokens after one that is shown and before another one, bool[batch, tokens]."""
+    holes: Array = np.logical_or.accumulate(seen, axis=-1) & np.logical_or.accumulate(seen[:, ::-1], axis=-1)[:, ::-1]
+    return holes & ~seen
+
+
+def _find_hidden_id(moment: StepContext, seen: Array, holes: Array) -> int | None:
+    """The id of all tokens in the holes, where no token of that id is shown and none of them has another next to it."""
+    for port, _ in moment.ports("token_ids"):
+        ids = moment.values(port.name)
+        if ids is not None and ids.shape == seen.shape and not (holes[:, 1:] & holes[:, :-1]).any():
+            found = set(ids[holes].tolist())
+            return int(found.pop()) if len(found) == 1 and found.isdisjoint(ids[seen].tolist()) else None
+    return None
 
 
 def _of_tokens(mask: Array, count: int, from_right: bool) -> Array:
@@ -176,7 +189,8 @@ def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[Contra
     earlier = before.last.fed.get(port.name) if before is not None else None
     if before is None:
         # Padding and dummies are counted in many ways; without them the last position is the last token.
-        padded = bool(moment.past) or any(_pads(moment.values(mask.name)) for mask, _ in moment.ports("attention_mask"))
+        masks = [moment.values(mask.name) for mask, _ in moment.ports("attention_mask")]
+        padded = bool(moment.past) or any(mask is not None and not mask.all() for mask in masks)
         wrong = not padded and int(rows.max()) != moment.new - 1
         due, cause = _span(0, moment.new), f"{port.name} ends at {int(rows.max())} for {tokens(moment.new)}"
     else:
@@ -202,11 +216,6 @@ def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[Contra
             cause=cause,
             advice=FROM_LARGEST if array.ndim == 3 and before is not None else COUNTS_ON,
         )
-
-
-def _pads(mask: Array | None) -> bool:
-    """Whether a mask hides a token."""
-    return mask is not None and not mask.all()
 
 
 def _last(earlier: TraceTensor, many: bool) -> Array:

@@ -103,16 +103,14 @@ def _first_wrong(moment: StepContext, slot: Slot, fed: TraceTensor) -> _Wrong | 
     if length and slot in moment.contract.growing and not moment.buffered and slot.first == "empty":
         return _not_empty(moment, slot, fed, due, length)
     if _misfits(due, fed) and not (length and slot.first == "empty"):
-        return _Wrong("wrong-size", slot, fed, due, f"{slot.past} has another size than the graph declares", _AS_IS)
+        advice = f"allocate it as {describe(slot.dtype, slot.shape)}, as the graph declares"
+        return _Wrong("wrong-size", slot, fed, due, f"{slot.past} has another size than the graph declares", advice)
     if slot.growth == "replace" and slot.first == "zeros":
         values = moment.values(slot.past)
         if values is not None and values.any():
             cause = f"{slot.past} is not zero on the first step, so that it holds the state of another sequence"
             return _Wrong("past-not-empty", slot, fed, due, cause, "feed zeros on the first step of each sequence")
     return None
-
-
-_AS_IS = "allocate it in the declared shape"
 
 
 def _not_empty(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast, length: int) -> _Wrong | None:
@@ -153,7 +151,8 @@ def _by_shape(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPa
         cause = f"the axes of {slot.past} stand in another order"
         return _Wrong("wrong-size", slot, fed, due, cause, "feed it as it was returned, or in the declared layout")
     returned = before.last.got.get(slot.present or "")
-    if slot.carry == "hold" or 0 in _beside_length(slot, fed.shape):
+    others = [size for axis, size in enumerate(fed.shape) if axis != slot.length_axis]
+    if slot.carry == "hold" or 0 in others:
         back = returned is not None and returned.shape == fed.shape
         if fed.empty:
             cause = f"what is fed to {slot.past} has no elements"
@@ -265,10 +264,6 @@ def _crossed(slot: Slot, other: Slot, fed: TraceTensor, due: ExpectedPast, how: 
 def _length(slot: Slot, shape: tuple[int | None, ...]) -> int | None:
     at = slot.length_axis
     return shape[at] if at is not None and at < len(shape) else None
-
-
-def _beside_length(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for axis, size in enumerate(shape) if axis != slot.length_axis)
 
 
 def _hold(slot: Slot) -> str:

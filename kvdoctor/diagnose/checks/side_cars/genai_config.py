@@ -39,8 +39,9 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
     if isinstance(file, str) and file != context.stack.main.name:
         lost = Disagreement("model.decoder.filename", quoted(file), "no such file", quoted(context.decode_file))
         return [] if on_disk(context, file) else [lost]
+    parts = ((part, read_part(model, part).get("filename")) for part in ("encoder", "embedding", "vision", "speech"))
     return [
-        *_find_missing_files(context, model),
+        *(one for part, name in parts for one in missing_file(context, f"model.{part}.filename", name, "part")),
         *_compare_inputs(context, given, "embedding" in model),
         *_compare_outputs(context, given, returned),
         *_compare_encoder(context, read_part(model, "encoder")),
@@ -49,12 +50,6 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
         *_compare_shared_buffer(context.contract, read_part(genai, "search")),
         *genai_stops(context),
     ]
-
-
-def _find_missing_files(context: ContractContext, model: dict[str, Any]) -> Disagreements:
-    """The other graphs of the pipeline."""
-    for part in ("encoder", "embedding", "vision", "speech"):
-        yield from missing_file(context, f"model.{part}.filename", read_part(model, part).get("filename"), "part")
 
 
 def _compare_numbers(context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]) -> Disagreements:

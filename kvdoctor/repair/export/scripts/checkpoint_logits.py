@@ -4,9 +4,10 @@ The only argument is a JSON object: `checkpoint` (a folder, or a model of the hu
 downloaded. Each line of standard input is a JSON object: `feeds` and `out`, the paths of .npz files, and `prefix` of
 the names in the first. Each answer is a JSON object: facts about what was computed, or `failed` with the reason.
 
-Fed: `tokens` int64[batch, total], `prompt` (tokens of the prefill), and what the encoder takes: `encoder_input`,
-`encoder_mask`, or `encoder_states` in place of an encoder. Left in `out`: `whole` float[batch, total, vocabulary], the
-whole sequence without a cache; `loop`, the same from the prefill and one token a step; `states` of the encoder.
+Fed: `tokens` int64[batch, all], of which the first `total` are the sequence, `prompt` (tokens of the prefill), and what
+the encoder takes: `encoder_input`, `encoder_mask`, or `encoder_states` in place of an encoder. Left in `out`: `whole`
+float[batch, total, vocabulary], the whole sequence without a cache; `loop`, the same from the prefill and one token a
+step; `longer`, the last logits of all tokens in one call, where there are more; `states` of the encoder.
 
 With `modules`, a number of tokens, one call without a cache of so many tokens is made instead, on the graph's own
 encoder states where `states` are fed. Left in `out`: `names`, the modules in the order in which they end, all names of
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 import transformers
 
+LAST = 16
+"""Tokens of a longer call whose logits are left, the last ones."""
 MOST_BYTES = 64 << 20
 """Bytes of a tensor of a module, beyond which it is not left."""
 
@@ -79,7 +82,8 @@ def load(checkpoint: str, local: bool, has_encoder: bool) -> Any:
 
 def run(model: Any, feeds: dict[str, Any]) -> dict[str, Any]:
     """The logits of the whole sequence and of the loop, as arrays."""
-    tokens, prompt = torch.from_numpy(feeds["tokens"]), int(feeds["prompt"])
+    longer, prompt = torch.from_numpy(feeds["tokens"]), int(feeds["prompt"])
+    tokens = longer[:, : int(feeds["total"])]
     encoder, name = encoder_feeds(model, feeds), "decoder_input_ids" if "encoder" in feeds else "input_ids"
     out = model(**{name: tokens}, **encoder, use_cache=False)
     found = {"whole": out.logits}
@@ -97,6 +101,8 @@ def run(model: Any, feeds: dict[str, Any]) -> dict[str, Any]:
         logits.append(out.logits)
     else:
         found["loop"] = torch.cat(logits, dim=1)
+    if longer.shape[1] > tokens.shape[1]:
+        found["longer"] = model(**{name: longer}, **encoder, use_cache=False).logits[:, -LAST:]
     return {name: array.float().numpy() for name, array in found.items()}
 
 

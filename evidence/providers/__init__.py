@@ -1,0 +1,1 @@
+"""Exports on other execution providers than the CPU."""
