@@ -6,13 +6,25 @@ Each takes a scratch folder and a scale, and yields rows as they are measured. R
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import gate
 import loops
 import peers
-from measure import MIB, Command, Pair, interleaved, kvdoctor, median_cost, peak_alone_mib, peak_mib, python
+from measure import (
+    MIB,
+    Command,
+    Pair,
+    interleaved,
+    kvdoctor,
+    median_cost,
+    peak_alone_mib,
+    peak_mib,
+    processor_seconds,
+    python,
+)
 from models import MODELS
 
 HERE = Path(__file__).parent
@@ -23,6 +35,10 @@ WORKER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}
 """As kvdoctor/runtime sets it for its worker."""
 
 INFER = "import onnx, sys; [onnx.shape_inference.infer_shapes(onnx.load(path)) for path in sys.argv[1:]]"
+CHECK = """
+import onnx, sys
+onnx.checker.check_model(onnx.load(sys.argv[1], load_external_data=False))
+"""
 LOAD_AND_SAVE = """
 import onnx, sys
 model = onnx.load(sys.argv[1] + "/decoder_model_merged.onnx")
@@ -62,6 +78,8 @@ class Scale:
     layers: tuple[int, int, int] = (50, 100, 200)
     extremes: tuple[str, ...] = ("embeds-262k", "words-262k", "slots-400", "1.2b-beside")
     growing: tuple[str, ...] = ("words", "layers", "steps")
+    deep: tuple[str, str] = ("layers-4", "layers-16")
+    stepped: tuple[str, ...] = ("layers-2", "layers-8", "100m-beside")
     large: str = "1.8gb"
     medium: str = "100m"
     thin: str = "thin"
@@ -76,7 +94,22 @@ class Scale:
 
 FULL = Scale()
 SMALLEST = Scale(
-    *(1, 1, 1, 1, 2, 2, (2, 4), (1, 2, 4), ("tiny-embeds",), ("tiny-embeds",), "tiny", "tiny", "tiny", 1_000_000),
+    *(
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+        (2, 4),
+        (1, 2, 4),
+        ("tiny-embeds",),
+        ("tiny-embeds",),
+        ("tiny-inside",) * 2,
+        ("tiny-inside",),
+        *("tiny",) * 3,
+    ),
+    large_bytes=1_000_000,
     warm=False,
 )
 """For a test that every benchmark runs. Its figures mean nothing."""
@@ -281,6 +314,35 @@ def fixture(scratch: Path, scale: Scale) -> Iterator[Row]:
     yield _difference_row(f"step-test, fixture {FIXTURE.name}", pair, "bare script, same runs", 0.6)
 
 
+PROCESSOR_LIMITS = {"gpt2": 2.2, FIXTURE.name: 1.5, "layers-2": 1.4, "layers-8": 1.2, "100m-beside": 1.15}
+"""Times the processor time of the bare script, by model."""
+
+
+def processor(scratch: Path, scale: Scale) -> Iterator[Row]:
+    """Processor time: what an inspection adds to reading the file, and a step-test to its sessions and runs."""
+    fixtures = {FIXTURE.with_name("gpt2"): 0, FIXTURE: 1}
+    compare = partial(interleaved, repeats=scale.few_repeats, cost=processor_seconds, warm=scale.warm)
+    made = {name: _make_model(name, scratch) for name in dict.fromkeys((*scale.deep, *scale.stepped))}
+    large = _make_model(f"{scale.large}-inside", scratch / "large")
+    for path, code in (*fixtures.items(), (large, 0)):
+        ours = kvdoctor("inspect", "--format", "json", str(path), code=code)
+        pair = compare(ours, python("-c", "import onnx"))
+        yield _processor_row(f"inspect, {path.name}", pair, "import onnx", 2.0)
+    shutil.rmtree(large)
+    for name, limit in zip(scale.deep, (2.5, 4.0), strict=True):
+        ours = kvdoctor("inspect", "--format", "json", str(made[name]))
+        pair = compare(ours, python("-c", CHECK, str(made[name] / "model.onnx")))
+        yield _processor_row(f"inspect, {MODELS[name].layers} layers", pair, "onnx.load, onnx.checker", limit)
+    for path, code in (*fixtures.items(), *((made[name], 0) for name in scale.stepped)):
+        ours = kvdoctor("step-test", "--format", "json", str(path), code=code)
+        pair, limit = compare(ours, _record_bare(path, scratch)), PROCESSOR_LIMITS.get(path.name, 2.2)
+        yield _processor_row(f"step-test, {path.name}", pair, "bare script, same runs", limit)
+
+
+def _processor_row(what: str, pair: Pair, alternative: str, limit: float) -> Row:
+    return replace(_time_row(what, pair, alternative, limit), what=f"{what}: processor time")
+
+
 def re_export(scratch: Path, scale: Scale) -> Iterator[Row]:
     """Diagnosis, repair, second diagnosis and proof."""
     out = scratch / "repaired"
@@ -362,7 +424,7 @@ def loop(scratch: Path, scale: Scale) -> Iterator[Row]:
 
 def _make_model(name: str, scratch: Path) -> Path:
     folder = scratch / name
-    folder.mkdir()
+    folder.mkdir(parents=True)
     python(str(HERE / "models.py"), name, str(folder)).run()
     return folder
 
@@ -384,6 +446,7 @@ BENCHMARKS: dict[str, Callable[[Path, Scale], Iterator[Row]]] = {
     "locate": locate,
     "polygraphy": polygraphy,
     "fixture": fixture,
+    "processor": processor,
     "re-export": re_export,
     "unmerge": unmerge,
     "gate": gate_many,

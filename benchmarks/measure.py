@@ -72,6 +72,22 @@ def seconds(command: Command) -> float:
     return time.perf_counter() - begin
 
 
+def processor_seconds(command: Command) -> float:
+    """Processor time of one run, user and system, with its children: a busy machine adds little to it."""
+    before = _children_seconds()
+    command.run()
+    return _children_seconds() - before
+
+
+def _children_seconds() -> float:
+    if sys.platform == "win32":
+        return os.times().children_user + os.times().children_system
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def peak_mib(command: Command) -> float:
     """Peak resident memory of one run, in MiB: the process and its children, summed at the same moment."""
     return _peak_mib(command, with_children=True)

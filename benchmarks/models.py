@@ -74,7 +74,7 @@ MODELS = {
     "slots-400": Sizes(layers=200, heads=4, vocabulary=20_000, inside=False),
     "1.2b-beside": Sizes(layers=22, heads=32, vocabulary=20_000, inside=False),
     # Twice and four times as large in one way.
-    **{f"layers-{n}": Sizes(layers=25 * n, heads=2, vocabulary=1_000, inside=True) for n in (1, 2, 4)},
+    **{f"layers-{n}": Sizes(layers=25 * n, heads=2, vocabulary=1_000, inside=True) for n in (1, 2, 4, 8, 16)},
     **{f"words-{n}": Sizes(layers=2, heads=2, vocabulary=65_536 * n, inside=True) for n in (1, 2, 4)},
     **{f"steps-{n}": Sizes(layers=2, heads=2, vocabulary=1_000, inside=True, positions=256 * n) for n in (1, 2, 4)},
     # For the test of the benchmarks: 2 layers of 128, in files of 2 MB.

@@ -86,6 +86,7 @@ class JudgingOptions(SharedOptions, total=False):
     providers: "Words"
     timeout: float
     max_memory: int | None
+    sandbox: bool
     tolerances: "Mapping[str, float] | None"
 
 
@@ -96,6 +97,7 @@ class WorkerOptions(TypedDict, total=False):
     providers: "Words"
     timeout: float
     max_memory: int | None
+    sandbox: bool
     offline: bool
     progress: "Progress | None"
 

@@ -552,6 +552,13 @@ class Options:
         unset="nine tenths of the machine's memory",
         policy="max-memory = 4096",
     )
+    sandbox: bool = _limit(
+        Flag(),
+        True,
+        "Let the runtime's process read the model alone, and no network.",
+        flag="no-sandbox",
+        flag_help="Let the runtime's process read all files and use the network; by default it cannot, on Linux.",
+    )
     hash: bool = option(
         Flag(), False, "Put the SHA-256 of each file into the report.", ALL, policy="hash = true", group=OUTPUT
     )
@@ -580,7 +587,7 @@ class Options:
         """The limits of the worker process."""
         from kvdoctor.runtime.process import Limits
 
-        return Limits(self.timeout, self.max_memory)
+        return Limits(self.timeout, self.max_memory, self.sandbox)
 
     @property
     def provider(self) -> str:

@@ -13,7 +13,7 @@ import functools
 import pathlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -128,6 +128,8 @@ def to_plain(value: Any) -> Any:
         return {key: item if type(item) in PLAIN else to_plain(item) for key, item in value.items()}
     names = _field_names(value.__class__)
     if names is None:
+        if isinstance(value, Sequence):
+            return [to_plain(item) for item in value]
         return str(value) if isinstance(value, pathlib.PurePath) else value
     items = ((name, getattr(value, name)) for name in names)
     return {name: item if type(item) in PLAIN else to_plain(item) for name, item in items}

@@ -30,6 +30,7 @@ import kvdoctor
 from kvdoctor.errors import UsageError
 from kvdoctor.gating import diagnose_job as diagnosing
 from kvdoctor.gating import run as gate_run
+from kvdoctor.gating import stored_runs
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.cache_key import FileDigests, compute_key, digest_source
 from kvdoctor.gating.jobs import GateJob, GateSettings, ProcessLost
@@ -125,6 +126,20 @@ def test_what_has_not_changed_is_not_run_again(first: tuple[bad.Result, Path], m
     assert text.splitlines()[-1].endswith(
         "1 of 2 models healthy, 1 unhealthy; 2 unchanged and not run again \u00b7 exit 1"
     )
+
+
+def test_reports_whose_runs_are_stored_are_the_same(
+    first: tuple[bad.Result, Path], models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, cache = first
+    monkeypatch.setattr(stored_runs, "MOST_HELD", 0)
+    done = kvdoctor.gate(models, cache_dir=cache, jobs=2)
+    assert [isinstance(one.runs, stored_runs.StoredRuns) for one in done.reports] == [True] * len(models)
+    assert pickle.loads(pickle.dumps(done.reports)) == done.reports  # noqa: S301 - our own
+    assert [one.runs[:1] for one in done.reports] == [tuple(one.runs)[:1] for one in done.reports]
+    stored = [without_measured(one) for one in done.to_dict()["reports"]]
+    assert stored == list(map(without_measured, result.report["reports"]))
+    assert kvdoctor.render(done).splitlines()[-1].startswith("gate: unhealthy; 1 of 4 models healthy")
 
 
 @pytest.mark.slow
@@ -527,6 +542,7 @@ FOR_RUNS = {
     "providers": "cuda",
     "timeout": 7.0,
     "max_memory": 4096,
+    "sandbox": False,
     "tolerances": {"float16": 0.03},
 }
 

@@ -1,20 +1,25 @@
 """`step-test --reference`: logits beside those of a checkpoint; what cannot be compared is never called healthy."""
 
+import hashlib
 import json
 import shutil
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.isolated import CONSUMERS, EXPORTS, Environment, kvdoctor
+from support.isolated import CONSUMERS, EXPORTS, Environment, give_up, kvdoctor
 from support.text_fixtures import load_all
 
+from kvdoctor.addons.conversions.layout_proof import NEEDS
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.diagnose import checkpoint as reference
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options
+from kvdoctor.repair.export.exporters import EXPORTERS
 from kvdoctor.report.document import Report
 from kvdoctor.runtime import environments
 from kvdoctor.runtime.environments import (
@@ -22,9 +27,12 @@ from kvdoctor.runtime.environments import (
     Requirements,
     ScriptFailed,
     ScriptProcess,
+    find_uv,
     python_command,
     transformers_for,
 )
+from kvdoctor.runtime.release_environments import requirements_of
+from kvdoctor.runtime.targets.limits import releases
 
 HERE = Requirements(("numpy",), ("numpy",), "none")
 NOWHERE = Requirements(("torch==2.13.0",), ("there_is_no_such_module",), "transformers")
@@ -312,3 +320,48 @@ def test_a_checkpoint_runs_no_code_and_lends_no_weights(checkpoints: Path, tmp_p
     code, document = against("gpt2", checkpoints / "gpt2-deeper")
     assert code == 3
     assert any("its weights do not fill GPT2LMHeadModel" in entry["reason"] for entry in document["not_checked"])
+
+
+def make_wheel(folder: Path, content: str) -> str:
+    """A wheel of `locked` 1.0 with one module; gives its SHA-256."""
+    file = folder / "locked-1.0-py3-none-any.whl"
+    names = ("locked.py", *(f"locked-1.0.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")))
+    with zipfile.ZipFile(file, "w") as wheel:
+        wheel.writestr("locked.py", content)
+        wheel.writestr("locked-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: locked\nVersion: 1.0\n")
+        wheel.writestr("locked-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("locked-1.0.dist-info/RECORD", "".join(f"{name},,\n" for name in names))
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_only_the_files_of_the_lock_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_uv() is None:
+        give_up("uv is neither on the path nor next to this Python")
+    for name in ("locks", "wheels"):
+        (tmp_path / name).mkdir()
+    digest = make_wheel(tmp_path / "wheels", "right = True")
+    (tmp_path / "locks" / "pins.txt").write_text("[wanted]\nlocked==1.0\nabsent==2.0 ; sys_platform == 'none'\n")
+    (tmp_path / "locks" / "hashes.txt").write_text(f"absent==2.0 {'0' * 64}\nlocked==1.0 {digest} {'1' * 64}\n")
+    monkeypatch.setattr(environments, "LOCKS", tmp_path / "locks")
+    for name, value in {"UV_FIND_LINKS": "wheels", "UV_CACHE_DIR": "cache", "XDG_CACHE_HOME": "user"}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    needs = Requirements(("wanted",), ("locked",), "none")
+    (python,) = python_command(needs, offline=False).command
+    subprocess.run([python, "-c", "import locked; assert locked.right"], check=True)
+    assert python_command(needs, offline=True).command == (python,), "it is made once"
+    for name in ("user", "cache"):
+        shutil.rmtree(tmp_path / name)
+    make_wheel(tmp_path / "wheels", "right = False")
+    with pytest.raises(EnvironmentUnavailable, match="serves another file than the one whose hash kvdoctor has"):
+        python_command(needs, offline=False)
+    assert not list((tmp_path / "user").rglob("locked.py"))
+
+
+def test_every_environment_that_is_made_has_a_lock() -> None:
+    needs = [*(exporter.needs for exporter in EXPORTERS), NEEDS]
+    needs += [transformers_for({"transformers_version": release}) for release in environments.RELEASES]
+    for requirements in (*(one.requirements for one in needs), *map(requirements_of, releases())):
+        lock = environments.read_lock(requirements) or ""
+        assert all(f"\n{one.partition('<')[0]}" in f"\n{lock}" for one in requirements), requirements
+        assert all(" --hash=sha256:" in one for one in lock.splitlines())

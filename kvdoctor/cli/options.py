@@ -1,5 +1,7 @@
 """The options of each command, translated from the table of `kvdoctor.options` into click's."""
 
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+LEAST_LIMIT = 2 << 30
+"""Bytes that this process may have in any case: `--max-memory` is that of the model."""
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
@@ -75,11 +79,29 @@ def policy_options(command: Command) -> Command:
 def given_options() -> dict[str, Any]:
     """Return the options of the table that the command line or the environment gives, as keyword arguments."""
     context = click.get_current_context()
+    _limit_memory(context.params.get("max_memory"))
     return {
         option.keyword: context.params[option.keyword]
         for option in options_of(str(context.command.name))
         if context.get_parameter_source(option.keyword) in GIVEN
     }
+
+
+def _limit_memory(most: int | None) -> None:
+    """Let this process fail to allocate before the machine has no memory left, or beyond the limit of the worker.
+
+    What is mapped from files does not count: the system can drop it.
+    """
+    if sys.platform == "linux":
+        import resource
+
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10 * 9
+        limit, hard = (
+            whole if most is None else max(most << 20, LEAST_LIMIT),
+            resource.getrlimit(resource.RLIMIT_DATA)[1],
+        )
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def given_paths() -> tuple[str, ...]:

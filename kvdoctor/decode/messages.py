@@ -35,12 +35,28 @@ def count_threads() -> int:
     return max(1, min(cores or 1, 16))
 
 
+@record
+class Sandbox:
+    """What a worker may use from now on besides its environment: absolute paths of files and folders.
+
+    Attributes:
+        reads: What it may read; of a folder all that is below it.
+        writes: What it may change as well.
+        devices: Patterns of the device files that a provider needs; with some, its driver may talk to services.
+    """
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    devices: tuple[str, ...] = ()
+
+
 @record(slots=False, kw_only=True)
 class Job:
     """What a worker is to do: the seed of synthetic feeds, and the provider, threads and settings of its sessions.
 
     `unopened` are files with levels of optimization at which a worker ended while it opened them: it would end again.
     `diagnosis` is a number that jobs on the same model have in common: its sessions stay open from one to the next.
+    The first job of a worker has its `sandbox`; None leaves it as it is.
     """
 
     seed: int = 0
@@ -49,6 +65,7 @@ class Job:
     threads: int = field(default_factory=count_threads)
     unopened: tuple[tuple[str, str], ...] = ()
     diagnosis: int = 0
+    sandbox: Sandbox | None = None
 
 
 @record(slots=False)
@@ -208,7 +225,7 @@ class FindProviderJob(Job):
 
 @record
 class Hello(Event):
-    """The worker is ready: versions, the execution providers of its runtime, and the number of its process.
+    """The worker is ready: versions, the execution providers of its runtime, its process, and what can restrict it.
 
     That is not the process that was started where Python is started by a launcher, as in an environment on Windows.
     """
@@ -218,6 +235,7 @@ class Hello(Event):
     python: str
     providers: tuple[str, ...]
     process: int
+    sandbox: str = ""
 
 
 @record

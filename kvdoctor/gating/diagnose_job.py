@@ -41,7 +41,7 @@ def diagnose_job(job: GateJob) -> Report:
     runtime: Runtime | None = getattr(_THREAD, "runtime", None)
     if runtime is None or runtime.limits != job.options.limits:
         release_runtime()
-        _THREAD.runtime = runtime = Runtime(job.options.limits)
+        _THREAD.runtime = runtime = Runtime(job.options.limits, reads=job.reads)
     runtime.forget_peak()
     try:
         report = step_test(job.path, job.options, runtime, RunPlan(job.at, check_advice=check_advice))

@@ -11,11 +11,15 @@ from kvdoctor.records import record
 
 @record
 class GateJob:
-    """A model, by its path as the user wrote it, and its options. `at` is its location where that path is not valid."""
+    """A model, by its path as the user wrote it, and its options. `at` is its location where that path is not valid.
+
+    `reads` are absolute paths with the models of the gate, which a worker may read from its start.
+    """
 
     path: str
     options: Options
     at: Path | None = None
+    reads: tuple[str, ...] = ()
 
     @property
     def location(self) -> Path:

@@ -1,7 +1,9 @@
 """The plan of a gate: its models, the options of each and the settings of the run, from arguments and the policy."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +52,11 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     models = [path for path in found if path not in excluded]
     if not models:
         raise UsageError(f"--exclude leaves no model of {', '.join(found)}; a gate that checks nothing must not pass")
-    if policy is None:
-        options = read_options(Options, given)
-        jobs = tuple(GateJob(path, options) for path in models)
-    else:
-        jobs = tuple(GateJob(path, policy.read_options(command, path, given)) for path in models)
+    reads, options = list_folders(models), read_options(Options, given) if policy is None else None
+    jobs = tuple(
+        GateJob(path, options or policy.read_options(command, path, given), reads=reads)  # type: ignore[union-attr]
+        for path in models
+    )
     return GatePlan(jobs, _read_settings(choices, jobs[0].options), choices, tuple(left_out))
 
 
@@ -98,6 +100,20 @@ def _read_settings(choices: GateChoices, options: Options) -> GateSettings:
     cache, ended = kept if choices.cache else None, getattr(options.progress, "end", None)
     size = choices.cache_size << 20
     return GateSettings(choices.jobs, cache, size, choices.cluster, options.show_line, ended)
+
+
+MANY_MODELS, MOST_FOLDERS = 4, 64
+
+
+def list_folders(models: Sequence[str]) -> tuple[str, ...]:
+    """The folders of many models, and the other models: a worker that may read them serves one after the other."""
+    places = [os.path.abspath(path) for path in models]  # noqa: PTH100 - what a link leads to is asked for later
+    above = Counter(map(os.path.dirname, places))
+    folders = {os.path.dirname(one) if above[os.path.dirname(one)] >= MANY_MODELS else one for one in places}  # noqa: PTH120
+    if len(folders) > MOST_FOLDERS:
+        with suppress(ValueError):  # on several drives
+            folders = {os.path.commonpath(folders)}
+    return tuple(sorted(folders - {"/", os.path.expanduser("~")})[:MOST_FOLDERS])  # noqa: PTH111
 
 
 def find_models(paths: Sequence[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,6 +17,7 @@ from kvdoctor.gating.baseline import Baseline, today
 from kvdoctor.gating.baseline_match import match_baseline
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.jobs import GateJob, GateSettings, NoWorkerLeft, ProcessLost
+from kvdoctor.gating.stored_runs import RunStore
 from kvdoctor.gating.verdict import GateResult, judge
 from kvdoctor.model.files import list_names, refuse_nothing
 from kvdoctor.report.document import Report
@@ -84,26 +85,38 @@ def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Base
     if len(jobs) > 1 or settings.cluster is not None:
         # The progress of one model's experiments is confusing with others, and cannot be pickled.
         jobs = [replace(job, options=replace(job.options, progress=None)) for job in jobs]
-    cache = None
+    cache, store = None, RunStore()
     if settings.cache is not None:
         cache = Cache(settings.cache, settings.cluster is not None, settings.cache_bytes)
-    keys = [None if cache is None else cache.key(job) for job in jobs]
-    with _no_collection():
-        cached = [None if cache is None else cache.find(key, job) for key, job in zip(keys, jobs, strict=True)]
-    reports = {index: report for index, report in enumerate(cached) if report is not None}
-    progress = _Progress(settings, len(jobs), baseline, len(reports))
-    changed = {index: job for index, job in enumerate(jobs) if index not in reports}
-    try:
-        with contextlib.closing(_run(changed, settings)) as results:
-            for index, report in results:
-                reports[index] = progress.count(report)
-                if cache is not None:
-                    cache.keep(keys[index], jobs[index], report)
-    finally:
-        if cache is not None and (lost := cache.close()):
-            size = settings.cache_bytes // MIB
-            progress.say(f"the cache of {size} MiB holds {lost} of these reports no more; give it more: --cache-size")
+    # Files are hashed side by side, before a model is run and after.
+    with ThreadPoolExecutor(count_cores()) as threads:
+        with _no_collection():
+            found = list(threads.map(lambda job: _look_up(cache, store, job), jobs))
+        reports = {index: report for index, (_, report) in enumerate(found) if report is not None}
+        progress = _Progress(settings, len(jobs), baseline, len(reports))
+        changed = {index: job for index, job in enumerate(jobs) if index not in reports}
+        try:
+            with contextlib.closing(_run(changed, settings)) as results:
+                for index, report in results:
+                    reports[index] = store.put(progress.count(report))
+                    if cache is not None:
+                        threads.submit(cache.keep, found[index][0], jobs[index], report)
+        finally:
+            threads.shutdown()
+            if cache is not None and (lost := cache.close()):
+                size = settings.cache_bytes // MIB
+                more = f"the cache of {size} MiB holds {lost} of these reports no more; give it more: --cache-size"
+                progress.say(more)
     return [reports[index] for index in range(len(jobs))]
+
+
+def _look_up(cache: Cache | None, store: RunStore, job: GateJob) -> tuple[str | None, Report | None]:
+    """The key of a job, and its cached report."""
+    if cache is None:
+        return None, None
+    key = cache.key(job)
+    report = cache.find(key, job)
+    return key, None if report is None else store.put(report)
 
 
 @contextlib.contextmanager

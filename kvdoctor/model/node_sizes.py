@@ -114,10 +114,12 @@ class NodeSizes:
         """The numbers of an input that is a shape, which may be unknown.
 
         Raises:
-            SizesUnknown: not even their count is known.
+            SizesUnknown: not even their count is known, or no tensor has so many axes.
         """
         shape = self.shape(index) if self.has(index) else None
         if shape is not None and len(shape) == 1 and shape[0] is not None and shape[0] != VARIES:
+            if shape[0] > MOST_NUMBERS:  # a declared size costs no bytes
+                raise SizesUnknown
             return tuple(NumberOf(index, at) for at in range(shape[0]))
         return self.elements(index)
 

@@ -4,16 +4,20 @@ A worker that crashes is replaced, and the new one goes on with the remaining ex
 """
 
 import json
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
 from kvdoctor.errors import UsageError, WorkerDied
+from kvdoctor.runtime.grants import device_files, lie_within, readable
 from kvdoctor.runtime.process import Limits, Worker
 from kvdoctor.runtime.providers import advise_adapter, name_close, read_provider
+from kvdoctor.runtime.scratch import ScratchFolder
 
 MOST_CRASHES = 5
 """Every use of a cache rests on one of them: where the worker crashes in both, it would crash at other sizes too."""
@@ -43,13 +47,20 @@ class Runtime:
     """The onnxruntime of this environment, or of the one that `python` belongs to.
 
     Its worker is started at once and serves all jobs, but for those on another provider than the CPU: each of these
-    has workers of its own, since its library is native code. `provider` is the one that this runtime serves.
+    has workers of its own, since its library is native code. `provider` is the one that this runtime serves. `reads`
+    are files and folders that some jobs will read: a worker whose sandbox lacks what a job needs is replaced.
     """
 
-    def __init__(self, limits: Limits, python: str | None = None, provider: str = messages.CPU) -> None:
+    def __init__(
+        self, limits: Limits, python: str | None = None, provider: str = messages.CPU, reads: Collection[str] = ()
+    ) -> None:
         self.limits, self.python, self.provider = limits, python, provider
         asked = read_provider(provider)
-        self._environment = asked.environment
+        self._scratch = ScratchFolder()
+        library = (os.path.dirname(asked.library),) if asked.library else ()  # noqa: PTH120
+        self._reads = frozenset(map(os.path.realpath, (self._scratch.root, *library, *reads)))
+        temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._scratch.name)
+        self._environment = {**asked.environment, **temporary}
         if provider != messages.CPU:
             module = asked.known.module if asked.known is not None and asked.library is None else None
             given = {"asked": provider, "name": asked.name, "module": module, "library": asked.library}
@@ -66,6 +77,7 @@ class Runtime:
         self._worker.stop()
         for other in self._beside.values():
             other.__exit__()
+        self._scratch.cleanup()
 
     def beside(self, python: str) -> "Runtime":
         """The runtime of another environment, which is started once and ended with this one."""
@@ -99,6 +111,11 @@ class Runtime:
     def providers(self) -> tuple[str, ...]:
         """The execution providers that are built into the runtime; raises what `greet` raises."""
         return self._worker.greet().providers
+
+    @property
+    def sandbox(self) -> str:
+        """What the kernel can keep from a worker, empty if nothing; raises what `greet` raises."""
+        return self._worker.greet().sandbox
 
     def require_provider(self, name: str) -> None:
         """Refuse an execution provider that the runtime does not have. It would run on the CPU without a message.
@@ -273,9 +290,16 @@ class Runtime:
 
     def _send(self, job: messages.Job, results: StackResults) -> None:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
-        if not self._worker.is_idle:
+        sandboxed, granted = self.limits.sandbox and sys.platform == "linux", self._worker.granted
+        needed = readable(job) | {*(devices := device_files(job))} if sandboxed else frozenset[str]()
+        if not self._worker.is_idle or (granted is not None and not lie_within(needed, granted)):
             self._restart(results)
-        self._worker.send(replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis))
+        sandbox = None
+        if sandboxed and self._worker.granted is None:
+            self._reads = self._worker.granted = self._reads | needed
+            sandbox = messages.Sandbox(tuple(sorted(self._reads)), (self._scratch.root,), devices)
+        job = replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis)
+        self._worker.send(replace(job, sandbox=sandbox))
 
     def _restart(self, results: StackResults) -> None:
         results.peak_bytes = max(results.peak_bytes, self._worker.peak_bytes)

@@ -6,10 +6,12 @@ private files. A crash of the script does not end this process.
 
 import collections
 import contextlib
+import hashlib
 import importlib.util
 import json
 import logging
 import os
+import platform
 import queue
 import re
 import shutil
@@ -17,13 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from kvdoctor.errors import KvdoctorError
+from kvdoctor.errors import KvdoctorError, UsageError
+from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.records import record
-from kvdoctor.runtime.process import describe_exit
+from kvdoctor.runtime.process import describe_exit, free_memory_limit
+from kvdoctor.runtime.scratch import scratch_folder
 
 TORCH = "2.13.0"
 TRANSFORMERS = "4.57.6"
@@ -37,6 +41,9 @@ RELEASES = (
 """The last release of each line of transformers for this torch; a file of a checkpoint chooses among these alone."""
 GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "numpy==2.4.6")
 """The release of onnxruntime-genai that exports are made with, and that a folder for it is proved with."""
+
+LOCKS = Path(__file__).parent / "locks"
+"""The packages of each environment, with the hashes of their files; `fixtures/make_locks.py` writes them."""
 
 MOST_SECONDS = 3600.0
 """Limit for making an environment and for each answer of a script, which may download and load weights meanwhile."""
@@ -156,10 +163,79 @@ def python_command(needs: Requirements, offline: bool) -> PythonCommand:
             f"with them, is not installed: pip install uv, or pip install 'kvdoctor[{needs.extra}]'"
             f"{once_online(offline)}"
         )
+    if (lock := read_lock(needs.requirements)) is not None:
+        return PythonCommand((str(_make_locked(uv, needs, lock, offline)),), "uv")
     command = [uv, "run", "--quiet", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
     for requirement in needs.requirements:
         command += ["--with", requirement]
     return PythonCommand((*command, *(["--offline"] if offline else []), "python"), "uv")
+
+
+def read_lock(requirements: tuple[str, ...]) -> str | None:
+    """The lock of an environment as a file for pip: all packages with the hashes of their files; None without one."""
+    sections = (LOCKS / "pins.txt").read_text(encoding="utf-8").split("[")
+    section = next((one for one in sections if one.startswith(f"{' '.join(requirements)}]\n")), None)
+    if section is None:
+        return None
+    lines = (LOCKS / "hashes.txt").read_text(encoding="utf-8").splitlines()
+    hashes = {name: digests for name, *digests in map(str.split, lines)}
+    pins = section.partition("]\n")[2].splitlines()
+    return "\n".join(
+        f"{pin} {' '.join(f'--hash=sha256:{one}' for one in hashes[pin.partition(' ;')[0]])}" for pin in pins
+    )
+
+
+@contextlib.contextmanager
+def lock_file(lock: str) -> Iterator[str]:
+    """A file with a lock, for as long as uv reads it."""
+    with scratch_folder() as folder:
+        file = Path(folder, "requirements.txt")
+        file.write_text(lock, encoding="utf-8")
+        yield str(file)
+
+
+def _make_locked(uv: str, needs: Requirements, lock: str, offline: bool) -> Path:
+    """The Python of the environment of a lock, in the user's cache; it is made if it is not there yet.
+
+    Raises:
+        EnvironmentUnavailable: it cannot be made; where a file is not the one of the lock, the message says so.
+    """
+    identity = f"{lock}{sys.version_info[:2]}{sys.platform}{platform.machine()}"
+    folder = cache_folder() / "environments" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    inside = "Scripts/python.exe" if os.name == "nt" else "bin/python"
+    if (folder / inside).exists():
+        return folder / inside
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(folder) as pending, lock_file(lock) as file:
+            options = ["--quiet", *(["--offline"] if offline else [])]
+            _run_uv(
+                [uv, "venv", *options, "--no-project", "--python", sys.executable, str(pending.path)], needs, offline
+            )
+            install = [uv, "pip", "install", *options, "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+            _run_uv([*install, "--python", str(pending.path / inside), "-r", file], needs, offline)
+            pending.kept = not folder.exists()
+    except (OSError, UsageError) as error:
+        raise EnvironmentUnavailable(f"an environment cannot be written to the cache: {error}") from None
+    return folder / inside
+
+
+def _run_uv(command: list[str], needs: Requirements, offline: bool) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            env=without_python_variables() | {"UV_PYTHON_DOWNLOADS": "never"},
+            cwd=cache_folder(),
+            timeout=MOST_SECONDS,
+            check=False,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentUnavailable(f"uv did not end within {MOST_SECONDS:g} seconds") from None
+    if done.returncode:
+        raise _not_made(needs, hide_home(" ".join(done.stderr.split()))[:400], offline)
 
 
 def without_python_variables() -> dict[str, str]:
@@ -218,6 +294,7 @@ class ScriptProcess:
             errors="replace",
             env=_variables(self._isolated, offline),
         )
+        free_memory_limit(self._process)
         threading.Thread(target=self._read, daemon=True).start()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -283,11 +360,7 @@ class ScriptProcess:
             return EnvironmentUnavailable(
                 f"{modules} of this Python do not load ({quoted}): pip install --upgrade 'kvdoctor[{self.needs.extra}]'"
             )
-        hint = "; without --offline it may be downloaded" if self.offline else ""
-        return EnvironmentUnavailable(
-            f"no environment with {', '.join(self.needs.requirements)} can be made ({quoted}){hint}; "
-            f"to see why: uv run --isolated --no-project --with {' --with '.join(self.needs.requirements)} python"
-        )
+        return _not_made(self.needs, quoted, self.offline)
 
     def _read(self) -> None:
         with contextlib.suppress(ValueError, OSError):
@@ -307,6 +380,17 @@ def _variables(isolated: bool, offline: bool) -> dict[str, str]:
     """The environment variables of the child."""
     inherited = without_python_variables() if isolated else dict(os.environ)
     return {**inherited, **QUIET, **({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if offline else {})}
+
+
+def _not_made(needs: Requirements, quoted: str, offline: bool) -> EnvironmentUnavailable:
+    """Why there is no environment. A file that the index serves in place of the locked one is never installed."""
+    hint = "; without --offline it may be downloaded" if offline else ""
+    if "hash mismatch" in quoted.lower():
+        hint = "; the index serves another file than the one whose hash kvdoctor has: nothing of it was installed"
+    return EnvironmentUnavailable(
+        f"no environment with {', '.join(needs.requirements)} can be made ({quoted}){hint}; "
+        f"to see why: uv run --isolated --no-project --with {' --with '.join(needs.requirements)} python"
+    )
 
 
 def _quote(lines: list[str]) -> str:

@@ -37,10 +37,14 @@ BOOT = f"{LOAD}from kvdoctor.runtime.worker.main import main\nmain()\n"
 
 @record
 class Limits:
-    """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory."""
+    """`timeout` in seconds for one answer (a file opened, a step run), `max_memory` in MiB of resident memory.
+
+    `sandbox` takes from the worker what its jobs do not need, where the system can.
+    """
 
     timeout: float = 300.0
     max_memory: int | None = None
+    sandbox: bool = True
 
     def memory_limit(self) -> int:
         """Bytes: as asked, else nine tenths of the machine's memory."""
@@ -63,6 +67,7 @@ class Worker:
         self.hello: Hello | None = None
         self.peak_bytes = 0
         self.is_idle = True
+        self.granted: frozenset[str] | None = None
         self._watched: Any = None
         self._next_look = 0.0
         self._memory_limit: int | None = None
@@ -78,6 +83,7 @@ class Worker:
             encoding="utf-8",
             env=os.environ | quiet | dict(environment or {}),
         )
+        free_memory_limit(self._process)
         self._number = self._process.pid
         threading.Thread(target=self._pump, daemon=True).start()
 
@@ -184,6 +190,16 @@ class Worker:
                 "the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing"
             )
         return describe_exit(code)
+
+
+def free_memory_limit(process: "subprocess.Popen[Any]") -> None:
+    """Lift for a child the limit that its parent has for itself: it is watched, or another program."""
+    if sys.platform == "linux":
+        import resource
+
+        with contextlib.suppress(OSError):  # it has ended
+            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (hard, hard))
 
 
 def describe_exit(code: int) -> str:

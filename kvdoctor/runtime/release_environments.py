@@ -21,7 +21,9 @@ from kvdoctor.runtime.environments import (
     cache_folder,
     find_uv,
     hide_home,
+    lock_file,
     once_online,
+    read_lock,
     report_progress,
     without_python_variables,
 )
@@ -130,6 +132,11 @@ def measure_limits_beside(target: Target, local: Runtime, offline: bool) -> Targ
     return target
 
 
+def requirements_of(release: str) -> tuple[str, ...]:
+    """What an environment of a release is made of."""
+    return f"onnxruntime=={release}", "numpy<2" if order(f"{line(release)}.0")[:2] < OLD_NUMPY else "numpy"
+
+
 class _Installation:
     """Installs a release with uv, and proves that it loads."""
 
@@ -142,12 +149,16 @@ class _Installation:
         Raises:
             EnvironmentUnavailable: a step fails.
         """
-        numpy = "numpy<2" if order(f"{line(self.release)}.0")[:2] < OLD_NUMPY else "numpy"
         network = ["--offline"] if self.offline else []
         inside = str(_interpreter(folder))
         self._run([self.uv, "venv", "--quiet", "--no-project", "--python", python, str(folder), *network])
         install = [self.uv, "pip", "install", "--quiet", *WHEELS_ONLY, "--python", inside, *network]
-        self._run([*install, f"onnxruntime=={self.release}", numpy])
+        needed = requirements_of(self.release)
+        if (lock := read_lock(needed)) is None:  # a release of later than the lock
+            self._run([*install, *needed])
+        else:
+            with lock_file(lock) as file:
+                self._run([*install, "--require-hashes", "-r", file])
         loaded = self._run([inside, "-I", "-c", PRINT_RELEASE])
         if loaded != self.release:
             raise EnvironmentUnavailable(

@@ -9,6 +9,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -30,12 +31,33 @@ def scratch_folder() -> Iterator[str]:
 
 
 class ScratchFolder:
-    """The same, up to `cleanup` or the end of the process."""
+    """The same, up to `cleanup` or the end of the process; all of a process lie in one folder, its `root`."""
 
     def __init__(self) -> None:
-        sweep_left(tempfile.gettempdir())
-        self.name = tempfile.mkdtemp(SUFFIX, PREFIX)
-        self.cleanup = finalize(self, _remove, self.name, _lock(self.name))
+        with _LOCK:
+            if not _ROOTS:
+                sweep_left(tempfile.gettempdir())
+                root = tempfile.mkdtemp(SUFFIX, PREFIX)
+                _ROOTS[root] = _lock(root)
+            self.root = next(iter(_ROOTS))
+            self.name = tempfile.mkdtemp(dir=self.root)
+            _USED.add(self.name)
+        self.cleanup = finalize(self, _leave, self.name)
+
+
+_LOCK = threading.RLock()
+_ROOTS: dict[str, int | None] = {}
+"""The root of this process and its lock, while a folder in it is used."""
+_USED = set[str]()
+
+
+def _leave(folder: str) -> None:
+    """Remove a folder, and the root with the last one."""
+    with _LOCK:
+        shutil.rmtree(folder, ignore_errors=True)
+        _USED.discard(folder)
+        while _ROOTS and not _USED:
+            _remove(*_ROOTS.popitem())
 
 
 @cache

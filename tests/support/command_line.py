@@ -16,6 +16,9 @@ from unittest.mock import patch
 
 from kvdoctor.cli.main import main
 
+if sys.platform == "linux":
+    import resource
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 300.0
 """The most processor time of a command in this process, without that of its worker."""
@@ -51,6 +54,7 @@ def _own_process(words: list[str]) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     folder, threshold = Path.cwd(), gc.get_threshold()
     out, err = io.BytesIO(), io.BytesIO()
+    data = resource.getrlimit(resource.RLIMIT_DATA) if sys.platform == "linux" else (-1, -1)
     with (
         patch.object(sys, "argv", [str(ROOT / "kvdoctor" / "__main__.py"), *words]),
         patch.object(sys.modules["__main__"], "__package__", "kvdoctor", create=True),
@@ -63,6 +67,8 @@ def _own_process(words: list[str]) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
             yield out, err
         finally:
             os.chdir(folder)
+            if sys.platform == "linux":
+                resource.setrlimit(resource.RLIMIT_DATA, data)
             gc.set_threshold(*threshold)
             for number, handler in handlers.items():
                 signal.signal(number, handler)

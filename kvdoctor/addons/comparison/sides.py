@@ -84,7 +84,7 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(scratch_folder()))
         needed = not static and any(path not in stored for path in (a, b))
-        runtime = opened.enter_context(Runtime(options.limits)) if needed else None
+        runtime = opened.enter_context(Runtime(options.limits, reads=(a, b))) if needed else None
         sides = []
         for name, path in (("a", a), ("b", b)):
             logits = scratch / name

@@ -16,6 +16,8 @@ from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB
 from kvdoctor.records import record
 
+UNFIT = (ArithmeticError, LookupError, ValueError, TypeError, StopIteration)
+"""What a rule raises on too few inputs, on axes beyond the rank, or on attributes of another type."""
 RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **parts.RULES, **combining.RULES}
 
 
@@ -150,7 +152,7 @@ class Walk:
         else:
             try:
                 made = rule(call)
-            except (ArithmeticError, LookupError, ValueError):  # a node that no runtime would take
+            except UNFIT:  # a node that no runtime would take
                 made = Made(UNKNOWN)
         listed = made if isinstance(made, list) else [made]
         return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits

@@ -62,6 +62,10 @@ def _providers(missing: list[str]) -> Iterator[Component]:
     try:
         with Runtime(Limits(timeout=60)) as runtime:
             yield Component("ok", f"execution providers: {', '.join(runtime.providers)}")
+            if runtime.sandbox:
+                yield Component("ok", f"sandbox of the worker: {runtime.sandbox}")
+            else:
+                yield Component("absent", "sandbox of the worker: needs Linux 5.13 or newer with Landlock")
             yield from _plugins(runtime)
     except (KvdoctorError, WorkerDied) as error:
         yield Component("BROKEN", f"onnxruntime does not load ({error}): pip install --force-reinstall onnxruntime")

@@ -24,6 +24,7 @@ from kvdoctor.decode.samples import Samples, read_arrays
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import UsageError
 from kvdoctor.runtime.worker.runner import open_stack
+from kvdoctor.runtime.worker.sandbox import describe_sandbox, restrict
 from kvdoctor.runtime.worker.sessions import ProviderMissing
 
 
@@ -83,6 +84,8 @@ ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
 
 def run_job(job: messages.Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
+    if job.sandbox is not None:
+        restrict(job.sandbox)
     if isinstance(job, messages.ExperimentJob):
         run_experiments(job, announce)
         return
@@ -106,7 +109,8 @@ def main() -> None:
             events.flush()
 
     providers = tuple(ort.get_available_providers())
-    announce(messages.Hello(ort.__version__, np.__version__, platform.python_version(), providers, os.getpid()))
+    versions = ort.__version__, np.__version__, platform.python_version()
+    announce(messages.Hello(*versions, providers, os.getpid(), describe_sandbox()))
     lines = io.TextIOWrapper(jobs, encoding="utf-8")
     for line in messages.read_until_gone(lambda: next(lines)):
         try:

@@ -6,7 +6,6 @@ of past + new rows; masks as long as both, positions from the past on, and logit
 of a decoder gives is taken in each call as before.
 """
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from kvdoctor.repair.workspace import (
 )
 from kvdoctor.report.repair_record import Change, Proof
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from kvdoctor.addons.conversions.pipeline import ConvertRequest
@@ -126,7 +126,7 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
     except Exception as error:  # a graph that no form foresees must not end in a traceback
         raise _refuse(folder, f"the conversion crashed ({type(error).__name__}: {error}); please report it") from None
     copy.changed.add(file.name)
-    with Runtime(options.limits) as runtime, tempfile.TemporaryDirectory(prefix="kvdoctor-") as scratch:
+    with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         before = diagnose_original(request.path, options, runtime, Path(scratch, "before"))
         with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
             shown, model = request.out or request.path, "." if Path(request.path).is_dir() else Path(request.path).name

@@ -1,0 +1,318 @@
+"""Mutated models: `python tests/support/mutations.py COMMAND COUNT [FIRST]` runs a command on as many.
+
+Each number is one mutation of one fixture: bits of the file, fields of its messages, shapes, names, attributes,
+operators, external data, or side-cars. Each run must end in time, without a traceback and without a check or repair
+that crashes, change nothing and leave nothing. What does not is printed, and the exit code is 1.
+"""
+
+import json
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import onnx
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from onnx import AttributeProto, TensorProto
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.bad_models import EXPORTS, call, copied, unchanged
+from support.text_fixtures import load_all
+
+NUMBERS = (0, 1, -1, 2, 3, 7, 64, 1 << 31, (1 << 31) - 1, -(1 << 31), 1 << 62, -(1 << 63), (1 << 63) - 1)
+TEXTS = (
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "\x1b[31m",
+    "a" * 5000,
+    "\u202e",
+    "past_key_values.0.key",
+    "If",
+    "",
+    "Loop",
+    "?",
+)
+TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
+BYTES = (b"", b"\0", b"\xff" * 8, b"\0" * 1000)
+CRASHED = re.compile(r".{,200}crashed \(.{,400}please report it|Traceback")
+SECONDS = 100.0
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "inspect": ("inspect",),
+    "step-test": ("step-test", "--timeout", "20", "--max-memory", "1500"),
+    "re-export": ("re-export", "-o", "OUT", "--timeout", "20", "--max-memory", "1500"),
+}
+CONVERSIONS = (
+    *(("--layout", name) for name in ("genai", "merged", "pair", "optimum", "optimum-pair", "shared", "single")),
+    *(("--cache", form) for form in ("static", "static=40", "growing")),
+    *(("--cache-type", kind) for kind in ("float16", "int8")),
+    *(("--attentions", "returned"), ("--logits", "last"), ("--logits", "asked"), ("--axes", "readable")),
+    *(("--opset", "21"), ("--ir-version", "10"), ("--sizes", "batch=1,new=1,past=16")),
+)
+
+
+def mutate(number: int, folder: Path) -> str:
+    """Write mutation `number` into a new folder; gives the fixture and what was changed."""
+    random = Random(number)  # noqa: S311 - reproducible
+    exports = sorted(path for path in EXPORTS.iterdir() if path.is_dir())
+    if random.random() < 0.3:
+        source = random.choice(exports)
+        copied(source, folder)
+        name = source.name
+    else:
+        name = random.choice(sorted(load_all()))
+        load_all()[name].write(folder)
+    how = random.choice(list(WAYS))
+    models = sorted(folder.glob("*.onnx"))
+    side_cars = [path for path in sorted(folder.iterdir()) if path.suffix == ".json"]
+    if how == "side-cars" and side_cars:
+        _damage_text(random.choice(side_cars), random)
+    elif how in ("bits", "cut") or not models:
+        file = random.choice(models or sorted(folder.iterdir()))
+        content = bytearray(file.read_bytes())
+        _damage_bytes(content, random, how)
+        file.write_bytes(content)
+    else:
+        file = random.choice(models)
+        model = onnx.load(file, load_external_data=False)
+        for _ in range(random.choice((1, 1, 1, 2, 4))):
+            WAYS[how](model, random)
+        file.write_bytes(model.SerializeToString())
+    return f"{number}: {name}, {how}"
+
+
+def _damage_bytes(content: bytearray, random: Random, how: str) -> None:
+    if how == "cut" and content:
+        del content[random.randrange(len(content)) :]
+        return
+    for _ in range(random.choice((1, 2, 8))):
+        content[random.randrange(len(content) or 1)] ^= 1 << random.randrange(8)
+
+
+def _damage_text(file: Path, random: Random) -> None:
+    """Another value for an entry of a JSON file, or another character."""
+    try:
+        document = json.loads(file.read_text("utf-8"))
+        assert isinstance(document, dict)
+        key = random.choice(list(document))
+        document[key] = random.choice((None, [], {}, "", -1, 1 << 70, 1e308, [[1]], True, {"a": {"b": []}}))
+        file.write_text(json.dumps(document), "utf-8")
+    except (ValueError, AssertionError, IndexError):
+        file.write_bytes(file.read_bytes()[: random.randrange(1 + file.stat().st_size)])
+
+
+def _messages(message: Message) -> list[Message]:
+    """A message and all inside it, without those of weights beyond the first."""
+    found, waiting = list[Message](), [message]
+    while waiting and len(found) < 3000:
+        one = waiting.pop()
+        found.append(one)
+        for field, value in one.ListFields():
+            if field.type == FieldDescriptor.TYPE_MESSAGE:
+                waiting += list(value) if hasattr(value, "add") else [value]
+    return found
+
+
+def _change_field(model: onnx.ModelProto, random: Random) -> None:
+    """Any field of any message: another value, none, or twice."""
+    message = random.choice(_messages(model))
+    fields = list(message.DESCRIPTOR.fields)
+    field = (
+        random.choice([one for one, _ in message.ListFields()] or fields)
+        if random.random() < 0.7
+        else random.choice(fields)
+    )
+    value = getattr(message, field.name)
+    if hasattr(value, "append") or hasattr(value, "add"):
+        _change_list(value, field, random)
+    elif field.type == FieldDescriptor.TYPE_MESSAGE or random.random() < 0.3:
+        message.ClearField(field.name)
+    else:
+        setattr(message, field.name, _value(field, random))
+
+
+def _change_list(values: Any, field: FieldDescriptor, random: Random) -> None:
+    if not len(values):
+        if field.type != FieldDescriptor.TYPE_MESSAGE:
+            values.append(_value(field, random))
+        return
+    place, way = random.randrange(len(values)), random.choice(("remove", "twice", "swap", "change"))
+    if way == "remove":
+        del values[place]
+    elif way == "twice":
+        values.extend([values[place]])
+    elif field.type == FieldDescriptor.TYPE_MESSAGE:
+        other = random.randrange(len(values))
+        kept = type(values[place])()
+        kept.CopyFrom(values[place])
+        values[place].CopyFrom(values[other])
+        values[other].CopyFrom(kept)
+    else:
+        values[place] = _value(field, random) if way == "change" else values[random.randrange(len(values))]
+
+
+def _value(field: FieldDescriptor, random: Random) -> Any:
+    if field.type == FieldDescriptor.TYPE_STRING:
+        return random.choice(TEXTS)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return random.choice(BYTES)
+    if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
+        return random.choice((0.0, -1.0, float("nan"), float("inf"), 1e30))
+    if field.type == FieldDescriptor.TYPE_ENUM:
+        return random.choice(list(field.enum_type.values_by_number))
+    signed, wide = "UINT" not in TYPES[field.type], "64" in TYPES[field.type]
+    least, most = (-(1 << 63) if signed else 0, (1 << 63) - 1) if wide else (-(1 << 31) if signed else 0, (1 << 31) - 1)
+    return random.choice([number for number in NUMBERS if least <= number <= most])
+
+
+def _change_shape(model: onnx.ModelProto, random: Random) -> None:
+    """A size of an input, output, value or weight: another number, a name, none, an axis more or less."""
+    graph = model.graph
+    values = [one for one in (*graph.input, *graph.output, *graph.value_info) if one.type.HasField("tensor_type")]
+    if graph.initializer and (random.random() < 0.3 or not values):
+        weight = random.choice(graph.initializer)
+        if weight.dims:
+            weight.dims[random.randrange(len(weight.dims))] = random.choice(NUMBERS)
+        return
+    if not values:
+        return
+    tensor = random.choice(values).type.tensor_type
+    if random.random() < 0.15:
+        tensor.elem_type = random.choice(list(TensorProto.DataType.values()))
+    elif not tensor.shape.dim or random.random() < 0.2:
+        tensor.shape.dim.add(dim_value=random.choice(NUMBERS))
+    elif random.random() < 0.2:
+        del tensor.shape.dim[random.randrange(len(tensor.shape.dim))]
+    else:
+        size = tensor.shape.dim[random.randrange(len(tensor.shape.dim))]
+        names = [one.dim_param for value in values for one in value.type.tensor_type.shape.dim if one.dim_param]
+        if random.random() < 0.5:
+            size.dim_value = random.choice(NUMBERS)
+        else:
+            size.dim_param = random.choice((*names, *TEXTS))
+
+
+def _change_name(model: onnx.ModelProto, random: Random) -> None:
+    """The name of an input, output, node or value: a hostile one, or that of another."""
+    graph = model.graph
+    owners: list[Any] = [*graph.input, *graph.output, *graph.initializer, *graph.node]
+    names = [one.name for one in owners]
+    if random.random() < 0.5 and graph.node:
+        node = random.choice(graph.node)
+        ports = random.choice([node.input, node.output])
+        if len(ports):
+            ports[random.randrange(len(ports))] = random.choice(
+                (*names, *TEXTS, *(o for n in graph.node for o in n.output))
+            )
+    elif owners:
+        random.choice(owners).name = random.choice((*names, *TEXTS))
+
+
+def _change_node(model: onnx.ModelProto, random: Random) -> None:
+    """An operator, domain or attribute of a node, its place, or the node itself."""
+    graph = model.graph
+    nested = [a.g for n in graph.node for a in n.attribute if a.type == AttributeProto.GRAPH]
+    nodes = random.choice([graph, *nested]).node
+    if not nodes:
+        return
+    node, way = random.choice(nodes), random.random()
+    if way < 0.3 and node.attribute:
+        attribute = random.choice(node.attribute)
+        field = random.choice([one for one, _ in attribute.ListFields()])
+        values = getattr(attribute, field.name)
+        if hasattr(values, "append") or hasattr(values, "add"):
+            _change_list(values, field, random)
+        elif field.type != FieldDescriptor.TYPE_MESSAGE:
+            setattr(attribute, field.name, _value(field, random))
+    elif way < 0.6:
+        node.op_type = random.choice(
+            [one.op_type for one in nodes] + list(TEXTS) + ["Identity", "Loop", "Scan", "Cast"]
+        )
+    elif way < 0.8:
+        nodes.remove(node)
+    else:
+        moved = onnx.NodeProto()
+        moved.CopyFrom(node)
+        nodes.remove(node)
+        nodes.insert(random.randrange(len(nodes) + 1), moved)
+
+
+def _change_external(model: onnx.ModelProto, random: Random) -> None:
+    """A weight outside of the file, at a place that may not be there."""
+    if not model.graph.initializer:
+        return
+    weight = random.choice(model.graph.initializer)
+    weight.data_location = TensorProto.EXTERNAL
+    if random.random() < 0.8:
+        weight.ClearField("raw_data")
+    places = ("w.bin", "model.onnx", "config.json", ".", "..", "../w.bin", "/dev/zero", "/etc/passwd", "", "w\0.bin")
+    for key, values in (("location", places), ("offset", NUMBERS), ("length", NUMBERS), ("x", TEXTS)):
+        if random.random() < 0.7:
+            weight.external_data.add(key=key, value=str(random.choice(values)))
+
+
+WAYS: dict[str, Callable[[onnx.ModelProto, Random], None]] = {
+    "bits": _change_field,
+    "cut": _change_field,
+    "side-cars": _change_field,
+    "fields": _change_field,
+    "shapes": _change_shape,
+    "names": _change_name,
+    "nodes": _change_node,
+    "external data": _change_external,
+}
+
+
+def try_mutation(number: int, command: tuple[str, ...]) -> str | None:
+    """Run a command on a mutation; gives what went wrong, with the mutation."""
+    with tempfile.TemporaryDirectory() as place:
+        model = Path(place, "model")
+        what = str(number)
+        try:
+            what = mutate(number, model)
+            words = [str(Path(place, "out")) if word == "OUT" else word for word in command]
+            left = set(Path(tempfile.gettempdir()).glob("kvdoctor-*.partial"))
+            with unchanged(model):
+                result = call(words[0], model, *words[1:], "--format", "json", seconds=SECONDS)
+            crashed = CRASHED.search(result.out + result.err)
+            assert crashed is None, crashed
+            inside = {path.name for path in Path(place).iterdir()} - {"model", "out"}
+            assert not inside, inside
+            assert set(Path(tempfile.gettempdir()).glob("kvdoctor-*.partial")) <= left
+        except BaseException as error:  # what is wrong is reported, and the next one is tried
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return f"{what}\n{''.join(traceback.format_exception(error)[-12:])[-6000:]}"
+    return None
+
+
+def main() -> int:
+    """Try mutations, and print those that go wrong."""
+    command, count, *first = sys.argv[1:]
+    begin, failed = int(first[0]) if first else 0, 0
+    for number in range(begin, begin + int(count)):
+        words = COMMANDS.get(command) or (
+            "convert",
+            "-o",
+            "OUT",
+            "--timeout",
+            "20",
+            *CONVERSIONS[number % len(CONVERSIONS)],
+        )
+        if (problem := try_mutation(number, words)) is not None:
+            failed += 1
+            print(f"--- {' '.join(words)}\n{problem}", flush=True)
+        if number % 100 == 99:
+            print(f"{number + 1 - begin} done, {failed} failed", file=sys.stderr, flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

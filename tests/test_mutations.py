@@ -1,0 +1,38 @@
+"""Mutated models: no command ends with a traceback, hangs, changes the model or leaves anything."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from support.bad_models import call
+from support.mutations import COMMANDS, CONVERSIONS, try_mutation
+from support.sampling import thinned
+from support.text_fixtures import load_all
+
+CASES = [
+    *(("inspect", number) for number in range(400)),
+    *(("step-test", 20_000 + number) for number in range(60)),
+    *(("re-export", 40_000 + number) for number in range(30)),
+    *((" ".join(conversion), 50_000 + number) for number in range(3) for conversion in CONVERSIONS),
+]
+
+
+@pytest.mark.parametrize(("command", "number"), thinned(CASES, 40, 8))
+def test_a_mutated_model_is_answered(command: str, number: int) -> None:
+    """`python tests/support/mutations.py inspect 10000` tries as many."""
+    words = COMMANDS.get(command) or ("convert", "-o", "OUT", "--timeout", "20", *command.split())
+    assert try_mutation(number, words) is None
+
+
+def test_the_declared_length_of_a_list_of_numbers_costs_nothing(tmp_path: Path) -> None:
+    """A Slice whose ends are declared as 2^63 - 1 numbers, and are one."""
+    folder = load_all()["layout-mamba-states-healthy"].write(tmp_path / "model")
+    (file,) = folder.glob("*.onnx")
+    model = onnx.load(file)
+    ends = {node.input[2] for node in model.graph.node if node.op_type == "Slice"}
+    lists = [one for one in model.graph.initializer if one.name in ends]
+    for one in lists:
+        one.dims[0] = (1 << 63) - 1
+    assert lists
+    file.write_bytes(model.SerializeToString())
+    assert call("inspect", folder).code in (0, 1, 3)
