@@ -34,6 +34,8 @@ Fusions = Literal["cpu", "cuda", "webgpu", "dml"]
 """The execution provider whose fused operators the exporter of transformers writes."""
 Dtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
+CPU = "CPUExecutionProvider"
+"""The execution provider that every runtime has."""
 CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
 REQUIRED: tuple[Required, ...] = get_args(Required)
 RESTS_ON: dict[Required, Required] = {"speculation": "chunked-prefill", "prefix-sharing": "batch"}

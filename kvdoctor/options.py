@@ -153,7 +153,7 @@ def _read_providers(words: tuple[str, ...]) -> tuple[str, ...]:
             read_provider(word)
     except UsageError as error:
         raise choices.WrongValue(str(error)) from None
-    return tuple(dict.fromkeys(words)) or ("CPUExecutionProvider",)
+    return tuple(dict.fromkeys(words)) or (choices.CPU,)
 
 
 class Tolerances(Kind):
@@ -533,7 +533,7 @@ class Options:
     )
     providers: tuple[str, ...] = _limit(
         Names("a list of execution providers", "NAME", make=_read_providers, to_json=list),
-        ("CPUExecutionProvider",),
+        (choices.CPU,),
         "Run on this execution provider as well, and compare both (docs/targets.md): webgpu, cuda, a library.",
         flag="provider",
         policy='providers = ["webgpu"]',

@@ -150,7 +150,8 @@ def test_color_can_be_forced_in_a_pipe(environment: dict[str, str], colored: boo
     assert ("\x1b[" in call("inspect", MARIAN, TERM="xterm", **environment).stdout) is colored
 
 
-def test_a_pipe_is_as_wide_as_columns_says() -> None:
+def test_a_pipe_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LINES", raising=False)
     for command in ("inspect", MARIAN), ("explain", "KV203"):
         wide, narrow = (call(*command, COLUMNS=columns).stdout for columns in ("", "80"))
         assert max(map(len, wide.splitlines())) > 100

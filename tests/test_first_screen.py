@@ -332,7 +332,7 @@ def test_a_gate_finds_what_stands_beside_a_model_and_behind_links(tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "arguments", "advice"),
     [
-        ("KV404", {"target": ["onnxruntime==1.16.3"]}, "--target onnxruntime==1.16.3   (install what the reason names"),
+        ("KV404", {"target": ["onnxruntime==1.16.3"]}, "--target onnxruntime==1.16.3   (do what the reason names"),
         ("KV404", {"target": ["onnxruntime==1.16.3"], "offline": True}, "==1.16.3   (once without --offline"),
         ("KV320", {"reference": "gpt2", "offline": True}, "--reference gpt2   (once without --offline"),
         ("KV320", {"reference": "gpt2"}, "--reference gpt2   (fix the checkpoint"),

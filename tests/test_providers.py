@@ -13,7 +13,7 @@ import pytest
 from support import text_fixtures
 from support.command_line import run
 
-from kvdoctor.decode.messages import CPU
+from kvdoctor.choices import CPU
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options

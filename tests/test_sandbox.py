@@ -14,8 +14,9 @@ from onnx import TensorProto, helper
 from support.bad_models import GPT2, call
 from support.isolated import give_up
 
+from kvdoctor.choices import CPU
 from kvdoctor.decode.calls import save_call
-from kvdoctor.decode.messages import CPU, Sandbox, TrialJob, TrialModel
+from kvdoctor.decode.messages import Sandbox, TrialJob, TrialModel
 from kvdoctor.gating.plan import MANY_MODELS, list_folders
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable

@@ -19,7 +19,6 @@ from kvdoctor.analysis.embedding_graphs import VARIANT
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, has_named_logits
 from kvdoctor.contract import Stage, describe
-from kvdoctor.decode.embeddings import pair_tensors
 from kvdoctor.model.join import CannotJoin, PartToJoin, join_models
 from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
@@ -123,12 +122,18 @@ def _chain(stages: list[StageFile], others: Sequence[OnnxFile], tail: str) -> St
         links: dict[str, tuple[int, str]] = {}
         if number:
             before = stages[number - 1]
-            pairs = pair_tensors(stage.takes, before.gives, _fits) or None
+            pairs = _pair(stage.takes, before.gives) or None
             if pairs is None and not problems:
                 problems.append(_misfit(before.file.name, before.gives, stage.file.name, stage.takes))
             links = {name: (number - 1, output) for name, output in (pairs or {}).items()}
         parts.append((stage.file, links))
     return _join(parts, tuple(problems[:1]), tail)
+
+
+def _pair(takes: Sequence[Declared], gives: Sequence[Declared]) -> dict[str, str] | None:
+    from kvdoctor.decode.embeddings import pair_tensors  # loads numpy
+
+    return pair_tensors(takes, gives, _fits)
 
 
 def _fits(taken: Declared, given: Declared) -> bool:
@@ -152,9 +157,7 @@ def _find_gaps(stages: Sequence[StageFile], others: Sequence[OnnxFile]) -> Itera
         numbered = f"layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking[:8]))}"
         observed = f"no file has the cache of {numbered}"
         yield PartProblem(subject, "a stage for every layer", observed, f"a stage of the pipeline is missing {where}")
-    elif not first.is_first and not any(
-        pair_tensors(first.takes, list(file.graph.outputs.values()), _fits) for file in others
-    ):
+    elif not first.is_first and not any(_pair(first.takes, list(file.graph.outputs.values())) for file in others):
         subject, taken = first.file.name, _described(first.takes)
         observed = f"{subject} takes {taken}, and no file returns it"
         yield PartProblem(subject, "a first stage, of tokens or embeddings", observed, "the first stage is missing")

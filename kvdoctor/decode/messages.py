@@ -14,6 +14,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Conditions
 from kvdoctor.decode.runs import Run, Step
@@ -21,8 +22,6 @@ from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import from_plain, record, to_plain
 
 T = TypeVar("T")
-
-CPU = "CPUExecutionProvider"
 
 Take = tuple[tuple[int, ...] | None, ...]
 """For each axis None, or (parts, start, count): of each of so many equal parts the entries from `start` on."""

@@ -18,8 +18,8 @@ from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.choices import CPU
 from kvdoctor.contract import DECODING, CacheContract, Role
-from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context

@@ -14,8 +14,9 @@ from kvdoctor.analysis.contract_file import list_differences
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import CPU, AddedExperiment
+from kvdoctor.decode.messages import AddedExperiment
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose import not_checked

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kvdoctor.choices import CPU
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.experiments import load
-from kvdoctor.decode.messages import CPU, ExperimentJob, NodesPlaced
+from kvdoctor.decode.messages import ExperimentJob, NodesPlaced
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
 from kvdoctor.decode.tolerances import Tolerance

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor._version import __version__
-from kvdoctor.decode.messages import CPU, count_threads
+from kvdoctor.choices import CPU
+from kvdoctor.decode.messages import count_threads
 from kvdoctor.errors import KvdoctorError
 from kvdoctor.gating.jobs import GateJob
 from kvdoctor.model.files import looked_at

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from kvdoctor.analysis.memory import MemoryPlan
 from kvdoctor.analysis.proof import Proof
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import record
@@ -225,7 +226,7 @@ class TargetFacts:
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     other_logits: dict[str, tuple[str, ...]] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
-    provider: str = "CPUExecutionProvider"
+    provider: str = CPU
     adapter: str = ""
     tolerance: dict[str, float] = field(default_factory=dict)
     on_cpu: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from kvdoctor.choices import CPU
 from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
 from kvdoctor.errors import UsageError, WorkerDied
@@ -52,7 +53,7 @@ class Runtime:
     """
 
     def __init__(
-        self, limits: Limits, python: str | None = None, provider: str = messages.CPU, reads: Collection[str] = ()
+        self, limits: Limits, python: str | None = None, provider: str = CPU, reads: Collection[str] = ()
     ) -> None:
         self.limits, self.python, self.provider = limits, python, provider
         asked = read_provider(provider)
@@ -61,7 +62,7 @@ class Runtime:
         self._reads = frozenset(map(os.path.realpath, (self._scratch.root, *library, *reads)))
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._scratch.name)
         self._environment = {**asked.environment, **temporary}
-        if provider != messages.CPU:
+        if provider != CPU:
             module = asked.known.module if asked.known is not None and asked.library is None else None
             given = {"asked": provider, "name": asked.name, "module": module, "library": asked.library}
             self._environment |= {"KVDOCTOR_PROVIDER": json.dumps(given)}
@@ -123,7 +124,7 @@ class Runtime:
         Raises:
             UsageError: it does not have it; the message names those that it has, and how to get this one.
         """
-        if name == messages.CPU:  # in every build: the worker need not be waited for
+        if name == CPU:  # in every build: the worker need not be waited for
             return
         asked, hello = read_provider(name), self._worker.greet()
         if asked.is_plugin or asked.name in hello.providers:

@@ -7,8 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import CPU, AddedExperiment, Job, PairedSide
+from kvdoctor.decode.messages import AddedExperiment, Job, PairedSide
 from kvdoctor.model.files import MODEL_SUFFIXES
 
 DEVICES = ("/dev/dri", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/shm")  # noqa: S108 - of drivers

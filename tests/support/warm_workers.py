@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import psutil
 
-from kvdoctor.decode.messages import CPU
+from kvdoctor.choices import CPU
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import Limits, Worker
 from kvdoctor.runtime.scratch import ScratchFolder

@@ -18,9 +18,9 @@ from kvdoctor.addons.reproducer.weights import INTEGERS, free_axis, store_digest
 from kvdoctor.addons.reproducer.write import ReproContents, write_reproducer
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.choices import CPU
 from kvdoctor.contract import Axis, CacheContract
 from kvdoctor.decode.experiments import load
-from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.diagnose.examine import list_thresholds

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.addons.reproducer.messages import CallScript, Comparison, MadeArray, PriorOutput, make_array
+from kvdoctor.choices import CPU
 from kvdoctor.decode.calls import NUMPY_TYPES
-from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.records import record
 from kvdoctor.report.escaping import printable

@@ -13,9 +13,8 @@ quantization to which the fault location points.
 
 from collections.abc import Iterator
 
-from kvdoctor.choices import Required
+from kvdoctor.choices import CPU, Required
 from kvdoctor.contract import describe
-from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import LogitsDifference, Run
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.meaning_changed import list_changes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract, PhaseName, Slot
 from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, FaultSource, Step
@@ -358,8 +359,7 @@ class DifferenceSearch:
         names = [port.name for p in (self.left, self.right) if (port := self.contract.graph(p.name).port("logits"))]
         for level in LEVELS:
             if self._wrong(names, level, None, take):
-                cpu = "CPUExecutionProvider"
-                if self.provider != cpu and not self._wrong(names, level, cpu, take):
+                if self.provider != CPU and not self._wrong(names, level, CPU, take):
                     return locate_at(None, f"the same step is right on the CPU and wrong on {self.provider}", "kernel")
                 found = find_pass(lambda disabled: not self._wrong(names, level, None, take, disabled))  # noqa: B023
                 words = f"the step is wrong from optimization level {level!r} on, and right below it"

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvdoctor.choices import CPU
 from kvdoctor.contract import PhaseName
-from kvdoctor.decode.messages import CPU, ExperimentJob, TrialModel, ValueDifference
+from kvdoctor.decode.messages import ExperimentJob, TrialModel, ValueDifference
 from kvdoctor.decode.runs import FaultLocation, ObservedTensor, Run
 from kvdoctor.diagnose.locate.difference import find_pass, name_pass
 from kvdoctor.diagnose.locate.first_divergence import MOST_BYTES, MOST_PATCHES, chunks, element_type

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.messages import TrialModel
 from kvdoctor.decode.runs import FaultLocation, Run
@@ -88,7 +89,7 @@ def _locate_failure(run: Run, context: LocateContext, runner: GraphRunner, feeds
     axes = {port.name: port.axes for port in context.contract.graph(phase).inputs}
     carried, layers = _describe_carried_pasts(run, context.contract), layers_of_pasts(context.contract)
     place = FailingNode(runner, flat, node, load_call(feeds), axes, carried, layers).locate(feeds)
-    if context.provider != "CPUExecutionProvider" and runner.passes(replace(called, provider="CPUExecutionProvider")):
+    if context.provider != CPU and runner.passes(replace(called, provider=CPU)):
         return replace(place, source="kernel", words=f"the same call passes on the CPU, not on {context.provider}")
     return place
 

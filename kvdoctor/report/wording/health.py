@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvdoctor.decode.messages import CPU
+from kvdoctor.choices import CPU
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import means_incomplete

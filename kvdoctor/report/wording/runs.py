@@ -6,8 +6,8 @@ Differences of logits are given in standard deviations of the logits, `SD` for s
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract, Slot, describe
-from kvdoctor.decode.messages import CPU
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, PLAIN_LOOP, LogitsDifference, PartDifference, Run, Step
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts

@@ -7,9 +7,9 @@ A target is a release of onnxruntime, or a binding of another language that ship
 import re
 from collections.abc import Iterable
 from dataclasses import field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvdoctor.decode.messages import CPU, NodesPlaced
+from kvdoctor.choices import CPU
 from kvdoctor.decode.runs import WRONG, FaultLocation, LogitsDifference, Run
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.errors import UsageError, similar_names
@@ -17,6 +17,9 @@ from kvdoctor.records import record
 from kvdoctor.runtime.targets import bindings
 from kvdoctor.runtime.targets.bindings import Hazard
 from kvdoctor.runtime.targets.limits import Meaning, ReleaseLimits, limits_of, releases
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.messages import NodesPlaced
 
 RUNTIME = "onnxruntime"
 WHOLE = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}", re.ASCII)
@@ -185,7 +188,7 @@ class TargetResult:
     not_run: str | None = None
     tolerance: Tolerance | None = None
     noise: float | None = None
-    placed: tuple[NodesPlaced, ...] = ()
+    placed: "tuple[NodesPlaced, ...]" = ()
     agreed: bool = False
 
     def run(self, experiment: str) -> Run | None:

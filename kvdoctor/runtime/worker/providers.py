@@ -14,7 +14,8 @@ from typing import Any
 
 import onnxruntime as ort
 
-from kvdoctor.decode.messages import CPU, NodesPlaced
+from kvdoctor.choices import CPU
+from kvdoctor.decode.messages import NodesPlaced
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import onnxruntime as ort
 
+from kvdoctor.choices import CPU
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import CPU, FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
+from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
@@ -371,7 +372,7 @@ def measure_limits(*_: object) -> LimitsMeasured:
 
 def _opens(ir: int, opset: int) -> bool:
     try:
-        ort.InferenceSession(identity(ir, opset), session_options("off", 1), providers=["CPUExecutionProvider"])
+        ort.InferenceSession(identity(ir, opset), session_options("off", 1), providers=[CPU])
     except Exception:  # the bindings raise many types, and all of them are a refusal
         return False
     return True
