@@ -5,9 +5,10 @@ from pathlib import Path
 import onnx
 import pytest
 from support.bad_models import call
-from support.mutations import COMMANDS, CONVERSIONS, try_mutation
 from support.sampling import thinned
 from support.text_fixtures import load_all
+
+from evidence.mutations.mutate import COMMANDS, CONVERSIONS, try_mutation
 
 CASES = [
     *(("inspect", number) for number in range(400)),
@@ -19,7 +20,7 @@ CASES = [
 
 @pytest.mark.parametrize(("command", "number"), thinned(CASES, 40, 8))
 def test_a_mutated_model_is_answered(command: str, number: int) -> None:
-    """`python tests/support/mutations.py inspect 10000` tries as many."""
+    """`python -m evidence.mutations.mutate inspect 10000` tries as many."""
     words = COMMANDS.get(command) or ("convert", "-o", "OUT", "--timeout", "20", *command.split())
     assert try_mutation(number, words) is None
 

@@ -1,4 +1,4 @@
-"""Mutated models: `python tests/support/mutations.py COMMAND COUNT [FIRST]` runs a command on as many.
+"""Mutated models: `python -m evidence.mutations.mutate COMMAND COUNT [FIRST]` runs a command on as many.
 
 Each number is one mutation of one fixture: bits of the file, fields of its messages, shapes, names, attributes,
 operators, external data, or side-cars. Each run must end in time, without a traceback and without a check or repair
@@ -20,7 +20,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from onnx import AttributeProto, TensorProto
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.bad_models import EXPORTS, call, copied, unchanged
 from support.text_fixtures import load_all

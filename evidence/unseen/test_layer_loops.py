@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.layer_loops import LayerLoop, divide_cache
 
+from evidence.unseen.layer_loops import LayerLoop, divide_cache
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
-
 from support.text_fixtures import compile_text
 
 LAYERS = 3
