@@ -55,7 +55,7 @@ def describe_sandbox() -> str:
 
 @cache
 def landlock_version() -> int:
-    """The version of Landlock's interface; 0 where the kernel has none, or it is turned off."""
+    """The version of Landlock's interface; 0 where the kernel has none, or it is disabled."""
     if sys.platform != "linux":
         return 0
     with contextlib.suppress(OSError):
