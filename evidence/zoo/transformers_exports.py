@@ -486,17 +486,13 @@ MORE_RECIPES: dict[str, Generation | Dynamo] = {
 }
 """What is made only when named: more of the same kinds, and models with a recurrent scan, which take long to trace."""
 
-FUSED = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2, "gemma3": GEMMA3}
+FUSED = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2}
 FUSED_PAIRS = {"t5": T5, "marian": MARIAN, "bart": BART}
-FUSIONS = ("cpu", "webgpu", "dml")
-"""The sets of fused operators that the CPU can run as well; that of CUDA has operators without a CPU kernel."""
-for _fusions in FUSIONS:
-    for _name, _checkpoint in FUSED.items():
-        MORE_RECIPES[f"{_name}-{_fusions}"] = Generation(
-            _checkpoint, "padded", multi_token_decode=True, fusions=_fusions
-        )
-    for _name, _checkpoint in FUSED_PAIRS.items():
-        MORE_RECIPES[f"{_name}-{_fusions}"] = Generation(_checkpoint, "source", decoder_tokens=3, fusions=_fusions)
+for _name, _checkpoint in FUSED.items():
+    RECIPES[f"{_name}-cpu"] = Generation(_checkpoint, "padded", multi_token_decode=True, fusions="cpu")
+for _name, _checkpoint in FUSED_PAIRS.items():
+    RECIPES[f"{_name}-cpu"] = Generation(_checkpoint, "source", decoder_tokens=3, fusions="cpu")
+RECIPES["llama-webgpu"] = Generation(LLAMA, "padded", multi_token_decode=True, fusions="webgpu")
 
 
 def make(name: str, folder: Path, checkpoints: Path | None) -> bool:

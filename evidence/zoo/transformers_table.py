@@ -124,6 +124,10 @@ ROWS = (
     row("llama-dynamo-opset23", DYNAMO),  # the operator Attention, the Concat of the cache outside of it
     row("llama-dynamo-pair", DYNAMO_PAIR),
     row("llama-dynamo-fixed", DYNAMO_PAIR, *FIXED),
+    # with the fused operators of onnxruntime for a provider
+    *(row(f"{name}-cpu", PAIR) for name in ("llama", "gpt2", "qwen3", "mistral", "gemma2")),
+    *(row(f"{name}-cpu", CROSS_PAIR) for name in ("t5", "marian", "bart")),
+    row("llama-webgpu", PAIR),
 )
 
 LEFT_OUT = {
