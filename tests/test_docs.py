@@ -75,7 +75,7 @@ def test_the_figures_of_the_readme_are_those_of_the_tables() -> None:
     )
     assert injected is not None
     plain = " ".join(README.split())
-    assert f"{len(rows)} exports of {len(set(rows))} architectures" in plain
+    assert f"{len(rows)} exports of {len(set(rows))} architectures and forms" in plain
     kinds, exports, found, named = injected.groups()
     assert f"{kinds} faults, injected into {exports} exports: {found} found, {named} in 100 by their own name" in plain
 
