@@ -15,7 +15,7 @@ from kvdoctor.choices import CPU
 from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
 from kvdoctor.errors import UsageError, WorkerDied
-from kvdoctor.runtime.grants import device_files, lie_within, readable
+from kvdoctor.runtime.grants import device_files, lie_within, readable, writable
 from kvdoctor.runtime.process import Limits, Worker
 from kvdoctor.runtime.providers import advise_adapter, name_close, read_provider
 from kvdoctor.runtime.scratch import ScratchFolder
@@ -59,7 +59,8 @@ class Runtime:
         asked = read_provider(provider)
         self._scratch = ScratchFolder()
         library = (os.path.dirname(asked.library),) if asked.library else ()  # noqa: PTH120
-        self._reads = frozenset(map(os.path.realpath, (self._scratch.root, *library, *reads)))
+        self._writes = frozenset((os.path.realpath(self._scratch.root),))
+        self._reads = frozenset(map(os.path.realpath, (*self._writes, *library, *reads)))
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._scratch.name)
         self._environment = {**asked.environment, **temporary}
         if provider != CPU:
@@ -292,13 +293,16 @@ class Runtime:
     def _send(self, job: messages.Job, results: StackResults) -> None:
         """Hand over a job; a worker with unread events of another one is replaced: they would be taken for answers."""
         sandboxed, granted = self.limits.sandbox and sys.platform == "linux", self._worker.granted
-        needed = readable(job) | {*(devices := device_files(job))} if sandboxed else frozenset[str]()
-        if not self._worker.is_idle or (granted is not None and not lie_within(needed, granted)):
+        reads = readable(job) | {*(devices := device_files(job))} if sandboxed else frozenset[str]()
+        writes = writable(job) if sandboxed else frozenset[str]()
+        fits = granted is None or (lie_within(reads, granted.reads) and lie_within(writes, granted.writes))
+        if not self._worker.is_idle or not fits:
             self._restart(results)
         sandbox = None
         if sandboxed and self._worker.granted is None:
-            self._reads = self._worker.granted = self._reads | needed
-            sandbox = messages.Sandbox(tuple(sorted(self._reads)), (self._scratch.root,), devices)
+            self._reads, self._writes = self._reads | reads, self._writes | writes
+            sandbox = messages.Sandbox(tuple(sorted(self._reads)), tuple(sorted(self._writes)), devices)
+            self._worker.granted = sandbox
         job = replace(job, unopened=tuple(self._unopened), diagnosis=self._diagnosis)
         self._worker.send(replace(job, sandbox=sandbox))
 

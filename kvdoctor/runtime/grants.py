@@ -1,7 +1,7 @@
 """What the sandbox of a worker lets it read: the files that its jobs name, and what they link to."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,8 @@ DEVICES = ("/dev/dri", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel", "/d
 """The device files of graphics cards and accelerators: Linux names them by driver."""
 
 MOST_DEPTH, MOST_INSIDE = 3, 4096
+WRITTEN = ("keep", "keep_logits", "keep_calls", "scratch")
+"""The fields of jobs that name files or folders for what the worker leaves."""
 
 
 def device_files(job: Job) -> tuple[str, ...]:
@@ -30,7 +32,13 @@ def readable(job: Job) -> frozenset[str]:
     return frozenset(found for path in _paths(job) for found in _resolve(path))
 
 
-def lie_within(paths: frozenset[str], granted: frozenset[str]) -> bool:
+def writable(job: Job) -> frozenset[str]:
+    """The folders in which a job has to write: those of the private files that it names."""
+    paths = [path for name in WRITTEN if isinstance(path := getattr(job, name, None), Path)]
+    return frozenset(os.path.realpath(path if path.is_dir() else path.parent) for path in paths)
+
+
+def lie_within(paths: Collection[str], granted: Collection[str]) -> bool:
     """Whether each path is one of those granted, or lies in a folder among them."""
     return all(path in granted or any(os.fspath(one) in granted for one in Path(path).parents) for path in paths)
 

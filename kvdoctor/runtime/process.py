@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.decode.messages import Event, Hello, Job, JobDone, read_message, write_message
+from kvdoctor.decode.messages import Event, Hello, Job, JobDone, Sandbox, read_message, write_message
 from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, WorkerDied
 from kvdoctor.records import record
 
@@ -67,7 +67,7 @@ class Worker:
         self.hello: Hello | None = None
         self.peak_bytes = 0
         self.is_idle = True
-        self.granted: frozenset[str] | None = None
+        self.granted: Sandbox | None = None
         self._watched: Any = None
         self._next_look = 0.0
         self._memory_limit: int | None = None

@@ -41,7 +41,7 @@ def lent_workers() -> Iterator[None]:
         worker.limits, worker.peak_bytes, worker._memory_limit = limits, 0, None
         vars(runtime).update(limits=limits, python=None, _worker=worker, _beside={}, _unopened={})
         vars(runtime).update(_diagnosis=time.monotonic_ns(), _lost=0, provider=CPU, _environment={})
-        vars(runtime).update(_scratch=ScratchFolder(), _reads=frozenset("/"))
+        vars(runtime).update(_scratch=ScratchFolder(), _reads=frozenset("/"), _writes=frozenset("/"))
 
     def give_back(runtime: Runtime, *problem: object) -> None:
         # A worker ends with the thread that started it (PR_SET_PDEATHSIG): those of other threads are not lent.

@@ -89,9 +89,9 @@ class GraphRunner:
         save_call(path, arrays)
         return path
 
-    def run(self, variant: Variant, feeds: Path) -> dict[str, TrialValue]:
+    def run(self, variant: Variant, feeds: Path, provider: str | None = None) -> dict[str, TrialValue]:
         """Run a variant: for each value its dtype and shape, and its numbers where it is short."""
-        found = self._trial(TrialJob(side(variant, feeds), provider=self.provider)).outputs
+        found = self._trial(TrialJob(side(variant, feeds), provider=provider or self.provider)).outputs
         return {value: found[output] for value, output in variant.outputs.items() if output in found}
 
     def passes(self, model: TrialModel) -> bool:
@@ -115,10 +115,12 @@ class GraphRunner:
         )
         return self._trial(CompareJob(left, right, *made, provider=self.provider)).differences
 
-    def sizes(self, flat: RunnableGraph, values: Iterable[str], feeds: Path) -> dict[str, tuple[int, ...]]:
+    def sizes(
+        self, flat: RunnableGraph, values: Iterable[str], feeds: Path, provider: str | None = None
+    ) -> dict[str, tuple[int, ...]]:
         """The shapes of values, without reading the values."""
         wanted = [value for value in dict.fromkeys(values) if flat.is_tensor(value)]
-        found = self.run(self.variant(flat, shapes=wanted), feeds)
+        found = self.run(self.variant(flat, shapes=wanted), feeds, provider)
         return {value: output.values or () for value, output in found.items()}
 
     def known(
