@@ -192,7 +192,9 @@ def main() -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         complain("interrupted")
         # Where the interrupt met an `exec`, as dataclasses use it, Python would end by the signal although it was
-        # caught here (CPython, exit_sigint). All that had to be cleaned up has been on the way to this line.
+        # caught here (CPython, exit_sigint). All else that had to be cleaned up has been on the way to this line.
+        if (scratch := sys.modules.get("kvdoctor.runtime.scratch")) is not None:
+            scratch.remove_all()
         os._exit(EXIT_INTERRUPTED)
     except KvdoctorError as error:
         from kvdoctor.report.escaping import printable, shortened

@@ -60,6 +60,13 @@ def _leave(folder: str) -> None:
             _remove(*_ROOTS.popitem())
 
 
+def remove_all() -> None:
+    """Remove the folders of this process, where it ends at once: an interrupt comes before an owner has its folder."""
+    _USED.clear()
+    while _ROOTS:
+        _remove(*_ROOTS.popitem())
+
+
 @cache
 def sweep_left(place: str) -> None:
     """Remove the folders of runs that were killed, once in this process."""
