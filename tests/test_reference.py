@@ -255,7 +255,8 @@ def test_an_export_agrees_with_its_checkpoint(name: str, checkpoints: Path) -> N
     runs = [run for run in document["runs"] if run["experiment"] == "against-checkpoint"]
     assert len(runs) == len(document["stacks"])
     for run in runs:
-        assert (run["outcome"], len(run["steps"])) == ("passed", 10)
+        longer = name == "t5"  # its graph compares lengths with the number of its buckets
+        assert (run["outcome"], len(run["steps"])) == ("passed", 10 + longer)
         assert all(step["difference"]["relative"] < 1e-4 for step in run["steps"])
 
 

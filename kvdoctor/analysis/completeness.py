@@ -95,8 +95,8 @@ def _find_unfeedable(ports: Iterable[Port]) -> Iterator[MissingPart]:
     """Inputs that cannot be fed. A past of length 0 has a check of its own."""
     for port in ports:
         if not port.dtype:
-            reason = "this input is no tensor, no sequence with a known number of tensors, or declares no element type"
-            yield MissingPart(port.name, reason)
+            reason = "is not a tensor, or declares no element type; of a sequence, the elements must be read by constants"
+            yield MissingPart(port.name, f"this input {reason}")
         elif port.shape is None:
             yield MissingPart(port.name, "this input has no declared shape")
         elif any(size == 0 and axis != "past" for size, axis in zip(port.shape, port.axes, strict=True)):

@@ -248,7 +248,9 @@ def _ask_checkpoint(kept: Path, arrays: dict[str, Array], options: Options) -> t
         return {}, str(reason)
     finally:
         checkpoint.close()
-    tokens, start = arrays[f"{CHECKPOINT}:tokens"], int(arrays[f"{ONE}:prompt"])
+    # What follows these tokens is for one longer call.
+    tokens = arrays[f"{CHECKPOINT}:tokens"][:, : int(arrays[f"{CHECKPOINT}:total"])]
+    start = int(arrays[f"{ONE}:prompt"])
     expected = decide(logits[:, start - 1 : tokens.shape[1]], TOLERANCES["float"].fails)
     return arrays | {f"{ONE}:tokens": tokens, f"{ONE}:expected": expected}, None
 

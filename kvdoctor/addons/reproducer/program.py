@@ -112,7 +112,8 @@ for call, reference, row, start, count in [
     off = float(np.abs(got - want).max() / want.std(axis=-1).mean())
     show(CALLS[call][0], f"differs from the {{CALLS[reference][0]}} by {{off:.1e}} standard deviations of the logits")
     worst = max(worst, off) if off == off else float("inf")
-show("the largest difference is", f"{{worst:.1e}}", "and the limit is {tolerance:.0e}")
+found = "reproduced" if worst > {tolerance} else "not reproduced"
+show(found + ": the largest difference is", f"{{worst:.1e}}", "and the limit is {tolerance:.0e}")
 sys.exit(1 if worst > {tolerance} else 0)
 """
 DIES = """
