@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import NodeProto
 from onnx.reference import ReferenceEvaluator
 from support.text_fixtures import load_all
 
@@ -16,12 +17,14 @@ from kvdoctor import api
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.proof import Proof
+from kvdoctor.analysis.proof.call import Reading
 from kvdoctor.analysis.proof.prove import Prover, prove
 from kvdoctor.analysis.proof.terms import BATCH, NEW, PAST, Term, number, symbol
-from kvdoctor.analysis.proof.types import HIDDEN, HIDE, Axis, Lengths
+from kvdoctor.analysis.proof.types import HIDDEN, HIDE, Axis, Lengths, Type, axis_of
 from kvdoctor.analysis.proof.walk import Typed, Walk
 from kvdoctor.contract import CacheContract
 from kvdoctor.diagnose.not_checked import PROVED
+from kvdoctor.model.flatten import FlatNode
 
 EXPORTS = Path(__file__).parents[1] / "fixtures" / "exports"
 OF_LENGTHS = {
@@ -238,6 +241,15 @@ def test_lengths_are_visited_where_the_proof_ends_before_the_context(tmp_path: P
         (tmp_path / file.name).write_bytes(text.replace(b'"n_positions": 64', b'"n_positions": 99'))
     report = api.step_test(tmp_path)
     assert next(run for run in report.runs if run.experiment == "each-length").outcome == "passed"
+
+
+def test_factors_of_an_axis_in_another_order_are_another_axis() -> None:
+    call = Reading(FlatNode(NodeProto(op_type="Mul"), (), ()), [], Lengths())
+    by_head, by_token = (
+        (Type("f", (axis_of(*factors),))) for factors in ((number(4), symbol(NEW)), (symbol(NEW), number(4)))
+    )
+    assert call.broadcast([by_head, by_head]) is not None
+    assert call.broadcast([by_head, by_token]) is None
 
 
 def test_a_proved_model_without_padding_is_inspected_without_abstract_runs() -> None:

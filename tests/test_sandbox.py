@@ -128,6 +128,18 @@ def test_a_library_reaches_neither_other_files_nor_the_network(tmp_path: Path, k
     assert (folders[2] / "file").read_text() == "x"
 
 
+def test_every_thread_of_a_worker_is_in_the_sandbox(tmp_path: Path, kernel: str) -> None:
+    model, feeds = with_weights_at("inside.bin", tmp_path), tmp_path / "feeds.npz"
+    (tmp_path / "inside.bin").write_bytes(bytes(16))
+    save_call(feeds, {"x": np.zeros(4, np.float32)})
+    with Runtime(Limits()) as runtime:
+        runtime.trial(TrialJob(model=TrialModel(model, tmp_path, feeds)))
+        threads = list(Path(f"/proc/{runtime._worker.greet().process}/task").iterdir())
+        states = [(thread / "status").read_text(encoding="utf-8") for thread in threads]
+    assert len(states) > 1
+    assert all("NoNewPrivs:\t1" in state for state in states), kernel
+
+
 def test_the_sandbox_is_said_and_can_be_left_out(tmp_path: Path, kernel: str) -> None:
     assert f"sandbox of the worker: {kernel}" in call("env").out
     with_it, without = (call("step-test", GPT2, *more) for more in ((), ("--no-sandbox",)))
@@ -148,6 +160,8 @@ def test_what_a_job_may_read(tmp_path: Path) -> None:
     found = readable(job)
     assert lie_within(frozenset(map(str, (blobs / "graph", blobs / "data", inside / "model.onnx"))), found)
     assert not lie_within(frozenset({str(tmp_path / "other")}), found)
+    (inside / "around").symlink_to(tmp_path)
+    assert not lie_within(frozenset({str(tmp_path / "other")}), readable(job))
     assert device_files(job) == ()
     model = TrialModel(inside / "model.onnx", inside, tmp_path, provider="CUDAExecutionProvider")
     assert device_files(TrialJob(model=model, provider=CPU)) == DEVICES

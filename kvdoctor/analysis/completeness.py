@@ -95,7 +95,9 @@ def _find_unfeedable(ports: Iterable[Port]) -> Iterator[MissingPart]:
     """Inputs that cannot be fed. A past of length 0 has a check of its own."""
     for port in ports:
         if not port.dtype:
-            reason = "is not a tensor, or declares no element type; of a sequence, the elements must be read by constants"
+            reason = (
+                "is not a tensor, or declares no element type; a sequence is read where constants say which element"
+            )
             yield MissingPart(port.name, f"this input {reason}")
         elif port.shape is None:
             yield MissingPart(port.name, "this input has no declared shape")

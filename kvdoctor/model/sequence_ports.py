@@ -12,7 +12,7 @@ from typing import Any
 from kvdoctor.model.edit import drop_unused, replace_all
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
-from kvdoctor.model.traverse import input_of
+from kvdoctor.model.traverse import input_of, own_names
 from kvdoctor.model.view import Scope, integers
 
 MOST_ELEMENTS = 4096
@@ -36,11 +36,12 @@ def take_apart(model: ModelProto) -> tuple[str, ...]:
     scope, taken = Scope(graph, "graph"), list[str]()
     for port in [port for port in graph.output if _is_sequence(port)]:
         elements = _elements(scope, port.name)
-        if elements is not None:
+        if elements is not None and not _are_taken(graph, port.name, len(elements)):
             _return_elements(graph, port, elements)
             taken.append(port.name)
     for port in [port for port in graph.input if _is_sequence(port)]:
-        if reads := _find_reads(graph, port.name):
+        reads = _find_reads(graph, port.name)
+        if reads and not _are_taken(graph, port.name, max(reads) + 1):
             _take_elements(graph, port, reads)
             taken.append(port.name)
     return tuple(taken)
@@ -49,6 +50,15 @@ def take_apart(model: ModelProto) -> tuple[str, ...]:
 def _is_sequence(port: ValueInfoProto) -> bool:
     kind = port.type
     return bool(kind.HasField("sequence_type") and kind.sequence_type.elem_type.HasField("tensor_type"))
+
+
+def _are_taken(graph: GraphProto, port: str, count: int) -> bool:
+    """Whether the graph has a name that an element would have."""
+    return not own_names(graph).isdisjoint(name_element(port, at) for at in range(count))
+
+
+def _dims(port: ValueInfoProto) -> Any:
+    return port.type.sequence_type.elem_type.tensor_type.shape.dim
 
 
 def _elements(scope: Scope, name: str) -> list[str] | None:
@@ -98,12 +108,14 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def _return_elements(graph: GraphProto, port: ValueInfoProto, elements: list[str]) -> None:
-    """Return each element of a sequence. The names of axes, which a sequence declares for all of them, are left out."""
+    """Return each element of a sequence. Axes that are named like those of the past are left open: they may grow."""
+    named = {dim.dim_param for other in graph.input if _is_sequence(other) for dim in _dims(other)}
     made = [ValueInfoProto(name=name_element(port.name, at)) for at in range(len(elements))]
     for value in made:
         value.type.CopyFrom(port.type.sequence_type.elem_type)
         for dim in value.type.tensor_type.shape.dim:
-            dim.ClearField("dim_param")
+            if dim.dim_param in named:
+                dim.ClearField("dim_param")
     _replace_port(graph.output, port, made)
     for value, source in zip(made, elements, strict=True):
         graph.node.append(NodeProto(op_type="Identity", name=value.name, input=[source], output=[value.name]))

@@ -58,7 +58,8 @@ class Runtime:
         self.limits, self.python, self.provider = limits, python, provider
         asked = read_provider(provider)
         self._scratch = ScratchFolder()
-        library = (os.path.dirname(asked.library),) if asked.library else ()  # noqa: PTH120
+        found = (asked.library, os.path.realpath(asked.library)) if asked.library else ()
+        library = tuple(map(os.path.dirname, found))
         self._writes = frozenset((os.path.realpath(self._scratch.root),))
         self._reads = frozenset(map(os.path.realpath, (*self._writes, *library, *reads)))
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._scratch.name)

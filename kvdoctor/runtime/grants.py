@@ -61,6 +61,8 @@ def _paths(value: Any) -> Iterator[Path]:
 def _resolve(path: Path, depth: int = MOST_DEPTH) -> Iterator[str]:
     """A path and what it leads to. A model is read with its folder, and next to the target of a link."""
     real = os.path.realpath(path)
+    if depth < MOST_DEPTH and path.parent.is_relative_to(real):
+        return  # a link to a folder around the model, which is no part of it
     if os.path.isdir(real):  # noqa: PTH112
         yield real
         if depth:

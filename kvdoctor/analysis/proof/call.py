@@ -15,7 +15,6 @@ from kvdoctor.analysis.proof.types import (
     axis_of,
     constant_of,
     plain_number,
-    size_of,
 )
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.records import record
@@ -114,9 +113,8 @@ class Reading:
         return tuple(found)
 
     def _joined(self, one: Axis, other: Axis) -> Axis | None:
-        if not one or not other or one == other:
-            return one or other
-        return max(one, other, key=len) if size_of(one) is size_of(other) else None
+        """Two axes as one. Factors in another order are other entries at each place, though the length is the same."""
+        return (one or other) if not one or not other or one == other else None
 
 
 def is_calm(one: Type) -> bool:

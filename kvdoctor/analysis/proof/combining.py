@@ -54,7 +54,7 @@ def matmul(call: Reading) -> Made:
     left = one.shape if len(one.shape) > 1 else ((), *one.shape)
     right = other.shape if len(other.shape) > 1 else (*other.shape, ())
     outer = call.broadcast([Type("f", left[:-2]), Type("f", right[:-2])])
-    if outer is None or not _same_size(left[-1], right[-2]):
+    if outer is None or left[-1] != right[-2]:
         return Made(UNKNOWN)
     rows = (left[-2],) if len(one.shape) > 1 else ()
     columns = (right[-1],) if len(other.shape) > 1 else ()
@@ -66,10 +66,6 @@ def matmul(call: Reading) -> Made:
 def _may_combine_right(call: Reading, other: Type) -> bool:
     """The same where the weights are the second factor: the keys are its rows, the queries its columns."""
     return len(other.shape or ()) > 1 and not call.lengths.single and _may_combine(call, other, -2)
-
-
-def _same_size(one: Axis, other: Axis) -> bool:
-    return one == other or size_of(one) is size_of(other)
 
 
 def gemm(call: Reading) -> Made:
@@ -106,7 +102,7 @@ def einsum(call: Reading) -> Made:
             return Made(UNKNOWN)
         for name, axis in zip(names, one.shape, strict=True):
             sizes[name] = sizes.get(name) or axis
-            if axis and not _same_size(axis, sizes[name]):
+            if axis and axis != sizes[name]:
                 return Made(UNKNOWN)
     shape = [sizes[name] for name in result if name in sizes]
     gone = [name for name in sizes if name not in result]

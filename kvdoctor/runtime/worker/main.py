@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import onnxruntime as ort
@@ -84,8 +85,6 @@ ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
 
 def run_job(job: messages.Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
-    if job.sandbox is not None:
-        restrict(job.sandbox)
     if isinstance(job, messages.ExperimentJob):
         run_experiments(job, announce)
         return
@@ -94,6 +93,17 @@ def run_job(job: messages.Job, announce: Announce) -> None:
     found = getattr(importlib.import_module(f"kvdoctor.{module}"), function)(job, announce)
     for event in (found,) if isinstance(found, messages.Event) else found:
         announce(event)
+
+
+def _enter_sandbox(line: str) -> str:
+    """Restrict this process as the first job says; the error if the kernel refuses, else empty."""
+    try:
+        sandbox = messages.read_message(line).sandbox
+        if sandbox is not None:
+            restrict(sandbox)
+    except Exception:  # the parent must learn the reason
+        return traceback.format_exc()
+    return ""
 
 
 def main() -> None:
@@ -112,7 +122,15 @@ def main() -> None:
     versions = ort.__version__, np.__version__, platform.python_version()
     announce(messages.Hello(*versions, providers, os.getpid(), describe_sandbox()))
     lines = io.TextIOWrapper(jobs, encoding="utf-8")
-    for line in messages.read_until_gone(lambda: next(lines)):
+    first = next(lines, None)
+    if first is None:
+        return
+    # The thread that reads the next jobs would not be restricted if it ran already.
+    if refused := _enter_sandbox(first):
+        announce(messages.WorkerError(refused))
+        announce(messages.JobDone())
+        return
+    for line in chain((first,), messages.read_until_gone(lambda: next(lines))):
         try:
             run_job(messages.read_message(line), announce)
         except Exception:  # an error of kvdoctor must reach the parent as a fact, not as a closed pipe

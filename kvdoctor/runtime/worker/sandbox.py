@@ -40,6 +40,8 @@ MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 """The number of a machine for seccomp, and of its system call `socket`."""
 LOAD, JUMP_IF_EQUAL, JUMP_IF_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES
+IO_URING_SETUP = 425
+"""The system call behind which sockets can be made without `socket`; its number is that of every machine."""
 OTHER_CALLS = 0x40000000
 """The numbers from here on are those of another set of system calls of x86_64."""
 
@@ -66,7 +68,7 @@ def landlock_version() -> int:
 def restrict(sandbox: Sandbox) -> None:
     """Take from this process all files but those of the sandbox and of its environment, programs, and the network.
 
-    Threads that run already are not restricted.
+    Threads that run already are not restricted: the worker calls it before it starts one.
 
     Raises:
         OSError: the kernel has Landlock and refuses.
@@ -105,11 +107,21 @@ def _allow(rules: int, path: str, rights: int) -> None:
 def _environment() -> Iterator[str]:
     """What Python, its packages and the libraries of the system are read from, after the start as well."""
     yield from (*ENVIRONMENT, *SYSTEM, sys.prefix, sys.base_prefix, *filter(None, sys.path))
-    yield from _named_in(("LD_LIBRARY_PATH",))
+    yield from (*_named_in(("LD_LIBRARY_PATH",)), *_list_linked_packages())
     yield os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:  # noqa: PTH123
         files = {line.split(maxsplit=5)[5].strip() for line in maps if "/" in line}
     yield from {os.path.dirname(file) for file in files if ".so" in file}  # noqa: PTH120
+
+
+def _list_linked_packages() -> Iterator[str]:
+    """The folders that hold the files of packages which an installer linked into the environment, one by one."""
+    for folder in filter(os.path.isdir, sys.path):
+        for entry in os.scandir(folder):
+            file = f"{entry.path}/__init__.py" if entry.is_dir() else entry.path
+            if os.path.islink(file):  # noqa: PTH114
+                inside = os.path.dirname(os.path.realpath(file))  # noqa: PTH120
+                yield os.path.dirname(inside) if entry.is_dir() else inside  # noqa: PTH120
 
 
 def _named_in(variables: Iterable[str]) -> list[str]:
@@ -127,8 +139,9 @@ def _refuse_sockets() -> None:
     if not machine:
         return
     program = [
-        *((LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 0, 4, machine)),
-        *((LOAD, 0, 0, 0), (JUMP_IF_LEAST, 2, 0, OTHER_CALLS), (JUMP_IF_EQUAL, 1, 0, number)),
+        *((LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 0, 5, machine)),
+        *((LOAD, 0, 0, 0), (JUMP_IF_LEAST, 3, 0, OTHER_CALLS), (JUMP_IF_EQUAL, 2, 0, number)),
+        (JUMP_IF_EQUAL, 1, 0, IO_URING_SETUP),
         *((RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)),
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
