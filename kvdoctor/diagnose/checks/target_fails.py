@@ -190,8 +190,7 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     elif gap.no_location is not None:
         fault = fault.also(evidence=(f"operator not found: {gap.no_location}", *fault.evidence))
     fault = fault.also(evidence=(*fault.evidence, *list_changes(context, result, result.run(name))))
-    observed = _describe_size(gap.difference) if gap.difference is not None else "another number of logits"
-    fault = fault.compare(f"the logits of {_name_local(context, target)}", shapes or observed)
+    fault = fault.compare(f"the logits of {_name_local(context, target)}", shapes or _describe_size(gap.difference))
     yield fault.also(where=f"{name}, step {gap.step}{node}, under {target.words}")
 
 

@@ -163,7 +163,7 @@ class LogitsGap:
     """
 
     step: int
-    difference: LogitsDifference | None
+    difference: LogitsDifference
     verdict: Literal["ambiguous", "fail"]
     location: FaultLocation | None = None
     no_location: str | None = None
