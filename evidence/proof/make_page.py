@@ -61,8 +61,8 @@ OF_FIXTURES = {
 HEAD = """# Proved for every length
 
 `inspect` and `step-test` prove that decoding with a cache and without one agree for every past, chunk and batch,
-without a run ([inspect](../docs/commands.md#inspect)). A wrong proof is worse than none: the faulty models of which
-something is proved were also run.
+without a run ([inspect](../docs/commands.md#inspect)). Rounding is not part of it, nor are rows with padding and what
+a runtime does. A wrong proof is worse than none: the faulty models of which something is proved were also run.
 
 Written by `python -m evidence.proof.make_page`. *one token a step*: the proof is of steps with one new token alone.
 """
