@@ -288,6 +288,8 @@ def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int,
     fed = sum(math.prod(size for size in port.shape or () if isinstance(size, int)) for port in ports)
     if fed > MOST_FED:
         raise CannotCheck(f"inputs of {fed:,} elements are more than the {MOST_FED:,} that are followed without a run")
+    if any(slot.kind == "recurrent-state" and slot.dtype.startswith("int") for slot in contract.slots):
+        raise CannotCheck("a state of whole numbers, as of the token before, is not followed without a run")
     budget = Budget(max(NODES, LOOP_CALLS * size))
     return size, budget, _open_graphs(contract, views, budget)
 
