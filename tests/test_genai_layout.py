@@ -205,7 +205,8 @@ def test_it_is_not_changed_after_its_proof(tmp_path: Path) -> None:
 def test_without_onnxruntime_genai_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if NEEDS.are_installed:
         give_up("onnxruntime-genai is installed in this Python")
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "empty"))
+    for name in ("UV_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "empty"))
     folder = write(tmp_path / "m", "decoder-only-healthy")
     report = re_export(folder, tmp_path / "out", offline=True)
     (reason,) = failed(report)

@@ -534,5 +534,4 @@ def read_until_gone(read: Callable[[], T]) -> Iterator[T]:
             os._exit(0)
 
     threading.Thread(target=pump, daemon=True).start()
-    while True:
-        yield received.get()
+    return iter(received.get, object())  # endless: no message is that object

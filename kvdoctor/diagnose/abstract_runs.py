@@ -288,6 +288,9 @@ def _open_stack(context: ContractContext, contract: CacheContract) -> tuple[int,
     fed = sum(math.prod(size for size in port.shape or () if isinstance(size, int)) for port in ports)
     if fed > MOST_FED:
         raise CannotCheck(f"inputs of {fed:,} elements are more than the {MOST_FED:,} that are followed without a run")
+    logits = contract.graph("decode").port("logits")
+    if logits is not None and logits.axes[-1:] == ("new",):
+        raise CannotCheck("logits whose last axis is that of the tokens are not followed without a run")
     if any(slot.kind == "recurrent-state" and slot.dtype.startswith("int") for slot in contract.slots):
         raise CannotCheck("a state of whole numbers, as of the token before, is not followed without a run")
     budget = Budget(max(NODES, LOOP_CALLS * size))

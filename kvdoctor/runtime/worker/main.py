@@ -124,7 +124,7 @@ def main() -> None:
     lines = io.TextIOWrapper(jobs, encoding="utf-8")
     first = next(lines, None)
     if first is None:
-        return
+        os._exit(0)  # as `read_until_gone` ends: tearing the runtime down could itself crash
     # The thread that reads the next jobs would not be restricted if it ran already.
     if refused := _enter_sandbox(first):
         announce(messages.WorkerError(refused))

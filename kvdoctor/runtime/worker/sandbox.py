@@ -41,7 +41,7 @@ MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 LOAD, JUMP_IF_EQUAL, JUMP_IF_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES
 IO_URING_SETUP = 425
-"""The system call behind which sockets can be made without `socket`; its number is that of every machine."""
+"""The system call by which sockets can be made without `socket`; its number is that of every machine."""
 OTHER_CALLS = 0x40000000
 """The numbers from here on are those of another set of system calls of x86_64."""
 
