@@ -47,7 +47,7 @@ BUDGET = {
     "analysis": 14_700,
     "cli": 1_400,
     "decode": 9_350,
-    "diagnose": 13_500,
+    "diagnose": 13_525,
     "gating": 2_650,
     "model": 4_400,
     "repair": 6_875,
