@@ -202,7 +202,8 @@ class Slot:
     `emptied` says that the decode graph itself returns a constant without elements under the present's name.
 
     `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so;
-    `trimmed` says that the graph cuts old entries off a cache that grows, so that its length does not tell the tokens.
+    `trimmed` says that the graph cuts old entries off a cache that grows, so that its length does not tell the tokens;
+    `prepended` that it puts the new entries, those of one call in their order, in front of the past.
 
     The last six are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether the
     past is a key or a value to its attention, `used_at` which of the attentions over such slots that is, counted from
@@ -226,6 +227,7 @@ class Slot:
     filled_in: PhaseName = "prefill"
     window: int | None = None
     trimmed: bool = False
+    prepended: bool = False
     used_as: Literal["key", "value", "key-value"] | None = None
     used_at: int | None = None
     continues_as: str | None = None

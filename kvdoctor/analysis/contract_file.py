@@ -39,6 +39,7 @@ WITHOUT_PROOF: dict[str, Any] = {
     "made_at": None,
     "emptied": False,
     "trimmed": False,
+    "prepended": False,
 }
 """Fields of a slot that only a graph proves, with their values where it proves nothing."""
 KNOWN_PHASES = ("encode", "embed", *ROLES, *DECODING)

@@ -269,6 +269,7 @@ class SlotReader:
             used_as=slot_rules.proven_part(state.use) if state is not None else None,
             continues_as=continues,
             trimmed=growth == "grow" and state is not None and state.trimmed,
+            prepended=growth == "grow" and state is not None and state.prepended,
             takes_new=self._takes_new(kind, present),
         )
 

@@ -62,11 +62,18 @@ def as_array(value: "Value | Array") -> Array:
 
 
 class Past(dict[str, "Value | Array"]):
-    """Past inputs by name, and how many tokens they hold."""
+    """Past inputs by name, how many tokens they hold, and how many each call added, where that is known."""
 
-    def __init__(self, values: "Mapping[str, Value | Array] | None" = None, length: int = 0) -> None:
+    def __init__(
+        self, values: "Mapping[str, Value | Array] | None" = None, length: int = 0, calls: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(values or {})
-        self.length = length
+        self.length, self.calls = length, calls
+
+    def newest_first(self) -> Array:
+        """The positions of the tokens in a slot to whose front each call adds its own, int64[length]."""
+        spans = [np.arange(sum(self.calls[:at]), sum(self.calls[: at + 1])) for at in range(len(self.calls))]
+        return np.concatenate([*spans[::-1], np.arange(0)])
 
 
 Loop = Literal["plain", "held"]

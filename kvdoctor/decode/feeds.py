@@ -231,7 +231,7 @@ class FeedBuilder(Conditions):
         plain: every slot that was returned is fed back. held: the slots that the contract holds keep their value.
         """
         before = (first or self.first_past(0)) if past is None else past
-        carried = Past(length=answer.past + answer.new)
+        carried = Past(length=answer.past + answer.new, calls=(*(past.calls if past is not None else ()), answer.new))
         for slot in self.contract.slots:
             returned = slot.filled_by if past is None else slot.present
             keep = past is not None and (slot.present is None or (loop == "held" and slot.carry == "hold"))

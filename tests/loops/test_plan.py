@@ -30,12 +30,13 @@ def test_the_plan_of_a_decoder_only_model_counts_positions_and_pads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "carry"), [("layout-delta-appended-healthy", "append"), ("layout-delta-healthy", "write")]
+    ("name", "carry"), [("layout-delta-appended", "append"), ("layout-delta", "write"), ("prepended", "feed-back")]
 )
-def test_entries_alone_are_put_behind_the_others(name: str, carry: str, tmp_path: object) -> None:
-    plan = plan_of(text_fixtures.load_all()[name].write(tmp_path))
+def test_entries_come_to_their_place(name: str, carry: str, tmp_path: object) -> None:
+    plan = plan_of(text_fixtures.load_all()[f"{name}-healthy"].write(tmp_path))
     assert {slot.carry for slot in plan.slots} == {carry}
-    assert plan.copies
+    assert plan.rewinds == (carry == "append")
+    assert plan.copies == (carry != "feed-back")
 
 
 def test_ids_are_those_of_the_configs_that_the_model_has() -> None:

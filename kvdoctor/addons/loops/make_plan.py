@@ -318,7 +318,7 @@ def _first_size(dim: Dim, first: int) -> Dim:
 def _rewinding(slot: Slot, held: bool) -> Literal["cut", "stays", "impossible"]:
     if held or slot.growth == "constant" or (slot.growth == "static" and slot.carry in ("feed-back", "write")):
         return "stays"
-    cut = slot.growth in ("grow", "shared", "delta") and not slot.trimmed and "past" in slot.axes
+    cut = slot.growth in ("grow", "shared", "delta") and not (slot.trimmed or slot.prepended) and "past" in slot.axes
     return "cut" if cut and slot.carry in ("feed-back", "append") else "impossible"
 
 

@@ -49,7 +49,7 @@ def cut_back(moment: StepContext) -> SequenceState | None:
 def _can_be_cut(slot: Slot, fed: TraceTensor, length: int) -> bool:
     """Whether a slot keeps an entry for each token, and was fed the first `length` of them."""
     grows = (slot.growth, slot.carry) in (("grow", "feed-back"), ("delta", "append"))
-    return grows and slot.window is None and size_of(slot.axes, fed.shape, "past") == length
+    return grows and slot.window is None and not slot.prepended and size_of(slot.axes, fed.shape, "past") == length
 
 
 def _compare_values(moment: StepContext, cut: list[tuple[Slot, TraceTensor]], length: int) -> Iterator[bool]:

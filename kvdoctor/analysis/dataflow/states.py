@@ -38,11 +38,11 @@ class StateFlow:
 
     `output` carries its content on, `how` it gets there, `axis` is the input's axis along which new entries come, or
     None where it cannot be followed. `joined` says that new entries meet it before its use, `trimmed` that some entries
-    are cut off afterwards, `window` how many tokens the operator that holds the cache looks back over. `delta` is an
-    output of the new entries alone. `cut` says that the graph slices the input before new entries join, up to a
-    computed end; `at_end` that the write position is computed from the input's own length. `batch` is the batch axis
-    where an operator holds the state, `layers` the axis along which the input is taken apart for one attention after
-    the other, `parts` the one along which it is taken apart into keys and values.
+    are cut off afterwards, `prepended` that the new ones are concatenated in front of it, `window` how many tokens the
+    operator that holds the cache looks back over. `delta` is an output of the new entries alone. `cut` says that the
+    graph slices the input before new entries join, up to a computed end; `at_end` that the write position is computed
+    from the input's own length. `batch` is the batch axis where an operator holds the state, `layers` the axis along
+    which the input is taken apart for one attention after the other, `parts` that into keys and values.
     """
 
     input: str
@@ -53,6 +53,7 @@ class StateFlow:
     axis: int | None = None
     joined: bool = False
     trimmed: bool = False
+    prepended: bool = False
     delta: str | None = None
     window: int | None = None
     cut: bool = False
@@ -66,13 +67,14 @@ class StateFlow:
 class _Path:
     """How a walk came to a value: its axes, the node where new entries joined, and cuts before and after that node.
 
-    `changed` are the nodes that compute other numbers, or cut entries off after the join. `place` is that in a stack
-    with other inputs.
+    `changed` are the nodes that compute other numbers, or cut entries off after the join. `last` says that the walked
+    input is the last one of the Concat. `place` is that in a stack with other inputs.
     """
 
     axes: tuple[int, ...] | None
     join: FlatNode | None = None
     axis: int | None = None
+    last: bool = False
     trimmed: bool = False
     cut: bool = False
     changed: tuple[FlatNode, ...] = ()
@@ -208,7 +210,8 @@ class Dataflow:
             axes = self.axes.axes_after(node, index, path.axes)
             if joins:
                 at = self._join_axis(node, path.axes)
-                yield output, replace(path, axes=axes, join=node, axis=at, place=place)
+                last = node.op == "Concat" and index == len(node.inputs) - 1
+                yield output, replace(path, axes=axes, join=node, axis=at, last=last, place=place)
                 continue
             trims = path.join is not None and node.has("pick") and place == path.place
             cut = path.cut or (path.join is None and self._slices_to_computed_end(node))
@@ -273,6 +276,7 @@ class Dataflow:
             axis=path.axis,
             joined=True,
             trimmed=path.trimmed,
+            prepended=path.last and output is not None,
             delta=self._find_delta(name, output, join),
             window=window if window > 0 else None,
             cut=path.cut,

@@ -100,7 +100,12 @@ class Prover:
         if open_ports:
             raise NotProved(f"input {open_ports[0]!r} (the file leaves open what it takes)")
         for slot in contract.slots:
-            if slot.kind not in KINDS or slot.growth not in ("grow", "shared", "constant") or slot.trimmed:
+            if (
+                slot.kind not in KINDS
+                or slot.growth not in ("grow", "shared", "constant")
+                or slot.trimmed
+                or slot.prepended
+            ):
                 raise NotProved(f"past {slot.past!r} ({slot.kind}, {slot.growth})")
             if slot.first in ("dummy", "zeros"):
                 raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")

@@ -21,9 +21,9 @@ OTHER_TOKENS = (1, 2)
 
 
 def growing(contract: CacheContract) -> tuple[Slot, ...]:
-    """Self-attention slots that grow and come back whole, in the order of their layers."""
+    """Self-attention slots that grow at their end and come back whole, in the order of their layers."""
     found = (s for s in contract.of_kind("self-attention") if s.growth in ("grow", "shared") and s.carry == "feed-back")
-    return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None)
+    return tuple(slot for slot in found if "past" in slot.axes and slot.present is not None and not slot.prepended)
 
 
 def by_position(contract: CacheContract) -> tuple[Slot, ...]:

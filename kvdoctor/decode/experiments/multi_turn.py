@@ -91,18 +91,23 @@ def rewind(builder: FeedBuilder) -> Calls:
 def cut(builder: FeedBuilder, past: Past, length: int) -> Past:
     """The first `length` tokens of a past; a buffer of fixed size keeps its size, and the rest is not read.
 
-    A counter of tokens is set back by those that are taken back.
+    A counter of tokens is set back by those that are taken back. What a graph puts in front of the past is cut there.
     """
-    shorter = dict(past)
+    shorter, positions = dict(past), past.newest_first()
     for slot in builder.contract.slots:
         tensor = as_array(past[slot.past])
         if slot.growth in ("grow", "shared", "delta") and "past" in slot.axes:
             at = slot.axes.index("past")
-            shorter[slot.past] = np.take(tensor, range(min(length, tensor.shape[at])), axis=at)
+            order = positions if slot.prepended else np.arange(tensor.shape[at])
+            if order.size != tensor.shape[at]:
+                raise CannotCheck(f"which entries of {slot.past!r} belong to which token is not known")
+            shorter[slot.past] = np.take(tensor, np.flatnonzero(order < length), axis=at)
         elif slot.kind == "counter":
             taken_back = builder.past_length(past) - length
             shorter[slot.past] = np.asarray(tensor - taken_back, tensor.dtype)
-    return Past(shorter, length)
+    starts = (sum(past.calls[:at]) for at in range(len(past.calls)))
+    calls = (min(count, length - start) for start, count in zip(starts, past.calls, strict=True) if start < length)
+    return Past(shorter, length, tuple(calls))
 
 
 def find_uncut(contract: CacheContract) -> Iterator[Obstacle]:

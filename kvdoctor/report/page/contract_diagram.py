@@ -11,7 +11,7 @@ from kvdoctor.contract import CacheContract, PhaseName, Port, Role, Slot
 from kvdoctor.records import record
 from kvdoctor.report.page.elements import PagePosition, scrollable
 from kvdoctor.report.page.markup import Content, Element, h
-from kvdoctor.report.wording.contract import GROWTH_TEXTS, fixed_axes, format_layers, format_slot_type
+from kvdoctor.report.wording.contract import describe_step, fixed_axes, format_layers, format_slot_type
 
 DIGITS = re.compile(r"(\d+)", re.ASCII)
 LONGEST_NAME = 2000
@@ -62,7 +62,7 @@ def group_slots(slots: Iterable[Slot], more: Callable[[Slot], Hashable] = lambda
     """The groups in the order of their first slots; slots of a group also agree in `more`."""
     found: dict[Hashable, list[Slot]] = {}
     for slot in slots:
-        facts = (slot.kind, slot.growth, slot.window, slot.dtype, slot.carry, slot.emptied, slot.filled_in)
+        facts = (slot.kind, describe_step(slot), slot.window, slot.dtype, slot.carry, slot.emptied, slot.filled_in)
         key = (facts, fixed_axes(slot), slot.present is None, more(slot))
         found.setdefault(key, []).append(slot)
     return [Group(tuple(slots)) for slots in found.values()]
@@ -202,7 +202,7 @@ def _present_box(group: Group) -> Box:
         makers = {"encode": "computed by the encoder", "prefill": "computed by step 0"}
         first = makers.get(slot.filled_in, "computed once") if filled else "given by the caller"
         return Box((("no present in later steps", "box-title"), (first, "sans"), *_names(filled)), "box missing")
-    return Box((("present", "box-title"), *_wide(GROWTH_TEXTS[slot.growth]), *_names(names)), "box present")
+    return Box((("present", "box-title"), *_wide(describe_step(slot)), *_names(names)), "box present")
 
 
 def _wide(text: str) -> list[tuple[str, str]]:

@@ -54,7 +54,9 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     yield from _stages(contract)
     label = "cache"
     # Slots that differ in their layer, or in being key or value, alone.
-    for group in _group(contract.slots, lambda one: (one.kind, one.growth, one.window, one.dtype, fixed_axes(one))):
+    for group in _group(
+        contract.slots, lambda one: (one.kind, describe_step(one), one.window, one.dtype, fixed_axes(one))
+    ):
         yield label, _slots(group)
         label = ""
     yield "axes", _axes(contract)
@@ -228,13 +230,18 @@ def _group(slots: Iterable[Slot], facts: Callable[[Slot], Hashable]) -> Iterable
     return groups.values()
 
 
+def describe_step(slot: Slot) -> str:
+    """What a step does to the length of a slot, and where new entries come if not at its end."""
+    return GROWTH_TEXTS[slot.growth] + ", which come before the past" * slot.prepended
+
+
 def _slots(slots: list[Slot]) -> str:
     """`self-attention, layers 0 to 11, key and value float[batch, 4 kv_heads, past, 8 head_dim]: grows ...`."""
     slot = slots[0]
     parts = " and ".join(dict.fromkeys(s.part for s in slots if s.part != "state"))
     window = f"; attention window of {slot.window} tokens" if slot.window is not None else ""
     kind = f"{STATES.get(slot.kind, slot.kind.replace('-state', ' state'))}, {format_layers(slots)}"
-    return f"{kind}, {parts + ' ' if parts else ''}{format_slot_type(slot)}: {GROWTH_TEXTS[slot.growth]}{window}"
+    return f"{kind}, {parts + ' ' if parts else ''}{format_slot_type(slot)}: {describe_step(slot)}{window}"
 
 
 def _axes(contract: CacheContract) -> str:

@@ -132,8 +132,9 @@ def _find_growing(context: RepairContext, contract: CacheContract, model: ModelP
         context.cannot("its cache is a static buffer already" if static else "no past has a variable length")
     growth = "shared" if is_fused(model, slots) else "grow"
     for slot in slots:
-        if slot.present is None or slot.carry != "feed-back" or slot.growth != growth or slot.trimmed:
-            how = "is trimmed" if slot.trimmed else f"{slot.growth}, {slot.carry}"
+        moved = "is trimmed" * slot.trimmed or "new entries come first" * slot.prepended
+        if slot.present is None or slot.carry != "feed-back" or slot.growth != growth or moved:
+            how = moved or f"{slot.growth}, {slot.carry}"
             node = producer(model.graph, slot.present or "")
             maker = f"the node {describe_op(node)}: " if node is not None else ""
             context.cannot(f"{maker}the cache of {slot.past!r} does not grow by concatenation ({how})")

@@ -42,8 +42,8 @@ def _refuse_slot(slot: Slot, first: Slot, axes: tuple[Axis, ...]) -> str | None:
     if slot.kind != first.kind or slot.part not in ("key", "value") or slot.layer is None:
         what = slot.kind if slot.kind not in ("self-attention", "cross-attention") else f"{slot.part} of {whose}"
         return f"{where} is a {what}: this layout is for one key and one value in each layer"
-    if slot.kind == "self-attention" and (slot.growth not in ("grow", "shared") or slot.trimmed):
-        how = "cut to a window" if slot.trimmed else slot.growth
+    if slot.kind == "self-attention" and (slot.growth not in ("grow", "shared") or slot.trimmed or slot.prepended):
+        how = "cut to a window" if slot.trimmed else "new entries first" if slot.prepended else slot.growth
         return f"{where} neither grows with each step nor is one buffer for past and present ({how})"
     if slot.axes != axes:
         return f"the axes of {slot.past!r} are {', '.join(slot.axes)}: {CONSUMER} feeds {', '.join(axes)}"
