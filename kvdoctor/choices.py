@@ -245,7 +245,7 @@ class Names(Kind):
     """Several names: a list, or one text with commas.
 
     `make` makes the value of the option from the names; it raises `WrongValue` for an unknown one. `to_json` lists
-    the names of a value. `if_empty` is the reason to refuse a value without a name. `known` lists the names.
+    the names of a value. `if_empty` is the reason to refuse an entry without a name. `known` lists the names.
     """
 
     make: Callable[[tuple[str, ...]], Any] = tuple
@@ -258,10 +258,10 @@ class Names(Kind):
         entries = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else None
         if entries is None:
             self.refuse(given)
-        words = tuple(word.strip() for entry in entries for word in str(entry).split(",") if word.strip())
-        if entries and not words and self.if_empty:
-            raise WrongValue(self.if_empty)
-        return self.make(words)
+        words = [[word.strip() for word in str(entry).split(",") if word.strip()] for entry in entries]
+        if not all(words):
+            raise WrongValue(self.if_empty or f"it takes {self.takes}; got an empty name")
+        return self.make(tuple(word for some in words for word in some))
 
     def check_toml(self, given: Any) -> None:
         """Accept a list of texts."""
