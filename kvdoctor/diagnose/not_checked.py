@@ -162,7 +162,8 @@ def why_unasked(experiment: "Experiment", options: Options) -> str | None:
 
 def why_skipped(experiment: "Experiment", context: ContractContext, options: Options) -> str | None:
     """Why an experiment is not asked for, or not needed: exact numbers in one runtime are proved at every length."""
-    runs = options.thorough or options.targets or context.contract.exactness != "float"
+    compared = options.targets or options.providers[1:]
+    runs = options.thorough or compared or context.contract.exactness != "float"
     proved = experiment.lengths and context.is_proved and not runs
     return why_unasked(experiment, options) or (PROVED if proved else None)
 

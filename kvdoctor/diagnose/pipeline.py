@@ -172,7 +172,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     others = tuple(name for name in options.providers if name != CPU)
     for name in others:
         runtime.require_provider(name)
-    on_cpu = replace(prompted, providers=(CPU,))
+    on_cpu = replace(prompted, providers=(CPU, *others))
     session = _Session(on_cpu, plan, runtime, checkpoint, golden, draft, parts, others)
     results = sum((part.results for part in parts), results)
 

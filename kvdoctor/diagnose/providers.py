@@ -26,6 +26,7 @@ from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult, list_wrong
 MARGIN = 4.0
 """Times the measured noise of first calls that a later step may be off: what is cached is rounded once more."""
 ALONE = "it takes the file and computes on the CPU alone: nothing was tested on it"
+NEXT = "; see `kvdoctor env` for the providers and adapters of this machine, and how to get others"
 UNPLACED = "onnxruntime {} does not say which nodes run on it; pip install -U onnxruntime"
 
 
@@ -52,7 +53,7 @@ def _run_provider(context: TargetContext, options: Options, local: LocalRun, ask
     adapter = found.adapter + (", a software adapter" if found.software and found.adapter else "")
     target = Target(asked, release, provider=name, adapter=adapter, software=found.software)
     if found.error:
-        return TargetResult(target, not_run=found.error)
+        return TargetResult(target, not_run=found.error + NEXT)
     options = replace(options, providers=(asked,))
     with scratch_folder() as scratch:
         logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
@@ -63,7 +64,7 @@ def _run_provider(context: TargetContext, options: Options, local: LocalRun, ask
         tried = replace(job, experiments=tuple(_list_workarounds(context)), keep_logits=None)
         results.runs += local.runtime.examine(tried, options.progress).runs
         if (reason := _why_untested(results, release)) is not None:
-            return TargetResult(target, not_run=reason)
+            return TargetResult(target, not_run=reason + NEXT)
         first = read_first_gaps(context, results.runs, local.logits, logits)
         limit = measure_tolerance(context, first)
         runs = _judge_again(job, results.runs, limit, context, local)
@@ -161,7 +162,7 @@ def _locate_gaps(
     """The differences to the CPU; the one that the finding rests on with the location of its fault."""
     from kvdoctor.diagnose.locate.provider_search import locate_departure
 
-    apart = sorted(name for name, gap in gaps.items() if gap.verdict == "fail")
+    apart = sorted(name for name, gap in gaps.items() if gap.verdict == "fail" and gap.difference is not None)
     loop = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     name = loop if loop in apart else next(iter(apart), None)
     run = next((run for run in runs if run.experiment == name), None)

@@ -88,7 +88,10 @@ def judged_job(context: TargetContext, options: Options, local: LocalRun) -> Exp
 def compare_logits(
     context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path, limit: Tolerance
 ) -> dict[str, LogitsGap]:
-    """Logits that differ between the local runtime and the target, of experiments that pass in both."""
+    """Logits that differ between the local runtime and the target, of experiments that pass in both.
+
+    One that ends earlier under the target is a difference; one that goes on further is compared up to the shorter.
+    """
     gaps = dict[str, LogitsGap | None]()
     for run, ours, others in _pair_logits(runs, local, target):
         gaps[run.experiment] = None
@@ -98,6 +101,10 @@ def compare_logits(
                 gaps[run.experiment] = LogitsGap(step, difference, verdict)
             if verdict == "fail":
                 break
+        else:
+            here = context.find_run(run.experiment)
+            if others.size < ours.size and run.steps and here is not None and here.outcome == "passed":
+                gaps[run.experiment] = LogitsGap(run.steps[-1].step, None, "fail")
     return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
@@ -142,22 +149,21 @@ def _compare_steps(
 
 
 def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
-    """Targets under which nothing was run, or the checked loop gave no clear answer."""
+    """Targets under which nothing was run, or what passes in the local runtime gave no clear answer."""
     stack, loop = context.stack.name, context.checked_loop
     for result in context.target_results:
         if result.not_run is not None:
             yield NotChecked(stack, "KV404", f"{result.target.words}: {result.not_run}", essential=True)
             continue
-        run = result.run(loop.experiment) if loop is not None else None
-        if loop is None or run is None or result.is_local:
-            continue
-        gap = result.gaps.get(run.experiment)
-        undecided = run.outcome in ("ambiguous", "inconclusive") and loop.outcome == "passed"
-        if undecided or (gap is not None and gap.verdict == "ambiguous"):
-            there = UNCLEAR if result.target.provider == CPU else UNCLEAR_HERE
-            reason = REASONS[run.outcome].format(reason=run.reason) if undecided else there
-            text = f"{result.target.words}: {run.experiment}: {reason}"
-            yield NotChecked(stack, "KV405", text, essential=context.contract.exactness == "float")
+        passed = {run.experiment for run in context.runs if run.outcome == "passed"}
+        for run in result.runs if not result.is_local else ():
+            gap, is_loop = result.gaps.get(run.experiment), loop is not None and run.experiment == loop.experiment
+            undecided = run.experiment in passed and run.outcome in ("ambiguous", "inconclusive", "skipped")
+            if undecided or (is_loop and gap is not None and gap.verdict == "ambiguous"):
+                there = UNCLEAR if result.target.provider == CPU else UNCLEAR_HERE
+                reason = REASONS[run.outcome].format(reason=run.reason) if undecided else there
+                text = f"{result.target.words}: {run.experiment}: {reason}"
+                yield NotChecked(stack, "KV405", text, essential=is_loop and context.contract.exactness == "float")
 
 
 def list_target_runs(results: Mapping[str, tuple[TargetResult, ...]]) -> Iterator[Run]:

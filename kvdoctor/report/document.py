@@ -36,6 +36,7 @@ class Reproducer:
     Attributes:
         out: the folder; null if the failure could not be reproduced.
         reason: why it could not be reproduced.
+        command: what runs it, with the variables that the execution provider needs.
         finding: the fingerprint of the finding that is reproduced.
         shows: the failure that is reproduced.
         files: the files in the folder.
@@ -45,6 +46,7 @@ class Reproducer:
 
     out: str | None
     reason: str | None
+    command: str | None = None
     finding: str | None = None
     shows: str | None = None
     files: tuple[str, ...] = ()

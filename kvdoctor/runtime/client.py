@@ -58,10 +58,8 @@ class Runtime:
         self.limits, self.python, self.provider = limits, python, provider
         asked = read_provider(provider)
         self._scratch = ScratchFolder()
-        found = (asked.library, os.path.realpath(asked.library)) if asked.library else ()
-        library = tuple(map(os.path.dirname, found))
         self._writes = frozenset((os.path.realpath(self._scratch.root),))
-        self._reads = frozenset(map(os.path.realpath, (*self._writes, *library, *reads)))
+        self._reads = frozenset(map(os.path.realpath, (*self._writes, *asked.reads, *reads)))
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._scratch.name)
         self._environment = {**asked.environment, **temporary}
         if provider != CPU:
@@ -147,12 +145,11 @@ class Runtime:
             return messages.ProviderFound(error=text)
         found, failed = self.on(provider).answer(messages.FindProviderJob(provider=provider), messages.ProviderFound)
         if failed or not found:
-            text = f"{failed or 'its worker gives no answer'} while the provider was loaded; "
-            return messages.ProviderFound(error=text + advise_adapter(asked))
-        error = found[0].error.replace(asked.library, asked.name) if asked.library is not None else found[0].error
-        if error and found[0].no_adapter and asked.is_plugin:
-            error += f"; {advise_adapter(asked)}"
-        return replace(found[0], error=error)
+            text = f"{failed or 'its worker gives no answer'} while the provider was loaded"
+            found = (messages.ProviderFound(error=text, no_adapter=True),)
+        error = found[0].error.replace(asked.library or asked.name, asked.name)
+        advice = f"; {advise_adapter(asked)}" if error and found[0].no_adapter and asked.uses_vulkan else ""
+        return replace(found[0], error=error + advice)
 
     @property
     def versions(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ the packages on PyPI, onnxruntime.ai/docs/install, and the manifest search of th
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -20,17 +21,18 @@ DRIVERS = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 
 @record
 class Provider:
-    """A provider: its short and its full name, and its package; `module` finds the library of a plug-in.
-
-    `environment` are variables that its worker runs with, `vulkan` says that it may run on a Vulkan driver.
-    """
+    """A provider: its short and its full name, its package, the `module` of a plug-in, whether it may run on Vulkan."""
 
     short: str
     name: str
     package: str
     module: str | None = None
-    environment: tuple[tuple[str, str], ...] = ()
     vulkan: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that it needs in order to take a software adapter."""
+        return {"ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"} if self.vulkan else {}
 
     @property
     def install(self) -> str:
@@ -39,9 +41,8 @@ class Provider:
         return f"pip install {known}" + (" in place of onnxruntime" if self.module is None else "")
 
 
-SOFTWARE = (("ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER", "1"),)
 PROVIDERS = (
-    Provider("webgpu", "WebGpuExecutionProvider", "onnxruntime-ep-webgpu", "onnxruntime_ep_webgpu", SOFTWARE, True),
+    Provider("webgpu", "WebGpuExecutionProvider", "onnxruntime-ep-webgpu", "onnxruntime_ep_webgpu", vulkan=True),
     Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-ep-openvino", "onnxruntime_ep_openvino"),
     Provider("qnn", "QNNExecutionProvider", "onnxruntime-qnn", "onnxruntime_qnn"),
     Provider("ggml", "ggml", "onnxruntime-ggml", "onnxruntime_ggml"),
@@ -73,24 +74,41 @@ class Requested:
         return self.library is None and self.is_plugin and find_spec(self.known.module) is None  # type: ignore[union-attr, arg-type]
 
     @property
+    def uses_vulkan(self) -> bool:
+        """Whether it may run on a Vulkan driver here."""
+        return self.known is not None and self.known.vulkan and sys.platform == "linux"
+
+    @property
     def drivers(self) -> list[Path]:
         """The Vulkan drivers that its worker is given; none where the loader finds those of the system."""
-        if self.known is None or not self.known.vulkan or sys.platform != "linux":
+        if not self.uses_vulkan:
             return []
-        if self.driver is not None:
-            return [self.driver]
-        return _named_drivers() or ([] if _system_drivers() else _chromium_drivers()[:1])
+        found = [self.driver] if self.driver is not None else _named_drivers()
+        return found or ([] if _system_drivers() else _chromium_drivers()[:1])
+
+    @property
+    def reads(self) -> set[str]:
+        """The folders of the libraries that its worker loads: its own, and those that the manifests of drivers name."""
+        manifests = [one for one in self.drivers or _system_drivers() if self.uses_vulkan and os.access(one, os.R_OK)]
+        named = ((one, re.search(rb'"library_path"\s*:\s*"([^"]*/[^"]*)"', one.read_bytes())) for one in manifests)
+        found = [one.parent / os.fsdecode(library[1]) for one, library in named if library is not None]
+        found += [Path(self.library)] if self.library is not None else []
+        return {str(folder) for one in found for folder in (one.parent, one.resolve().parent)}
+
+    @property
+    def vulkan_variables(self) -> dict[str, str]:
+        """The variables by which its process finds Vulkan: Chromium brings a loader next to its driver."""
+        drivers = os.pathsep.join(map(str, self.drivers))
+        loader = os.pathsep.join(str(one.parent) for one in self.drivers if (one.parent / "libvulkan.so.1").is_file())
+        named = {**dict.fromkeys(DRIVERS, drivers), "LD_LIBRARY_PATH": loader}
+        return {name: value for name, value in named.items() if value}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of its worker: Chromium brings a Vulkan loader next to its driver."""
-        variables = dict(self.known.environment) if self.known is not None else {}
-        if drivers := self.drivers:
-            variables |= dict.fromkeys(DRIVERS, os.pathsep.join(map(str, drivers)))
-            folders = [str(one.parent) for one in drivers if (one.parent / "libvulkan.so.1").is_file()]
-            given = os.environ.get("LD_LIBRARY_PATH")
-            variables |= {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (given, *folders)))} if folders else {}
-        return variables
+        """All variables of its worker."""
+        found = (self.known.environment if self.known is not None else {}) | self.vulkan_variables
+        name, given = "LD_LIBRARY_PATH", os.environ.get("LD_LIBRARY_PATH")
+        return found | ({name: os.pathsep.join((given, found[name]))} if given and name in found else {})
 
 
 def read_provider(asked: str) -> Requested:
@@ -160,7 +178,6 @@ ADAPTERS_ADVICE = (
 
 def advise_adapter(asked: Requested) -> str:
     """The next command where a provider finds no adapter."""
-    used = asked.drivers or _system_drivers()
-    others = [name for name, path in list_drivers() if path not in used]
+    others = [name for name, path in list_drivers() if path not in (asked.drivers or _system_drivers())]
     tried = next((f"try --provider {asked.known.short}@{name}; else " for name in others if asked.known), "")
     return tried + ADAPTERS_ADVICE

@@ -78,13 +78,7 @@ ANY_PAST = {"step-fails", "chunk-fails", "empty-past-rejected", *FROZEN}
 
 @record
 class ReproRequest:
-    """The input of `repro`.
-
-    Attributes:
-        path: the model.
-        out: the folder to write.
-        force: replace a folder that kvdoctor wrote.
-    """
+    """The model at `path` and the folder to write; `force` replaces one that kvdoctor wrote."""
 
     path: str
     out: str
@@ -148,10 +142,14 @@ def repro(request: ReproRequest, options: Options) -> Report:
 
 
 def _findings_that_count(report: Report, options: Options) -> Iterator[Finding]:
-    """The findings that make the exit code 1, and crashes on a provider: each is a fault of the runtime to send."""
+    """The findings that make the exit code 1, and crashes on a provider: each is a fault of the runtime to send.
+
+    Those of a provider that was asked for come first.
+    """
     lowest = "error" if options.fail_on == "never" else options.fail_on
     crashed = {run.experiment for run in report.runs if run.outcome == "died" and run.provider != CPU}
-    for finding in report.findings:
+    first = ON_PROVIDERS if {*options.providers} - {CPU} else ()
+    for finding in sorted(report.findings, key=lambda one: one.name not in first):
         if reaches(finding, lowest) or (finding.name in ON_PROVIDERS and not crashed.isdisjoint(finding.subject)):
             yield finding
 

@@ -12,6 +12,7 @@ from kvdoctor.addons.reproducer.messages import CallScript, Comparison, MadeArra
 from kvdoctor.choices import CPU
 from kvdoctor.decode.calls import NUMPY_TYPES
 from kvdoctor.decode.tolerances import TOLERANCES
+from kvdoctor.errors import as_argument
 from kvdoctor.records import record
 from kvdoctor.report.escaping import printable
 from kvdoctor.runtime.providers import read_provider
@@ -26,7 +27,7 @@ OTHER_NODE = "the error does not name the node"
 
 HEAD = '''"""{title}
 
-Needs onnxruntime and numpy, and nothing else: python reproduce.py
+Needs {packages}, and nothing else: {command}
 Exit code 1: {one}. 0: {zero}. 2: something else happened.
 """
 
@@ -61,7 +62,7 @@ options.graph_optimization_level = ort.GraphOptimizationLevel.{level}{why}
 MODELS = {{file: ort.InferenceSession(str(HERE / file), options) for file in {files}}}
 """
 BUILT_IN = "options.add_provider({name}, {{}})"
-PLUGIN = """# The provider is a plug-in: {install}
+PLUGIN = """# The provider is a plug-in.
 os.environ.update({environment})
 {library}
 ort.register_execution_provider_library("provider", LIBRARY)
@@ -187,7 +188,24 @@ def _head(script: CallScript, texts: ProgramText) -> str:
     one, zero = meanings[script.kind]
     imports = "\nimport subprocess" if script.kind == "dies" else ""
     title = printable(texts.title).replace("\\", "/").replace('"', "'")
-    return HEAD.format(title=title, one=one, zero=zero, imports=imports)
+    packages, command = " and ".join(list_packages(texts.provider)), run_command(texts.provider, "reproduce.py")
+    return HEAD.format(title=title, one=one, zero=zero, imports=imports, packages=packages, command=command)
+
+
+def list_packages(asked: str) -> list[str]:
+    """The packages that the program needs on a provider."""
+    known = read_provider(asked).known
+    if known is None:
+        return ["onnxruntime", "numpy"]
+    return [known.package, "numpy"] if known.module is None else ["onnxruntime", "numpy", known.package]
+
+
+def run_command(asked: str, script: str) -> str:
+    """The command of a shell that runs the program on a provider, with the Vulkan driver that it ran on here."""
+    variables = read_provider(asked).vulkan_variables
+    return " ".join(
+        [*(f"{name}={as_argument(value)}" for name, value in variables.items()), "python", as_argument(script)]
+    )
 
 
 def _opening(script: CallScript, texts: ProgramText, names: dict[str, str]) -> str:
@@ -209,9 +227,7 @@ def _choose_provider(asked: str) -> str:
     library = f"LIBRARY = {found.library!a}"
     if known is not None and found.library is None:
         library = f"import {known.module}\nLIBRARY = {known.module}.get_library_path()"
-    install = f"pip install {known.package}" if known is not None else "its library is needed"
-    environment = dict(known.environment) if known is not None else {}
-    return PLUGIN.format(install=install, environment=environment, library=library)
+    return PLUGIN.format(environment=known.environment if known is not None else {}, library=library)
 
 
 def _call(call: Any, names: dict[str, str], stored: dict[str, "np.ndarray[Any, Any]"]) -> str:

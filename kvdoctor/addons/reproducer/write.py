@@ -9,7 +9,7 @@ import numpy as np
 from kvdoctor._version import __version__
 from kvdoctor.addons.reproducer.messages import CallScript
 from kvdoctor.addons.reproducer.oracle import Candidate, OutcomeDifference, ScriptOutcome
-from kvdoctor.addons.reproducer.program import STORE, ProgramText, render_program
+from kvdoctor.addons.reproducer.program import STORE, ProgramText, list_packages, render_program, run_command
 from kvdoctor.addons.reproducer.weights import ReplacedWeights
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.diagnose.build_report import file_facts
@@ -19,23 +19,16 @@ from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.report.escaping import code, markdown
+from kvdoctor.runtime.providers import ADAPTERS_ADVICE, read_provider
 
 SCHEMA = "kvdoctor/repro/1"
 
 
 @record(slots=False)
 class ReproContents:
-    """The content of a reproducer.
+    """The content of a reproducer: the finding, the original model and its diagnosis, the smallest candidate.
 
-    Attributes:
-        finding: the finding that it shows.
-        question: the question of the experiment.
-        failing: the name and the operator of the failing node; empty if it has none.
-        folder: the original model.
-        report: the diagnosis of the original model.
-        options: the options of the command.
-        found: the smallest candidate.
-        failure: the failure that it shows.
+    `question` is that of the experiment, `failing` the name and the operator of the failing node, empty if it has none.
     """
 
     finding: Finding
@@ -74,6 +67,7 @@ def write_reproducer(target: Path, contents: ReproContents, out: str) -> Reprodu
     return Reproducer(
         out=out,
         reason=None,
+        command=run_command(contents.options.provider, f"{out}/reproduce.py"),
         finding=contents.finding.fingerprint,
         shows=_describe_failure(contents),
         files=tuple(sorted(path.name for path in target.iterdir())),
@@ -139,9 +133,10 @@ def _readme(contents: ReproContents, names: dict[str, str], tally: ReplacedWeigh
         "## Run it",
         "",
         "```sh",
-        "pip install onnxruntime numpy",
-        "python reproduce.py",
+        f"pip install {' '.join(list_packages(contents.options.provider))}",
+        run_command(contents.options.provider, "reproduce.py"),
         "```",
+        *_drivers(contents),
         "",
         *_exit_codes(contents),
         "",
@@ -156,6 +151,14 @@ def _readme(contents: ReproContents, names: dict[str, str], tally: ReplacedWeigh
         f"Made by kvdoctor {__version__}; {code('kvdoctor explain ' + finding.code)} describes the finding.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _drivers(contents: ReproContents) -> list[str]:
+    """What somebody else needs besides packages, for a provider that may run on Vulkan."""
+    if not read_provider(contents.options.provider).uses_vulkan:
+        return []
+    text = "With a GPU no variable is needed. The variables name a Vulkan driver by its manifest, here a software one:"
+    return ["", f"{text} {markdown(ADAPTERS_ADVICE)}."]
 
 
 def _exit_codes(contents: ReproContents) -> list[str]:

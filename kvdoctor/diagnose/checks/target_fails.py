@@ -12,6 +12,7 @@ quantization to which the fault location points.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.choices import CPU, Required
 from kvdoctor.contract import describe
@@ -21,12 +22,14 @@ from kvdoctor.diagnose.checks.meaning_changed import list_changes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
 from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.errors import as_argument
 from kvdoctor.findings import Advice, Confidence, Fault, Faults, Severity, check
 from kvdoctor.runtime.targets import Target, TargetResult, list_wrong_runs
 
 ON_CPU = Advice(
     "re-export", "run the model on the CPU, or export it without the operator or fusion that the evidence names"
 )
+SEND = "; `kvdoctor repro MODEL --provider {} -o DIR` writes a small model that crashes, to send to its project"
 ANOTHER = Advice("re-export", "use a release that runs the model as it is, or export it again for this one")
 
 
@@ -112,7 +115,8 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
         return
     run, severity, use = bad[0], *_rate(context, bad[0].experiment)
     cause, subject = _describe_cause(run, result.target), tuple(run.experiment for run in bad)
-    fault = Fault(severity, subject, cause, _advise(result.target), use=use, apart=(result.target.asked,))
+    advice = _advise(result.target, crashed=run.outcome == "died")
+    fault = Fault(severity, subject, cause, advice, use=use, apart=(result.target.asked,))
     fault = fault.also(run=run, nodes=list_nodes(run), error=run.error if run.outcome == "failed" else None)
     declared = f"{run.experiment} as with {_name_local(context, result.target)}, where it {_say_how(run)}"
     fault = fault.compare(declared, _describe_observed(run))
@@ -179,7 +183,8 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     severity, use, target, gap = *_rate(context, name), result.target, apart[name]
     shapes = _find_other_shape(context.find_run(name), result.run(name), target)
     here = "the CPU" if target.provider != CPU else "the local runtime"
-    cause = f"{target.words} gives other {'shapes' if shapes else 'logits'} than {here}"
+    what = f"takes fewer tokens than {here}" if gap.difference is None else f"gives other logits than {here}"
+    cause = f"{target.words} " + (f"gives other shapes than {here}" if shapes else what)
     fault = Fault(severity, tuple(sorted(apart)), cause, _advise(target), use=use, apart=(target.asked, "other logits"))
     fault = fault.also(confidence=_find_confidence(result), evidence=_say_tolerance(result))
     node, place = "", gap.location
@@ -190,12 +195,16 @@ def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
     elif gap.no_location is not None:
         fault = fault.also(evidence=(f"operator not found: {gap.no_location}", *fault.evidence))
     fault = fault.also(evidence=(*fault.evidence, *list_changes(context, result, result.run(name))))
-    fault = fault.compare(f"the logits of {_name_local(context, target)}", shapes or _describe_size(gap.difference))
+    ends = f"it takes no tokens after step {gap.step}"
+    seen = shapes or (ends if gap.difference is None else _describe_size(gap.difference))
+    fault = fault.compare(f"the logits of {_name_local(context, target)}", seen)
     yield fault.also(where=f"{name}, step {gap.step}{node}, under {target.words}")
 
 
-def _advise(target: Target) -> Advice:
-    return ANOTHER if target.provider == CPU else ON_CPU
+def _advise(target: Target, crashed: bool = False) -> Advice:
+    if target.provider == CPU:
+        return ANOTHER
+    return replace(ON_CPU, text=ON_CPU.text + SEND.format(as_argument(target.asked))) if crashed else ON_CPU
 
 
 def _find_confidence(result: TargetResult) -> Confidence:

@@ -82,7 +82,8 @@ def _plugins(runtime: "Runtime") -> Iterator[Component]:
         on = f" on {found.adapter}" + ", a software adapter" * found.software if found.adapter else ""
         text = f"--provider {known.short}: {found.name} {found.version}{on}" if not found.error else found.error
         yield Component("ok", text) if not found.error else Component("BROKEN", f"--provider {known.short}: {text}")
-    yield Component("absent", f"plug-in providers: {'; '.join(absent)}")
+    if absent:
+        yield Component("absent", f"plug-in providers: {'; '.join(absent)}")
     drivers = ", ".join(f"{name} ({path})" for name, path in list_drivers())
     if drivers:
         yield Component("ok", f"Vulkan drivers, for --provider webgpu@NAME: {drivers}")

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdoctor.errors import as_argument
 from kvdoctor.findings import Finding, reaches
 from kvdoctor.report.blocks import Span, Table, Text, table
 from kvdoctor.report.escaping import LONGEST_QUOTED, printable, shortened
@@ -173,5 +172,4 @@ def format_reproducer(report: "Report") -> str | None:
         return "nothing to reproduce: no finding of the requested severity; no folder was written"
     if made.out is None:
         return f"no reproducer was written: {made.reason}"
-    script = as_argument(f"{made.out}/reproduce.py")
-    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; python {script}"
+    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; {made.command}"

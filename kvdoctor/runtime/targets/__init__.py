@@ -159,11 +159,12 @@ Refused = tuple[str, dict[str, str], str | None]
 class LogitsGap:
     """The first step of an experiment whose logits under the target differ from the local ones, and by how much.
 
+    `difference` is None where the target takes no tokens after the step, and the local runtime does.
     `location` is where a provider departs from the CPU, if that was looked for; `no_location` why it was not found.
     """
 
     step: int
-    difference: LogitsDifference
+    difference: LogitsDifference | None
     verdict: Literal["ambiguous", "fail"]
     location: FaultLocation | None = None
     no_location: str | None = None

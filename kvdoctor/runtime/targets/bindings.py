@@ -62,6 +62,12 @@ _CRATES = tuple(ORT_CRATE)
 _BEFORE_RC10 = _CRATES[: _CRATES.index("2.0.0-rc.10")]
 _UP_TO_RC12 = _CRATES[: _CRATES.index("2.0.0-rc.13")]
 
+
+def _read_ships(pairs: str) -> dict[str, str]:
+    """Releases of a binding, each with the runtime inside: `0.1.5=1.15.0 0.1.6=1.16.0`."""
+    return {release: runtime for release, _, runtime in (pair.partition("=") for pair in pairs.split())}
+
+
 ABORTS = Hazard(
     "reads-empty",
     "reading an output without elements aborts the process where undefined behavior is checked, as in debug builds",
@@ -100,34 +106,16 @@ BINDINGS = (
         "transformers.js",
         "dependency onnxruntime-node of @huggingface/transformers and @xenova/transformers on npm",
         also=("@huggingface/transformers", "@xenova/transformers"),
-        ships={
-            "3.0.0": "1.19.2",
-            "3.3.3": "1.20.1",
-            "3.5.2": "1.21.0",
-            "3.7.6": "1.21.0",
-            "3.8.1": "1.21.0",
-            "4.0.0": "1.24.3",
-            "4.3.1": "1.30.0",
-        },
+        ships=_read_ships("3.0.0=1.19.2 3.3.3=1.20.1 3.5.2=1.21.0 3.7.6=1.21.0 3.8.1=1.21.0 4.0.0=1.24.3 4.3.1=1.30.0"),
     ),
     Binding(
         "onnxruntime-php",
         "CHANGELOG of ankane/onnxruntime-php",
         also=("ankane/onnxruntime",),
-        ships={
-            "0.1.5": "1.15.0",
-            "0.1.6": "1.16.0",
-            "0.1.7": "1.16.0",
-            "0.1.8": "1.16.0",
-            "0.2.0": "1.17.0",
-            "0.2.1": "1.18.0",
-            "0.2.2": "1.19.2",
-            "0.2.3": "1.19.2",
-            "0.2.4": "1.20.0",
-            "0.2.5": "1.21.0",
-            "0.2.6": "1.21.0",
-            "0.2.7": "1.22.0",
-        },
+        ships=_read_ships(
+            "0.1.5=1.15.0 0.1.6=1.16.0 0.1.7=1.16.0 0.1.8=1.16.0 0.2.0=1.17.0 "
+            "0.2.1=1.18.0 0.2.2=1.19.2 0.2.3=1.19.2 0.2.4=1.20.0 0.2.5=1.21.0 0.2.6=1.21.0 0.2.7=1.22.0"
+        ),
     ),
 )
 

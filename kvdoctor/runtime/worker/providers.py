@@ -25,7 +25,6 @@ REGISTERED = "kvdoctor"
 PLACES = "session.record_ep_graph_assignment_info"
 SOFTWARE = 4
 """VK_PHYSICAL_DEVICE_TYPE_CPU of vulkan_core.h."""
-STARTED = "onnxruntime {} cannot load plug-in libraries; pip install -U onnxruntime"
 
 
 @record(slots=False)
@@ -51,7 +50,7 @@ def load(asked: str) -> Loaded:
     if not (given["module"] or given["library"]):
         return Loaded(name)
     if not hasattr(ort, "register_execution_provider_library"):
-        raise CannotCheck(STARTED.format(ort.__version__))
+        raise CannotCheck(f"onnxruntime {ort.__version__} cannot load plug-in libraries; pip install -U onnxruntime")
     library = given["library"] or _find_library(given["module"])
     before = {device.ep_name for device in ort.get_ep_devices()}
     try:

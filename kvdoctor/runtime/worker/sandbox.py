@@ -116,7 +116,7 @@ def _environment() -> Iterator[str]:
 
 def _list_linked_packages() -> Iterator[str]:
     """The folders that hold the files of packages which an installer linked into the environment, one by one."""
-    for folder in filter(os.path.isdir, sys.path):
+    for folder in (one for one in filter(os.path.isdir, sys.path) if os.access(one, os.R_OK | os.X_OK)):
         for entry in os.scandir(folder):
             file = f"{entry.path}/__init__.py" if entry.is_dir() else entry.path
             if os.path.islink(file):  # noqa: PTH114
