@@ -217,8 +217,10 @@ class _Reproduction:
             found = reduction.find_smallest(whole)
         if found is None:
             raise NotReproduced(_explain_no_candidate(reduction))
-        release = self.oracle.runtime.versions["onnxruntime"]
-        report = replace(report, environment={**report.environment, "onnxruntime": release})
+        runtime = self.oracle.runtime
+        versions, on = {"onnxruntime": runtime.versions["onnxruntime"]}, runtime.find_provider(self.options.provider)
+        versions |= {on.name: on.version} if on.version else {}
+        report = replace(report, environment=report.environment | versions)
         with whole_folder(Path(self.request.out)) as pending:
             found = self._with_final_script(found)
             finding, question = self.failure.finding, self.failure.question

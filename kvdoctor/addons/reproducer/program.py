@@ -188,7 +188,7 @@ def _head(script: CallScript, texts: ProgramText) -> str:
     one, zero = meanings[script.kind]
     imports = "\nimport subprocess" if script.kind == "dies" else ""
     title = printable(texts.title).replace("\\", "/").replace('"', "'")
-    packages, command = " and ".join(list_packages(texts.provider)), run_command(texts.provider, "reproduce.py")
+    packages, command = ", ".join(list_packages(texts.provider)), run_command(texts.provider, "reproduce.py")
     return HEAD.format(title=title, one=one, zero=zero, imports=imports, packages=packages, command=command)
 
 
