@@ -109,8 +109,11 @@ def measure_tolerance(context: TargetContext, first: list[float]) -> Tolerance:
 def _judge_again(
     job: ExperimentJob, runs: list[Run], limit: Tolerance, context: TargetContext, local: LocalRun
 ) -> list[Run]:
-    """The runs; those with a difference are run again by the tolerance of the provider, where that is wider."""
-    unclear = tuple(run.experiment for run in runs if run.outcome in ("ambiguous", "differs"))
+    """The runs; those with a difference, or with an earlier end, are run again by the provider's tolerance if wider."""
+    steps = {run.experiment: len(run.steps) for run in context.runs if run.outcome == "passed"}
+    went_on = [run for run in runs if run.outcome not in ("failed", "died")]
+    ended = [run for run in went_on if len(run.steps) < steps.get(run.experiment, 0)]
+    unclear = tuple(run.experiment for run in went_on if run.outcome in ("ambiguous", "differs") or run in ended)
     if limit == context.tolerance or not unclear:
         return runs
     wider = {**job.tolerances, context.contract.exactness: limit.passes}

@@ -103,7 +103,7 @@ def compare_logits(
                 break
         else:
             here = context.find_run(run.experiment)
-            if others.size < ours.size and run.steps and here is not None and here.outcome == "passed":
+            if here is not None and here.outcome == "passed" and 0 < len(run.steps) < len(here.steps):
                 gaps[run.experiment] = LogitsGap(run.steps[-1].step, None, "fail")
     return {name: gap for name, gap in gaps.items() if gap is not None}
 

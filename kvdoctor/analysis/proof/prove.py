@@ -106,7 +106,7 @@ class Prover:
                 or slot.trimmed
                 or slot.prepended
             ):
-                raise NotProved(f"past {slot.past!r} ({slot.kind}, {slot.growth})")
+                raise NotProved(f"past {slot.past!r} ({slot.kind}, {'new first' if slot.prepended else slot.growth})")
             if slot.first in ("dummy", "zeros"):
                 raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")
         graphs = [contract.graph("decode"), contract.graph("prefill")]
