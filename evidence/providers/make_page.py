@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ PAGE = ROOT / "evidence" / "providers.md"
 HEAD = """# Exports on WebGPU
 
 What `kvdoctor step-test --consumer held --provider PROVIDER` says of small exports, with onnxruntime {onnxruntime} and
-version {plugin} of the plug-in, on {adapter}. *tolerance* is what was measured on the model: how far logits may be
+version {plugin} of the plug-in, on {adapter}, on {day}. *tolerance* is what was measured on the model: how far logits may be
 from those of the CPU, in their standard deviations. *uses* that passed there, of those that passed on the CPU.
 
 Made by `python -m evidence.providers.make_page`. It says nothing of a real device.
@@ -77,7 +78,7 @@ def main() -> None:
             from importlib.metadata import version
 
             plugin, release = version("onnxruntime-ep-webgpu"), report["environment"]["onnxruntime"]
-            head = HEAD.format(adapter=adapters[0], onnxruntime=release, plugin=plugin)
+            head = HEAD.format(adapter=adapters[0], onnxruntime=release, plugin=plugin, day=datetime.now(UTC).date())
         table += "".join(rows(name, report))
         PAGE.write_text(head + table, encoding="utf-8")
 

@@ -123,11 +123,11 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     node = f", {run.fault_node.shown}" if run.fault_node is not None else ""
     where = f"{run.experiment}, step {run.failed_step or 0}{node}, under {result.target.words}"
     evidence = (run.location.words, *run.location.provenance) if run.location is not None else ()
+    if run.location is None and run.no_location is not None:
+        evidence = (f"node not found: {run.no_location}",)
     if run.outcome == "differs":
         fault = fault.also(confidence=_find_confidence(result))
         evidence += _say_tolerance(result)
-    elif run.location is None and run.no_location is not None:
-        evidence += (f"node not found: {run.no_location}",)
     effects = tuple(f"{other.experiment} {other.outcome} as well" for other in bad[1:4])
     evidence += tuple(list_changes(context, result, run))
     yield fault.also(where=where, effects=effects, evidence=evidence)
