@@ -19,7 +19,8 @@ HEAD = """# Exports on WebGPU
 
 What `kvdoctor step-test --consumer held --provider PROVIDER` says of small exports, with onnxruntime {onnxruntime} and
 version {plugin} of the plug-in, on {adapter}, on {day}. *tolerance* is what was measured on the model: how far
-logits may be from those of the CPU, in their standard deviations. *uses* that passed there, of those that passed on the CPU.
+logits may be from those of the CPU, in their standard deviations. *uses* that passed there, of those that passed on
+the CPU.
 
 Made by `python -m evidence.providers.make_page`. It says nothing of a real device.
 
