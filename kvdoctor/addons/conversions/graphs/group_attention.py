@@ -29,6 +29,8 @@ OPERATOR = "GroupQueryAttention"
 AXES = ("batch", "kv_heads", "past", "head_dim")
 ELEMENTS = ("float", "float16")
 """The element types that the operator takes on every provider."""
+WIDTHS = 8
+"""The width of a head is a multiple of this. Source: onnxruntime, group_query_attention_helper.h, `head_size % 8`."""
 LEAST_OPSET = 13
 """The first in which the axes of ReduceSum are an input, as they are written here."""
 MOST_STEPS = 16
@@ -39,7 +41,7 @@ BY_ROWS = (0, 2, 1, 3)
 LOOP = (
     "Several tokens on a past: one sequence a call; the operator takes a batch there with one token for each alone.",
     "Pad on the right, never on the left: the operator counts the tokens of each sequence from the start of its cache.",
-    "A buffer that both past and present are bound to: convert the copy with --cache static=N.",
+    "With --cache static=N in the same call, past and present may be one buffer of N tokens.",
 )
 
 
@@ -75,6 +77,9 @@ def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # 
     context.require_opset(file, LEAST_OPSET, "ReduceSum")
     model = context.model(file)
     layers = [_read_layer(context, model, *pair) for pair in _pair_slots(context)]
+    for slot in (slot for layer in layers for slot in layer.slots):
+        if (width := slot.size("head_dim") or 0) % WIDTHS or width != layers[0].slots[0].size("head_dim"):
+            context.cannot(f"a head of {slot.past!r} has the width {width}: {OPERATOR} takes one multiple of {WIDTHS}")
     writer = GraphWriter(model, prefix="group_attention")
     lengths = _count_tokens(context, writer, graph, layers[0].slots[0])
     changes = []
