@@ -8,7 +8,7 @@ that are counted in the mask, or by the shape of the past. Rotations stay where 
 
 from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
 from kvdoctor.addons.conversions.messages import Comparison
-from kvdoctor.analysis.arithmetic.reading import read_arithmetic
+from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
 from kvdoctor.analysis.arithmetic.scores import Attention
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.proof.masks import hides_later, is_plain
@@ -33,7 +33,6 @@ WIDTHS = 8
 """The width of a head is a multiple of this. Source: onnxruntime, group_query_attention_helper.h, `head_size % 8`."""
 LEAST_OPSET = 13
 """The first in which the axes of ReduceSum are an input, as they are written here."""
-MOST_STEPS = 16
 WEIGHING = operators_with("copy", "cast", "dropout", "select")
 """Operators between the weights and the product with the values."""
 BY_ROWS = (0, 2, 1, 3)
@@ -76,7 +75,12 @@ def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # 
         context.cannot("its first step is another graph or branch", "convert a decoder that is one graph")
     context.require_opset(file, LEAST_OPSET, "ReduceSum")
     model = context.model(file)
-    layers = [_read_layer(context, model, *pair) for pair in _pair_slots(context)]
+    pairs = _pair_slots(context)
+    arithmetic = read_arithmetic(context.stack.main, pairs[0][0].size("head_dim"), alone=True)
+    if arithmetic is None:
+        context.cannot("its graph cannot be followed")
+    reader = _Reader(context, model, arithmetic, find_types(context.stack, contract))
+    layers = [reader.read(*pair) for pair in pairs]
     for slot in (slot for layer in layers for slot in layer.slots):
         if (width := slot.size("head_dim") or 0) % WIDTHS or width != layers[0].slots[0].size("head_dim"):
             context.cannot(f"a head of {slot.past!r} has the width {width}: {OPERATOR} takes one multiple of {WIDTHS}")
@@ -114,108 +118,112 @@ def _pair_slots(context: RepairContext) -> list[tuple[Slot, Slot]]:
     return whole
 
 
-def _read_layer(context: RepairContext, model: ModelProto, key: Slot, value: Slot) -> _Layer:
-    keys, values = _find_join(context, model, key), _find_join(context, model, value)
-    attention, queries = _find_attention(context, key, output_of(keys))
-    product, softmax = attention.product, producer(model.graph, attention.node.outputs[0])
-    if product is None or softmax is None or attention.scale is None or not attention.is_scaled:
-        context.cannot(f"the scale of the scores of the node {describe_op(attention.node.proto)} is not known")
-    types = find_types(context.stack, context.drivable)
-    _refuse_mask(context, attention, types)
-    mixing = _find_mixing(context, model, softmax)
-    other = next(name for name in mixing.input if name not in _list_weights(model, softmax))
-    if _before_views(context, other) != output_of(values):
-        context.cannot(
-            f"the node {describe_op(mixing)} multiplies the weights with other values than {value.present!r}"
-        )
-    heads = _count_heads(types.get(queries), key)
-    if heads is None or _count_heads(types.get(output_of(mixing)), value) != heads:
-        context.cannot(
-            f"the node {describe_op(product.proto)} takes queries that are not [batch, heads, new, head_dim]"
-        )
-    scale = attention.scale / attention.query_scale
-    return _Layer((key, value), keys, values, queries, heads, mixing, softmax, scale, attention.cap)
+@record(slots=False)
+class _Reader:
+    """Finds the parts of the attentions of a graph, by its arithmetic and its position types."""
 
+    context: RepairContext
+    model: ModelProto
+    arithmetic: Arithmetic
+    types: dict[str, Type]
 
-def _find_join(context: RepairContext, model: ModelProto, slot: Slot) -> NodeProto:
-    """The Concat that appends new rows to a past."""
-    node = producer(model.graph, str(slot.present))
-    while node is not None and has(node.op_type, "copy") and len(node.input) == 1:
-        node = producer(model.graph, node.input[0])
-    axis = find_attribute(node, "axis") if node is not None and has(node.op_type, "join") else None
-    if node is None or axis is None or len(node.input) != 2 or axis.i % len(AXES) != 2 or node.input[0] != slot.past:
-        made = f"the node {describe_op(node)}" if node is not None else "no node of the main graph"
-        context.cannot(f"{made} makes {slot.present!r}, where a Concat of {slot.past!r} and new rows is expected")
-    return node
+    def read(self, key: Slot, value: Slot) -> _Layer:
+        """The attention of one layer."""
+        context, keys, values = self.context, self._find_join(key), self._find_join(value)
+        attention, queries = self._find_attention(key, output_of(keys))
+        softmax = producer(self.model.graph, attention.node.outputs[0])
+        if softmax is None or attention.scale is None or not attention.is_scaled:
+            context.cannot(f"the scale of the scores of the node {describe_op(attention.node.proto)} is not known")
+        self._refuse_mask(attention)
+        weights = self._list_weights(softmax)
+        mixing = self._find_mixing(softmax, weights)
+        other = next((name for name in mixing.input if name not in weights), "")
+        if self._before_views(other) != output_of(values):
+            context.cannot(f"the node {describe_op(mixing)} multiplies the weights with more than {value.present!r}")
+        heads = self._count_heads(queries, key)
+        if heads is None or self._count_heads(output_of(mixing), value) != heads:
+            context.cannot(f"the queries of the node {describe_op(softmax)} are not [batch, heads, new, head_dim]")
+        scale = attention.scale / attention.query_scale
+        return _Layer((key, value), keys, values, queries, heads, mixing, softmax, scale, attention.cap)
 
+    def _find_join(self, slot: Slot) -> NodeProto:
+        """The Concat that appends new rows to a past."""
+        node = producer(self.model.graph, str(slot.present))
+        while node is not None and has(node.op_type, "copy") and len(node.input) == 1:
+            node = producer(self.model.graph, node.input[0])
+        axis = find_attribute(node, "axis") if node is not None and has(node.op_type, "join") else None
+        if (
+            node is None
+            or axis is None
+            or len(node.input) != 2
+            or axis.i % len(AXES) != 2
+            or node.input[0] != slot.past
+        ):
+            made = f"the node {describe_op(node)}" if node is not None else "no node of the main graph"
+            what = f"a Concat of {slot.past!r} and new rows"
+            self.context.cannot(f"{made} makes {slot.present!r}, where {what} is expected")
+        return node
 
-def _find_attention(context: RepairContext, key: Slot, joined: str) -> tuple[Attention, str]:
-    """The attention over some keys, and its queries."""
-    arithmetic = read_arithmetic(context.stack.main, key.size("head_dim"), alone=True)
-    found = []
-    for attention in arithmetic.attentions if arithmetic is not None else ():
-        operands = attention.product.inputs[:2] if attention.product is not None else ()
-        for queries, keys in (operands, operands[::-1]) if len(operands) == 2 else ():
-            if _before_views(context, keys) == joined:
-                found.append((attention, queries))
-    if len(found) != 1:
-        context.cannot(f"{len(found) or 'no'} Softmax is computed of the product of {key.present!r} with queries")
-    return found[0]
+    def _find_attention(self, key: Slot, joined: str) -> tuple[Attention, str]:
+        """The attention over some keys, and its queries."""
+        found = []
+        for attention in self.arithmetic.attentions:
+            operands = attention.product.inputs[:2] if attention.product is not None else ()
+            for queries, keys in (operands, operands[::-1]) if len(operands) == 2 else ():
+                if self._before_views(keys) == joined:
+                    found.append((attention, queries))
+        if len(found) != 1:
+            self.context.cannot(
+                f"{len(found) or 'no'} Softmax is computed of the product of {key.present!r} with queries"
+            )
+        return found[0]
 
+    def _before_views(self, name: str) -> str:
+        """The value that a factor of a product is, before it was moved, repeated and scaled."""
+        return self.arithmetic.fixed.before_scales(name, "copy", "cast", "view", "permute", "repeat")[1]
 
-def _before_views(context: RepairContext, name: str) -> str:
-    """The value that a factor of a product is, before it was moved, repeated and scaled."""
-    arithmetic = read_arithmetic(context.stack.main, None, alone=True)
-    if arithmetic is None:
-        return name
-    return arithmetic.fixed.before_scales(name, "copy", "cast", "view", "permute", "repeat")[1]
+    def _refuse_mask(self, attention: Attention) -> None:
+        """Refuse a mask that hides other tokens than later ones, or adds numbers to the scores of earlier ones."""
+        node, types, cannot = attention.node, self.types, self.context.cannot
+        scores, name = types.get(node.input(0)), f"the node {describe_op(node.proto)}"
+        if scores is None or len(scores.shape or ()) != len(AXES) or not hides_later(scores, -2, -1):
+            cannot(f"{name} takes scores of which it is not known that later tokens are hidden")
+        if not is_plain(dict(scores.regions)[-2, -1][2]):
+            cannot(f"the mask of {name} may hide earlier tokens, as a window does")
+        for mask in attention.masks:
+            one = types.get(mask)
+            if one is None or (one.kind == "f" and constant_of(one) is None and not _adds_nothing(one)):
+                cannot(f"{mask!r} is added to the scores of {name}, and is more than a mask of later tokens")
 
+    def _list_weights(self, softmax: NodeProto) -> list[str]:
+        """The weights of an attention, as they are handed on to the product with the values."""
+        reading, found = readers(self.model.graph), [output_of(softmax)]
+        for name in found:
+            following = [output_of(node) for node, _ in reading.get(name, ()) if node.op_type in WEIGHING]
+            found += [one for one in following if one not in found]
+        return found
 
-def _refuse_mask(context: RepairContext, attention: Attention, types: dict[str, Type]) -> None:
-    """Refuse a mask that hides other tokens than later ones, or adds more than a hiding number to the scores."""
-    node = attention.node
-    scores, name = types.get(node.input(0)), f"the node {describe_op(node.proto)}"
-    rank = len(scores.shape or ()) if scores is not None else 0
-    if scores is None or rank != len(AXES) or not hides_later(scores, -2, -1):
-        context.cannot(f"{name} takes scores of which it is not known that later tokens are hidden")
-    if not is_plain(dict(scores.regions)[-2, -1][2]):
-        context.cannot(f"the mask of {name} may hide earlier tokens, as a window does")
-    for mask in attention.masks:
-        one = types.get(mask)
-        if one is None or (one.kind == "f" and constant_of(one) is None and not _adds_nothing(one)):
-            context.cannot(f"{mask!r} is added to the scores of {name}, and is more than a mask of later tokens")
+    def _find_mixing(self, softmax: NodeProto, weights: list[str]) -> NodeProto:
+        """The product of weights and values. What else reads the weights still can."""
+        reading = readers(self.model.graph)
+        found = [node for name in weights for node, _ in reading.get(name, ()) if has(node.op_type, "product")]
+        if len(found) != 1 or len(found[0].input) != 2:
+            self.context.cannot(f"{len(found) or 'no'} product reads the weights of the node {describe_op(softmax)}")
+        return found[0]
+
+    def _count_heads(self, name: str, slot: Slot) -> int | None:
+        """The heads of float[batch, heads, new, head_dim]; None for another shape."""
+        shape, groups = self.types[name].shape if name in self.types else None, slot.size("kv_heads")
+        if shape is None or len(shape) != len(AXES) or not groups:
+            return None
+        heads, width = size_of(shape[1]).number, size_of(shape[3]).number
+        fits = shape[2] == (symbol(NEW),) and width == slot.size("head_dim")
+        return heads if fits and heads and heads % groups == 0 else None
 
 
 def _adds_nothing(mask: Type) -> bool:
     """Whether a mask is 0 for the token itself and for earlier ones."""
     return any(marks[1:] == (0.0, 0.0) for _, marks in mask.regions)
-
-
-def _list_weights(model: ModelProto, softmax: NodeProto) -> list[str]:
-    """The weights of an attention, as they are handed on to the product with the values."""
-    reading, found = readers(model.graph), [output_of(softmax)]
-    for name in found[:MOST_STEPS]:
-        found += [output_of(node) for node, _ in reading.get(name, ()) if node.op_type in WEIGHING]
-    return found
-
-
-def _find_mixing(context: RepairContext, model: ModelProto, softmax: NodeProto) -> NodeProto:
-    """The product of weights and values. What else reads the weights still can."""
-    reading, names = readers(model.graph), _list_weights(model, softmax)
-    found = [node for name in names for node, _ in reading.get(name, ()) if has(node.op_type, "product")]
-    if len(found) != 1 or len(found[0].input) != 2:
-        context.cannot(f"{len(found) or 'no'} product reads the weights of the node {describe_op(softmax)}")
-    return found[0]
-
-
-def _count_heads(one: Type | None, slot: Slot) -> int | None:
-    """The heads of float[batch, heads, new, head_dim]; None for another shape."""
-    if one is None or one.shape is None or len(one.shape) != len(AXES):
-        return None
-    heads, width = size_of(one.shape[1]).number, size_of(one.shape[3]).number
-    groups = slot.size("kv_heads")
-    fits = one.shape[2] == (symbol(NEW),) and width == slot.size("head_dim") and heads and groups
-    return heads if fits and heads is not None and groups is not None and heads % groups == 0 else None
 
 
 def _count_tokens(context: RepairContext, writer: GraphWriter, graph: Graph, slot: Slot) -> tuple[str, str]:
