@@ -23,6 +23,7 @@ do from one severity lower on, since a suspicion that a run could decide stands 
 Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
+AttentionOperator = Literal["gqa"]
 Attentions = Literal["cross"]
 """The attention weights that a converted model returns."""
 LogitsRows = Literal["last", "selectable"]
@@ -42,6 +43,7 @@ RESTS_ON: dict[Required, Required] = {"speculation": "chunked-prefill", "prefix-
 """Uses that cannot work without another one: whoever requires the first requires the second as well."""
 FAIL_ON: tuple[FailOn, ...] = get_args(FailOn)
 AGREE: tuple[Agree, ...] = get_args(Agree)
+ATTENTION_OPERATORS: tuple[AttentionOperator, ...] = get_args(AttentionOperator)
 ATTENTIONS: tuple[Attentions, ...] = get_args(Attentions)
 LOGITS_ROWS: tuple[LogitsRows, ...] = get_args(LogitsRows)
 AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)

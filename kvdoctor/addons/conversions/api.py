@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.api import RunOptions, read_given
-from kvdoctor.choices import Attentions, AxisNames, CacheType, LogitsRows
+from kvdoctor.choices import AttentionOperator, Attentions, AxisNames, CacheType, LogitsRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +24,7 @@ class ConvertOptions(RunOptions, total=False):
     axes: AxisNames
     ir_version: int | None
     opset: int | None
+    attention: AttentionOperator | None
     attentions: Attentions | None
     cache: str | None
     cache_type: CacheType | None

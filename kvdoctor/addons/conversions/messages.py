@@ -23,6 +23,7 @@ class Comparison:
         allowed: How far logits may lie apart because of that, in standard deviations of the logits.
         drift: By past, its deviation and how far its rows may lie apart because of that, beyond their own rounding
             (decode/stored_cache.py).
+        single_steps: Whether several sequences on a past are compared by one token a call: its operator takes no more.
     """
 
     rows: Rows = "all"
@@ -32,6 +33,7 @@ class Comparison:
     stored: tuple[StoredSlot, ...] = ()
     allowed: float = 0.0
     drift: dict[str, tuple[float, float]] = field(default_factory=dict)
+    single_steps: bool = False
 
 
 @record

@@ -3,10 +3,12 @@
 from typing import Any
 
 from kvdoctor.choices import (
+    ATTENTION_OPERATORS,
     ATTENTIONS,
     AXIS_NAMES,
     CACHE_TYPES,
     LOGITS_ROWS,
+    AttentionOperator,
     Attentions,
     AxisNames,
     CacheType,
@@ -39,6 +41,13 @@ class ConvertChoices:
     axes: AxisNames = form(Choice.of(AXIS_NAMES), "kept", "Keep the names of open axes, or give them readable ones.")
     ir_version: int | None = form(Whole.of(4), None, "Change the IR version to N.")
     opset: int | None = form(Whole.of(7, 40), None, "Change the opset to N.", unset="the opset of PATH")
+    attention: AttentionOperator | None = form(
+        Choice.of(ATTENTION_OPERATORS),
+        None,
+        "Compute each causal attention by GroupQueryAttention of ONNX Runtime, whose cache may be one buffer "
+        "(docs/conversions.md).",
+        unset="as PATH does",
+    )
     attentions: Attentions | None = form(
         Choice.of(ATTENTIONS),
         None,

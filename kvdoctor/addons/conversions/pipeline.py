@@ -355,6 +355,7 @@ def _merge(one: StackConversion) -> Converted:
         weights=tuple(name for how in hows for name in how.weights),
         capacity=next((how.capacity for how in hows if how.capacity is not None), None),
         stored=tuple(slot for how in hows for slot in how.stored),
+        single_steps=any(how.single_steps for how in hows),
     )
     changes = tuple(change for converted in made for change in converted.changes)
     return Converted(changes, (), how, tuple(name for converted in made for name in converted.reveals))

@@ -48,7 +48,9 @@ class Attention:
 
     `scale` is None where the operator leaves it to the width of a head, or where it is not known (`is_scaled` False).
     `windows` are the numbers in its mask that may be a window, None where a mask is given or cannot be read; `local` is
-    the window of the operator itself, -1 without limit. `projection` is the product that makes the queries.
+    the window of the operator itself, -1 without limit. `projection` is the product that makes the queries. Of a
+    softmax, `product` makes its scores, `query_scale` is the part of the scale that its queries have, and `masks` are
+    the values that are added to the scores, or put in their place.
     """
 
     node: FlatNode
@@ -59,6 +61,9 @@ class Attention:
     local: int | None
     projection: FlatNode | None
     is_biased: bool = False
+    product: FlatNode | None = None
+    query_scale: float = 1.0
+    masks: tuple[str, ...] = ()
 
 
 class Scores:
@@ -120,6 +125,9 @@ class Scores:
             local=None,
             projection=projection,
             is_biased=biased,
+            product=product,
+            query_scale=query.scale,
+            masks=tuple(masks),
         )
 
     def _find_product(self, name: str, masks: list[str], left: int) -> tuple[FlatNode, float, float | None] | None:

@@ -61,16 +61,22 @@ _WALKS: WeakKeyDictionary[GraphView, Walk] = WeakKeyDictionary()
 SIZES = {BATCH: 2, NEW: 3, PAST: 5, ENCODER: 7}
 
 
-def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
-    """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
-    view, found = stack.main.graph, dict[str, tuple[int, ...]]()
+def find_types(stack: StackFiles, contract: CacheContract) -> dict[str, Type]:
+    """The position types of the values of the decode graph; none where its form has none."""
+    view = stack.main.graph
     if view not in _WALKS:
         prover = Prover(stack, contract)
         with suppress(NotProved):
             prover.walk("decode", Lengths(opset=view.opsets.get("", 0)), {})
-    for name, value in _WALKS[view].values.items() if view in _WALKS else ():
-        sizes = [size_of(axis).at(SIZES) for axis in value.type.shape or ()]
-        if value.type.shape is not None and None not in sizes:
+    return {name: value.type for name, value in _WALKS[view].values.items()} if view in _WALKS else {}
+
+
+def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
+    """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
+    found = dict[str, tuple[int, ...]]()
+    for name, one in find_types(stack, contract).items():
+        sizes = [size_of(axis).at(SIZES) for axis in one.shape or ()]
+        if one.shape is not None and None not in sizes:
             found[name] = tuple(size for size in sizes if size is not None)
     return found
 

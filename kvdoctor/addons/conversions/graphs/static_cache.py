@@ -130,10 +130,10 @@ def _find_growing(context: RepairContext, contract: CacheContract, model: ModelP
     if not slots:
         static = any(slot.growth == "static" for slot in contract.slots)
         context.cannot("its cache is a static buffer already" if static else "no past has a variable length")
-    growth = "shared" if is_fused(model, slots) else "grow"
+    growths = ("shared", "grow") if is_fused(model, slots) else ("grow",)
     for slot in slots:
         moved = "is trimmed" * slot.trimmed or "new entries come first" * slot.prepended
-        if slot.present is None or slot.carry != "feed-back" or slot.growth != growth or moved:
+        if slot.present is None or slot.carry != "feed-back" or slot.growth not in growths or moved:
             how = moved or f"{slot.growth}, {slot.carry}"
             node = producer(model.graph, slot.present or "")
             maker = f"the node {describe_op(node)}: " if node is not None else ""

@@ -48,8 +48,9 @@ def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
     """Carry out a comparison, up to the first call that differs."""
     original, converted = (open_stack(side, job, announce) for side in (job.original, job.converted))
     pair, tally, failed = _Pair(job, original, converted), _Tally(), ""
-    for walk in plan_walks(original.contract, converted.contract, job.how.capacity):
-        failed = pair.walk(walk, tally)
+    for planned in plan_walks(original.contract, converted.contract, job.how.capacity):
+        single = job.how.single_steps and planned.batch > 1
+        failed = pair.walk(replace(planned, pieces=(1,) * sum(planned.pieces)) if single else planned, tally)
         if failed:
             break
     later = [(start, stop) for _, start, stop in tally.calls if start]
