@@ -208,9 +208,7 @@ def numbering(builder: FeedBuilder) -> Decision:
             return Cause("wrong-at-lengths", where, slot.past, from_length=total)
         for found in (_find_repeated(entries[:length], builder) for length in lengths if length <= len(entries)):
             if found is not None:
-                return Cause(
-                    "context-limit-fails", f"one token has the same {by_position(contract)[0].filled_by} {found}"
-                )
+                return Cause("context-limit-fails", f"one token has the same {slot.filled_by} {found}")
     return None
 
 

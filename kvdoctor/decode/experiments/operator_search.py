@@ -234,7 +234,6 @@ def _adjusted(rules: SearchRules, sequence: Followed) -> Array:
 
 
 def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Asking[tuple[int, ...]]:
-    """The sequence of the likeliest tokens, without the ending token."""
     while True:
         token = int(_adjusted(rules, sequence).argmax())
         if token == rules.plan.eos:
