@@ -46,7 +46,7 @@ BUDGET = {
     "addons/traces": 4_100,
     "analysis": 14_700,
     "cli": 1_400,
-    "decode": 9_300,
+    "decode": 9_275,
     "diagnose": 13_525,
     "gating": 2_650,
     "model": 4_375,

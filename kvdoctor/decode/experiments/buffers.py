@@ -13,8 +13,7 @@ import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.decode.calls import Array, Call, Past, Scenario, Value, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
-from kvdoctor.decode.experiments.cache_entries import ask
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, ask, several_tokens
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.loops import takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits

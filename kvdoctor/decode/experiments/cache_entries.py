@@ -1,23 +1,20 @@
 """Entries of a cache, token by token: to compare and change them, and where a wrong one comes from. numpy only."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Slot
-from kvdoctor.decode.calls import Answer, Array, Asking, Call, Loop, Past, T, Unanswered, Value, as_array
-from kvdoctor.decode.experiments import Decision, grows, several_tokens
+from kvdoctor.decode.calls import Answer, Array, Call, Past, Value, as_array
+from kvdoctor.decode.experiments import Decision, as_probe, ask, grows, prefill, several_tokens, undecided
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import Cause
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.records import record
-
-P = ParamSpec("P")
 
 MOST_NUMBERS = 1 << 24
 """Numbers in all caches up to which they are copied."""
@@ -74,34 +71,6 @@ def can_be_copied(contract: CacheContract, past: Past) -> bool:
     """Whether the caches are small enough to be copied for each of many calls: buffers have the length of a context."""
     shapes = (past[slot.past].shape for slot in by_position(contract))
     return sum(math.prod(shape) for shape in shapes) <= MOST_NUMBERS
-
-
-def as_probe(call: Call) -> Call:
-    """The call as one that may fail; of a reference call the logits and the slots that grow alone are answered."""
-    return replace(call, kind="trial" if call.kind == "reference" else "probe", expected=None)
-
-
-def ask(*calls: Call) -> Asking[list[Answer]]:
-    """The answers of calls that may fail. Raises Unanswered: one of them does; the experiment then ends undecided."""
-    answers = list[Answer]()
-    for call in calls:
-        answers.append((yield as_probe(call)))
-    if any(answer.failed for answer in answers):
-        raise Unanswered
-    return answers
-
-
-def undecided(decide: Callable[P, Asking[T]]) -> Callable[P, Asking[T | None]]:
-    """A question that is one of several: where a call of it fails, the others are still asked."""
-
-    @wraps(decide)
-    def decide_if_answered(*args: P.args, **named: P.kwargs) -> Asking[T | None]:
-        try:
-            return (yield from decide(*args, **named))
-        except Unanswered:
-            return None
-
-    return decide_if_answered
 
 
 def take_entries(slot: Slot, tensor: Array, span: tuple[int, int], tokens: int) -> Array:
@@ -167,27 +136,6 @@ def change_token(builder: FeedBuilder, place: int) -> FeedBuilder:
     last = (builder.contract.vocabulary or 2**31) - 1
     tokens[:, place] += np.where(tokens[:, place] < last, 1, -1)
     return replace(builder, tokens=tokens)
-
-
-def walk(
-    builder: FeedBuilder, start: int, stop: int, past: Past | None = None, loop: Loop = "plain"
-) -> Asking[tuple[list[Past | None], list[Answer]]]:
-    """Token by token: the past before each step and after the last one, and the answers, up to a step that fails."""
-    pasts, answers = [past], list[Answer]()
-    for position in range(start, stop):
-        answer = yield as_probe(one_step(builder, position, pasts[-1]))
-        if answer.failed:
-            break
-        answers.append(answer)
-        pasts.append(builder.carry(pasts[-1], answer, loop))
-    return pasts, answers
-
-
-def one_step(builder: FeedBuilder, position: int, past: Past | None, expected: Array | None = None) -> Call:
-    """The call for one token; the first one where there is no past."""
-    if past is None:
-        return builder.prefill(1, expected)
-    return builder.decode(position, position + 1, past, expected)
 
 
 def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
@@ -314,10 +262,10 @@ def other_position(builder: FeedBuilder, start: int, piece: Piece, step: Answer)
 @undecided
 def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
     """An entry that is the same whatever the token holds nothing of it."""
-    (first,) = yield from ask(builder.prefill(start))
+    _, past = yield from prefill(builder, start)
     if not piece.slot.present:
         return None
-    past, right = builder.carry(None, first, "held"), piece.new_entry(step, start)
+    right = piece.new_entry(step, start)
     for token in (None, builder.tokens.min(), builder.tokens.max()):
         other = change_token(builder, start)
         if token is not None:
@@ -384,8 +332,7 @@ def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decisi
     """
     if builder.contract.first_step == "empty-past":
         return None
-    (first,) = yield from ask(builder.prefill(start))
-    past = builder.carry(None, first, "held")
+    first, past = yield from prefill(builder, start)
     (answer,) = yield from ask(from_empty(builder, past, 1))
     ours, theirs = piece.new_entry(answer, 0), piece.right_entry(first, 0)
     if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):

@@ -4,11 +4,20 @@ from dataclasses import replace
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
-from kvdoctor.decode.experiments.cache_entries import (
-    add_noise,
+from kvdoctor.decode.experiments import (
+    Calls,
+    Decision,
+    Experiment,
+    Use,
     as_probe,
     ask,
+    prefill,
+    several_tokens,
+    undecided,
+    unjudged,
+)
+from kvdoctor.decode.experiments.cache_entries import (
+    add_noise,
     by_position,
     can_be_copied,
     change_token,
@@ -17,7 +26,6 @@ from kvdoctor.decode.experiments.cache_entries import (
     pieces_of,
     same_entries,
     same_logits,
-    undecided,
 )
 from kvdoctor.decode.experiments.long_states import wrong_states
 from kvdoctor.decode.experiments.why_logits_differ import has_content
@@ -86,8 +94,7 @@ def why_chunk(builder: FeedBuilder) -> Decision:
     state = yield from wrong_states(builder, start, start + CHUNK)
     if state is not None or not by_position(builder.contract):
         return state
-    (answer,) = yield from ask(builder.prefill(start))
-    past = builder.carry(None, answer, "held")
+    _, past = yield from prefill(builder, start)
     if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
         return None  # what the lengths say has checks of its own
     (base,) = yield from ask(builder.decode(start, start + CHUNK, past))

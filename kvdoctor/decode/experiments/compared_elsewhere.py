@@ -15,8 +15,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.decode.calls import Array, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Experiment, always, unjudged
-from kvdoctor.decode.experiments.cache_entries import as_probe
+from kvdoctor.decode.experiments import Calls, Experiment, always, as_probe, unjudged
 from kvdoctor.decode.experiments.each_length import AFTER, FAR_LENGTH, MOST_LENGTH, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows
 from kvdoctor.decode.feeds import FeedBuilder

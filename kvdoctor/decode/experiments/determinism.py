@@ -4,10 +4,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, ControlFailed
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, several_tokens
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, prefill, several_tokens
 from kvdoctor.decode.experiments.cache_entries import (
-    as_probe,
-    ask,
     by_position,
     change_token,
     keeps_all,
@@ -33,8 +31,7 @@ def same_feed(builder: FeedBuilder) -> Calls:
         return  # two of them cannot be compared
     yield builder.prefill(builder.scenario.total, expected)
     start = builder.scenario.prompt
-    (answer,) = yield from ask(builder.prefill(start))
-    past = builder.carry(None, answer, "held")
+    _, past = yield from prefill(builder, start)
     (step,) = yield from ask(builder.decode(start, start + 1, past))
     if measurable(step.logits):
         yield builder.decode(start, start + 1, past, step.logits)

@@ -12,9 +12,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
-    as_probe,
     by_position,
     change_token,
     same_entries,

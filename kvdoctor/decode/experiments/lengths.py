@@ -7,8 +7,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
-from kvdoctor.decode.experiments.cache_entries import as_probe, by_position, keeps_all, same_entries, take_entries
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens
+from kvdoctor.decode.experiments.cache_entries import by_position, keeps_all, same_entries, take_entries
 from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LOGITS, visited
 from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into

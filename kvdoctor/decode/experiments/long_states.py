@@ -15,17 +15,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario, Value, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import (
-    as_probe,
-    ask,
-    fill_with,
-    one_step,
-    read_returned,
-    same_entries,
-    undecided,
-    walk,
-)
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, ask, one_step, undecided, walk
+from kvdoctor.decode.experiments.cache_entries import fill_with, read_returned, same_entries
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
 from kvdoctor.decode.runs import Cause

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array, Loop, Past, Scenario, Way
-from kvdoctor.decode.experiments import Calls, Experiment, Use, always, grows, several_tokens
-from kvdoctor.decode.experiments.cache_entries import fill_with, growing, has_length, one_step
+from kvdoctor.decode.experiments import Calls, Experiment, Use, always, grows, one_step, several_tokens
+from kvdoctor.decode.experiments.cache_entries import fill_with, growing, has_length
 from kvdoctor.decode.experiments.multi_turn import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder

@@ -18,19 +18,14 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, one_step, undecided, walk
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
-    as_probe,
-    ask,
     change_token,
-    one_step,
     read_returned,
     same_entries,
     same_logits,
     swap_entries,
-    undecided,
-    walk,
 )
 from kvdoctor.decode.experiments.long_states import disturb, find_twins, list_states
 from kvdoctor.decode.feeds import FeedBuilder

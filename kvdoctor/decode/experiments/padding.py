@@ -6,8 +6,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, Role
 from kvdoctor.decode.calls import Array, Asking, Call, Encoded, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe, ask, same_logits, undecided
+from kvdoctor.decode.experiments import Calls, Experiment, Use, as_probe, ask, undecided
+from kvdoctor.decode.experiments.cache_entries import same_logits
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states, takes_rows

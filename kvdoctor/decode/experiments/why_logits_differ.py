@@ -7,12 +7,10 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Decision, unjudged
+from kvdoctor.decode.experiments import Decision, as_probe, ask, prefill, undecided, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
     Piece,
     add_noise,
-    as_probe,
-    ask,
     by_position,
     can_be_copied,
     change_token,
@@ -30,7 +28,6 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
     swap_entries,
     take_entries,
-    undecided,
     where_from,
 )
 from kvdoctor.decode.experiments.determinism import looks_ahead
@@ -139,8 +136,7 @@ def why_without_cache(builder: FeedBuilder, expected: Array, whole: Answer) -> D
 def why_fed_back(builder: FeedBuilder) -> Decision:
     """Whether a step returns what is to be held as it was fed: the plain loop rests on that."""
     start = builder.scenario.prompt
-    (first,) = yield from ask(builder.prefill(start))
-    past = builder.carry(None, first, "held")
+    _, past = yield from prefill(builder, start)
     (step,) = yield from ask(builder.decode(start, start + 1, past))
     for slot in builder.contract.held:
         if slot.present is None or slot.emptied:
@@ -154,8 +150,7 @@ def why_fed_back(builder: FeedBuilder) -> Decision:
 @undecided
 def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> Decision:
     """One decode step on a past of `start` tokens that a prefill made: its new entries, the old ones, what it sees."""
-    (first,) = yield from ask(builder.prefill(start))
-    past = builder.carry(None, first, "held")
+    first, past = yield from prefill(builder, start)
     if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
         return None  # what the lengths say has checks of its own
     rings = [slot.size("capacity") or 0 for slot in by_position(builder.contract) if slot.growth == "ring"]
