@@ -456,7 +456,7 @@ def list_graph_repairs(check: str) -> tuple[str, ...]:
 
 def describe_environment() -> "EnvironmentDocument":
     """Return each component that kvdoctor uses: its state, its version, and the command that repairs it."""
-    from kvdoctor.repair.export.components import describe_components
+    from kvdoctor.repair.export.exporters import describe_components
 
     return describe_components()
 

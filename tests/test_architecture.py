@@ -46,11 +46,11 @@ BUDGET = {
     "addons/traces": 4_100,
     "analysis": 14_700,
     "cli": 1_400,
-    "decode": 9_350,
+    "decode": 9_275,
     "diagnose": 13_525,
     "gating": 2_650,
-    "model": 4_400,
-    "repair": 6_875,
+    "model": 4_375,
+    "repair": 6_825,
     "report": 6_700,
     "root": 2_925,
     "runtime": 3_725,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 451, 32_000, 17_675
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 444, 32_000, 17_675
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -24,10 +24,9 @@ from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.errors import UsageError
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.repair.export import run_exporter
-from kvdoctor.repair.export.exporters import EXPORTERS, find_exporter
+from kvdoctor.repair.export.exporters import EXPORTERS, SourceFacts, find_exporter
 from kvdoctor.repair.export.pipeline import export_from_checkpoint, refuse_impossible
-from kvdoctor.repair.export.run_exporter import list_plans
-from kvdoctor.repair.export.source_model import SourceFacts, compare_ports, read_because, read_source
+from kvdoctor.repair.export.run_exporter import compare_ports, list_plans, read_because, read_source
 from kvdoctor.repair.session import RepairRequest
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.markdown import render

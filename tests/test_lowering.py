@@ -14,8 +14,8 @@ from support.text_fixtures import compile_text, load_all
 from kvdoctor.decode.messages import LimitsMeasured, MeasureJob
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
-from kvdoctor.repair.lowering.limits import CannotChangeVersion, VersionLimit, find_oldest_ir, limit_for_targets
-from kvdoctor.repair.lowering.lower import lower_model
+from kvdoctor.repair.lowering.lower import VersionLimit, find_oldest_ir, limit_for_targets, lower_model
+from kvdoctor.repair.lowering.opset import CannotChangeVersion
 from kvdoctor.runtime import targets
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import Limits

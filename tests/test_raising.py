@@ -14,8 +14,8 @@ from support.isolated import EXPORTS
 from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.repair.lowering.limits import CannotChangeVersion
 from kvdoctor.repair.lowering.lower import change_versions
+from kvdoctor.repair.lowering.opset import CannotChangeVersion
 
 FILES = sorted(path.relative_to(EXPORTS).as_posix() for path in EXPORTS.glob("*/*.onnx"))
 

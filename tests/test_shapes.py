@@ -17,7 +17,7 @@ from onnx import numpy_helper, parser
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import Graph, Port
-from kvdoctor.repair.shapes.agreement import synthesize_feeds
+from kvdoctor.repair.repairs.axes import synthesize_feeds
 from kvdoctor.repair.shapes.freeing import AxisFreeing, free_axes, read_declared_sizes
 from kvdoctor.repair.shapes.reshapes import align_target, fill_target, write_target
 from kvdoctor.repair.shapes.terms import CannotFree, Term, product, read_lengths, symbol, whole

@@ -48,6 +48,10 @@ class StepFailed(Exception):
     """The runtime failed while it ran a call."""
 
 
+class Unanswered(Exception):
+    """A call that may fail did: what an experiment would learn from it stays open."""
+
+
 class Value(Protocol):
     """A tensor as the runtime holds it; the array is made only when asked for."""
 

@@ -110,11 +110,8 @@ class FeatureRows:
 
     def encode(self, one: Features) -> EncodedRows:
         """The rows of one encoder; see `count` for errors."""
-        if one.phase not in self.made:
-            self.made[one.phase] = self._encode(one)
-        return self.made[one.phase]
-
-    def _encode(self, one: Features) -> EncodedRows:
+        if one.phase in self.made:
+            return self.made[one.phase]
         graph, error = self.contract.graph(one.phase), ""
         for length in LENGTHS:
             try:
@@ -129,7 +126,8 @@ class FeatureRows:
         if rows.ndim < 2 or not rows.shape[-1] or (not rows.size and one.rows is None):
             raise CannotCheck(f"{graph.file} returns {one.output} of shape {list(rows.shape)}, which has no rows")
         flat = rows.reshape(-1, rows.shape[-1])
-        return EncodedRows(flat[: max(len(flat) // one.pieces, 1)], outputs)
+        self.made[one.phase] = EncodedRows(flat[: max(len(flat) // one.pieces, 1)], outputs)
+        return self.made[one.phase]
 
     def list_rows(self) -> "list[tuple[Features, int]]":
         """Each row of all encoders: its encoder and its number there; a token -1 - n stands for the n-th of them."""

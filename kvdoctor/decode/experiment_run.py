@@ -18,6 +18,7 @@ from kvdoctor.decode.calls import (
     ControlFailed,
     Scenario,
     StepFailed,
+    Unanswered,
     Value,
     as_array,
     save_call,
@@ -153,6 +154,8 @@ class _ExperimentRun:
                 call = calls.send(answer)
         except StopIteration as end:
             return self._finish(end.value)
+        except Unanswered:
+            return self._finish(None)
         except ControlFailed as reason:
             return self._leave_open("inconclusive", str(reason))
         except CannotCheck as reason:

@@ -297,7 +297,6 @@ class FeedBuilder(Conditions):
         return past
 
     def _next(self, slot: Slot, before: Past, answer: Answer, present: Value) -> "Value | Array":
-        """The next past of a slot by its carry rule."""
         at = slot.length_axis
         if slot.carry in ("feed-back", "hold") or at is None:
             return present

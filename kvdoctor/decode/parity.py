@@ -146,7 +146,8 @@ def _measure_positions(got: Array, expected: Array) -> Array:
     """
     count = expected.shape[-1]
     one = list(_pieces(got, expected)) if count <= BLOCK else None
-    found = np.array([_measure_piece(want, gap) for want, gap in one or _pieces(got, expected)])
+    pieces = one or _pieces(got, expected)
+    found = np.array([[w.max(-1), gap.max(-1), -gap.min(-1), w.sum(-1), _dot(w, w)] for w, gap in pieces])
     (top, most, deepest), (total, squares) = found[:, :3].max(0), found[:, 3:].sum(0)
     worst = np.maximum(most, deepest)
     mean = total / count
@@ -170,11 +171,6 @@ def _pieces(got: Array, expected: Array) -> Iterator[tuple[Array, Array]]:
     for begin in range(0, expected.shape[-1], BLOCK):
         want = expected[:, begin : begin + BLOCK].astype(np.float64)
         yield want, got[:, begin : begin + BLOCK] - want
-
-
-def _measure_piece(want: Array, gap: Array) -> list[Array]:
-    """By position: the largest logit, the largest difference either way, the sums of the logits and their squares."""
-    return [want.max(-1), gap.max(-1), -gap.min(-1), want.sum(-1), _dot(want, want)]
 
 
 def _sum_piece(want: Array, gap: Array, top: Array, most: Array) -> list[Array]:

@@ -59,11 +59,6 @@ class SpeedDifference:
     noisy: bool = False
 
 
-def middle(rounds: tuple[float, ...]) -> float:
-    """The figure of some rounds."""
-    return median(rounds)
-
-
 def spread(rounds: tuple[float, ...]) -> float:
     """The range of the rounds, as a share of the figure; the fastest and the slowest of four or more are left out.
 
@@ -91,5 +86,5 @@ def _compare_times(
 ) -> Iterator[SpeedDifference]:
     tolerance = max(LEAST_TOLERANCE, spread(now) + spread(before))
     noisy = tolerance > MOST_TOLERANCE
-    if noisy or middle(now) > middle(before) * (1 + tolerance):
-        yield SpeedDifference(past, what, middle(before), middle(now), tolerance, noisy)
+    if noisy or median(now) > median(before) * (1 + tolerance):
+        yield SpeedDifference(past, what, median(before), median(now), tolerance, noisy)

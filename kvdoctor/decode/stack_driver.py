@@ -219,7 +219,7 @@ class StackDriver:
         synthetic = Encoded(self._synthetic_states(scenario), synthetic_cross_caches(self.contract, scenario))
         if "encode" not in self.contract.phases:
             return synthetic
-        answer, error = None, ""
+        error = ""
         for factor in ENCODER_FACTORS:
             longer = replace(scenario, encoder=scenario.encoder * factor)
             made = encoder_feeds(self.contract, longer)
@@ -229,7 +229,7 @@ class StackDriver:
                 break
             except (StepFailed, CannotCheck) as refusal:
                 error = error or str(refusal)
-        if answer is None:
+        else:
             self.announce(Note(f"the encoder file could not be run ({error}); synthetic encoder outputs are used"))
             return synthetic
         port = self.contract.graph("encode").port("encoder_states")

@@ -176,11 +176,6 @@ def rename_banned(graph: GraphProto, banned: set[str], known: set[str]) -> None:
             rename_banned(body, banned, known)
 
 
-def return_value(model: ModelProto, graph: GraphProto, output: str, value: str) -> None:
-    """Return another value of the graph as an output, and drop what only the old one needed."""
-    return_values(model, graph, {output: value})
-
-
 def return_values(model: ModelProto, graph: GraphProto, values: Mapping[str, str]) -> None:
     """Return other values of the graph as outputs, all at once, and drop what only the old ones needed.
 

@@ -180,18 +180,11 @@ class Flow(FlatGraph[FlatNode]):
     def constant(self, name: str) -> TensorProto | None:
         """The tensor of a value that is a constant, also through Identity and Cast."""
         for _ in range(16):
-            if name in self.constants:
-                return self.constants[name]
-            node = self.producers.get(name)
-            if (
-                node is None
-                or name in self.carried
-                or not node.inputs
-                or not node.has("copy", "cast", "dequantize", "permute")
-            ):
-                return None
+            node = self.producers.get(name) if name not in self.constants and name not in self.carried else None
+            if node is None or not node.inputs or not node.has("copy", "cast", "dequantize", "permute"):
+                break
             name = node.inputs[0]
-        return None
+        return self.constants.get(name)
 
 
 def flow_of(view: GraphView, cached: bool = True) -> Flow:
@@ -233,19 +226,15 @@ def _is_same(flow: Flow, name: str, later: str) -> bool:
     return later == name
 
 
-def _branch_taken(view: GraphView, cached: bool) -> dict[str, str]:
-    """The branch that a merged decoder takes, by the first output of its `If`."""
-    if view.branches is None:
-        return {}
-    branches = view.branches[1]
-    chosen = (branches.cached if cached else branches.no_past).graph
-    names = (attribute.name for attribute in branches.node.attribute if attribute.g is chosen)
-    return {next(filter(None, branches.node.output), ""): next(names)}
-
-
 class _FlowWriter(Flattener[FlatNode]):
     def __init__(self, view: GraphView, cached: bool) -> None:
-        super().__init__(view.model, MOST_NODES, _branch_taken(view, cached))
+        taken: dict[str, str] = {}
+        if view.branches is not None:
+            branches = view.branches[1]
+            chosen = (branches.cached if cached else branches.no_past).graph
+            name = next(attribute.name for attribute in branches.node.attribute if attribute.g is chosen)
+            taken = {next(filter(None, branches.node.output), ""): name}
+        super().__init__(view.model, MOST_NODES, taken)
         self.flaws: dict[str, str] = {}
         self.iterations: dict[str, IterationNumber] = {}
         self.carried: dict[str, str] = {}

@@ -58,17 +58,6 @@ def onnx_version() -> str:
     return metadata.version("onnx")
 
 
-if not TYPE_CHECKING:
-    _schema = _generated()
-    AttributeProto = _schema.AttributeProto
-    FunctionProto = _schema.FunctionProto
-    GraphProto = _schema.GraphProto
-    ModelProto = _schema.ModelProto
-    NodeProto = _schema.NodeProto
-    TensorProto = _schema.TensorProto
-    TensorShapeProto = _schema.TensorShapeProto
-    ValueInfoProto = _schema.ValueInfoProto
-
 __all__ = [
     "AttributeProto",
     "FunctionProto",
@@ -80,3 +69,5 @@ __all__ = [
     "ValueInfoProto",
     "onnx_version",
 ]
+if not TYPE_CHECKING:
+    globals().update({name: getattr(_generated(), name) for name in __all__ if name.endswith("Proto")})

@@ -6,14 +6,13 @@ element at index 3 of `past` becomes the input `past[3]`; the worker makes seque
 session of the file. Source: https://onnx.ai/onnx/operators/, the operators on sequences.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvdoctor.model.edit import drop_unused, replace_all
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import input_of, own_names
-from kvdoctor.model.view import Scope, integers
+from kvdoctor.model.view import Scope, integers, scopes_below
 
 MOST_ELEMENTS = 4096
 """The most elements of a sequence that is taken apart: more than any decoder has layers."""
@@ -57,10 +56,6 @@ def _are_taken(graph: GraphProto, port: str, count: int) -> bool:
     return not own_names(graph).isdisjoint(name_element(port, at) for at in range(count))
 
 
-def _dims(port: ValueInfoProto) -> Any:
-    return port.type.sequence_type.elem_type.tensor_type.shape.dim
-
-
 def _elements(scope: Scope, name: str) -> list[str] | None:
     """The values that a sequence is made of, in order; None where the graph does not say."""
     inserted: list[NodeProto] = []
@@ -89,7 +84,7 @@ def _index(scope: Scope, name: str) -> int | None:
 def _find_reads(graph: GraphProto, name: str) -> dict[int, list[NodeProto]]:
     """The nodes that read each element of a sequence; none where one reads the sequence otherwise."""
     found: dict[int, list[NodeProto]] = {}
-    for scope in _scopes(Scope(graph, "graph")):
+    for scope in scopes_below(Scope(graph, "graph")):
         for node in (node for node in scope.graph.node if name in node.input):
             at = _index(scope, node.input[1]) if has(node.op_type, "element") and len(node.input) == 2 else None
             if at is None or not 0 <= at < MOST_ELEMENTS:
@@ -98,18 +93,10 @@ def _find_reads(graph: GraphProto, name: str) -> dict[int, list[NodeProto]]:
     return found
 
 
-def _scopes(scope: Scope) -> Iterator[Scope]:
-    """A graph and the bodies of its nodes."""
-    yield scope
-    for node in scope.graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _scopes(Scope(attribute.g, "", scope))
-
-
 def _return_elements(graph: GraphProto, port: ValueInfoProto, elements: list[str]) -> None:
     """Return each element of a sequence. Axes that are named like those of the past are left open: they may grow."""
-    named = {dim.dim_param for other in graph.input if _is_sequence(other) for dim in _dims(other)}
+    pasts = (other.type.sequence_type.elem_type for other in graph.input if _is_sequence(other))
+    named = {dim.dim_param for past in pasts for dim in past.tensor_type.shape.dim}
     made = [ValueInfoProto(name=name_element(port.name, at)) for at in range(len(elements))]
     for value in made:
         value.type.CopyFrom(port.type.sequence_type.elem_type)
@@ -123,7 +110,6 @@ def _return_elements(graph: GraphProto, port: ValueInfoProto, elements: list[str
 
 
 def _take_elements(graph: GraphProto, port: ValueInfoProto, reads: dict[int, list[NodeProto]]) -> None:
-    """Take each element of a sequence as an input."""
     made = [ValueInfoProto(name=name_element(port.name, at)) for at in range(max(reads) + 1)]
     for at, value in enumerate(made):
         value.type.CopyFrom(port.type.sequence_type.elem_type)

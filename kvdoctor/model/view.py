@@ -8,7 +8,7 @@ from math import prod
 
 from kvdoctor.contract import Dim
 from kvdoctor.model.operators import has, operators_with
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import bodies_of, constant_tensor, describe_node, input_of, nodes_in, normalize_domain
 from kvdoctor.records import record
 
@@ -142,7 +142,7 @@ class GraphView:
 
     @cached_property
     def _scopes(self) -> tuple[Scope, ...]:
-        return tuple(_scopes_below(self.main))
+        return tuple(scopes_below(self.main))
 
     @cached_property
     def operators(self) -> dict[str, int]:
@@ -243,19 +243,17 @@ def declared(value: ValueInfoProto) -> Declared:
     dtype = ELEMENT_TYPES.get(tensor.elem_type, "")
     if not tensor.HasField("shape"):
         return Declared(value.name, "" if dtype == "undefined" else dtype, None)
-    return Declared(value.name, dtype, tuple(_dim(dim) for dim in tensor.shape.dim))
+    sizes: list[Dim] = [
+        int(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim
+    ]
+    # ONNX Runtime takes any size for a number below 0, as older exporters write it.
+    return Declared(value.name, dtype, tuple(None if isinstance(size, int) and size < 0 else size for size in sizes))
 
 
-def _dim(dim: TensorShapeProto.Dimension) -> Dim:
-    if dim.HasField("dim_value"):
-        # ONNX Runtime takes any size for a number below 0, as older exporters write it.
-        return int(dim.dim_value) if dim.dim_value >= 0 else None
-    return str(dim.dim_param) if dim.dim_param else None
-
-
-def _scopes_below(scope: Scope) -> Iterator[Scope]:
+def scopes_below(scope: Scope) -> Iterator[Scope]:
+    """A graph and every subgraph in it, outer ones first."""
     yield scope
     for node in scope.graph.node:
         for attribute in node.attribute:
             for body in bodies_of(attribute):
-                yield from _scopes_below(Scope(body, f"{describe_node(node)}, {attribute.name}", scope))
+                yield from scopes_below(Scope(body, f"{describe_node(node)}, {attribute.name}", scope))

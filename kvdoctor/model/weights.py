@@ -32,6 +32,7 @@ ELEMENTS = 1 << 20
 TYPES = {1: "<f4", 2: "u1", 3: "i1", 4: "<u2", 5: "<i2", 6: "<i4", 7: "<i8", 9: "u1", 10: "<f2", 11: "<f8", 16: "<u2"}
 """The element types (TensorProto.DataType) whose values can be read, by the type of numpy; 16 is bfloat16."""
 BFLOAT16 = 16
+FLOATS = (1, 10, 11, BFLOAT16)
 PASSING = operators_with("copy", "permute", "cast", "view")
 """Operators that pass a weight on as it is."""
 MOST_PASSED = 4
@@ -70,7 +71,7 @@ class Weight:
     @property
     def is_float(self) -> bool:
         """Whether its elements are floating point numbers of 16 bits or more."""
-        return self.data_type in (1, 10, 11, BFLOAT16)
+        return self.data_type in FLOATS
 
     @property
     def is_multiplied(self) -> bool:
@@ -140,7 +141,9 @@ def list_weights(path: Path) -> list[Weight]:
             for index, name in enumerate(node.input):
                 readers.setdefault(str(name), []).append(_Reader(node, order, index))
     located = (_locate(name, tensor, places) for name, tensor in list_tensors(view))
-    weights = [weight for weight in located if weight is not None and weight.size > _least(weight)]
+    # One integer is a zero point or an axis, and integers for shapes and masks are few.
+    least = dict.fromkeys(FLOATS, 0) | dict.fromkeys((6, 7, 9, 12, 13), SMALL)
+    weights = [weight for weight in located if weight is not None and weight.size > least.get(weight.data_type, 1)]
     return [_with_reader(weight, list(_follow(weight.name, readers, MOST_PASSED))) for weight in weights]
 
 
@@ -225,11 +228,6 @@ def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterato
         yield from further or [one]
 
 
-def _least(weight: Weight) -> int:
-    """Elements that are too few for a weight: one float may be a scale, one integer is a zero point or an axis."""
-    return SMALL if weight.data_type in (6, 7, 9, 12, 13) else 0 if weight.is_float else 1
-
-
 def _locate(name: str, tensor: TensorProto, places: dict[str, Path]) -> Weight | None:
     dims = tuple(int(size) for size in tensor.dims)
     if (reference := read_reference(tensor)) is not None:
@@ -244,7 +242,6 @@ def _locate(name: str, tensor: TensorProto, places: dict[str, Path]) -> Weight |
 
 
 def _numbers(tensor: TensorProto) -> bytes:
-    """The bytes of a small tensor that lists its numbers."""
     from onnx.numpy_helper import to_array
 
     try:

@@ -62,7 +62,6 @@ def _check_finding(finding: Finding, trial: RepairContext) -> Finding:
 
 
 def _try_repair(repair: Repair, trial: RepairContext) -> Answer:
-    """Try a repair and restore the copy."""
     saved = trial.copy.snapshot()
     try:
         return "changes" if repair.apply(trial) else "declines"

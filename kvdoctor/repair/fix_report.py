@@ -168,7 +168,6 @@ def _explain_remaining(
 
 
 def _list_diffs(session: RepairSession, outcome: Outcome) -> Iterator[FileDiff]:
-    """The differences of each changed graph."""
     for name in sorted(outcome.changed_files):
         source = next((file.path for file in session.folder.files if file.name == name), None)
         if source is not None and (session.at / name).is_file():
@@ -176,7 +175,6 @@ def _list_diffs(session: RepairSession, outcome: Outcome) -> Iterator[FileDiff]:
 
 
 def _list_files(session: RepairSession, outcome: Outcome) -> Iterator[ChangedFile]:
-    """The digests of each changed file and of its source."""
     for name in sorted(outcome.changed_files):
         source, made = source_of(session.folder, name), session.at / name
         if source.is_file() and made.is_file():

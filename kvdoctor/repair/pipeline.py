@@ -61,7 +61,7 @@ def re_export(request: RepairRequest, options: Options) -> Report:
     if request.out is not None and Path(path).exists():
         refuse_unfit(Path(request.out), Path(path), request.force)
     with Runtime(options.limits) as runtime, scratch_folder() as scratch:
-        before = diagnose_original(path, options, runtime, Path(scratch, "before"))
+        before = diagnose(path, options, runtime, Path(scratch, "before"))
         folder, choice = open_folder(path), RepairChoice(how.fix)
         first = apply_repairs(folder, before.report, choice, runtime, options)
         if not first.applied:
@@ -80,10 +80,11 @@ def re_export(request: RepairRequest, options: Options) -> Report:
         return report
 
 
-def diagnose_original(path: str, options: Options, runtime: Runtime, logits: Path) -> DiagnosisSide:
-    """The diagnosis of a model that is to be repaired; `logits` is a new folder for what its loops returned."""
+def diagnose(path: str, options: Options, runtime: Runtime, logits: Path, at: Path | None = None) -> DiagnosisSide:
+    """The diagnosis of a model, which lies `at` another place if that is its name to be; `logits` is a new folder."""
     logits.mkdir()
-    return DiagnosisSide(step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice)), logits)
+    plan = RunPlan(at, logits, check_advice=check_advice)
+    return DiagnosisSide(step_test(path, options, runtime, plan), logits)
 
 
 def repair_and_prove(session: RepairSession, first: RepairedFiles, choice: RepairChoice) -> Outcome:

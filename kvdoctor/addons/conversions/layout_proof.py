@@ -18,7 +18,7 @@ from kvdoctor.addons.conversions.layouts.genai_config import NAME
 from kvdoctor.addons.conversions.layouts.registry import Cut
 from kvdoctor.contract import CacheContract, Dim
 from kvdoctor.decode.calls import save_call
-from kvdoctor.decode.experiments.expected_tokens import PROMPTS, UNDECIDED
+from kvdoctor.decode.experiments.compared_elsewhere import PROMPTS, UNDECIDED
 from kvdoctor.decode.messages import CompareJob, ExperimentJob, TrialDone, TrialModel, ValuePair
 from kvdoctor.decode.parity import compare, describe_gap, judge
 from kvdoctor.decode.tolerances import find_tolerance

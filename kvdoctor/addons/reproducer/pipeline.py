@@ -33,7 +33,7 @@ from kvdoctor.model.traverse import all_nodes, graphs_in
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
-from kvdoctor.repair.lowering.limits import LOWERED_CHECKS
+from kvdoctor.repair.lowering.lower import LOWERED_CHECKS
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.providers import read_provider

@@ -37,8 +37,7 @@ from kvdoctor.decode.calls import (
     as_array,
     take_sample,
 )
-from kvdoctor.decode.experiments import Decision, Experiment, always
-from kvdoctor.decode.experiments.cache_entries import as_probe
+from kvdoctor.decode.experiments import Decision, Experiment, always, as_probe
 from kvdoctor.decode.experiments.multi_turn import cut
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import REPLAY

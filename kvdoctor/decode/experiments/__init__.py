@@ -8,12 +8,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
-from functools import cache, partial
-from typing import Literal, TypeVar
+from functools import cache, partial, wraps
+from typing import Literal, ParamSpec, TypeVar
 
 from kvdoctor.choices import Required
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Array, Asking, Scenario
+from kvdoctor.decode.calls import Answer, Array, Asking, Call, Loop, Past, Scenario, T, Unanswered
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import Cause
 from kvdoctor.records import record
@@ -23,6 +23,7 @@ Decision = Asking[Cause | None]
 """An experiment that ends with the cause that it decided for."""
 MakeCalls = Callable[[FeedBuilder], Calls | Decision]
 Made = TypeVar("Made", bound=MakeCalls)
+P = ParamSpec("P")
 
 
 def always(contract: CacheContract) -> str | None:  # noqa: ARG001
@@ -175,3 +176,58 @@ def first_reason(obstacles: Iterable[Obstacle]) -> str | None:
 def find_explaining(use: str) -> str | None:
     """The name of the experiment that explains the differences of a use; None where there is none."""
     return next((one.name for one in load() if use in uses() and use in one.explains), None)
+
+
+def as_probe(call: Call) -> Call:
+    """The call as one that may fail; of a reference call the logits and the slots that grow alone are answered."""
+    return replace(call, kind="trial" if call.kind == "reference" else "probe", expected=None)
+
+
+def ask(*calls: Call) -> Asking[list[Answer]]:
+    """The answers of calls that may fail. Raises Unanswered: one of them does; the experiment then ends undecided."""
+    answers = list[Answer]()
+    for call in calls:
+        answers.append((yield as_probe(call)))
+    if any(answer.failed for answer in answers):
+        raise Unanswered
+    return answers
+
+
+def undecided(decide: Callable[P, Asking[T]]) -> Callable[P, Asking[T | None]]:
+    """A question that is one of several: where a call of it fails, the others are still asked."""
+
+    @wraps(decide)
+    def decide_if_answered(*args: P.args, **named: P.kwargs) -> Asking[T | None]:
+        try:
+            return (yield from decide(*args, **named))
+        except Unanswered:
+            return None
+
+    return decide_if_answered
+
+
+def one_step(builder: FeedBuilder, position: int, past: Past | None, expected: Array | None = None) -> Call:
+    """The call for one token; the first one where there is no past."""
+    if past is None:
+        return builder.prefill(1, expected)
+    return builder.decode(position, position + 1, past, expected)
+
+
+def prefill(builder: FeedBuilder, stop: int) -> Asking[tuple[Answer, Past]]:
+    """The answer of a prefill of `stop` tokens, and the past of the held loop after it. Raises Unanswered: it fails."""
+    (answer,) = yield from ask(builder.prefill(stop))
+    return answer, builder.carry(None, answer, "held")
+
+
+def walk(
+    builder: FeedBuilder, start: int, stop: int, past: Past | None = None, loop: Loop = "plain"
+) -> Asking[tuple[list[Past | None], list[Answer]]]:
+    """Token by token: the past before each step and after the last one, and the answers, up to a step that fails."""
+    pasts, answers = [past], list[Answer]()
+    for position in range(start, stop):
+        answer = yield as_probe(one_step(builder, position, pasts[-1]))
+        if answer.failed:
+            break
+        answers.append(answer)
+        pasts.append(builder.carry(pasts[-1], answer, loop))
+    return pasts, answers

@@ -5,15 +5,15 @@ the cache (GroupQueryAttention) are made for that; a graph that writes with othe
 after the present has replaced them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.calls import Call, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
+from kvdoctor.contract import Axis, CacheContract, Slot
+from kvdoctor.decode.calls import Array, Call, Past, Scenario, Value, as_array
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, ask, several_tokens
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.loops import takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits
@@ -95,14 +95,11 @@ def _buffers(contract: CacheContract) -> tuple[Slot, ...]:
 
 def with_buffers(contract: CacheContract) -> CacheContract:
     """The contract of a loop that feeds buffers of fixed size to slots that take either."""
-    return replace(contract, slots=tuple(_as_buffer(slot) for slot in contract.slots))
-
-
-def _as_buffer(slot: Slot) -> Slot:
-    if slot.growth != "shared":
-        return slot
-    axes = tuple("capacity" if axis == "past" else axis for axis in slot.axes)
-    return replace(slot, growth="static", axes=axes)
+    slots = list[Slot]()
+    for slot in contract.slots:
+        axes: tuple[Axis, ...] = tuple("capacity" if axis == "past" else axis for axis in slot.axes)
+        slots.append(replace(slot, growth="static", axes=axes) if slot.growth == "shared" else slot)
+    return replace(contract, slots=tuple(slots))
 
 
 LARGE, LEFT_OVER = 1e4, 10.0
@@ -130,9 +127,7 @@ def unread(builder: FeedBuilder) -> Calls:
     expected = yield from builder.whole()
     start = builder.scenario.prompt
     call = builder.prefill(start, expected[:, :start], dummy=int(builder.contract.first_step == "no-past-branch"))
-    past = Past({slot.past: call.feeds[slot.past] for slot in builder.contract.slots if slot.past in call.feeds})
-    filled = _filled(builder.contract, past, 0)
-    answer = yield replace(call, feeds={**call.feeds, **filled})
+    answer = yield replace(call, feeds={**call.feeds, **_filled(builder.contract, call.feeds, 0)})
     past = builder.carry(None, answer, "held")
     for position in range(start, builder.scenario.total):
         past = Past({**past, **_filled(builder.contract, past, position, buffers_only=True)}, past.length)
@@ -154,26 +149,24 @@ def written_places(builder: FeedBuilder) -> Decision:
     """Whether a step writes its tokens at their places: what stood there must be gone, and stay at later places."""
     start = builder.scenario.prompt
     call = builder.prefill(start)
-    past = Past({slot.past: call.feeds[slot.past] for slot in builder.contract.slots if slot.past in call.feeds})
-    filled = _filled(builder.contract, past, 0)
-    answer = yield replace(call, feeds={**call.feeds, **filled}, kind="probe")
+    (answer,) = yield from ask(replace(call, feeds={**call.feeds, **_filled(builder.contract, call.feeds, 0)}))
     for slot in _unread_slots(builder.contract):
         made = slot.filled_by or ""
-        if answer.failed or slot.growth != "static" or made not in answer.outputs:
+        if slot.growth != "static" or made not in answer.outputs:
             continue
         places = np.moveaxis(as_array(answer.outputs[made]), slot.axes.index("capacity"), 0)
         after = places.reshape(len(places), -1)
         kept = [place for place in range(start) if np.all(after[place] == LEFT_OVER)]
         beyond = [place for place in range(start, len(after)) if np.any(after[place] != LEFT_OVER)]
         if kept and beyond:
-            return Cause(
-                "present-does-not-grow",
-                f"{start} tokens leave place {kept[0]} of {slot.filled_by} as it was, and change place {beyond[0]}",
-            )
+            text = f"{start} tokens leave place {kept[0]} of {slot.filled_by} as it was, and change place {beyond[0]}"
+            return Cause("present-does-not-grow", text)
     return None
 
 
-def _filled(contract: CacheContract, past: Past, length: int, buffers_only: bool = False) -> dict[str, Any]:
+def _filled(
+    contract: CacheContract, past: Mapping[str, Value | Array], length: int, buffers_only: bool = False
+) -> dict[str, Any]:
     """The pasts whose content after the first `length` tokens is not to be read, with large numbers there."""
     filled = {}
     for slot in _unread_slots(contract):

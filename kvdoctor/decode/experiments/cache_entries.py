@@ -1,4 +1,4 @@
-"""Entries of a cache, token by token: to compare them, and to change one of them."""
+"""Entries of a cache, token by token: to compare and change them, and where a wrong one comes from. numpy only."""
 
 import math
 from collections.abc import Iterable
@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.calls import Answer, Array, Call, Past, as_array
-from kvdoctor.decode.experiments import grows, several_tokens
+from kvdoctor.contract import Axis, CacheContract, Slot
+from kvdoctor.decode.calls import Answer, Array, Call, Past, Value, as_array
+from kvdoctor.decode.experiments import Decision, as_probe, ask, grows, prefill, several_tokens, undecided
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
+from kvdoctor.decode.runs import Cause
 from kvdoctor.decode.tolerances import Tolerance
+from kvdoctor.records import record
 
 MOST_NUMBERS = 1 << 24
 """Numbers in all caches up to which they are copied."""
@@ -51,6 +53,12 @@ def keeps_all(slot: Slot, prefill: Answer) -> bool:
     return not may_drop or read_returned(slot, prefill, True).shape[_at(slot)] == prefill.new
 
 
+def fill_with(slots: Iterable[Slot], whole: Answer) -> dict[str, Value]:
+    """What the presents of a last step must be, by name: what one call over the same tokens fills the slots with."""
+    pairs = ((slot.present or "", slot.filled_by or "") for slot in slots)
+    return {present: whole.outputs[made] for present, made in pairs if made in whole.outputs}
+
+
 def has_length(contract: CacheContract) -> str | None:
     """Loops that go wrong by the length of the past need one: a buffer of fixed size shows nothing of it."""
     ids = contract.graph("decode").port("token_ids")
@@ -63,11 +71,6 @@ def can_be_copied(contract: CacheContract, past: Past) -> bool:
     """Whether the caches are small enough to be copied for each of many calls: buffers have the length of a context."""
     shapes = (past[slot.past].shape for slot in by_position(contract))
     return sum(math.prod(shape) for shape in shapes) <= MOST_NUMBERS
-
-
-def as_probe(call: Call) -> Call:
-    """The call as one that may fail; of a reference call the logits and the slots that grow alone are answered."""
-    return replace(call, kind="trial" if call.kind == "reference" else "probe", expected=None)
 
 
 def take_entries(slot: Slot, tensor: Array, span: tuple[int, int], tokens: int) -> Array:
@@ -135,13 +138,6 @@ def change_token(builder: FeedBuilder, place: int) -> FeedBuilder:
     return replace(builder, tokens=tokens)
 
 
-def one_step(builder: FeedBuilder, position: int, past: Past | None, expected: Array | None = None) -> Call:
-    """The call for one token; the first one where there is no past."""
-    if past is None:
-        return builder.prefill(1, expected)
-    return builder.decode(position, position + 1, past, expected)
-
-
 def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
     """What came back for a slot: after the first step by `filled_by`, later by `present`."""
     return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()
@@ -161,3 +157,217 @@ def _at(slot: Slot) -> int:
     at = slot.length_axis
     assert at is not None, f"{slot.past} has entries"  # noqa: S101 - only slots whose entries are counted come here
     return at
+
+
+@record
+class Piece:
+    """The keys or the values of one layer: a slot, or a part of one that holds several.
+
+    `at` are the indexes into the axes of layers and of parts, where the slot has them.
+    """
+
+    slot: Slot
+    layer: int | None
+    at: tuple[tuple[Axis, int], ...] = ()
+
+    @property
+    def present(self) -> str:
+        """The output, with the layer and the part where it holds several."""
+        return (self.slot.present or "") + self._within
+
+    @property
+    def filled_by(self) -> str:
+        """The output that first fills it."""
+        return (self.slot.filled_by or "") + self._within
+
+    @property
+    def _within(self) -> str:
+        words = {"layers": "layer", "parts": "part"}
+        return f" ({', '.join(f'{words[axis]} {index}' for axis, index in self.at)})" if self.at else ""
+
+    def of(self, entries: Array) -> Array:
+        """This piece of the entries of its slot."""
+        for axis, index in self.at:
+            entries = np.take(entries, [index], axis=self.slot.axes.index(axis))
+        return entries
+
+    def new_entry(self, step: Answer, start: int) -> Array:
+        """The entry that a step added."""
+        return self.of(take_returned(self.slot, step, False, start, start + 1))
+
+    def right_entry(self, whole: Answer, start: int, stop: int | None = None) -> Array:
+        """The entry of the same token in a prefill of the whole sequence, or the entries up to another."""
+        return self.of(take_returned(self.slot, whole, True, start, stop or start + 1))
+
+
+def pieces_of(slots: Iterable[Slot], answer: Answer, first: bool = True) -> tuple[Piece, ...]:
+    """The keys and values of each layer, by the shapes that came back, in the order of the layers."""
+    found = []
+    for slot in slots:
+        shape = read_returned(slot, answer, first).shape
+        axes: list[Axis] = [axis for axis in ("layers", "parts") if axis in slot.axes]
+        for indexes in np.ndindex(*(shape[slot.axes.index(axis)] for axis in axes)):
+            at = tuple(zip(axes, indexes, strict=True))
+            found.append(Piece(slot, dict(at).get("layers", slot.layer), at))
+    return tuple(found)
+
+
+def where_from(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Decision:
+    """The first layer's new entry is wrong, which depends on the token and its position alone."""
+    if cause := (yield from _no_token(builder, start, piece, step)):
+        return cause  # an entry without its token has no position
+    if cause := (yield from other_position(builder, start, piece, step)):
+        return cause
+    if cause := of_another(builder, start, piece, step, whole):
+        return cause
+    if cause := (yield from _other_first_entry(builder, start, piece)):
+        return cause
+    return Cause("new-entries-wrong", f"the new entry of {piece.present} is wrong in the first layer already")
+
+
+def of_another(builder: FeedBuilder, start: int, piece: Piece, step: Answer, whole: Answer) -> Cause | None:
+    """A new entry that is the right one of another layer, or of the other part of the same one."""
+    new = piece.new_entry(step, start)
+    for other in pieces_of(by_position(builder.contract), whole):
+        if other != piece and same_entries(new, other.right_entry(whole, start), builder.tolerance):
+            name = _swapped(piece, other)
+            return Cause(name, f"the new entry of {piece.present} is what a prefill returns as {other.filled_by}")
+    return None
+
+
+def _swapped(one: Piece, other: Piece) -> str:
+    """The name of two pieces in each other's place: those of one part are of two layers, whatever their numbers."""
+    parts = (one.slot.part, one.at) != (other.slot.part, other.at)
+    return "key-value-swapped" if one.layer == other.layer and parts else "layers-swapped"
+
+
+@undecided
+def other_position(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
+    """A new entry that is the one of its token at another position.
+
+    One token at all positions shows what its entry would be at each.
+    """
+    new = piece.new_entry(step, start)
+    everywhere = np.repeat(builder.tokens[:, start : start + 1], builder.scenario.total, axis=1)
+    (answer,) = yield from ask(replace(builder, tokens=everywhere).prefill(builder.scenario.total))
+    if same_entries(new, piece.right_entry(answer, start), builder.tolerance):
+        return None
+    for place in range(builder.scenario.total):
+        if same_entries(new, piece.right_entry(answer, place), builder.tolerance):
+            text = f"the new entry of {piece.present} at position {start} is that of the same token at position {place}"
+            return Cause("positions-not-offset", text)
+    return None
+
+
+@undecided
+def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> Decision:
+    """An entry that is the same whatever the token holds nothing of it."""
+    _, past = yield from prefill(builder, start)
+    if not piece.slot.present:
+        return None
+    right = piece.new_entry(step, start)
+    for token in (None, builder.tokens.min(), builder.tokens.max()):
+        other = change_token(builder, start)
+        if token is not None:
+            other.tokens[:, start] = token
+        (answer,) = yield from ask(other.decode(start, start + 1, past))
+        if not np.array_equal(piece.new_entry(answer, start), right):
+            return None
+    is_scale = (piece.slot.part or "").endswith("scale")  # then the entries themselves are there, with a wrong one
+    name = "new-entries-wrong" if is_scale else "present-does-not-grow"
+    return Cause(name, f"the entry of {piece.present} at the new position is the same whatever the token is")
+
+
+def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Cause | None:
+    """Entries that a prefill fills the cache with, and that one of more tokens returns otherwise.
+
+    No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
+    """
+    for piece in pieces_of(by_position(builder.contract), whole):
+        if not (keeps_all(piece.slot, first) and keeps_all(piece.slot, whole)):
+            continue
+        ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
+        if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
+            continue
+        text = f"a prefill of {start} tokens returns different entries in {piece.filled_by} than one of more tokens"
+        return Cause("new-entries-wrong", text)
+    return None
+
+
+def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: Tolerance) -> Cause | None:
+    """A present that begins with the past of another slot."""
+    for other in slots:
+        fed = take_entries(other, as_array(past[other.past]), (0, step.past), step.past)
+        begin = take_returned(slot, step, False, 0, step.past)
+        if other is not slot and fed.any() and same_entries(begin, fed, limit):
+            name = _swapped(Piece(slot, slot.layer), Piece(other, other.layer))
+            return Cause(name, f"{slot.present} begins with the entries that were fed as {other.past}")
+    return None
+
+
+def same_for_two(slots: tuple[Slot, ...], whole: Answer, limit: Tolerance) -> Cause | None:
+    """Two slots that a prefill fills with the same entries: one of them holds what belongs to the other."""
+    pieces = pieces_of(slots, whole)
+    entries = [piece.of(read_returned(piece.slot, whole, True)) for piece in pieces]
+    for index, piece in enumerate(pieces):
+        for other in range(index):
+            if same_entries(entries[index], entries[other], limit):
+                mine, theirs = piece.filled_by, pieces[other].filled_by
+                name = _swapped(piece, pieces[other])
+                return Cause(name, f"a prefill returns the same entries as {theirs} and as {mine}")
+    return None
+
+
+def from_empty(builder: FeedBuilder, past: Past, stop: int) -> Call:
+    """The first tokens in the graph or branch that takes a past, whose past is empty."""
+    emptied = {s.past: builder.placeholder(s, 0) for s in builder.contract.slots if s.growth != "constant"}
+    return as_probe(builder.decode(0, stop, Past({**past, **emptied})))
+
+
+@undecided
+def _other_first_entry(builder: FeedBuilder, start: int, piece: Piece) -> Decision:
+    """From an empty past nothing can be wrong with positions: another entry of the first token is other mathematics.
+
+    Where the logits of two tokens are right, the attention has used the right entry, and another one leaves the graph.
+    """
+    if builder.contract.first_step == "empty-past":
+        return None
+    first, past = yield from prefill(builder, start)
+    (answer,) = yield from ask(from_empty(builder, past, 1))
+    ours, theirs = piece.new_entry(answer, 0), piece.right_entry(first, 0)
+    if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
+        return None
+    if has_length(builder.contract) is None and not builder.contract.last_logits_only:
+        right, both = (yield as_probe(builder.prefill(2))), (yield from_empty(builder, past, 2))
+        if not right.failed and not both.failed and same_logits(both.logits, right.logits, builder.tolerance):
+            text = "from an empty past two tokens get the logits that they get without a past, and the first one gets "
+            text += f"a different entry in {piece.present}: the attention uses other entries than those returned"
+            return Cause("new-entries-wrong", text)
+    text = f"from an empty past {piece.present} gets a different entry for the first token than without a past"
+    return Cause("branches-disagree", text)
+
+
+@undecided
+def other_attention(builder: FeedBuilder, start: int, past: Past, piece: Piece) -> Decision:
+    """A deeper layer adds a wrong entry: do the branches compute different things where no offset is at play?
+
+    Two tokens on an empty past: the second one's entry in a deeper layer rests on the attention of the layers before.
+    What it sees is shown by a change of the first token, so that a mask cannot be at fault.
+    """
+    if builder.contract.first_step == "empty-past":
+        return None
+    if cause := (yield from _other_first_entry(builder, start, piece)):
+        return cause
+    if has_length(builder.contract) is not None:
+        return None  # it takes one token at a time
+    calls = builder.prefill(2), from_empty(builder, past, 2), from_empty(change_token(builder, 0), past, 2)
+    right, both, changed = yield from ask(*calls)
+    ours = piece.new_entry(both, 1)
+    if any(
+        same_entries(ours, one, builder.tolerance) for one in (piece.right_entry(right, 1), piece.new_entry(changed, 1))
+    ):
+        return None
+    text = (
+        f"of two tokens on an empty past the second one sees the first, and gets a different entry in {piece.present} "
+    )
+    return Cause("branches-disagree", f"{text}than without a past")

@@ -4,18 +4,29 @@ from dataclasses import replace
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
+from kvdoctor.decode.experiments import (
+    Calls,
+    Decision,
+    Experiment,
+    Use,
+    as_probe,
+    ask,
+    prefill,
+    several_tokens,
+    undecided,
+    unjudged,
+)
 from kvdoctor.decode.experiments.cache_entries import (
     add_noise,
-    as_probe,
     by_position,
     can_be_copied,
     change_token,
     keeps_all,
+    other_position,
+    pieces_of,
     same_entries,
     same_logits,
 )
-from kvdoctor.decode.experiments.entry_origins import other_position, pieces_of
 from kvdoctor.decode.experiments.long_states import wrong_states
 from kvdoctor.decode.experiments.why_logits_differ import has_content
 from kvdoctor.decode.feeds import FeedBuilder
@@ -83,22 +94,17 @@ def why_chunk(builder: FeedBuilder) -> Decision:
     state = yield from wrong_states(builder, start, start + CHUNK)
     if state is not None or not by_position(builder.contract):
         return state
-    answer = yield as_probe(builder.prefill(start))
-    if answer.failed:
-        return None
-    past = builder.carry(None, answer, "held")
+    _, past = yield from prefill(builder, start)
     if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
         return None  # what the lengths say has checks of its own
-    base = yield as_probe(builder.decode(start, start + CHUNK, past))
-    if base.failed:
-        return None
+    (base,) = yield from ask(builder.decode(start, start + CHUNK, past))
     expected = yield from builder.whole()
     if not builder.returns_ids and (cause := _moved_logits(base.logits, expected[:, start : start + CHUNK], builder)):
         return cause  # two tokens may have the same likeliest one
     if cause := (yield from _wrong_entries(builder, base)):
         return cause
-    if builder.contract.last_logits_only:
-        return None  # those of the first one are not returned
+    if builder.contract.last_logits_only:  # those of the first one are not returned
+        return None
     return (yield from _seen_by_first(builder, past, base)) or (yield from _blind_to_new(builder, past, base))
 
 
@@ -127,22 +133,17 @@ def _moved_logits(made: Array, right: Array, builder: FeedBuilder) -> Cause | No
     return None
 
 
+@undecided
 def _wrong_entries(builder: FeedBuilder, base: Answer) -> Decision:
     """Entries of the first layer rest on the token and its position alone: no mask makes them wrong."""
     start, total = builder.scenario.prompt, builder.scenario.total
-    whole = yield as_probe(builder.prefill(total))
-    if whole.failed:
-        return None
-    whole_slots = [slot for slot in by_position(builder.contract) if keeps_all(slot, whole)]
-    pieces = pieces_of(whole_slots, whole)
+    (whole,) = yield from ask(builder.prefill(total))
+    pieces = pieces_of((slot for slot in by_position(builder.contract) if keeps_all(slot, whole)), whole)
     for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
         for place in range(start, start + CHUNK):
-            if same_entries(piece.new_entry(base, place), piece.right_entry(whole, place), builder.tolerance):
-                continue
-            return (yield from other_position(builder, place, piece, base)) or Cause(
-                "new-entries-wrong",
-                f"{CHUNK} new tokens on a past of {start} get a different entry at {place} of {piece.present}",
-            )
+            if not same_entries(piece.new_entry(base, place), piece.right_entry(whole, place), builder.tolerance):
+                text = f"{CHUNK} new tokens on a past of {start} get a different entry at {place} of {piece.present}"
+                return (yield from other_position(builder, place, piece, base)) or Cause("new-entries-wrong", text)
     return None
 
 

@@ -4,8 +4,15 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, ControlFailed
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, cache_entries, several_tokens
-from kvdoctor.decode.experiments.entry_origins import pieces_of
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, prefill, several_tokens
+from kvdoctor.decode.experiments.cache_entries import (
+    by_position,
+    change_token,
+    keeps_all,
+    pieces_of,
+    read_returned,
+    same_logits,
+)
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
 from kvdoctor.decode.runs import NOTHING_CHANGES, Cause
@@ -24,12 +31,9 @@ def same_feed(builder: FeedBuilder) -> Calls:
         return  # two of them cannot be compared
     yield builder.prefill(builder.scenario.total, expected)
     start = builder.scenario.prompt
-    answer = yield cache_entries.as_probe(builder.prefill(start))
-    if answer.failed:
-        return
-    past = builder.carry(None, answer, "held")
-    step = yield cache_entries.as_probe(builder.decode(start, start + 1, past))
-    if not step.failed and measurable(step.logits):
+    _, past = yield from prefill(builder, start)
+    (step,) = yield from ask(builder.decode(start, start + 1, past))
+    if measurable(step.logits):
         yield builder.decode(start, start + 1, past, step.logits)
 
 
@@ -42,14 +46,12 @@ def later_token(builder: FeedBuilder) -> Decision:
     Raises:
         ControlFailed: no token changes the logits, or the entries of a layer.
     """
-    total, other = builder.scenario.total, cache_entries.change_token(builder, -1)
-    expected = yield cache_entries.as_probe(builder.prefill(total))
+    total, other = builder.scenario.total, change_token(builder, -1)
+    expected = yield as_probe(builder.prefill(total))
     if expected.failed:
         yield builder.reference()  # the run fails by it
         return None
-    answer = yield cache_entries.as_probe(other.prefill(total))
-    if answer.failed:
-        return None
+    (answer,) = yield from ask(other.prefill(total))
     if gives_all_logits(builder.contract) is None and (cause := _sees_later_token(builder, expected.logits, answer)):
         return cause
     return (yield from _token_counts(builder, expected, other, answer))
@@ -59,12 +61,12 @@ def looks_ahead(builder: FeedBuilder, expected: Array) -> Decision:
     """Whether another last token changes the logits of those before it, without a cache."""
     if builder.contract.last_logits_only:
         return None
-    other = yield cache_entries.as_probe(cache_entries.change_token(builder, -1).prefill(builder.scenario.total))
+    other = yield as_probe(change_token(builder, -1).prefill(builder.scenario.total))
     return _sees_later_token(builder, expected, other)
 
 
 def _sees_later_token(builder: FeedBuilder, expected: Array, other: Answer) -> Cause | None:
-    if other.failed or cache_entries.same_logits(other.logits[:, :-1], expected[:, :-1], builder.tolerance):
+    if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], builder.tolerance):
         return None
     return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")
 
@@ -80,10 +82,8 @@ def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, an
     same_last, layers = True, _list_last_entries(builder, expected)
     for more in range(MORE_TOKENS + 1):
         if more:
-            other = cache_entries.change_token(other, -1)
-            answer = yield cache_entries.as_probe(other.prefill(builder.scenario.total))
-        if answer.failed:
-            return None
+            other = change_token(other, -1)
+            (answer,) = yield from ask(other.prefill(builder.scenario.total))
         same_last = same_last and np.array_equal(answer.logits[:, -1], expected.logits[:, -1])
         changed = _list_last_entries(builder, answer)
         layers = {layer: entries for layer, entries in layers.items() if _are_same(entries, changed.get(layer, {}))}
@@ -92,12 +92,11 @@ def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, an
     others = f"{MORE_TOKENS + 1} others in the place"
     if same_last:
         alone = builder.without_first(builder.scenario.total - 1)
-        one = yield cache_entries.as_probe(alone.prefill(1))
-        two = yield cache_entries.as_probe(cache_entries.change_token(alone, 0).prefill(1))
-        if not (one.failed or two.failed or cache_entries.same_logits(one.logits, two.logits, builder.tolerance)):
-            text = (
-                f"of {builder.scenario.total} tokens in one call the last one does not change its logits; alone it does"
-            )
+        one = yield as_probe(alone.prefill(1))
+        two = yield as_probe(change_token(alone, 0).prefill(1))
+        if not (one.failed or two.failed or same_logits(one.logits, two.logits, builder.tolerance)):
+            tokens = f"{builder.scenario.total} tokens"
+            text = f"of {tokens} in one call the last one does not change its logits; alone it does"
             return Cause("chunk-differs", text)
         raise ControlFailed(f"{NOTHING_CHANGES} the logits: {others} of the last one give the same")
     layer, entries = next(iter(layers.items()))
@@ -113,10 +112,10 @@ def _list_last_entries(builder: FeedBuilder, answer: Answer) -> dict[int | None,
     Of a window of fixed capacity all entries: new ones may come at its end, and the oldest be shifted out.
     """
     found: dict[int | None, dict[str, Array]] = {}
-    for piece in pieces_of(cache_entries.by_position(builder.contract), answer):
+    for piece in pieces_of(by_position(builder.contract), answer):
         if piece.slot.growth == "ring":
-            entries = piece.of(cache_entries.read_returned(piece.slot, answer, True))
-        elif cache_entries.keeps_all(piece.slot, answer):
+            entries = piece.of(read_returned(piece.slot, answer, True))
+        elif keeps_all(piece.slot, answer):
             entries = piece.right_entry(answer, answer.new - 1)
         else:
             continue
@@ -125,7 +124,6 @@ def _list_last_entries(builder: FeedBuilder, answer: Answer) -> dict[int | None,
 
 
 def _are_same(one: dict[str, Array], other: dict[str, Array]) -> bool:
-    """Whether entries of the same outputs are the same, bit for bit."""
     return one.keys() == other.keys() and all(
         entry.size > 0 and np.array_equal(entry, other[name]) for name, entry in one.items()
     )

@@ -12,9 +12,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens, unjudged
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
-    as_probe,
     by_position,
     change_token,
     same_entries,
@@ -298,13 +297,11 @@ def _chunk(near: FeedBuilder, start: int, stop: int, past: Past, expected: Array
 
 def _reference_after(builder: FeedBuilder, start: int, stop: int) -> Asking[Array]:
     """The logits of the tokens `start` to `stop` without a cache, float[batch, stop - start, vocabulary]."""
-    if not builder.contract.last_logits_only:
-        logits = yield from builder.whole(stop)
-        return logits[:, start:]
-    found = []
-    for length in range(start + 1, stop + 1):
+    lengths = range(start + 1, stop + 1) if builder.contract.last_logits_only else (stop,)
+    found = list[Array]()
+    for length in lengths:
         answer = yield builder.reference(length)
-        found.append(answer.logits[:, -1:])
+        found.append(answer.logits[:, -1:] if builder.contract.last_logits_only else answer.logits[:, start:])
     return np.concatenate(found, axis=1)
 
 

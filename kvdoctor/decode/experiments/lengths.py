@@ -7,8 +7,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, several_tokens
-from kvdoctor.decode.experiments.cache_entries import as_probe, by_position, keeps_all, same_entries, take_entries
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens
+from kvdoctor.decode.experiments.cache_entries import by_position, keeps_all, same_entries, take_entries
 from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LOGITS, visited
 from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into
@@ -208,9 +208,7 @@ def numbering(builder: FeedBuilder) -> Decision:
             return Cause("wrong-at-lengths", where, slot.past, from_length=total)
         for found in (_find_repeated(entries[:length], builder) for length in lengths if length <= len(entries)):
             if found is not None:
-                return Cause(
-                    "context-limit-fails", f"one token has the same {by_position(contract)[0].filled_by} {found}"
-                )
+                return Cause("context-limit-fails", f"one token has the same {slot.filled_by} {found}")
     return None
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario, Value, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe, one_step, read_returned, same_entries
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, ask, one_step, undecided, walk
+from kvdoctor.decode.experiments.cache_entries import fill_with, read_returned, same_entries
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
 from kvdoctor.decode.runs import Cause
@@ -105,9 +105,7 @@ def short_walk(builder: FeedBuilder) -> Decision:
     for position in range(builder.scenario.total):
         if position == EARLY[-1] and _find_amplified(sizes) is None:
             return None
-        answer = yield as_probe(one_step(builder, position, past))
-        if answer.failed:
-            return None
+        (answer,) = yield from ask(one_step(builder, position, past))
         if not measurable(answer.logits):
             return Cause("non-finite", f"the logits of a loop are not finite after {position + 1} tokens")
         past = builder.carry(past, answer, "held")
@@ -137,9 +135,7 @@ def _whole(builder: FeedBuilder, stop: int) -> Asking[tuple[Array | None, dict[s
     answer = yield as_probe(builder.prefill(stop))
     if answer.failed:
         return None, {}
-    pairs = ((slot.present or "", slot.filled_by or "") for slot in list_states(builder.contract))
-    states = {present: answer.outputs[made] for present, made in pairs if made in answer.outputs}
-    return answer.logits[:, -1:], states
+    return answer.logits[:, -1:], fill_with(list_states(builder.contract), answer)
 
 
 def list_states(contract: CacheContract) -> tuple[Slot, ...]:
@@ -162,9 +158,8 @@ def _find_amplified(sizes: dict[int, dict[str, float]]) -> Cause | None:
     for name in sizes[lengths[-1]]:
         seen = [sizes[length][name] for length in lengths]
         if not np.isfinite(seen).all():
-            return Cause(
-                "non-finite", f"{name} is not finite after {lengths[int(np.argmin(np.isfinite(seen)))]} tokens"
-            )
+            first = lengths[int(np.argmin(np.isfinite(seen)))]
+            return Cause("non-finite", f"{name} is not finite after {first} tokens")
         if seen[0] and all(later > AMPLIFIED * earlier for earlier, later in pairwise(seen)):
             words = ", ".join(f"{size:.2g} after {length}" for size, length in zip(seen, lengths, strict=True))
             evidence = f"{name} grows with each step, and leaves the range of its type: {words} tokens"
@@ -191,19 +186,14 @@ def put_back(builder: FeedBuilder) -> Calls:
         right.append(answer.logits)
         pasts.append(builder.carry(pasts[-1], answer, "held"))
     kept, before = pasts[start], pasts[total - 1]
-    other, past = replace(builder, tokens=builder.tokens[:, ::-1]), kept
-    for position in range(start, total):
-        answer = yield as_probe(one_step(other, position, past))
-        if answer.failed:
-            raise CannotCheck("other tokens cannot be fed")
-        past = other.carry(past, answer, "held")
+    pasts, answers = yield from walk(replace(builder, tokens=builder.tokens[:, ::-1]), start, total, kept, "held")
+    if len(answers) < DETOUR:
+        raise CannotCheck("other tokens cannot be fed")
+    past = pasts[-1]
     if kept is None or before is None or past is None:
         raise CannotCheck("the sequence is too short")
     moved = {slot.past: past[slot.past] for slot in list_states(builder.contract)}
-    past = kept
-    for position in range(start, total):
-        answer = yield one_step(builder, position, past, right[position])
-        past = builder.carry(past, answer, "held")
+    yield from builder.go_on(kept, start, total, np.concatenate(right, axis=1))
     corrupted = Past({**before, **moved}, before.length)
     last = total - 1
     yield builder.decode(last, total, corrupted, right[last], kind="control", label="the state after other tokens")
@@ -216,6 +206,7 @@ def find_no_states(contract: CacheContract) -> str | None:
     return "no slot keeps a state, a counter or hidden states"
 
 
+@undecided
 def wrong_states(builder: FeedBuilder, start: int, stop: int) -> Decision:
     """Which state is wrong after tokens `start` to `stop` on the state of a prefill, and in what way."""
     # A mask of the entries of a window depends on the number of tokens alone as well.
@@ -223,21 +214,16 @@ def wrong_states(builder: FeedBuilder, start: int, stop: int) -> Decision:
     states = list_states(builder.contract)
     if find_no_states(builder.contract):
         return None
-    first, whole = (yield as_probe(builder.prefill(start))), (yield as_probe(builder.prefill(stop)))
-    if first.failed or whole.failed:
-        return None
+    first, whole = yield from ask(builder.prefill(start), builder.prefill(stop))
     for slot in counters:
         before, after = (int(read_returned(slot, answer, True).max()) for answer in (first, whole))
         if after - before != stop - start:
             text = f"{slot.filled_by} is {before} after a call of {start} tokens, and {after} after one of {stop}"
             return Cause("present-does-not-grow", text, slot.past)
     past = builder.carry(None, first, "held")
-    step = yield as_probe(builder.decode(start, stop, past))
     least = replace(builder, tokens=np.full_like(builder.tokens, builder.tokens.min()))
-    one = yield as_probe(builder.with_other_tokens(start).decode(start, stop, past))
-    others = one, (yield as_probe(least.decode(start, stop, past)))
-    if step.failed or any(other.failed for other in others):
-        return None
+    fed = builder, builder.with_other_tokens(start), least
+    step, *others = yield from ask(*(one.decode(start, stop, past) for one in fed))
     for slot in states:
         if all(_same(slot, step, other) for other in others):
             text = f"{slot.present} is the same after other tokens on the same past"

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Array, Loop, Past, Scenario, Value, Way
-from kvdoctor.decode.experiments import Calls, Experiment, Use, always, grows, several_tokens
-from kvdoctor.decode.experiments.cache_entries import growing, has_length, one_step
+from kvdoctor.decode.calls import Array, Loop, Past, Scenario, Way
+from kvdoctor.decode.experiments import Calls, Experiment, Use, always, grows, one_step, several_tokens
+from kvdoctor.decode.experiments.cache_entries import fill_with, growing, has_length
 from kvdoctor.decode.experiments.multi_turn import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder
@@ -133,9 +133,8 @@ def rows_together(builder: FeedBuilder) -> Calls:
         before, _ = yield from together.go_on(None, 0, stop, right)
     yield from together.controls(stop - 1, stop, before, right)
     moved = together.reorder_past(before, range(builder.scenario.batch)[::-1])
-    yield together.decode(
-        stop - 1, stop, moved, right[:, stop - 1 : stop], kind="control", label="rows of the cache exchanged"
-    )
+    wanted, label = right[:, stop - 1 : stop], "rows of the cache exchanged"
+    yield together.decode(stop - 1, stop, moved, wanted, kind="control", label=label)
 
 
 def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Calls:
@@ -150,15 +149,9 @@ def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Ca
     last = min(builder.scenario.total, start + (most or builder.scenario.total)) - 1
     past = yield from builder.begin(expected)
     _, past = yield from replace(builder, loop=loop).go_on(past, start, last, expected)
-    slots = same_slots(builder.contract, whole) if last == builder.scenario.total - 1 else {}
+    slots = fill_with(growing(builder.contract), whole) if last == builder.scenario.total - 1 else {}
     yield builder.decode(last, last + 1, past, expected[:, last : last + 1], slots=slots)
     yield from builder.controls(last, last + 1, past, expected)
-
-
-def same_slots(contract: CacheContract, whole: Answer) -> dict[str, Value]:
-    """What the presents of the last step must be, by name: the slots that one call over the same tokens fills."""
-    pairs = ((slot.present or "", slot.filled_by or "") for slot in growing(contract))
-    return {present: whole.outputs[made] for present, made in pairs if made in whole.outputs}
 
 
 def replayed(builder: FeedBuilder) -> Calls:

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Array, Call, Past, as_array
-from kvdoctor.decode.experiments import Calls, Experiment, Obstacle, Use, first_reason, several_tokens
-from kvdoctor.decode.experiments.cache_entries import as_probe
+from kvdoctor.decode.experiments import Calls, Experiment, Obstacle, Use, as_probe, first_reason, several_tokens
 from kvdoctor.decode.experiments.chunk import BEFORE, SHARED, takes_chunks
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.errors import CannotCheck

@@ -18,12 +18,10 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment
+from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, one_step, undecided, walk
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
-    as_probe,
     change_token,
-    one_step,
     read_returned,
     same_entries,
     same_logits,
@@ -134,14 +132,9 @@ def own_session(builder: FeedBuilder) -> Calls:
 )
 def history(builder: FeedBuilder) -> Decision:
     """Whether each state is read, each token enters it, each earlier token counts, and their order does."""
-    pasts: list[Past | None] = [None]
-    answers: list[Answer] = []
-    for position in range(builder.scenario.total):
-        answer = yield as_probe(one_step(builder, position, pasts[-1]))
-        if answer.failed:
-            raise CannotCheck("the loop does not come to its end")
-        answers.append(answer)
-        pasts.append(builder.carry(pasts[-1], answer, "plain"))
+    pasts, answers = yield from walk(builder, 0, builder.scenario.total)
+    if len(answers) < builder.scenario.total:
+        raise CannotCheck("the loop does not come to its end")
     return (
         (yield from _twin_slot(builder, pasts, answers))
         or (yield from _unread_slot(builder, pasts, answers))
@@ -173,9 +166,8 @@ def _unread_slot(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Se
         past = disturb(before, slot)
         if past is not None and not (yield from _differs(builder, start, past, answers)):
             steps = builder.scenario.total - start
-            return Cause(
-                "past-ignored", f"perturbing all of {slot.past} does not change the logits of the next {steps} steps"
-            )
+            text = f"perturbing all of {slot.past} does not change the logits of the next {steps} steps"
+            return Cause("past-ignored", text)
     return None
 
 
@@ -201,6 +193,7 @@ def _differs(builder: FeedBuilder, start: int, past: Past | None, answers: Seque
     return False
 
 
+@undecided
 def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
     """A slot that comes back the same after another token."""
     last = builder.scenario.total - 1
@@ -209,9 +202,7 @@ def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answ
     other = builder
     for _ in OTHER_TOKENS:
         other = change_token(other, last)
-        answer = yield as_probe(one_step(other, last, pasts[last]))
-        if answer.failed:
-            return None
+        (answer,) = yield from ask(one_step(other, last, pasts[last]))
         pairs = [(slot, read_returned(slot, answer, False), read_returned(slot, answers[last], False)) for slot in same]
         same = [slot for slot, one, two in pairs if np.array_equal(one, two, equal_nan=one.dtype.kind == "f")]
     if not same:
@@ -229,10 +220,8 @@ def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:
     everywhere = replace(builder, tokens=np.repeat(builder.tokens[:, :1], total, axis=1))
     past: Past | None = None
     for place in range(total):
-        answer = yield as_probe(one_step(everywhere, place, past))
-        other = yield as_probe(one_step(change_token(everywhere, place), place, past))
-        if answer.failed or other.failed:
-            return None
+        both = (one_step(one, place, past) for one in (everywhere, change_token(everywhere, place)))
+        answer, other = yield from ask(*both)
         returned = read_returned(slot, answer, past is None)
         at = _find_changed(slot, returned, read_returned(slot, other, past is None))
         if at is None:
@@ -259,19 +248,15 @@ def _find_changed(slot: Slot, one: Array, other: Array) -> int | None:
 def _exchanged(builder: FeedBuilder, slot: Slot, pasts: Sequence[Past | None]) -> Decision:
     """Keys without a position: two entries in each other's place must change the logits."""
     last = builder.scenario.total - 1
-    places = []
-    for place in (0, last - 1):
-        place_in_cache = yield from _find_entry(builder, slot, place, pasts)
-        places.append(place_in_cache)
-    one, other = places
+    one = yield from _find_entry(builder, slot, 0, pasts)
+    other = yield from _find_entry(builder, slot, last - 1, pasts)
     past = pasts[last]
     if one is None or other is None or past is None:
         return None
-    right = yield as_probe(builder.decode(last, last + 1, past))
     swapped = swap_entries(past, builder.contract.of_kind("self-attention"), one, other)
     exchanged = builder.decode(last, last + 1, swapped)
-    answer = yield as_probe(exchanged)
-    if right.failed or answer.failed or not same_logits(answer.logits, right.logits, builder.tolerance):
+    right, answer = yield from ask(builder.decode(last, last + 1, past), exchanged)
+    if not same_logits(answer.logits, right.logits, builder.tolerance):
         return None
     if any(builder.contract.graph("decode").port(role) is not None for role in POSITIONS):
         text = "one token has the same keys at every position, and two entries of the past exchanged change no logit"
@@ -283,13 +268,9 @@ def _exchanged(builder: FeedBuilder, slot: Slot, pasts: Sequence[Past | None]) -
 def _find_entry(builder: FeedBuilder, slot: Slot, place: int, pasts: Sequence[Past | None]) -> Asking[int | None]:
     """Where the past of the last step holds the entry of an earlier token."""
     last, right = builder.scenario.total - 1, pasts[-2]
-    other, past = change_token(builder, place), pasts[place]
-    for position in range(place, last):
-        answer = yield as_probe(one_step(other, position, past))
-        if answer.failed:
-            return None
-        past = other.carry(past, answer, "plain")
-    if past is None or right is None:
+    walked, answers = yield from walk(change_token(builder, place), place, last, pasts[place])
+    past = walked[-1]
+    if len(answers) < last - place or past is None or right is None:
         return None
     return _find_changed(slot, as_array(past[slot.past]), as_array(right[slot.past]))
 
@@ -324,9 +305,8 @@ def lost_tokens(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Seq
     if not lost or _is_window(builder, found):
         return None
     places = ", ".join(map(str, lost))
-    return Cause(
-        "present-drops-past", f"another token at position {places} does not change the logits at position {last}"
-    )
+    text = f"another token at position {places} does not change the logits at position {last}"
+    return Cause("present-drops-past", text)
 
 
 def _follow(

@@ -170,7 +170,8 @@ def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Ask
     for number, ((tokens, score), (want, best)) in enumerate(zip(theirs, ours, strict=False)):
         own = yield from _score(OwnLoop(builder), rules, tokens)
         if own is None:
-            return Cause(CAUSE, f"{operator}{beams} returns tokens outside the vocabulary: {_show(tokens)}")
+            shown = " ".join(map(str, tokens[:12])) + " ..." * (len(tokens) > 12)
+            return Cause(CAUSE, f"{operator}{beams} returns tokens outside the vocabulary: {shown}")
         at = next((i for i, pair in enumerate(zip(tokens, want, strict=False)) if pair[0] != pair[1]), None)
         at = at if at is not None or len(tokens) == len(want) else min(len(tokens), len(want))
         if at is not None and (own.gaps.get(at, 0.0) if rules.is_greedy else best - own.score) > own.slack(builder):
@@ -184,10 +185,6 @@ def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Ask
             why = f"its score is {score:.4g}, by a loop over the decoder inside {own.score:.4g}"
             return Cause(CAUSE, f"{operator}{beams}: sequence {number} has the same tokens, and {why}")
     return None
-
-
-def _show(tokens: tuple[int, ...]) -> str:
-    return " ".join(map(str, tokens[:12])) + (" ..." if len(tokens) > 12 else "")
 
 
 @record(slots=False)
@@ -234,7 +231,6 @@ def _adjusted(rules: SearchRules, sequence: Followed) -> Array:
 
 
 def _take_likeliest(loop: OwnLoop, rules: SearchRules, sequence: Followed) -> Asking[tuple[int, ...]]:
-    """The sequence of the likeliest tokens, without the ending token."""
     while True:
         token = int(_adjusted(rules, sequence).argmax())
         if token == rules.plan.eos:

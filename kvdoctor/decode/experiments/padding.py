@@ -6,8 +6,8 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, PhaseName, Role
 from kvdoctor.decode.calls import Array, Asking, Call, Encoded, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Experiment, Use
-from kvdoctor.decode.experiments.cache_entries import as_probe, same_logits
+from kvdoctor.decode.experiments import Calls, Experiment, Use, as_probe, ask, undecided
+from kvdoctor.decode.experiments.cache_entries import same_logits
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states, takes_rows
@@ -27,6 +27,8 @@ APART = (5, 3)
 """Tokens that two rows have before a step of both."""
 STEPS = 4
 """Steps around a threshold of the graph."""
+UNMASKED = "a mask without the padding"
+"""What the controls are fed."""
 ENCODER_PADDING = (4, 2, 0)
 """Encoder states of padding after those of each row."""
 
@@ -143,13 +145,9 @@ def right(builder: FeedBuilder) -> Calls:
         if not answer.failed and not same_logits(answer.logits, alone[0][:, :1], builder.tolerance):
             raise CannotCheck("one padded row by itself has other logits: the graph may count the entries of the cache")
     padded, expected = replace(builder, gap=PADDING, gap_end=start), np.concatenate(alone)
-    answer = yield padded.prefill(start)
-    past = padded.carry(None, answer, "held")
-    for position in range(start, total):
-        before, wanted = past, expected[:, position - start : position - start + 1]
-        answer = yield padded.decode(position, position + 1, past, wanted)
-        past = padded.carry(past, answer, "held")
-    yield builder.decode(total - 1, total, before, wanted, kind="control", label="a mask without the padding")
+    past = yield from padded.begin()
+    before = yield from _go_on(padded, past, expected)
+    yield builder.decode(total - 1, total, before, expected[:, -1:], kind="control", label=UNMASKED)
 
 
 @Experiment(
@@ -234,31 +232,36 @@ def _shorten(builder: FeedBuilder, length: int) -> FeedBuilder:
     return replace(builder, encoded=Encoded(states, outputs))
 
 
+@undecided
 def _counts_something_else(builder: FeedBuilder, padded: FeedBuilder) -> Asking[Call | None]:
     """The control that shows no effect, where the mask has one and is yet no mask over states (but over samples)."""
     start, limit = builder.scenario.prompt, builder.tolerance
     blank = replace(builder, encoder_padding=(builder.encoder_states,) * builder.scenario.batch)
-    seen = yield as_probe(builder.prefill(start))
-    hidden = yield as_probe(padded.prefill(start))
-    nothing = yield as_probe(blank.prefill(start))
-    if seen.failed or hidden.failed or not same_logits(hidden.logits, seen.logits, limit):
+    seen, hidden, nothing = yield from ask(*(one.prefill(start) for one in (builder, padded, blank)))
+    # One that hides everything and changes nothing is not looked at by the graph.
+    if not same_logits(hidden.logits, seen.logits, limit) or same_logits(nothing.logits, seen.logits, limit):
         return None
-    if nothing.failed or same_logits(nothing.logits, seen.logits, limit):
-        return None  # the graph does not look at its mask
     return replace(padded.prefill(start, seen.logits), kind="control", label="a mask over the last encoder states")
 
 
 def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
     """The held loop against the logits that all rows have; the control shows the padding."""
     start, total = padded.scenario.prompt, padded.scenario.total
-    prompt = expected.shape[1] - (total - start)  # tokens of the prompt in the row that has the fewest
-    past = first = padded.carry(None, (yield padded.prefill(start, expected[:, :prompt])), "held")
-    for position in range(start, total):
-        before, wanted = past, expected[:, prompt + position - start : prompt + position - start + 1]
-        past = padded.carry(past, (yield padded.decode(position, position + 1, past, wanted)), "held")
+    begins = total - expected.shape[1]  # the first token that all rows have
+    first = padded.carry(None, (yield padded.prefill(start, expected[:, : start - begins])), "held")
+    before = yield from _go_on(padded, first, expected)
     if takes_chunks(padded.contract) is None:
-        yield padded.decode(start, total, first, expected[:, prompt:])
-    yield unpadded.decode(total - 1, total, before, wanted, kind="control", label="a mask without the padding")
+        yield padded.decode(start, total, first, expected[:, start - begins :])
+    yield unpadded.decode(total - 1, total, before, expected[:, -1:], kind="control", label=UNMASKED)
+
+
+def _go_on(padded: FeedBuilder, past: Past, expected: Array) -> Asking[Past]:
+    """The steps after the prompt against the last logits of all rows; gives the past of the last step."""
+    start, total = padded.scenario.prompt, padded.scenario.total
+    for position in range(start, total):
+        before, wanted = past, expected[:, position - total :][:, :1]
+        past = padded.carry(past, (yield padded.decode(position, position + 1, past, wanted)), "held")
+    return before
 
 
 def _is_written_by_count(contract: CacheContract) -> bool:

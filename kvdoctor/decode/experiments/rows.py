@@ -12,8 +12,18 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Obstacle, Use, several_tokens, unjudged
-from kvdoctor.decode.experiments.cache_entries import as_probe, same_entries, same_logits
+from kvdoctor.decode.experiments import (
+    Calls,
+    Decision,
+    Experiment,
+    Obstacle,
+    Use,
+    as_probe,
+    prefill,
+    several_tokens,
+    unjudged,
+)
+from kvdoctor.decode.experiments.cache_entries import same_entries, same_logits
 from kvdoctor.decode.experiments.loops import FEW, decode_loop, has_exact_rows, takes_any_batch, takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits
 from kvdoctor.decode.feeds import FeedBuilder
@@ -57,10 +67,7 @@ def reorder(builder: FeedBuilder) -> Calls:
 def why_batch(builder: FeedBuilder) -> Decision:
     """The prompt and a step of two rows, and of each row alone on its part of the same cache."""
     start = builder.scenario.prompt
-    first = yield as_probe(builder.prefill(start))
-    if first.failed:
-        return None
-    past = builder.carry(None, first, "held")
+    first, past = yield from prefill(builder, start)
     step = yield as_probe(builder.decode(start, start + 1, past))
     for row in () if step.failed else range(builder.scenario.batch):
         alone = builder.row(row)

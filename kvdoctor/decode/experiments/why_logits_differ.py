@@ -7,19 +7,28 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
-from kvdoctor.decode.experiments import Decision, entry_origins, unjudged
+from kvdoctor.decode.experiments import Decision, as_probe, ask, prefill, undecided, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
+    Piece,
     add_noise,
-    as_probe,
     by_position,
     can_be_copied,
     change_token,
+    crossed,
+    from_empty,
     keeps_all,
+    of_another,
+    other_attention,
+    other_position,
+    other_prefill,
+    pieces_of,
     read_returned,
     same_entries,
+    same_for_two,
     same_logits,
     swap_entries,
     take_entries,
+    where_from,
 )
 from kvdoctor.decode.experiments.determinism import looks_ahead
 from kvdoctor.decode.experiments.long_states import find_no_states, wrong_states
@@ -74,9 +83,7 @@ def why(builder: FeedBuilder) -> Decision:
     """The cache and the attention of the step after the prompt; then of the first step whose logits are wrong."""
     expected = yield from builder.whole()
     start = builder.scenario.prompt
-    whole = yield as_probe(builder.prefill(builder.scenario.total))
-    if whole.failed:
-        return None
+    (whole,) = yield from ask(builder.prefill(builder.scenario.total))
     cause = yield from _look_at_all(builder, start, expected, whole)
     if cause is None or cause.name in GENERAL_CAUSES:
         wrong = yield from first_wrong(builder, expected)
@@ -106,9 +113,7 @@ def _look_at_all(builder: FeedBuilder, start: int, expected: Array, whole: Answe
 def why_long(builder: FeedBuilder) -> Decision:
     """The same question where only the step after many tokens differs."""
     expected, total = (yield from builder.whole()), builder.scenario.total
-    whole = yield as_probe(builder.prefill(total))
-    if whole.failed:
-        return None
+    (whole,) = yield from ask(builder.prefill(total))
     cause = yield from why_without_cache(builder, expected, whole)
     return cause or (yield from look(builder, builder.scenario.prompt, expected, whole))
 
@@ -131,12 +136,9 @@ def why_without_cache(builder: FeedBuilder, expected: Array, whole: Answer) -> D
 def why_fed_back(builder: FeedBuilder) -> Decision:
     """Whether a step returns what is to be held as it was fed: the plain loop rests on that."""
     start = builder.scenario.prompt
-    first = yield as_probe(builder.prefill(start))
-    if first.failed:
-        return None
-    past = builder.carry(None, first, "held")
-    step = yield as_probe(builder.decode(start, start + 1, past))
-    for slot in () if step.failed else builder.contract.held:
+    _, past = yield from prefill(builder, start)
+    (step,) = yield from ask(builder.decode(start, start + 1, past))
+    for slot in builder.contract.held:
         if slot.present is None or slot.emptied:
             continue
         fed, came_back = as_array(past[slot.past]), read_returned(slot, step, False)
@@ -145,29 +147,22 @@ def why_fed_back(builder: FeedBuilder) -> Decision:
     return None
 
 
+@undecided
 def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> Decision:
     """One decode step on a past of `start` tokens that a prefill made: its new entries, the old ones, what it sees."""
-    first = yield as_probe(builder.prefill(start))
-    if first.failed:
-        return None
-    past = builder.carry(None, first, "held")
+    first, past = yield from prefill(builder, start)
     if builder.past_length(past) != start or not can_be_copied(builder.contract, past):
         return None  # what the lengths say has checks of its own
-    if any(
-        slot.growth == "ring" and (slot.size("capacity") or 0) < whole.new for slot in by_position(builder.contract)
-    ):
+    rings = [slot.size("capacity") or 0 for slot in by_position(builder.contract) if slot.growth == "ring"]
+    if min(rings, default=whole.new) < whole.new:
         return None  # the oldest entries are overwritten
     if cause := (yield from _other_mathematics(builder, past, expected)):
         return cause
-    step = yield as_probe(builder.decode(start, start + 1, past))
-    again = yield as_probe(builder.decode(start, start + 1, past))
-    if step.failed or again.failed:
-        return None
+    step, again = yield from ask(*[builder.decode(start, start + 1, past)] * 2)
     if not _repeated(step.logits, again.logits, builder.tolerance):
-        return Cause(
-            "nondeterministic", f"the same step on a past of {start} tokens gives different logits the second time"
-        )
-    if cause := entry_origins.other_prefill(builder, start, first, whole):
+        text = f"the same step on a past of {start} tokens gives different logits the second time"
+        return Cause("nondeterministic", text)
+    if cause := other_prefill(builder, start, first, whole):
         return cause
     if not all(keeps_all(slot, whole) for slot in by_position(builder.contract)):
         whole = yield as_probe(builder.prefill(start + 1))  # a longer one has dropped the entry to compare
@@ -188,16 +183,16 @@ def _step(step: CachedStep, whole: Answer) -> Decision:
         return Cause("past-ignored", "perturbing all of the past does not change the logits of the step")
     for slot in slots:
         if slot.growth != "delta" and not _keeps(slot, answer, past, limit):
-            broken = entry_origins.crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
+            broken = crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
             return replace(broken, read_right=_has_right_logits(start, answer, whole, limit))
-    for piece in _wrong(builder, entry_origins.pieces_of(slots, whole), start, answer, whole):
+    for piece in _wrong(builder, pieces_of(slots, whole), start, answer, whole):
         if noisy.failed or same_entries(piece.new_entry(noisy, start), piece.new_entry(answer, start), limit):
             # What rests on no earlier token is of the first layer, whatever its number. Of a later one, the layer
             # before it does not look at the past.
             other = yield as_probe(change_token(builder, 0).prefill(builder.scenario.total))
             right, changed = piece.right_entry(whole, start), None if other.failed else piece.right_entry(other, start)
             if changed is None or same_entries(right, changed, limit):
-                return (yield from entry_origins.where_from(builder, start, piece, answer, whole))
+                return (yield from where_from(builder, start, piece, answer, whole))
     if cause := (yield from _half_blind(step, slots)):
         return cause
     return (yield from _deeper(step, whole))
@@ -211,26 +206,25 @@ def _deeper(step: CachedStep, whole: Answer) -> Decision:
         return cause
     if cause := (yield from _blind_layer(step)):
         return cause
-    pieces = entry_origins.pieces_of(slots, whole)
+    pieces = pieces_of(slots, whole)
     if cause := _zero_entries(pieces, whole, start):
         return cause
     for slot in slots:
         if (yield from step.ignores_noise(range(start), [slot])):
             return Cause("cache-misread", f"perturbing all of {slot.past} does not change the logits of the step")
     if wrong := _wrong(builder, pieces, start, step.answer, whole):
-        if cause := entry_origins.of_another(builder, start, wrong[0], step.answer, whole):
+        if cause := of_another(builder, start, wrong[0], step.answer, whole):
             return cause
-        return (yield from entry_origins.other_attention(builder, start, step.past, wrong[0])) or _first_wrong(
-            wrong, pieces
-        )
-    if (cause := entry_origins.same_for_two(slots, whole, limit)) or whole.logits.shape[1] <= start:
+        cause = yield from other_attention(builder, start, step.past, wrong[0])
+        return cause or _first_wrong(wrong, pieces)
+    if (cause := same_for_two(slots, whole, limit)) or whole.logits.shape[1] <= start:
         return cause
     # Right entries in every layer: the last layer reads them wrongly, or what follows it.
     text = "all cache entries fed to the step and added by it are right, and its logits are wrong"
     return None if _has_right_logits(start, step.answer, whole, limit) else Cause("cache-misread", text)
 
 
-def _zero_entries(pieces: tuple[entry_origins.Piece, ...], whole: Answer, start: int) -> Cause | None:
+def _zero_entries(pieces: tuple[Piece, ...], whole: Answer, start: int) -> Cause | None:
     """Keys or values of some tokens that a prefill leaves out of the cache."""
     for piece in pieces:
         entries = {place: piece.right_entry(whole, place) for place in range(start)}
@@ -242,7 +236,7 @@ def _zero_entries(pieces: tuple[entry_origins.Piece, ...], whole: Answer, start:
     return None
 
 
-def _first_wrong(wrong: list[entry_origins.Piece], pieces: tuple[entry_origins.Piece, ...]) -> Cause:
+def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
     """Where keys or values of a layer alone are wrong, its input is right; where all are, the layer before is wrong.
 
     That some layers have other parts means that their numbers are in doubt.
@@ -250,9 +244,8 @@ def _first_wrong(wrong: list[entry_origins.Piece], pieces: tuple[entry_origins.P
     first = wrong[0]
     parts = {tuple(sorted(str(p.slot.part) for p in pieces if p.layer == layer)) for layer in {p.layer for p in pieces}}
     if len(parts) == 1 and any(piece.layer == first.layer and piece not in wrong for piece in pieces):
-        return Cause(
-            "new-entries-wrong", f"the new entry of {first.present} is wrong, and others of its layer are right"
-        )
+        text = f"the new entry of {first.present} is wrong, and others of its layer are right"
+        return Cause("new-entries-wrong", text)
     text = f"{first.present} is the first slot whose new entry is wrong; those of the layers before it are right"
     return Cause("cache-misread", text)
 
@@ -282,7 +275,7 @@ def first_wrong(builder: FeedBuilder, expected: Array) -> Asking[int | None]:
     past: Past | None = None
     for position in range(start, builder.scenario.total):
         if answer.failed:
-            return None
+            break
         past = builder.carry(past, answer, "held")
         answer = yield as_probe(builder.decode(position, position + 1, past))
         right = expected[:, position : position + 1]
@@ -291,16 +284,13 @@ def first_wrong(builder: FeedBuilder, expected: Array) -> Asking[int | None]:
     return None
 
 
-def _wrong(
-    builder: FeedBuilder, pieces: Iterable[entry_origins.Piece], start: int, step: Answer, whole: Answer
-) -> list[entry_origins.Piece]:
+def _wrong(builder: FeedBuilder, pieces: Iterable[Piece], start: int, step: Answer, whole: Answer) -> list[Piece]:
     """Keys or values of a layer whose new entry is not that of the same token in a prefill of the whole sequence."""
     limit, found = builder.tolerance, ((p, p.right_entry(whole, start)) for p in pieces)
     return [p for p, right in found if right.size and not same_entries(p.new_entry(step, start), right, limit)]
 
 
 def _keeps(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> bool:
-    """Whether a present begins with the past that was fed."""
     fed = take_entries(slot, as_array(past[slot.past]), (0, step.past), step.past)
     returned = take_entries(slot, read_returned(slot, step, False), (0, step.past), step.past + step.new)
     return same_entries(returned, fed, limit)
@@ -312,7 +302,10 @@ def _rewritten(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> Cause:
     held, kept = min(fed.shape[at], step.past), returned.shape[at] - step.new
     if "past" in slot.axes and 0 < kept < held:
         dropped = held - kept
-        left, rest = take_entries(slot, returned, (0, kept), step.past), take_entries(slot, fed, (dropped, held), held)
+        left, rest = (
+            take_entries(slot, returned, (0, kept), step.past),
+            take_entries(slot, fed, (dropped, held), held),
+        )
         if same_entries(left, rest, limit):
             which = "entry 0" if dropped == 1 else f"entries 0 to {dropped - 1}"
             text = f"{slot.present} holds the last {kept + step.new} of {held + step.new} entries, without {which} of "
@@ -327,18 +320,15 @@ def _other_mathematics(builder: FeedBuilder, past: Past, expected: Array) -> Dec
     if contract.first_step == "empty-past":
         return None
     # From an empty past nothing can be wrong with the cache, its positions or its mask.
-    first = yield entry_origins.from_empty(builder, past, 1)
+    first = yield from_empty(builder, past, 1)
     if first.failed or same_logits(first.logits, expected[:, :1], builder.tolerance):
         return None
-    pieces = entry_origins.pieces_of(by_position(contract), first, first=False)
+    pieces = pieces_of(by_position(contract), first, first=False)
     for piece in (piece for piece in pieces if piece.layer == pieces[0].layer):
-        if cause := (yield from entry_origins.other_position(builder, 0, piece, first)):
+        if cause := (yield from other_position(builder, 0, piece, first)):
             return cause
-    return Cause(
-        "branches-disagree",
-        "from an empty self-attention past the cached branch gives the first token different logits than the one "
-        "without a past",
-    )
+    text = "from an empty self-attention past the cached branch gives the first token different logits than the one "
+    return Cause("branches-disagree", f"{text}without a past")
 
 
 def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Decision:
@@ -355,44 +345,39 @@ def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Dec
     places = list(range(begin, min(start, held)))
     if len(places) > 2 * MOST_PLACES:
         places = [*places[:2], *places[2 : -MOST_PLACES + 2 : len(places) // 4], *places[-MOST_PLACES + 2 :]]
-    unseen = []
+    unseen = list[int]()
     for place in places:
-        hidden = yield from step.ignores_noise([place], slots)
-        if hidden:
-            unseen.append(place)
+        unseen += [place] if (yield from step.ignores_noise([place], slots)) else []
     names = f"{'entry' if len(unseen) == 1 else 'entries'} {', '.join(map(str, unseen))} of the past{where}"
     if 0 in unseen:
         return Cause("cache-misread", f"the step does not attend to {names}", unseen=tuple(unseen))
     if not unseen or unseen != places[-len(unseen) :]:
         return None
-    return Cause(
-        "mask-not-offset",
+    text = (
         f"perturbing {names} does not change the logits, perturbing entry 0 does: the mask counts the new token from "
-        "the start of the cache, or ends before it",
     )
+    return Cause("mask-not-offset", f"{text}the start of the cache, or ends before it")
 
 
+@undecided
 def _no_distance(step: CachedStep, whole: Answer) -> Decision:
     """Where keys hold no position, a step must count the distance to them."""
     builder, start = step.builder, step.start
     if any(slot.growth == "ring" for slot in by_position(builder.contract)):
         return None
-    piece = entry_origins.pieces_of(by_position(builder.contract), whole)[0]
-    alone = yield as_probe(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
+    piece = pieces_of(by_position(builder.contract), whole)[0]
+    (alone,) = yield from ask(replace(builder, tokens=builder.tokens[:, start:]).prefill(1))
     right = piece.right_entry(whole, start)
-    if alone.failed or not same_entries(piece.right_entry(alone, 0), right, builder.tolerance):
+    if not same_entries(piece.right_entry(alone, 0), right, builder.tolerance):
         return None  # keys hold a position: that of a token is not the same at the start and later
     swapped = swap_entries(step.past, by_position(builder.contract), 0, start - 1)
-    answer = yield as_probe(builder.decode(start, start + 1, swapped))
-    if answer.failed or not same_logits(answer.logits, step.answer.logits, builder.tolerance):
+    (answer,) = yield from ask(builder.decode(start, start + 1, swapped))
+    if not same_logits(answer.logits, step.answer.logits, builder.tolerance):
         return None
     if not (yield from _counts_distance(builder, start)):
         return None
-    return Cause(
-        "positions-not-offset",
-        "keys contain no position in this model, and swapping two past entries does not change the logits: the step "
-        "ignores their distance",
-    )
+    text = "keys contain no position in this model, and swapping two past entries does not change the logits: the step "
+    return Cause("positions-not-offset", f"{text}ignores their distance")
 
 
 def _counts_distance(builder: FeedBuilder, start: int) -> Asking[bool]:
@@ -403,11 +388,9 @@ def _counts_distance(builder: FeedBuilder, start: int) -> Asking[bool]:
     """
     order = np.arange(builder.tokens.shape[1])
     order[[0, start - 1]] = start - 1, 0
-    one = yield as_probe(builder.prefill(start + 1))
-    other = yield as_probe(replace(builder, tokens=builder.tokens[:, order]).prefill(start + 1))
-    if one.failed or other.failed:
-        return False
-    pieces = entry_origins.pieces_of(by_position(builder.contract), one)
+    calls = (one.prefill(start + 1) for one in (builder, replace(builder, tokens=builder.tokens[:, order])))
+    one, other = yield from ask(*calls)
+    pieces = pieces_of(by_position(builder.contract), one)
     second = [piece for piece in pieces if piece.layer not in (None, pieces[0].layer)]
     if not second:
         return not same_logits(one.logits[:, -1:], other.logits[:, -1:], builder.tolerance)

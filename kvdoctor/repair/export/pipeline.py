@@ -26,14 +26,13 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.check_advice import check_advice
-from kvdoctor.repair.export import run_exporter, source_model
+from kvdoctor.repair.export import run_exporter
 from kvdoctor.repair.export.exporters import EXPORTERS, OPTIMUM, SOME_TAKE, TRANSFORMERS_5, Exporter, find_exporter
-from kvdoctor.repair.export.run_exporter import ExportedModel
-from kvdoctor.repair.export.source_model import SourceModel
+from kvdoctor.repair.export.run_exporter import ExportedModel, SourceModel
 from kvdoctor.repair.fix_report import report_fix, report_unproved
-from kvdoctor.repair.pipeline import repair_and_prove
+from kvdoctor.repair.pipeline import diagnose, repair_and_prove
 from kvdoctor.repair.repairs.registry import refuse_unknown_repairs
-from kvdoctor.repair.session import DiagnosisSide, Outcome, RepairChoice, RepairRequest, RepairSession, apply_repairs
+from kvdoctor.repair.session import Outcome, RepairChoice, RepairRequest, RepairSession, apply_repairs
 from kvdoctor.repair.workspace import copy_export, write_reports
 from kvdoctor.report.document import Report, decide
 from kvdoctor.report.facts import ModelFacts
@@ -169,11 +168,11 @@ def _read_source(session: _ExportSession) -> SourceModel:
     if path is not None and not Path(path).exists():
         raise UsageError(f"{path!r} does not exist; leave it out if there is no ONNX model yet")
     if because is not None:
-        return source_model.read_because(because)
+        return run_exporter.read_because(because)
     if path is None:
-        return source_model.no_source(session.checkpoint)
+        return run_exporter.no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
-    return source_model.read_source(
+    return run_exporter.read_source(
         step_test(path, session.plain_options, session.runtime, RunPlan(check_advice=check_advice))
     )
 
@@ -209,8 +208,8 @@ def _repair_export(
     target: Path,
 ) -> tuple[Report, bool]:
     """Repair the new export into its place, prove it, and report; gives whether it was proved."""
-    deleted = source_model.delete_surplus_decoders(folder, source)
-    before = _diagnose(session, session.plain_options, folder, "before")
+    deleted = run_exporter.delete_surplus_decoders(folder, source)
+    before = diagnose(session.shown, session.plain_options, session.runtime, session.scratch / "before", folder)
     opened, choice = open_folder(session.shown, folder), RepairChoice(session.request.how.fix)
     copy_export(replace(opened, shown=str(folder)), target)
     options, runtime = session.plain_options, session.runtime
@@ -220,7 +219,7 @@ def _repair_export(
     outcome = repair_and_prove(repair, first, choice) if first.applied else outcome
     session.announce("comparing it with PyTorch")
     compared = replace(session.options, reference=session.checkpoint)
-    after = _diagnose(session, compared, target, "compared")
+    after = diagnose(session.shown, compared, session.runtime, session.scratch / "compared", target)
     proof = (*outcome.proof, *_prove_export(after.report, {entry.stack for entry in outcome.proof}))
     outcome = replace(outcome, after=after, proof=proof)
     plan = exported.plan
@@ -233,18 +232,11 @@ def _repair_export(
         choices=plan.choices,
         failures=exported.failures,
         findings=before.report.findings,
-        ports=tuple(source_model.compare_ports(source, after.report.model.files)),
+        ports=tuple(run_exporter.compare_ports(source, after.report.model.files)),
         left_out=deleted,
         recipe=run_exporter.FOLDER,
     )
     return _report(session, source, repair, outcome, record), outcome.holds
-
-
-def _diagnose(session: _ExportSession, options: Options, folder: Path, name: str) -> DiagnosisSide:
-    logits = session.scratch / name
-    logits.mkdir()
-    plan = RunPlan(folder, logits, check_advice=check_advice)
-    return DiagnosisSide(step_test(session.shown, options, session.runtime, plan), logits)
 
 
 def _prove_export(after: Report, repaired: set[str]) -> Iterator[Proof]:

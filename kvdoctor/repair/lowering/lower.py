@@ -6,7 +6,9 @@ and local functions are raised with the model or stay as they are. Attributes be
 they only say what the operator does without them: newer exporters write them all, and an older runtime refuses an
 attribute that it does not know, and inputs beyond those that it knows even if they are empty.
 
-Source: the operator schemas of ONNX Runtime 1.31 (docs/ContribOperators.md).
+Sources: the operator schemas of ONNX Runtime 1.31 (docs/ContribOperators.md); for the oldest IR version that can hold a
+model, the history of versions in onnx.proto. Metadata of nodes and graphs (IR 10) does not count: a reader that does
+not know it skips it, and nothing is computed from it.
 """
 
 from collections import Counter
@@ -16,12 +18,55 @@ import onnx
 from onnx import IR_VERSION, helper
 
 from kvdoctor.model.edit import keep_only
-from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto
-from kvdoctor.model.traverse import STANDARD, all_nodes, opset_version
-from kvdoctor.repair.lowering.limits import CannotChangeVersion, VersionLimit, Way, find_oldest_ir
-from kvdoctor.repair.lowering.opset import replace_nodes, rewrite_nodes
+from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import STANDARD, all_nodes, bodies_of, opset_version
+from kvdoctor.model.view import GraphView
+from kvdoctor.records import record
+from kvdoctor.repair.lowering.opset import CannotChangeVersion, Way, replace_nodes, rewrite_nodes
 from kvdoctor.report.repair_record import Change
-from kvdoctor.runtime.targets.limits import CONTRIB_IN_STANDARD, INPUTS, describe_feature, tested_operators
+from kvdoctor.runtime.targets import Target
+from kvdoctor.runtime.targets.limits import (
+    CONTRIB_IN_STANDARD,
+    INPUTS,
+    describe_feature,
+    read_demands,
+    tested_operators,
+)
+
+LOWERED_CHECKS = ("ir-too-new", "opset-too-new", "operator-unsupported")
+"""The checks whose findings a lowering can remove."""
+
+
+@record
+class VersionLimit:
+    """The largest IR version and opset, None for no limit, and features that a model must not use."""
+
+    ir: int | None = None
+    opset: int | None = None
+    unsupported: frozenset[str] = frozenset()
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether anything is asked for."""
+        return bool(self.ir or self.opset or self.unsupported)
+
+
+def limit_for_targets(targets: tuple[Target, ...], ir: int | None = None, opset: int | None = None) -> VersionLimit:
+    """The limit that all targets accept, and no more than the versions given by number."""
+    known = [limits for target in targets if (limits := target.limits) is not None]
+    return VersionLimit(
+        ir=min([*(limits.ir for limits in known), *([ir] if ir else [])], default=None),
+        opset=min([*(limits.opset for limits in known), *([opset] if opset else [])], default=None),
+        unsupported=frozenset().union(*(limits.unsupported for limits in known)),
+    )
+
+
+def exceeds(view: GraphView, want: VersionLimit) -> bool:
+    """Whether a graph needs more than the limit allows."""
+    asked = read_demands(view)
+    too_new = (want.ir is not None and asked.ir > want.ir) or (want.opset is not None and asked.opset > want.opset)
+    return too_new or bool(want.unsupported & asked.features.keys())
+
 
 WEIGHTS_ALONE = 4
 """From this IR version on a weight need not be an input, and one that is may be fed by the caller."""
@@ -163,3 +208,80 @@ def _fix_weights(model: ModelProto, ir: int, file: str) -> Iterator[Change]:
     keep_only(model.graph.input, lambda value: value.name not in weights)
     if count := before - len(model.graph.input):
         yield Change(file, "inputs", f"{count} weights among them", "the weights are no inputs")
+
+
+OLDEST = 4
+"""Earlier versions require every initializer to be a graph input, which changes the contract with the caller."""
+
+SINCE = {9: ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ"), 10: ("UINT4", "INT4")}
+SINCE |= {11: ("FLOAT4E2M1",), 12: ("FLOAT8E8M0",), 13: ("UINT2", "INT2"), 14: ("FLOAT6E2M3", "FLOAT6E3M2")}
+TYPES = dict(TensorProto.DataType.items())
+NEEDS = {TYPES[name]: (version, name) for version, names in SINCE.items() for name in names if name in TYPES}
+
+Need = tuple[int, str]
+
+
+def find_oldest_ir(model: ModelProto) -> Need:
+    """The oldest IR version, and what needs it."""
+    needs = [(OLDEST, "a weight that is not an input"), *_needs_of_model(model)]
+    return max(needs, key=lambda need: need[0])
+
+
+def _needs_of_model(model: ModelProto) -> Iterator[Need]:
+    for scope in GraphView(model).scopes():
+        yield from _needs_of_graph(scope.graph)
+    if model.functions:
+        yield 8, f"the function {model.functions[0].name}"
+    if len(model.training_info):
+        yield 7, "its training information"
+    for function in model.functions:
+        if len(function.attribute_proto):
+            yield 9, f"the default of an attribute of function {function.name}"
+        if function.overload:
+            yield 10, f"the overload {function.overload} of function {function.name}"
+        for node in function.node:
+            yield from _needs_of_node(node)
+    if _has(model, "configuration") and len(model.configuration):
+        yield 11, "its device configuration"
+
+
+def _needs_of_graph(graph: GraphProto) -> Iterator[Need]:
+    if len(graph.quantization_annotation):
+        yield 5, "an annotation of quantization"
+    if len(graph.sparse_initializer):
+        yield 6, "a sparse weight"
+    for tensor in graph.initializer:
+        yield from _needs_of_type(tensor.data_type, f"weight {tensor.name}")
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        kind = value.type.WhichOneof("value")
+        if kind in ("optional_type", "sparse_tensor_type"):
+            yield 8, f"{value.name}, which is optional or sparse,"
+        if kind == "tensor_type":
+            yield from _needs_of_type(value.type.tensor_type.elem_type, value.name)
+    for node in graph.node:
+        yield from _needs_of_node(node)
+
+
+def _needs_of_node(node: NodeProto) -> Iterator[Need]:
+    if _has(node, "overload") and node.overload:
+        yield 10, f"node {node.name} calls an overload, which"
+    if _has(node, "device_configurations") and len(node.device_configurations):
+        yield 11, f"node {node.name} is placed on a device, which"
+    for attribute in node.attribute:
+        if attribute.HasField("t"):
+            yield from _needs_of_type(attribute.t.data_type, f"constant of node {node.name}")
+        if attribute.name in ("to", "output_dtype", "dtype"):
+            yield from _needs_of_type(attribute.i, f"{node.op_type} {node.name}")
+        if any(body.sparse_initializer for body in bodies_of(attribute)):
+            yield 6, "a sparse weight"
+
+
+def _needs_of_type(number: int, who: str) -> Iterator[Need]:
+    if number in NEEDS:
+        version, name = NEEDS[number]
+        yield version, f"{name} ({who})"
+
+
+def _has(message: ModelProto | NodeProto, field: str) -> bool:
+    """Whether the installed onnx knows a field of a message."""
+    return field in message.DESCRIPTOR.fields_by_name

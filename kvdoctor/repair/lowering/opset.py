@@ -11,19 +11,32 @@ and passes on operators whose meaning changed.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 from onnx import checker, defs, helper, shape_inference, version_converter
 
+from kvdoctor.errors import KvdoctorError
 from kvdoctor.model.edit import drop_unread_constants, keep_only
 from kvdoctor.model.operators import has
 from kvdoctor.model.traverse import STANDARD, bodies_of, graphs_in, opset_version, subgraphs
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
-from kvdoctor.repair.lowering.limits import CannotChangeVersion, Way
 from kvdoctor.report.repair_record import Change
-from kvdoctor.report.wording import shorten_names
+from kvdoctor.report.wording import join_some, shorten_names
+
+Way = Literal["lowered", "raised"]
+"""What is done to an IR version or an opset."""
+
+
+class CannotChangeVersion(KvdoctorError):
+    """A model cannot be lowered to a limit, or raised to a version; `blocks` are the reasons."""
+
+    def __init__(self, blocks: tuple[str, ...], advice: str, way: Way = "lowered") -> None:
+        shown = join_some(blocks, 4, "; ", "; and {} more")
+        super().__init__(f"the model cannot be {way}: {shown}; {advice}")
+        self.blocks, self.advice = blocks, advice
+
 
 Types = dict[tuple[int, str], onnx.TypeProto]
 """By the identity of the graph and the name; under 0 the values of the main graph, which its bodies see."""
@@ -402,6 +415,5 @@ def _has_default_meaning(node: onnx.NodeProto, attribute: onnx.AttributeProto, n
 
 
 def _default(attribute: defs.OpSchema.Attribute) -> Any:
-    """The default of an attribute, None where it has none."""
     value = attribute.default_value
     return helper.get_attribute_value(value) if value.name else None

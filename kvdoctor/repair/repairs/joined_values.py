@@ -151,7 +151,6 @@ def _permute(node: NodeProto, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _skip_identities(made: Mapping[str, NodeProto], name: str) -> str:
-    """The value that Identity nodes pass on."""
     for _ in made:
         node = made.get(name)
         if node is None or not has(node.op_type, "copy"):

@@ -9,8 +9,8 @@ from kvdoctor.model.operators import CachePorts, has, ports_of
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node, name_node, output_of, own_names, readers
 from kvdoctor.model.view import Scope
-from kvdoctor.repair.lowering.limits import LOWERED_CHECKS, CannotChangeVersion, exceeds, limit_for_targets
-from kvdoctor.repair.lowering.lower import lower_model
+from kvdoctor.repair.lowering.lower import LOWERED_CHECKS, exceeds, limit_for_targets, lower_model
+from kvdoctor.repair.lowering.opset import CannotChangeVersion
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
 from kvdoctor.runtime.release_environments import measure_limits_beside
@@ -52,7 +52,6 @@ def _repair_operators(model: ModelProto, scope: Scope, file: str) -> Iterator[Ch
 
 
 def _name_presents(model: ModelProto, node: NodeProto, ports: CachePorts) -> list[str]:
-    """Give names to the present outputs of all pasts that the node takes."""
     added = []
     for at, (_, out) in ports.pasts.items():
         if given(node.input, at) and not given(node.output, out):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from kvdoctor.analysis.processed_presents import find_processed
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_reads, rename_values, return_value
+from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_reads, rename_values, return_values
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 from kvdoctor.model.traverse import constant_tensor, input_of, producer
@@ -145,7 +145,7 @@ def _cast_output(model: ModelProto, graph: GraphProto, name: str, wanted: int) -
     maker = producer(graph, source)
     source = input_of(maker, 0) if maker is not None and has(maker.op_type, "cast") else name
     made = new_name(model, f"{name}.cast")
-    return_value(model, graph, name, source)
+    return_values(model, graph, {name: source})
     last = graph.node[-1]
     last.op_type, last.name = "Cast", made
     last.attribute.add(name="to", type=AttributeProto.INT, i=wanted)
@@ -183,7 +183,7 @@ def _repair_processed(view: GraphView, slot: Slot, output: str, at: tuple[str, b
     if found is None or (slot.emptied and cached):
         return
     before = describe_maker(found.graph, found.name)
-    return_value(view.model, found.graph, found.name, found.used)
+    return_values(view.model, found.graph, {found.name: found.used})
     where = f"{describe_graph(view, found.graph)}, output {output!r}"
     yield Change(file, where, before, f"Identity({found.used}), which the attention uses")
 

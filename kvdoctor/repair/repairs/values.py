@@ -12,8 +12,8 @@ from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node, input_of, output_of
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
+from kvdoctor.repair.repairs.axes import find_graph, list_changes
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.shapes.agreement import find_graph, list_changes
 from kvdoctor.repair.shapes.facts import Dims, GraphScope, NodeInputs
 from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_place, read_declared_sizes
 from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, Term, read_lengths, symbol, whole
@@ -231,7 +231,6 @@ def make_finite(context: RepairContext) -> tuple[Change, ...]:
 
 
 def _find_infinite(context: RepairContext, file: str) -> Iterator[tuple[Scope, NodeProto, int]]:
-    """Every input of a node that is a constant with infinite values."""
     import numpy as np
 
     for scope in context.view(file).scopes():

@@ -3,5 +3,5 @@
 If a number of the graph must agree with such a length (two operands of an addition, the elements before and after a
 Reshape), the number stands for it: at any other length the graph would fail. This is derived for all lengths at once,
 without running anything. `walk` derives the sizes by the rules of the operators, `freeing` and `writing` change the
-graph, and `agreement` compares the changed graph with the original in the worker.
+graph.
 """

@@ -120,8 +120,8 @@ class AxisFreeing:
         return list(found.values())
 
     def _rewrite(self, site: ConstantUse, entries: dict[tuple[str, int], Term], writer: Writer) -> None:
-        axes = {at: term for (kind, at), term in entries.items() if kind == "axis"}
-        before = f"{site.tensor.name or 'constant'} {_describe_tensor(site.tensor)}"
+        axes, known = {at: term for (kind, at), term in entries.items() if kind == "axis"}, integers(site.tensor)
+        before = f"{site.tensor.name or 'constant'} {list(known) if known else f'of shape {list(site.tensor.dims)}'}"
         where = f"{describe_place(site.node, site.scope)}, input {site.index}"
         if axes:
             table = Table(self.values(site.tensor), axes, site.node, self.facts.size)
@@ -135,7 +135,7 @@ class AxisFreeing:
             site.node.input[site.index], after = found
             self.edits.append(Edit(where, before, after))
             return
-        numbers: list[int | Term] = list(integers(site.tensor) or ())
+        numbers: list[int | Term] = list(known or ())
         reshaped = self.walk.notes.reshapes.get(id(site.node))
         if site.node.op_type == "Reshape" and site.index == 1 and reshaped is not None:
             allowzero = bool((given := find_attribute(site.node, "allowzero")) and given.i)
@@ -241,8 +241,3 @@ def set_allowzero(node: NodeProto, opset: int) -> None:
 def describe_place(node: NodeProto, scope: str) -> str:
     """A node as reports name it, and the subgraph that it stands in."""
     return describe_node(node) + (f" ({scope})" if scope != "main graph" else "")
-
-
-def _describe_tensor(tensor: TensorProto) -> str:
-    numbers = integers(tensor)
-    return str(list(numbers)) if numbers else f"of shape {list(tensor.dims)}"

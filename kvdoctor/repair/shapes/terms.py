@@ -211,7 +211,6 @@ def _read_kind(found: Lengths, ports: list[Port], kind: Axis, wanted: bool, supp
 
 
 def _read_axes(found: Lengths, port: Port, primes: Iterator[int]) -> Iterator[Term]:
-    """The axes of one input."""
     for at, dim in enumerate(port.shape or ()):
         kind = port.axes[at] if at < len(port.axes) else "fixed"
         if kind == "total" and "new" in found.traced:

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from statistics import median
 
-from kvdoctor.decode.speed import SpeedPoint, middle, spread
+from kvdoctor.decode.speed import SpeedPoint, spread
 from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, Text, lines, names, table
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import DraftFacts, VariantFacts
@@ -126,11 +127,11 @@ def show_speed(report: Report) -> Iterator[Section]:
 
 
 def _make_speed_row(point: SpeedPoint) -> list[str]:
-    step = middle(point.step)
+    step = median(point.step)
     apart = max(spread(point.first), spread(point.step))
     return [
         f"{point.past:,}",
-        format_milliseconds(middle(point.first)),
+        format_milliseconds(median(point.first)),
         format_milliseconds(step),
         f"{1 / step:,.0f}" if step else "",
         f"{apart:.0%}",

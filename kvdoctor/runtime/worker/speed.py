@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 from kvdoctor.decode.calls import Answer, Past, Scenario, StepFailed
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import SpeedDone, SpeedJob
 from kvdoctor.decode.paired_walks import Walk, fit_walk
-from kvdoctor.decode.speed import PASTS, ROUNDS, SpeedPoint, middle
+from kvdoctor.decode.speed import PASTS, ROUNDS, SpeedPoint
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
 from kvdoctor.runtime.worker.decoding import choose_states
@@ -87,7 +88,7 @@ def _fails(runner: StackRunner, past: int, job: SpeedJob) -> bool:
 
 def _predict(last: SpeedPoint, past: int) -> float:
     """Seconds for all rounds at a longer past: attention is quadratic, everything else less."""
-    return ROUNDS * middle(last.first) * (past / last.past) ** 2
+    return ROUNDS * median(last.first) * (past / last.past) ** 2
 
 
 def _measure(runner: StackRunner, past: int, job: SpeedJob) -> SpeedPoint:
@@ -144,7 +145,7 @@ def _time(call: Callable[[], Result]) -> tuple[float, Result]:
         before = time.perf_counter()
         result = call()
         seconds.append(time.perf_counter() - before)
-    return middle(tuple(seconds)), result
+    return median(seconds), result
 
 
 def _run_equal_steps(runner: StackRunner, past: int, job: SpeedJob) -> tuple[int, int]:

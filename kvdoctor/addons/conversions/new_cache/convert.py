@@ -30,7 +30,7 @@ from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import describe_node, input_of, opset_version
 from kvdoctor.repair.fix_report import report_fix, report_unproved
-from kvdoctor.repair.pipeline import diagnose_copy, diagnose_original
+from kvdoctor.repair.pipeline import diagnose, diagnose_copy
 from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.session import Applied, Conversion, DiagnosisSide, Outcome, RepairSession
 from kvdoctor.repair.workspace import (
@@ -127,7 +127,7 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
         raise _refuse(folder, f"the conversion crashed ({type(error).__name__}: {error}); please report it") from None
     copy.changed.add(file.name)
     with Runtime(options.limits) as runtime, scratch_folder() as scratch:
-        before = diagnose_original(request.path, options, runtime, Path(scratch, "before"))
+        before = diagnose(request.path, options, runtime, Path(scratch, "before"))
         with whole_folder(Path(request.out or Path(scratch, "out"))) as pending:
             shown, model = request.out or request.path, "." if Path(request.path).is_dir() else Path(request.path).name
             session = RepairSession(options, runtime, Path(scratch), folder, before, shown, pending.path, model)

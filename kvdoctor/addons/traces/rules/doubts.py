@@ -13,7 +13,8 @@ from kvdoctor.addons.traces.recorded import Trace, same_values
 from kvdoctor.addons.traces.step import ContractViolation, StepContext
 from kvdoctor.contract import CacheContract, Port, with_reading
 from kvdoctor.decode.calls import Answer, Call, as_array
-from kvdoctor.decode.experiments.cache_entries import as_probe, growing, same_entries, same_logits
+from kvdoctor.decode.experiments import as_probe
+from kvdoctor.decode.experiments.cache_entries import growing, same_entries, same_logits
 from kvdoctor.decode.feeds import FeedBuilder
 
 COMPARED = 4
