@@ -317,12 +317,6 @@ def test_a_report_that_contradicts_itself_is_refused(
         kvdoctor.diff(report, sick_and_fixed[1])
 
 
-def test_what_stands_under_measured_is_never_relied_on(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
-    measured = {"merged": {"step_seconds": {"cached:50": "soon", "cached:x": 1.0}, "peak_bytes": []}}
-    report = with_other(sick_and_fixed[1], ("measured",), measured, tmp_path / "report.json")
-    assert "measured" not in kvdoctor.render(kvdoctor.diff(report, sick_and_fixed[1]))
-
-
 def test_wrong_usage_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{")
     for arguments in ((tmp_path / "report.json", GPT2), (GPT2, GPT2, "--static", "--output", f"json={tmp_path}")):

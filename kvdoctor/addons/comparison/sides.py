@@ -75,7 +75,14 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
         )
     required = is_report(a) and is_contract(a)
     static = static or required
-    stored = {a: _required_report(a, options)} if required else {}
+    stored = {}
+    if required:  # the stacks of a contract file as a report without files, runs and findings
+        stacks = []
+        for name, contract in read_required(a).items():
+            named = dict.fromkeys(graph.file for graph in contract.graphs.values())
+            stacks.append(StackFacts(name, contract.layout, tuple(named), contract))
+        shown = options.as_arguments()
+        stored[a] = Report("inspect", shown, options.seed, "nothing-found", {}, ModelFacts(a, ()), tuple(stacks))
     stored |= {path: _read_stored(path, options) for path in (a, b) if path not in stored and is_report(path)}
     _refuse_other_options(stored.get(a), stored.get(b), (a, b))
     for path in (a, b):
@@ -98,21 +105,12 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
         yield sides[0], sides[1]
 
 
-def _required_report(path: str, options: Options) -> Report:
-    """The stacks of a contract file as a report without files, runs and findings."""
-    stacks = []
-    for name, contract in read_required(path).items():
-        named = dict.fromkeys(graph.file for graph in contract.graphs.values())
-        stacks.append(StackFacts(name, contract.layout, tuple(named), contract))
-    model = ModelFacts(path, ())
-    return Report("inspect", options.as_arguments(), options.seed, "nothing-found", {}, model, tuple(stacks))
-
-
 def _read_stored(path: str, options: Options) -> Report:
     report = read_report(path)
     current = options.as_arguments()
     for name in SAME_OPTIONS:
-        stored, given = (_join(arguments.get(name)) for arguments in (report.arguments, current))
+        values = (arguments.get(name) or "" for arguments in (report.arguments, current))
+        stored, given = (",".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one) for one in values)
         if stored != given:
             raise UsageError(
                 f"{path!r} was written {_with(name, stored)}, and the other side runs {_with(name, given)}: "
@@ -122,7 +120,6 @@ def _read_stored(path: str, options: Options) -> Report:
 
 
 def _refuse_other_options(a: Report | None, b: Report | None, paths: tuple[str, str]) -> None:
-    """Refuse a report with an option of `step-test` that the other side does not have."""
     for name in STEP_TEST_OPTIONS:
         values = [None if report is None else report.arguments.get(name) for report in (a, b)]
         if values[0] != values[1]:
@@ -137,10 +134,6 @@ def _with(name: str, value: str) -> str:
     if not value:
         return f"without --{name}"
     return f"with --{name}" + ("" if value == "True" else f" {value}")
-
-
-def _join(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
 
 
 def write_golden(path: str, out: str, options: Options, runtime: Runtime, *, force: bool = False) -> Report:
