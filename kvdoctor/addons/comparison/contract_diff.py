@@ -126,14 +126,13 @@ def _compare_port(what: str, a: Port | None, b: Port | None) -> Iterator[Differe
 def _compare_slots(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
     pairs = _match(a.slots, b.slots, lambda slot: slot.past, lambda slot: (slot.kind, slot.layer, slot.part))
     for before, after in pairs:
-        if after is None and before is not None:
-            why = "a loop written for A carries it"
-            yield Difference("slot", (before.past,), "", _describe_slot(before), None, "worse", why)
-        elif before is None and after is not None:
-            why = "a loop written for A does not carry it"
-            yield Difference("slot", (after.past,), "", None, _describe_slot(after), "worse", why)
-        elif before is not None and after is not None:
+        if before is not None and after is not None:
             yield from _compare_slot(before, after)
+        elif (one := before or after) is not None:
+            why = f"a loop written for A {'carries' if one is before else 'does not carry'} it"
+            text = f"{one.kind} {describe(one.dtype, one.shape)}, {one.growth}, {one.carry}"
+            gone, came = (text, None) if one is before else (None, text)
+            yield Difference("slot", (one.past,), "", gone, came, "worse", why)
 
 
 def _compare_slot(a: Slot, b: Slot) -> Iterator[Difference]:
@@ -229,7 +228,3 @@ def _match(
 def _identity(slot: Slot) -> str:
     layer = "all layers" if slot.layer is None else f"layer {slot.layer}"
     return f"{slot.kind}, {layer}, {slot.part}"
-
-
-def _describe_slot(slot: Slot) -> str:
-    return f"{slot.kind} {describe(slot.dtype, slot.shape)}, {slot.growth}, {slot.carry}"

@@ -21,24 +21,20 @@ from kvdoctor.addons.comparison.contract_diff import group_layers
 from kvdoctor.addons.comparison.document import Difference, WeightDifference, WeightsDiff
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.model.weights import Weight, list_weights
-from kvdoctor.report.facts import FileFacts, GraphFacts
+from kvdoctor.report.facts import FileFacts
 
 T = TypeVar("T")
 
 
 def compare_graphs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> tuple[Difference, ...]:
     """The differences between the files of a stack. Files are matched by their role, then by their name."""
-    return group_layers(_compare_pairs(a, b))
-
-
-def _compare_pairs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[Difference]:
+    found = list[Difference]()
     for old, new in match_files(a, b):
-        if new is None and old is not None:
-            yield Difference("file", (old.path,), "", old.role, None)
-        elif old is None and new is not None:
-            yield Difference("file", (new.path,), "", None, new.role)
-        elif old is not None and new is not None:
-            yield from _compare_file(old, new)
+        if old is not None and new is not None:
+            found += _compare_file(old, new)
+        elif (one := old or new) is not None:
+            found.append(Difference("file", (one.path,), "", old.role if old else None, new.role if new else None))
+    return group_layers(found)
 
 
 def match_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[tuple[FileFacts | None, FileFacts | None]]:
@@ -74,18 +70,14 @@ def _compare_file(a: FileFacts, b: FileFacts) -> Iterator[Difference]:
         title = f"opset {domain or 'ai.onnx'}"
         yield from _compare_value("file", name, title, a.opsets.get(domain), b.opsets.get(domain))
     yield from _compare_value("file", name, "producer", a.producer or None, b.producer or None)
-    if a.graph is not None and b.graph is not None:
-        yield from _compare_graph(name, a.graph, b.graph)
+    if (one := a.graph) is not None and (other := b.graph) is not None:
+        yield from _compare_value("file", name, "nodes", one.nodes, other.nodes)
+        for op in sorted({*one.operators, *other.operators}):
+            yield from _compare_value("operator", (op,), f"in {a.path}", one.operators.get(op), other.operators.get(op))
+        yield from _compare_value("file", name, "initializers", one.initializers, other.initializers)
+        yield from _compare_value("file", name, "bytes of initializers", one.initializer_bytes, other.initializer_bytes)
     if a.sha256 is not None and b.sha256 is not None:
         yield from _compare_value("file", name, "SHA-256", a.sha256, b.sha256)
-
-
-def _compare_graph(name: tuple[str, ...], a: GraphFacts, b: GraphFacts) -> Iterator[Difference]:
-    yield from _compare_value("file", name, "nodes", a.nodes, b.nodes)
-    for one in sorted({*a.operators, *b.operators}):
-        yield from _compare_value("operator", (one,), f"in {name[0]}", a.operators.get(one), b.operators.get(one))
-    yield from _compare_value("file", name, "initializers", a.initializers, b.initializers)
-    yield from _compare_value("file", name, "bytes of initializers", a.initializer_bytes, b.initializer_bytes)
 
 
 def _compare_value(what: str, subject: tuple[str, ...], title: str, old: object, new: object) -> Iterator[Difference]:

@@ -23,7 +23,6 @@ from kvdoctor.decode.parity import compare as measure_difference
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES, find_tolerance
 from kvdoctor.findings import SEVERITIES, Finding, all_checks, means_incomplete, reaches
-from kvdoctor.records import record
 from kvdoctor.repair.session import DiagnosisSide
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import shortened
@@ -132,10 +131,8 @@ def _describe(run: Run | None) -> str | None:
     return shortened(f"skipped: {run.reason}" if run.outcome == "skipped" else run.shows + at)
 
 
-@record(slots=False)
-class _StepLogits:
-    end: int
-    logits: "Array"
+_StepLogits = tuple[int, "Array"]
+"""The position after the last token of a step, and its logits, float[batch, new, vocabulary]."""
 
 
 class CannotCompareLogits(Exception):
@@ -233,7 +230,7 @@ def _split_steps(run: Run, values: "Array", contract: CacheContract) -> "list[_S
         if observed is None or at + math.prod(observed.shape) > values.size:
             break
         logits = values[at : at + math.prod(observed.shape)].reshape(observed.shape)
-        found.append(_StepLogits(step.past_length + step.new_tokens, logits))
+        found.append((step.past_length + step.new_tokens, logits))
         at += math.prod(observed.shape)
     return found
 
@@ -244,8 +241,8 @@ def _common_positions(a: "_StepLogits", b: "_StepLogits") -> "tuple[Array, Array
     Raises:
         CannotCompareLogits: there are none: the steps end at different positions, or the shapes do not match.
     """
-    old, new = a.logits, b.logits
-    if a.end != b.end:
+    (end, old), (other, new) = a, b
+    if end != other:
         raise CannotCompareLogits("their loops split the tokens into different steps")
     if old.ndim != 3 or new.ndim != 3 or (old.shape[0], old.shape[2]) != (new.shape[0], new.shape[2]):
         raise CannotCompareLogits(f"their logits have the shapes {list(old.shape)} and {list(new.shape)}")

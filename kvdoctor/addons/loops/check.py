@@ -131,7 +131,6 @@ def build_cache() -> Path:
 def _run(
     command: tuple[str, ...], folder: Path, environment: dict[str, str], seconds: float
 ) -> "subprocess.CompletedProcess[str] | None":
-    """Run a command; None where it took too long."""
     try:
         process = subprocess.Popen(
             [find_program(command[0], folder), *command[1:]],

@@ -94,7 +94,6 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
 
 
 def _refuse_unknown(contract: CacheContract) -> None:
-    """Raise for what no loop here can do."""
     if contract.no_decoder is not None:
         raise NoLoop(f"this is no decoder with a KV cache: {contract.no_decoder}")
     if stages := contract.graph("decode").stages:
@@ -115,7 +114,6 @@ def _refuse_unknown(contract: CacheContract) -> None:
 
 
 def _refuse_order(contract: CacheContract) -> None:
-    """Raise for inputs and logits with tokens before sequences."""
     served = [contract.graph(phase) for phase in DECODING if phase in contract.phases]
     for port in (port for graph in served for port in (*graph.inputs, *graph.outputs)):
         order = [axis for axis in port.axes if axis in ORDER]
@@ -170,7 +168,6 @@ def _call(contract: CacheContract, phase: PhaseName, slots: tuple[SlotPlan, ...]
 
 
 def _fills(phase: PhaseName, slots: tuple[SlotPlan, ...]) -> Iterator[Fill]:
-    """The outputs of a call that go into the cache."""
     for number, slot in enumerate(slots):
         if phase == "decode" and slot.present is not None:
             yield Fill(number, slot.present, slot.carry)
@@ -195,12 +192,10 @@ def _encoder_size(phase: PhaseName, contract: CacheContract) -> EncoderSize:
 
 
 def _dims(port: Port) -> tuple[Dim, ...]:
-    """The sizes of a port: the declared numbers, else what the axes count."""
     return tuple(d if isinstance(d, int) else axis for d, axis in zip(port.shape or (), port.axes, strict=True))
 
 
 def _declared(output: str | None, graph: Graph) -> tuple[Dim, ...]:
-    """The shape of an output, empty where none is declared."""
     return next((_dims(port) for port in graph.outputs if port.name == output and port.axes), ())
 
 

@@ -54,7 +54,6 @@ def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
 
 
 def _describe_file(file: str, target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
-    """What a session of the file must have: its inputs, and the outputs that are used."""
     calls = [call for call in plan.calls if call.file == file]
     pasts = {past for call in calls for past in call.pasts}
     taken: dict[str, tuple[str, tuple[Dim, ...]]] = {
@@ -234,6 +233,9 @@ def make_readme(project: Project) -> str:
     plan = project.observed.plan
     page = (PROGRAMS / "README.md").read_text(encoding="utf-8")
     notes = (project.language.folder / NOTES).read_text(encoding="utf-8")
+    left_out = {"Beams": not plan.reorders, "A second turn": not plan.chunks, "The source": plan.source is None}
+    parts = ((part.partition("\n")[0].removeprefix("## "), part) for part in notes.split("\n## "))
+    sections = [part for title, part in parts if not left_out.get(title)]
     facts = StackFacts(project.target.stack, project.target.contract.layout, plan.files, project.target.contract)
     vectors = project.observed.vectors
     values = {
@@ -245,7 +247,7 @@ def make_readme(project: Project) -> str:
         "contract": "\n".join(f"| {label} | {code(text)} |" for label, text in describe_contract(facts)),
         "own": describe_own_loop(project),
         "rules": "\n".join(f"{at}. {text}" for at, text in enumerate(_list_rules(plan), 1)),
-        "notes": rename("\n## ".join(_list_sections(notes, plan)).strip(), project.name),
+        "notes": rename("\n## ".join(sections).strip(), project.name),
         "example": vectors[0].example if vectors else "--prompt 5,6,7",
         "consumer": " --consumer held" if any(slot.carry == "hold" for slot in plan.slots) else "",
         "source": SOURCE_FILE if vectors and vectors[0].source is not None else "",
@@ -263,14 +265,7 @@ SOURCE_FILE = """`source-1.f32` is an input of the encoder to try the program wi
 endian. `vectors.json` has its shape."""
 
 
-def _list_sections(notes: str, plan: LoopPlan) -> Iterator[str]:
-    """The sections of a language's notes, without those on what the contract does not offer."""
-    left_out = {"Beams": not plan.reorders, "A second turn": not plan.chunks, "The source": plan.source is None}
-    yield from (part for part in notes.split("\n## ") if not left_out.get(part.partition("\n")[0].removeprefix("## ")))
-
-
 def _list_rules(plan: LoopPlan) -> Iterator[str]:
-    """What a loop of this model must do."""
     if plan.one_token:
         yield "Every call takes one token, of the prompt too."
     else:

@@ -26,15 +26,10 @@ from kvdoctor.runtime.scratch import scratch_folder
 
 @record
 class OfferedUse:
-    """A use that a loop offers.
+    """A use that a loop offers: `words` begin a sentence, and one of the `experiments` that goes wrong takes it out.
 
-    Attributes:
-        words: The use, as it begins a sentence.
-        experiments: Those that try it; one that goes wrong takes it out of the loop.
-        offered: Whether a plan has it.
-        without: The plan without it.
-        instead: What the loop does then.
-        must_pass: Offered only where an experiment showed that it is right, and not where none could be run.
+    `without` makes the plan without it, and `instead` says what the loop does then. Where it `must_pass`, it is offered
+    only if an experiment showed that it is right, and not where none could be run.
     """
 
     words: str
@@ -253,7 +248,6 @@ def _ask_checkpoint(kept: Path, arrays: dict[str, Array], options: Options) -> t
 
 
 def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:
-    """The call that a run without a cache stands for: its tokens are given one by one, whatever is likeliest."""
     tokens, expected = arrays[f"{name}:tokens"], arrays[f"{name}:expected"]
     start, source = int(arrays[f"{name}:prompt"]), arrays.get(f"{name}:source")
     padding = arrays.get(f"{name}:padding", np.zeros(len(tokens), np.int64))
