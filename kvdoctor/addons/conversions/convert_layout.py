@@ -269,9 +269,9 @@ def _change_files(
         for file in stack.files.values():
             if file.name in done or file.view is None:
                 continue
-            done.add(file.name)
             skeleton = read_skeleton(file.path, located=True).model
             if made := change(stack, file, skeleton):
+                done.add(file.name)
                 write_model(skeleton, file.path, file.path)
                 changes += made
         if changes:

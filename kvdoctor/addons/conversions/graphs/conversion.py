@@ -136,7 +136,7 @@ def declare_sizes(model: ModelProto, sizes: Mapping[str, Mapping[int, int | str]
         for value in values:
             dims = value.type.tensor_type.shape.dim
             found = {at: size for at, size in sizes.get(value.name, {}).items() if at < len(dims)}
-            before = [dims[at].dim_param or str(dims[at].dim_value) for at in found]
+            before = [dims[at].dim_param or str(dims[at].dim_value or "?") for at in found]
             for at, size in found.items():
                 set_size(dims[at], size)
             after = [str(size) for size in found.values()]

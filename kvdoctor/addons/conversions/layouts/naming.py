@@ -145,7 +145,8 @@ def rename_as(model: ModelProto, names: PortNames, ports: Graph, but: str = "whi
     graph = model.graph
     keep_only(graph.output, lambda value: value.name in names.outputs)
     prune(model)
-    if strange := {value.name for value in graph.input} - names.inputs.keys():
+    weights = {tensor.name for tensor in graph.initializer}  # old files list them among the inputs
+    if strange := {value.name for value in graph.input} - names.inputs.keys() - weights:
         roles = {port.name: f" ({port.role.replace('_', ' ')})" for port in ports.inputs}
         listed = first_of(name + roles.get(name, "") for name in sorted(strange))
         raise DoesNotFit(f"{ports.file} takes {listed}, {but}")
