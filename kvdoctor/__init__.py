@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvdoctor.addons.loops.api import LoopOptions, loop
     from kvdoctor.addons.loops.pipeline import WrittenLoop
     from kvdoctor.addons.reproducer.api import ReproOptions, repro
-    from kvdoctor.addons.traces.recording import recording
+    from kvdoctor.addons.traces.recorded import recording
     from kvdoctor.api import (
         GateOptions,
         InspectOptions,
@@ -49,7 +49,7 @@ __all__ += ["Unhealthy", "UsageError", "Worse", "WrittenLoop"]
 
 if not TYPE_CHECKING:  # a type checker must see that other names are not there
     HOMES = {
-        "addons.traces.recording": ("recording",),
+        "addons.traces.recorded": ("recording",),
         "errors": ("KvdoctorError", "Unhealthy", "UsageError", "Worse"),
         "findings": ("Finding",),
         "gating.verdict": ("GateResult",),

@@ -31,7 +31,7 @@ LIGHT = {"decode", "errors", "choices", "records", "contract"}
 IN_WORKER = re.compile(r"(runtime|addons\.\w+)\.worker\.")
 LIGHT_MODULES = re.compile(
     r"(runtime\.worker|addons\.\w+\.(worker|messages)"
-    r"|addons\.traces\.(recorded|recording|read|step|rules|check|replay|describe|outputs|runs|due))\."
+    r"|addons\.traces\.(recorded|read|step|inputs|lengths|pasts|check|replay|outputs|runs))\."
 )
 """The same of modules: the worker itself, and what the add-ons do in it."""
 
@@ -39,18 +39,18 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
     "addons": 50,
-    "addons/comparison": 2_125,
-    "addons/conversions": 9_000,
-    "addons/loops": 2_200,
-    "addons/reproducer": 2_500,
-    "addons/traces": 4_100,
+    "addons/comparison": 1_950,
+    "addons/conversions": 8_475,
+    "addons/loops": 2_025,
+    "addons/reproducer": 2_275,
+    "addons/traces": 3_750,
     "analysis": 14_700,
     "cli": 1_400,
-    "decode": 9_275,
+    "decode": 9_350,
     "diagnose": 13_525,
     "gating": 2_650,
-    "model": 4_375,
-    "repair": 6_825,
+    "model": 4_400,
+    "repair": 6_875,
     "report": 6_700,
     "root": 2_925,
     "runtime": 3_725,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 444, 32_000, 17_675
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 439, 32_000, 17_675
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -382,7 +382,7 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "choices", "named"),
     [
-        ("merged-healthy", {"sizes": SIZES}, 'If ".*" reads .*no-past branch'),
+        ("merged-healthy", {"sizes": SIZES}, 'If ".*" selects a branch without a past'),
         ("pair-healthy", {"sizes": SIZES}, "its first step is another graph"),
         ("layout-gqa-growing-healthy", {"sizes": SIZES}, "com.microsoft.GroupQueryAttention"),
         ("merged-healthy", GROUPED, "its first step is another graph or branch"),

@@ -224,7 +224,7 @@ def with_other(report: Path, place: tuple[Any, ...], value: Any, out: Path) -> P
 
 def test_a_report_of_which_more_was_asked_is_refused(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
     traced = with_other(sick_and_fixed[0], ("arguments", "trace"), "loop.jsonl", tmp_path / "traced.json")
-    with pytest.raises(kvdoctor.UsageError, match=r"traced.json' was written with --trace, and the other side"):
+    with pytest.raises(kvdoctor.UsageError, match=r"traced.json' was written with --trace .*, and the other side"):
         kvdoctor.diff(traced, sick_and_fixed[1])
 
 
@@ -315,12 +315,6 @@ def test_a_report_that_contradicts_itself_is_refused(
     report = with_other(sick_and_fixed[0], place, value, tmp_path / "report.json")
     with pytest.raises(kvdoctor.UsageError, match=r"report\.json' (does not fit|is not JSON)"):
         kvdoctor.diff(report, sick_and_fixed[1])
-
-
-def test_what_stands_under_measured_is_never_relied_on(sick_and_fixed: tuple[Path, Path], tmp_path: Path) -> None:
-    measured = {"merged": {"step_seconds": {"cached:50": "soon", "cached:x": 1.0}, "peak_bytes": []}}
-    report = with_other(sick_and_fixed[1], ("measured",), measured, tmp_path / "report.json")
-    assert "measured" not in kvdoctor.render(kvdoctor.diff(report, sick_and_fixed[1]))
 
 
 def test_wrong_usage_ends_with_2(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support.text_fixtures import load_all
 from kvdoctor.addons.conversions import pipeline
 from kvdoctor.addons.conversions.convert_layout import refuse_impossible_layout
 from kvdoctor.addons.conversions.layout_proof import NEEDS
-from kvdoctor.addons.conversions.layouts import genai
+from kvdoctor.addons.conversions.layouts import genai, genai_whisper
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, LayoutSource
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.errors import UsageError
@@ -308,7 +308,9 @@ def test_a_wrong_copy_is_not_proved(
         spoil(made)
         return made
 
-    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=make),))
+    monkeypatch.setattr(
+        "kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai_whisper.LAYOUT, make=make),)
+    )
     report = re_export(EXPORTS / "gpt2", tmp_path / "out")
     assert any(said in text for text in failed(report)), failed(report)
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from support.isolated import EXPORTS, kvdoctor
 from support.proofs import failed
 
 from kvdoctor.addons.conversions.convert_layout import refuse_impossible_layout
-from kvdoctor.addons.conversions.layouts import genai
+from kvdoctor.addons.conversions.layouts import genai_whisper
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, LayoutSource
 from kvdoctor.errors import UsageError
 
@@ -248,14 +248,16 @@ def test_another_cross_attention_cache_is_not_proved(tmp_path: Path, monkeypatch
     """The copy is healthy by itself, and its encoder returns something else: nothing is written."""
 
     def spoil(source: LayoutSource) -> ConvertedModels:
-        made = genai.make(source)
+        made = genai_whisper.make(source)
         graph = made.models["encoder.onnx"].graph
         for node in graph.node:
             node.output[:] = ["value.before" if name == "present_value_cross_1" else name for name in node.output]
         graph.node.append(helper.make_node("Neg", ["value.before"], ["present_value_cross_1"]))
         return made
 
-    monkeypatch.setattr("kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai.LAYOUT, make=spoil),))
+    monkeypatch.setattr(
+        "kvdoctor.addons.conversions.convert_layout.load", lambda: (replace(genai_whisper.LAYOUT, make=spoil),)
+    )
     report = re_export(write(tmp_path / "m", "pair"), tmp_path / "out")
     assert any("onnxruntime-genai generates the tokens" in text for text in failed(report)), failed(report)
     assert not (tmp_path / "out").exists()

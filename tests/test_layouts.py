@@ -19,8 +19,7 @@ from kvdoctor.addons.conversions import api as conversions
 from kvdoctor.addons.conversions.convert_layout import convert_layouts
 from kvdoctor.addons.conversions.layouts.merging import MergePlan, merge
 from kvdoctor.addons.conversions.layouts.pair import split_halves
-from kvdoctor.addons.conversions.layouts.registry import load
-from kvdoctor.addons.conversions.layouts.weights import FileSizeLimit, read_located, write_models
+from kvdoctor.addons.conversions.layouts.registry import FileSizeLimit, load, read_located, write_models
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest, convert
 from kvdoctor.analysis.contract_reader import read_contract

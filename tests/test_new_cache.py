@@ -17,7 +17,7 @@ from support.proofs import claims, repair_of
 from support.text_fixtures import compile_text
 
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions.new_cache.key_sides import Mixes, multiply, regroup, spell_product
+from kvdoctor.addons.conversions.graphs.cache_axes import Mixes, multiply, regroup, spell_product
 from kvdoctor.errors import UsageError
 
 SCRATCH = Path(__file__).parents[1] / "fixtures" / "from_scratch" / "cacheless.onnx"

@@ -62,7 +62,7 @@ OUTSIDE = {
     "addons/conversions/graphs/growing_cache.py": "the cache of GroupQueryAttention",
     "addons/conversions/graphs/length_uses.py": "rewrites the bounds of a Slice",
     "addons/conversions/graphs/static_cache.py": "rewrites Attention of ONNX",
-    "addons/conversions/new_cache/token_axes.py": "norms along the axes after one or along the last, ways to pick",
+    "addons/conversions/graphs/token_axes.py": "norms along the axes after one or along the last, ways to pick",
     "addons/conversions/layouts/encoders.py": "reads which number of a shape a Slice or Gather takes",
     "repair/lowering/lower.py": "defaults of attributes, by operator",
     "repair/lowering/opset.py": "what onnx's converter does, and versions that give an operator another meaning",

@@ -133,7 +133,7 @@ def _explain_no_stack(folder: ModelFolder) -> str:
             return f"no .onnx file in {folder.shown}, but a checkpoint of PyTorch; export it: {exported}"
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
     if (cacheless := next((file for file in folder.files if is_cacheless(file)), None)) is not None:
-        advice = "".join(f"; {module.advise(folder, cacheless)}" for module in addons.modules("cacheless"))
+        advice = "".join(f"; {module.advise(folder, cacheless)}" for module in addons.modules("new_cache"))
         return f"{cacheless.name} has no cache: {CACHELESS}{advice}; {EXPORT}"
     others = ", ".join(f"{file.name} ({file.role})" for file in folder.files[:4])
     if all(file.role == "encoder" for file in folder.files):

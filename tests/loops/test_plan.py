@@ -4,7 +4,7 @@ import pytest
 from support import text_fixtures
 from support.loop_programs import plan_of
 
-from kvdoctor.addons.loops.contract_file import find_generation_ids
+from kvdoctor.addons.loops.project import find_generation_ids
 from kvdoctor.analysis.model_folder import SideCars
 
 

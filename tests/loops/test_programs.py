@@ -21,9 +21,9 @@ from support.loop_programs import (
 from support.sampling import spread, thinned
 from test_loop_of_each_layout import LOOPS
 
-from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
+from kvdoctor.addons.loops.project import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.options import Options
 
 PROGRAMS = list(LANGUAGES)

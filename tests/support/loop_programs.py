@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from kvdoctor.addons.loops.check import build
-from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.addons.loops.make_plan import make_plan
 from kvdoctor.addons.loops.pipeline import LoopRequest, WrittenLoop, write_loop
 from kvdoctor.addons.loops.plan import CannotBuild, LoopPlan
+from kvdoctor.addons.loops.project import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.decode.calls import MOST_DATA

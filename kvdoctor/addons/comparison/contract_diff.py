@@ -53,22 +53,20 @@ def group_layers(differences: Iterable[Difference]) -> tuple[Difference, ...]:
     """Merge the same difference of several layers into one, with all their names in `subject`."""
     found: dict[object, Difference] = {}
     for difference in differences:
-        key = _group_key(difference) if difference.what != "operator" else difference
+        key: object = difference
+        if difference.what != "operator":
+            # Names of renamed tensors are compared without their layer and part.
+            renamed = difference.field in ("name", "past", "present", "filled by", "keeps")
+            sides = (difference.before, difference.after)
+            alike = tuple(LAYER_MARKS.sub("", side) if renamed and side is not None else side for side in sides)
+            key = (difference.what, difference.field, *alike, difference.effect, difference.because)
         known = found.get(key)
         merged = difference if known is None else replace(known, subject=(*known.subject, *difference.subject))
         found[key] = merged
     return tuple(found.values())
 
 
-def _group_key(one: Difference) -> object:
-    """The fields that must be equal; names of renamed tensors are compared without their layer and part."""
-    renamed = one.field in ("name", "past", "present", "filled by", "keeps")
-    sides = [LAYER_MARKS.sub("", side or "") if renamed else side for side in (one.before, one.after)]
-    return (one.what, one.field, *sides, one.before is None, one.after is None, one.effect, one.because)
-
-
 def _compare_stacks(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
-    """The properties of the stack as a whole."""
     stack = _Subject("stack")
     yield from stack.neutral("layout", a.layout, b.layout)
     why = "a loop written for A makes another first call"
@@ -112,10 +110,11 @@ def _compare_ports(a: Graph, b: Graph) -> Iterator[Difference]:
 def _compare_port(what: str, a: Port | None, b: Port | None) -> Iterator[Difference]:
     if b is None and a is not None:
         why = f"a loop written for A {'feeds' if what == 'input' else 'reads'} it"
-        yield Difference(what, (a.name,), "", _describe_port(a), None, "worse", why)
+        yield Difference(what, (a.name,), "", describe(a.dtype, a.shape), None, "worse", why)
     elif a is None and b is not None:
         effect: Effect = "worse" if what == "input" else "neutral"
-        yield Difference(what, (b.name,), "", None, _describe_port(b), effect, "a loop written for A does not feed it")
+        why = "a loop written for A does not feed it"
+        yield Difference(what, (b.name,), "", None, describe(b.dtype, b.shape), effect, why)
     elif a is not None and b is not None:
         subject = _Subject(what, a.name)
         yield from subject.worse("name", a.name, b.name, "a loop written for A uses the old name")
@@ -127,15 +126,13 @@ def _compare_port(what: str, a: Port | None, b: Port | None) -> Iterator[Differe
 def _compare_slots(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
     pairs = _match(a.slots, b.slots, lambda slot: slot.past, lambda slot: (slot.kind, slot.layer, slot.part))
     for before, after in pairs:
-        if after is None and before is not None:
-            yield Difference(
-                "slot", (before.past,), "", _describe_slot(before), None, "worse", "a loop written for A carries it"
-            )
-        elif before is None and after is not None:
-            why = "a loop written for A does not carry it"
-            yield Difference("slot", (after.past,), "", None, _describe_slot(after), "worse", why)
-        elif before is not None and after is not None:
+        if before is not None and after is not None:
             yield from _compare_slot(before, after)
+        elif (one := before or after) is not None:
+            why = f"a loop written for A {'carries' if one is before else 'does not carry'} it"
+            text = f"{one.kind} {describe(one.dtype, one.shape)}, {one.growth}, {one.carry}"
+            gone, came = (text, None) if one is before else (None, text)
+            yield Difference("slot", (one.past,), "", gone, came, "worse", why)
 
 
 def _compare_slot(a: Slot, b: Slot) -> Iterator[Difference]:
@@ -163,16 +160,13 @@ _Type = tuple[str, tuple[Dim, ...] | None, tuple[Axis, ...]]
 
 
 def _compare_types(subject: _Subject, a: _Type, b: _Type) -> Iterator[Difference]:
-    """Type, rank, layout and sizes of one tensor."""
     (dtype, shape, axes), (new_dtype, new_shape, new_axes) = a, b
     yield from subject.worse("dtype", dtype, new_dtype, "a loop written for A makes or reads another type")
-    if len(axes) != len(new_axes):
-        yield from subject.worse(
-            "rank", _list_axes(axes), _list_axes(new_axes), "a loop written for A uses another rank"
-        )
-    elif axes != new_axes:
-        why = "a loop written for A uses another order or meaning of the axes"
-        yield from subject.worse("layout", _list_axes(axes), _list_axes(new_axes), why)
+    if axes != new_axes:
+        same = len(axes) == len(new_axes)
+        why = f"a loop written for A uses another {'order or meaning of the axes' if same else 'rank'}"
+        before, after = (f"[{', '.join(listed)}]" for listed in (axes, new_axes))
+        yield from subject.worse("layout" if same else "rank", before, after, why)
     elif shape is not None and new_shape is not None and len(shape) == len(new_shape) == len(axes):
         for axis, old, new in zip(axes, shape, new_shape, strict=True):
             yield from _compare_size(subject, axis, old, new)
@@ -234,15 +228,3 @@ def _match(
 def _identity(slot: Slot) -> str:
     layer = "all layers" if slot.layer is None else f"layer {slot.layer}"
     return f"{slot.kind}, {layer}, {slot.part}"
-
-
-def _describe_port(port: Port) -> str:
-    return describe(port.dtype, port.shape)
-
-
-def _describe_slot(slot: Slot) -> str:
-    return f"{slot.kind} {describe(slot.dtype, slot.shape)}, {slot.growth}, {slot.carry}"
-
-
-def _list_axes(axes: Iterable[str]) -> str:
-    return f"[{', '.join(axes)}]"

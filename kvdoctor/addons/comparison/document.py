@@ -224,15 +224,13 @@ def decide(
         effects |= {one.effect for one in (*stack.contract, *stack.graph)} | {one.effect for one in stack.experiments}
     if "better" in effects:
         return "better"
-    different = any(one.state != "same" for one in findings) or any(map(_is_different, stacks))
+    different = any(one.state != "same" for one in findings)
+    for stack in stacks:
+        different |= stack.a is None or bool(stack.contract or stack.graph)
+        different |= any(one.a != one.b for one in stack.experiments)
+        different |= stack.logits is not None and stack.logits.agree != "bits"
+        different |= stack.weights is not None and not stack.weights.equal
     return "different" if different else "equal"
-
-
-def _is_different(stack: StackDiff) -> bool:
-    outcome = any(one.a != one.b for one in stack.experiments)
-    logits = stack.logits is not None and stack.logits.agree != "bits"
-    weights = stack.weights is not None and not stack.weights.equal
-    return stack.a is None or bool(stack.contract or stack.graph) or outcome or logits or weights
 
 
 VERDICTS = {
@@ -258,23 +256,18 @@ def format_verdict(diff: DiffReport) -> str:
 
 
 def _scope(diff: DiffReport) -> str:
-    """What an equal verdict covers."""
     if diff.verdict != "equal" or any(stack.logits is not None for stack in diff.stacks):
         return ""
     if diff.a.source == "golden":
         return " to the golden numbers"
-    compared = all(stack.weights is not None for stack in diff.stacks)
-    if compared and diff.arguments.get("static"):
+    if not diff.arguments.get("static"):
+        return ", without logits"
+    if all(stack.weights is not None for stack in diff.stacks):
         return " in contract, operator counts and weights; wiring and logits were not compared"
-    return (
-        " in contract and operator counts; wiring, weights and logits were not compared"
-        if diff.arguments.get("static")
-        else ", without logits"
-    )
+    return " in contract and operator counts; wiring, weights and logits were not compared"
 
 
 def _list_gains(diff: DiffReport) -> Iterator[str]:
-    """The improvements of B."""
     for one in diff.findings:
         if one.effect == "better":
             yield f"{one.finding.code} {one.finding.name} is gone"

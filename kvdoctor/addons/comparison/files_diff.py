@@ -21,24 +21,20 @@ from kvdoctor.addons.comparison.contract_diff import group_layers
 from kvdoctor.addons.comparison.document import Difference, WeightDifference, WeightsDiff
 from kvdoctor.diagnose.locate.runnable import LAYER
 from kvdoctor.model.weights import Weight, list_weights
-from kvdoctor.report.facts import FileFacts, GraphFacts
+from kvdoctor.report.facts import FileFacts
 
 T = TypeVar("T")
 
 
 def compare_graphs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> tuple[Difference, ...]:
     """The differences between the files of a stack. Files are matched by their role, then by their name."""
-    return group_layers(_compare_pairs(a, b))
-
-
-def _compare_pairs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[Difference]:
+    found = list[Difference]()
     for old, new in match_files(a, b):
-        if new is None and old is not None:
-            yield Difference("file", (old.path,), "", old.role, None)
-        elif old is None and new is not None:
-            yield Difference("file", (new.path,), "", None, new.role)
-        elif old is not None and new is not None:
-            yield from _compare_file(old, new)
+        if old is not None and new is not None:
+            found += _compare_file(old, new)
+        elif (one := old or new) is not None:
+            found.append(Difference("file", (one.path,), "", old.role if old else None, new.role if new else None))
+    return group_layers(found)
 
 
 def match_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[tuple[FileFacts | None, FileFacts | None]]:
@@ -74,20 +70,14 @@ def _compare_file(a: FileFacts, b: FileFacts) -> Iterator[Difference]:
         title = f"opset {domain or 'ai.onnx'}"
         yield from _compare_value("file", name, title, a.opsets.get(domain), b.opsets.get(domain))
     yield from _compare_value("file", name, "producer", a.producer or None, b.producer or None)
-    if a.graph is not None and b.graph is not None:
-        yield from _compare_graph(name, a.graph, b.graph)
+    if (one := a.graph) is not None and (other := b.graph) is not None:
+        yield from _compare_value("file", name, "nodes", one.nodes, other.nodes)
+        for op in sorted({*one.operators, *other.operators}):
+            yield from _compare_value("operator", (op,), f"in {a.path}", one.operators.get(op), other.operators.get(op))
+        yield from _compare_value("file", name, "initializers", one.initializers, other.initializers)
+        yield from _compare_value("file", name, "bytes of initializers", one.initializer_bytes, other.initializer_bytes)
     if a.sha256 is not None and b.sha256 is not None:
         yield from _compare_value("file", name, "SHA-256", a.sha256, b.sha256)
-
-
-def _compare_graph(name: tuple[str, ...], a: GraphFacts, b: GraphFacts) -> Iterator[Difference]:
-    yield from _compare_value("file", name, "nodes", a.nodes, b.nodes)
-    for operator in sorted({*a.operators, *b.operators}):
-        yield from _compare_value(
-            "operator", (operator,), f"in {name[0]}", a.operators.get(operator), b.operators.get(operator)
-        )
-    yield from _compare_value("file", name, "initializers", a.initializers, b.initializers)
-    yield from _compare_value("file", name, "bytes of initializers", a.initializer_bytes, b.initializer_bytes)
 
 
 def _compare_value(what: str, subject: tuple[str, ...], title: str, old: object, new: object) -> Iterator[Difference]:
@@ -130,13 +120,14 @@ class _Left:
 
     def match(self, key: Callable[[Weight, str], object], alone: bool = False) -> list[tuple[Weight, Weight]]:
         """Take those with the same key out of both; with `alone` only where each side has a single one."""
-        left, right = (_group(side, key) for side in (self.a, self.b))
+        groups: dict[object, tuple[list[Weight], list[Weight]]] = {}
+        for at, side in enumerate((self.a, self.b)):
+            for weight, digest in side:
+                groups.setdefault(key(weight, digest), ([], []))[at].append(weight)
         found, taken = [], set[int]()
-        for known, ours in left.items():
-            others = right.get(known, [])
-            if alone and not len(ours) == len(others) == 1:
-                continue
-            found += list(zip(ours, others, strict=False))
+        for ours, others in groups.values():
+            if not alone or len(ours) == len(others) == 1:
+                found += list(zip(ours, others, strict=False))
         for pair in found:
             taken |= {id(pair[0]), id(pair[1])}
         self.a = [entry for entry in self.a if id(entry[0]) not in taken]
@@ -144,18 +135,11 @@ class _Left:
         return found
 
 
-def _group(side: list[tuple[Weight, str]], key: Callable[[Weight, str], object]) -> dict[object, list[Weight]]:
-    found: dict[object, list[Weight]] = {}
-    for weight, digest in side:
-        found.setdefault(key(weight, digest), []).append(weight)
-    return found
-
-
 def _compare_files(file: str, a: list[Weight], b: list[Weight]) -> WeightsDiff:
     left = _Left([(one, _digest(one)) for one in a], [(one, _digest(one)) for one in b])
     same = left.match(lambda weight, digest: (weight.name, digest))
     renamed = []
-    if _list_places(a) == _list_places(b):
+    if sorted(map(_place, a)) == sorted(map(_place, b)):
         # The same content at the same place is the same weight, whatever its name.
         renamed += left.match(lambda weight, digest: (digest, _place(weight)))
     kept = {one.name for one in a} & {one.name for one in b}
@@ -163,7 +147,9 @@ def _compare_files(file: str, a: list[Weight], b: list[Weight]) -> WeightsDiff:
     stays = {name for name in kept if not GENERATED.search(name)} - _find_counted(left, kept)
     renamed += left.match(lambda weight, digest: object() if weight.name in stays else (digest, weight.reader))
     alone = left.match(lambda weight, digest: object() if weight.name in stays else digest, alone=True)
-    moved = [pair for pair in alone if _is_moved(*pair, a, b)]
+    # A weight went from one node to another where both graphs have both nodes under names of modules.
+    readers = {one.reader for one in a if "/" in one.reader or "." in one.reader} & {one.reader for one in b}
+    moved = [(old, new) for old, new in alone if old.reader != new.reader and {old.reader, new.reader} <= readers]
     renamed += [pair for pair in alone if pair not in moved]
     renamed += left.match(lambda weight, digest: object() if weight.name in stays else digest)
     pairs = left.match(lambda weight, _: weight.name)
@@ -181,10 +167,6 @@ def _place(weight: Weight) -> tuple[str, int, int]:
     return weight.op, weight.order, weight.input
 
 
-def _list_places(weights: list[Weight]) -> list[tuple[str, int, int]]:
-    return sorted(map(_place, weights))
-
-
 def _find_counted(left: _Left, kept: set[str]) -> set[str]:
     """Numbered names of both files that an exporter counted anew: most of the weights have each other's names.
 
@@ -199,13 +181,6 @@ def _find_counted(left: _Left, kept: set[str]) -> set[str]:
     if exchanged or len(moved) < MANY or 2 * len(moved) <= len(names):
         return set()
     return {name for name, _ in names}
-
-
-def _is_moved(old: Weight, new: Weight, a: list[Weight], b: list[Weight]) -> bool:
-    """Whether a weight went from one node to another, where both graphs have both nodes under names of modules."""
-    if old.reader == new.reader or not all("/" in name or "." in name for name in (old.reader, new.reader)):
-        return False
-    return any(one.reader == old.reader for one in b) and any(one.reader == new.reader for one in a)
 
 
 def _match_quantized(file: str, left: _Left) -> list[WeightDifference]:
@@ -240,24 +215,20 @@ def _facts(file: str, old: Weight, new: Weight, reason: str = "") -> WeightDiffe
 
 
 def _describe(file: str, old: Weight, new: Weight) -> WeightDifference:
-    facts = _facts(file, old, new, _why_not(old, new) or "")
-    if facts.reason:
+    reason = ""
+    if old.dims != new.dims:
+        reason = "their sizes differ"
+    elif not (old.has_values and new.has_values):
+        reason = "a packed or unknown element type is not compared as numbers"
+    elif old.is_float != new.is_float:
+        reason = "one side is quantized: integers are not compared with floats"
+    facts = _facts(file, old, new, reason)
+    if reason:
         return facts
     largest, relative, correlation = measure(old, new)
     if not isfinite(largest):
         return replace(facts, reason="one side or both hold NaN or Inf")
     return replace(facts, largest=largest, relative=relative, correlation=correlation)
-
-
-def _why_not(old: Weight, new: Weight) -> str | None:
-    """Why the values of two weights cannot be compared as numbers."""
-    if old.dims != new.dims:
-        return "their sizes differ"
-    if not (old.has_values and new.has_values):
-        return "a packed or unknown element type is not compared as numbers"
-    if old.is_float != new.is_float:
-        return "one side is quantized: integers are not compared with floats"
-    return None
 
 
 def measure(old: Weight, new: Weight) -> tuple[float, float | None, float | None]:

@@ -1,7 +1,7 @@
 """The steps of `diff`: both sides, stack by stack, and the verdict."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvdoctor.addons.comparison.contract_diff import compare_contracts
 from kvdoctor.addons.comparison.document import (
@@ -30,23 +30,24 @@ from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.errors import UnreadableError, UsageError
 from kvdoctor.findings import Finding, means_incomplete
 from kvdoctor.options import Options
-from kvdoctor.records import record
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import StackFacts
+from kvdoctor.report.facts import FileFacts, StackFacts
 from kvdoctor.report.wording import shorten_names
 
 NO_RUNS = ("inspect",)
 """Commands whose reports have no runs."""
 
 
-@record
-class _Sides:
-    """Both sides, and the options."""
+@dataclass
+class _Comparison:
+    """Both sides and the options; with why B is worse, and what could not be compared."""
 
     a: DiagnosedSide
     b: DiagnosedSide
     choices: DiffChoices
     options: Options
+    reasons: list[str] = field(default_factory=list)
+    missing: list[NotCompared] = field(default_factory=list)
 
     @property
     def static(self) -> bool:
@@ -57,15 +58,6 @@ class _Sides:
     def have_runs(self) -> bool:
         """Whether there are runs to compare."""
         return not self.static and bool(self.a.report.runs and self.b.report.runs)
-
-
-@record
-class _StackResult:
-    """The comparison of a stack: why B is worse, and what could not be compared."""
-
-    diff: StackDiff
-    reasons: tuple[str, ...] = ()
-    not_compared: tuple[NotCompared, ...] = ()
 
 
 def compare(path_a: str, path_b: str, choices: DiffChoices, options: Options) -> DiffReport:
@@ -86,25 +78,22 @@ def compare(path_a: str, path_b: str, choices: DiffChoices, options: Options) ->
     with diagnose_sides(path_a, path_b, options, choices.static) as (a, b):
         if a.required and choices.agree is not None:
             raise UsageError("a contract is compared without a run, and --agree compares logits: remove --agree")
-        sides = _Sides(a, b, choices, options)
+        sides = _Comparison(a, b, choices, options)
         pairs = list(match_stacks(a.report.stacks, b.report.stacks))
-        stacks = [_compare_stack(sides, old, new) for old, new in pairs]
-        diffs = tuple(stack.diff for stack in stacks)
+        stacks = tuple(_compare_stack(sides, old, new) for old, new in pairs)
         findings = _compare_findings(sides, pairs)
-        reasons = [reason for stack in stacks for reason in stack.reasons]
-        reasons += [one.because for one in findings if one.effect == "worse"]
-        not_compared = [entry for stack in stacks for entry in stack.not_compared]
-        not_compared += [*_not_compared(sides, "A", a.report), *_not_compared(sides, "B", b.report)]
+        reasons = [*sides.reasons, *(one.because for one in findings if one.effect == "worse")]
+        missing = [*sides.missing, *_not_compared(sides, "A", a.report), *_not_compared(sides, "B", b.report)]
         return DiffReport(
             arguments=_arguments(choices, options),
             seed=options.seed,
-            verdict=decide(diffs, findings, worse=bool(reasons), incomplete=any(e.essential for e in not_compared)),
+            verdict=decide(stacks, findings, worse=bool(reasons), incomplete=any(e.essential for e in missing)),
             a=a.facts(),
             b=b.facts(),
             reasons=tuple(dict.fromkeys(reasons)),
-            stacks=diffs,
+            stacks=stacks,
             findings=findings,
-            not_compared=tuple(dict.fromkeys(not_compared)),
+            not_compared=tuple(dict.fromkeys(missing)),
             notes=tuple(_notes(a.report, b.report)),
             measured={"a": a.report.measured, "b": b.report.measured},
         )
@@ -117,100 +106,83 @@ def match_stacks(
     return pair_up(a, b, lambda stack: stack.name, lambda stack: stack.layout)
 
 
-def _compare_stack(sides: _Sides, old: StackFacts | None, new: StackFacts | None) -> _StackResult:
-    if new is None and old is not None:
-        gone = f"contract broken: the stack {old.name} ({old.layout}) is gone"
-        return _StackResult(StackDiff(old.name, None), (gone,) if sides.b.report.stacks else ())
+def _compare_stack(sides: _Comparison, old: StackFacts | None, new: StackFacts | None) -> StackDiff:
     if old is None or new is None:
-        return _StackResult(StackDiff(None, new.name if new else None))
-    result = _compare_files(sides, old, new)
-    return _compare_runs(sides, result, (old.name, new.name)) if sides.have_runs else result
-
-
-def _compare_files(sides: _Sides, old: StackFacts, new: StackFacts) -> _StackResult:
-    """The contracts and graphs of a stack."""
-    old_files = [file for file in sides.a.report.model.files if file.path in old.files]
-    new_files = [file for file in sides.b.report.model.files if file.path in new.files]
-    graph = () if sides.a.required else compare_graphs(old_files, new_files)
-    weights = None if sides.a.required else _compare_weights(sides, old, new)
-    stored = weights if isinstance(weights, WeightsDiff) else None
-    missing: tuple[NotCompared, ...] = (weights,) if isinstance(weights, NotCompared) else ()
+        if old is not None and sides.b.report.stacks:
+            sides.reasons.append(f"contract broken: the stack {old.name} ({old.layout}) is gone")
+        return StackDiff(old.name if old else None, new.name if new else None)
+    diff = StackDiff(old.name, new.name)
+    if not sides.a.required:
+        pairs = ((sides.a, old), (sides.b, new))
+        files = [[file for file in side.report.model.files if file.path in stack.files] for side, stack in pairs]
+        weights = _compare_weights(sides, new.name, files)
+        diff = replace(diff, graph=compare_graphs(*files), weights=weights)
     if old.contract is None or new.contract is None:
-        missing += (NotCompared(new.name, "contract", "one side has none", essential=True),)
-        return _StackResult(StackDiff(old.name, new.name, (), graph, weights=stored), not_compared=missing)
-    contract = compare_contracts(old.contract, new.contract)
-    reasons = tuple(f"contract broken: {_describe(change)}" for change in contract if change.effect == "worse")
-    return _StackResult(StackDiff(old.name, new.name, contract, graph, weights=stored), reasons, missing)
+        sides.missing.append(NotCompared(new.name, "contract", "one side has none", essential=True))
+    else:
+        diff = replace(diff, contract=compare_contracts(old.contract, new.contract))
+        changes = (change for change in diff.contract if change.effect == "worse")
+        sides.reasons += (f"contract broken: {_describe(change)}" for change in changes)
+    return _compare_runs(sides, diff, (old.name, new.name)) if sides.have_runs else diff
 
 
-def _compare_weights(sides: _Sides, old: StackFacts, new: StackFacts) -> WeightsDiff | NotCompared:
-    """The weights of a stack by content, or why they could not be compared."""
-    if sides.a.stored or sides.b.stored:
-        return NotCompared(new.name, "weights", "a report has no weights; give both models")
-    places = [{file.name: file.path for file in open_folder(side.path).files} for side in (sides.a, sides.b)]
-    files = (
-        [file for file in side.report.model.files if file.path in stack.files]
-        for side, stack in ((sides.a, old), (sides.b, new))
-    )
-    matched = [(a.path, b.path) for a, b in match_files(*files) if a is not None and b is not None]
-    if not matched or any(a not in places[0] or b not in places[1] for a, b in matched):
-        return NotCompared(new.name, "weights", "the files of both sides could not be matched")
-    pairs = [(a, places[0][a], places[1][b]) for a, b in matched]
-    try:
-        return compare_weights(pairs)
-    except (UnreadableError, OSError, ValueError) as error:
-        return NotCompared(new.name, "weights", " ".join(str(error).split()))
+def _compare_weights(sides: _Comparison, stack: str, files: list[list[FileFacts]]) -> WeightsDiff | None:
+    reason = "a report has no weights; give both models"
+    if not (sides.a.stored or sides.b.stored):
+        places = [{file.name: file.path for file in open_folder(side.path).files} for side in (sides.a, sides.b)]
+        matched = [(a.path, b.path) for a, b in match_files(*files) if a is not None and b is not None]
+        reason = "the files of both sides could not be matched"
+        if matched and all(a in places[0] and b in places[1] for a, b in matched):
+            try:
+                return compare_weights([(a, places[0][a], places[1][b]) for a, b in matched])
+            except (UnreadableError, OSError, ValueError) as error:
+                reason = " ".join(str(error).split())
+    sides.missing.append(NotCompared(stack, "weights", reason))
+    return None
 
 
-def _compare_runs(sides: _Sides, files: _StackResult, names: tuple[str, str]) -> _StackResult:
-    """The result of a stack with the outcomes of its experiments and its logits added."""
+def _compare_runs(sides: _Comparison, diff: StackDiff, names: tuple[str, str]) -> StackDiff:
+    """The difference of a stack with the outcomes of its experiments and its logits."""
     outcomes = tuple(compare_outcomes(sides.a.report, sides.b.report, *names))
-    reasons = []
     for one in outcomes:
         if one.effect == "worse":
             under = f" under {one.target}" if one.target != LOCAL else ""
-            reasons.append(f"parity lost: {one.experiment} {one.a} -> {one.b}{under}")
-    logits, finding = _compare_logits(sides, names)
-    if isinstance(finding, str):
-        reasons.append(finding)
-    return _StackResult(
-        replace(files.diff, experiments=outcomes, logits=logits),
-        (*files.reasons, *reasons),
-        (*files.not_compared, *((finding,) if isinstance(finding, NotCompared) else ())),
-    )
+            sides.reasons.append(f"parity lost: {one.experiment} {one.a} -> {one.b}{under}")
+    return replace(diff, experiments=outcomes, logits=_compare_logits(sides, names))
 
 
-def _compare_logits(sides: _Sides, names: tuple[str, str]) -> tuple[Logits | None, NotCompared | str | None]:
-    """The logits of a stack on both sides; also why they could not be compared, or why they make B worse."""
-    agree, stack = sides.choices.agree, names[1]
-    if sides.a.stored or sides.b.stored:
-        reason = "a report has no logits; give both models"
-        return None, NotCompared(stack, "logits", reason, essential=agree is not None)
-    try:
-        logits, verdict = compare_logits(sides.a.side, sides.b.side, names, sides.options.tolerances)
-    except CannotCompareLogits as error:
-        return None, NotCompared(stack, "logits", str(error), essential=agree is not None)
-    if agree is None or not agrees_less(logits.agree, agree):
-        return logits, None
-    if agree == "logits" and verdict == "ambiguous":
-        reason = "the difference of the logits is between noise and a fault"
-        return logits, NotCompared(stack, "logits", reason, essential=True)
-    return logits, f"logits of {stack} do not agree as required: --agree {agree}"
+def _compare_logits(sides: _Comparison, names: tuple[str, str]) -> Logits | None:
+    agree, stack, logits = sides.choices.agree, names[1], None
+    reason = "a report has no logits; give both models"
+    if not (sides.a.stored or sides.b.stored):
+        try:
+            logits, verdict = compare_logits(sides.a.side, sides.b.side, names, sides.options.tolerances)
+        except CannotCompareLogits as error:
+            reason = str(error)
+        else:
+            if agree is None or not agrees_less(logits.agree, agree):
+                return logits
+            if agree != "logits" or verdict != "ambiguous":
+                sides.reasons.append(f"logits of {stack} do not agree as required: --agree {agree}")
+                return logits
+            reason = "the difference of the logits is between noise and a fault"
+    sides.missing.append(NotCompared(stack, "logits", reason, essential=agree is not None))
+    return logits
 
 
 def _compare_findings(
-    sides: _Sides, pairs: list[tuple[StackFacts | None, StackFacts | None]]
+    sides: _Comparison, pairs: list[tuple[StackFacts | None, StackFacts | None]]
 ) -> tuple[FindingDiff, ...]:
-    names = {new.name: old.name for old, new in pairs if old is not None and new is not None}
     if sides.a.required:
         return ()  # a contract says what a model must have, and nothing of faults
+    names = {new.name: old.name for old, new in pairs if old is not None and new is not None}
     # If A could not be read, its findings are unknown, so that none of B is new.
     fail_on = sides.options.fail_on if sides.a.report.stacks else "never"
     old, new = _comparable_findings(sides, sides.a.report), _comparable_findings(sides, sides.b.report)
     return tuple(compare_findings(old, new, names, fail_on))
 
 
-def _comparable_findings(sides: _Sides, report: Report) -> list[Finding]:
+def _comparable_findings(sides: _Comparison, report: Report) -> list[Finding]:
     """The findings that both sides could have, by the checks selected for both and by whether both were run."""
     selections = (sides.options.selection, sides.a.report.selection, sides.b.report.selection)
     static = sides.static or any(side.report.command in NO_RUNS for side in (sides.a, sides.b))
@@ -222,7 +194,7 @@ def _comparable_findings(sides: _Sides, report: Report) -> list[Finding]:
     ]
 
 
-def _not_compared(sides: _Sides, name: str, report: Report) -> Iterator[NotCompared]:
+def _not_compared(sides: _Comparison, name: str, report: Report) -> Iterator[NotCompared]:
     """What is unknown on a side. Gaps of A cannot make B worse; gaps of B prevent the verdict "better"."""
     static = sides.static
     if not report.stacks:

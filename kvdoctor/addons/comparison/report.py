@@ -26,7 +26,7 @@ from kvdoctor.report.console import Page, open_text
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.json_format import dump
 from kvdoctor.report.markdown import write
-from kvdoctor.report.wording import format_bytes, join_some, shorten_names
+from kvdoctor.report.wording import join_some, shorten_names
 from kvdoctor.report.wording.finding import format_headline
 
 DOCUMENT, FORMATS = DiffReport, ("text", "json", "markdown")
@@ -94,7 +94,6 @@ def render_markdown(diff: DiffReport) -> str:
 
 
 def _keep_effects(section: Section) -> Section | None:
-    """A section with the rows that make B better or worse alone."""
     kept: list[Block] = []
     for block in section.content:
         if isinstance(block, Section):
@@ -110,7 +109,6 @@ def _make_row(state: State, label: str, text: str, effect: Effect = "neutral") -
 
 
 def _list_sides(diff: DiffReport) -> Iterator[Row]:
-    """The two sides."""
     sides: tuple[tuple[State, str, ComparedModel], ...] = (("gone", "A", diff.a), ("new", "B", diff.b))
     for state, name, side in sides:
         of = "" if side.source in ("model", "contract") else f", {OTHER_SIDES[side.source]} of {side.model}"
@@ -119,7 +117,6 @@ def _list_sides(diff: DiffReport) -> Iterator[Row]:
 
 
 def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Section]:
-    """The differences of each stack, and of the findings; with `everything` also what is the same."""
     for stack in diff.stacks:
         title = Span(" -> ".join(dict.fromkeys(filter(None, (stack.a, stack.b)))))
         if stack.b is None:
@@ -145,31 +142,12 @@ def _list_parts(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterato
 
 
 def _list_remarks(diff: DiffReport, whole: bool) -> Iterator[Lines]:
-    """What could not be compared; with `whole` also what the verdict does not need, notes, and measurements."""
+    """What could not be compared; with `whole` also what the verdict does not need, and notes."""
     found = list(_list_not_compared(diff))
     yield from lines((text for text, essential in found if essential), "open")
     if whole:
         rest = [text for text, essential in found if not essential]
-        yield from lines((*rest, *diff.notes, *_list_measurements(diff)), "dim")
-
-
-def _list_measurements(diff: DiffReport) -> Iterator[str]:
-    """Times and memory of both sides, for information."""
-    for stack in diff.stacks:
-        old, new = diff.measured.get("a", {}).get(stack.a or ""), diff.measured.get("b", {}).get(stack.b or "")
-        if not (isinstance(old, dict) and isinstance(new, dict)):
-            continue
-        parts = []
-        before, after = _seconds(old), _seconds(new)
-        if lengths := before.keys() & after.keys():
-            longest = max(lengths)
-            milliseconds = " -> ".join(f"{side[longest] * 1000:.2f} ms" for side in (before, after))
-            parts.append(f"a step at {longest} tokens {milliseconds}")
-        peaks = [side.get("peak_bytes") for side in (old, new)]
-        if all(isinstance(peak, int) and peak > 0 for peak in peaks):
-            parts.append(f"peak memory {' -> '.join(format_bytes(peak) for peak in peaks if peak)}")
-        if parts:
-            yield f"measured, for information ({stack.b}): {'; '.join(parts)}"
+        yield from lines((*rest, *diff.notes), "dim")
 
 
 def _list_not_compared(diff: DiffReport) -> Iterator[tuple[str, bool]]:
@@ -197,9 +175,8 @@ def _row(change: Difference) -> Row:
         state: State = "new" if change.before is None else "gone"
         return _make_row(state, change.what, f"{subject} {change.before or change.after}{why}", change.effect)
     named = f"{subject}: " if subject else ""
-    return _make_row(
-        "changed", change.what, f"{named}{change.field} {change.before} -> {change.after}{why}", change.effect
-    )
+    text = f"{named}{change.field} {change.before} -> {change.after}{why}"
+    return _make_row("changed", change.what, text, change.effect)
 
 
 def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
@@ -213,7 +190,8 @@ def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
         if change.what == "operator":
             operators.setdefault(change.field, []).append(f"{subject} {change.before or 0} -> {change.after or 0}")
         elif change.field:
-            text = f"{change.field} {_or_none(change.before)} -> {_or_none(change.after)}"
+            before, after = ("none" if value is None else value for value in (change.before, change.after))
+            text = f"{change.field} {before} -> {after}"
             fields.setdefault(subject, []).append(text)
         else:
             yield _row(change)
@@ -225,7 +203,6 @@ def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
 
 
 def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
-    """The weights that differ, the most different first."""
     moved = f", {found.renamed} of them under another name" if found.renamed else ""
     yield _make_row("same", "weights", f"{found.same + found.renamed} with the same content{moved}")
     if found.changed:
@@ -253,7 +230,6 @@ def _describe_change(one: WeightDifference) -> str:
 
 
 def _list_layers(changed: Iterable[WeightDifference]) -> Iterator[str]:
-    """The layers of changed weights as text: `layers 0, 1 and 3 outside of layers`."""
     changed = list(changed)
     layers = sorted({one.layer for one in changed if one.layer is not None})
     outside = sum(one.layer is None for one in changed)
@@ -261,10 +237,6 @@ def _list_layers(changed: Iterable[WeightDifference]) -> Iterator[str]:
         yield f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
     if outside:
         yield f"{outside} outside of layers"
-
-
-def _or_none(value: str | None) -> str:
-    return "none" if value is None else value
 
 
 def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Row]:
@@ -275,9 +247,8 @@ def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[
     for run in stack.experiments:
         under = f" under {run.target}" if run.target != "here" else ""
         if run.a != run.b and (everything or run.experiment in reported):
-            yield _make_row(
-                "changed", run.experiment, f"{run.a or 'not run'} -> {run.b or 'not run'}{under}", run.effect
-            )
+            text = f"{run.a or 'not run'} -> {run.b or 'not run'}{under}"
+            yield _make_row("changed", run.experiment, text, run.effect)
         elif everything:
             yield _make_row("same", run.experiment, f"{run.a}{under}")
     if same and not everything:
@@ -292,13 +263,9 @@ def _logits_row(found: Logits, diff: DiffReport) -> Row:
     text = f"{AGREEMENTS[found.agree]}, {found.steps} steps of {found.experiment}"
     if found.agree == "bits":
         return _make_row("same", "logits", text)
-    required = diff.arguments.get("agree")
     fails = any(reason.startswith("logits of ") for reason in diff.reasons)
-    hint = (
-        ""
-        if required or found.agree == "logits"
-        else "; different weights are not a fault by themselves (--agree requires more)"
-    )
+    hint = "; different weights are not a fault by themselves (--agree requires more)"
+    hint = "" if diff.arguments.get("agree") or found.agree == "logits" else hint
     return _make_row("changed", "logits", f"{text}: {off}, {same}{hint}", "worse" if fails else "neutral")
 
 
@@ -315,14 +282,3 @@ def _finding_rows(diff: DiffReport) -> Iterator[Row]:
 
 def _list_names(names: Iterable[str]) -> str:
     return join_some(list(dict.fromkeys(names)), MAX_NAMES)
-
-
-def _seconds(measured: dict[str, Any]) -> dict[int, float]:
-    """Seconds of a step with the cache by sequence length. An earlier report may have anything under `measured`."""
-    found: dict[int, float] = {}
-    times = measured.get("step_seconds")
-    for label, seconds in times.items() if isinstance(times, dict) else ():
-        kind, _, length = label.partition(":")
-        if kind == "cached" and length.isdecimal() and isinstance(seconds, float):
-            found[int(length)] = seconds
-    return found

@@ -11,6 +11,7 @@ finding.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.addons.comparison.document import Effect, FindingDiff, Logits, LogitsAgreement, Outcomes
@@ -22,7 +23,6 @@ from kvdoctor.decode.parity import compare as measure_difference
 from kvdoctor.decode.runs import LOOPS, WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES, find_tolerance
 from kvdoctor.findings import SEVERITIES, Finding, all_checks, means_incomplete, reaches
-from kvdoctor.records import record
 from kvdoctor.repair.session import DiagnosisSide
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import shortened
@@ -49,7 +49,11 @@ def compare_findings(
     for new in b:
         old = pairs.get(id(new))
         if old is None:
-            yield _new(new, fail_on)
+            found = FindingDiff("new", None, new.fingerprint, new)
+            counts = reaches(new, fail_on) and not means_incomplete(new.code)
+            yield (
+                replace(found, effect="worse", because=f"new {new.severity} {new.code} {new.name}") if counts else found
+            )
         elif SEVERITIES.index(new.severity) > SEVERITIES.index(old.severity) and reaches(new, fail_on):
             why = f"{new.code} {new.name} had severity {old.severity}, and has {new.severity}"
             yield FindingDiff("changed", old.fingerprint, new.fingerprint, new, "worse", why)
@@ -88,14 +92,6 @@ def _match(a: list[Finding], b: list[Finding], stacks: dict[str, str]) -> dict[i
     return pairs
 
 
-def _new(finding: Finding, fail_on: FailOn) -> FindingDiff:
-    if means_incomplete(finding.code) or not reaches(finding, fail_on):
-        return FindingDiff("new", None, finding.fingerprint, finding)
-    return FindingDiff(
-        "new", None, finding.fingerprint, finding, "worse", f"new {finding.severity} {finding.code} {finding.name}"
-    )
-
-
 LOCAL = "here"
 """The target name of runs in this Python, whose release may differ between a report and today."""
 
@@ -111,7 +107,13 @@ def compare_outcomes(a: Report, b: Report, stack_a: str, stack_b: str) -> Iterat
         before, after = old.get(key), new.get(key)
         if all(run is None or run.outcome == "skipped" for run in (before, after)):
             continue
-        effect = _effect(before, after) if key[0] in judged else "neutral"
+        effect: Effect = "neutral"
+        if key[0] in judged and before is not None and after is not None:
+            # A run that was ended by a limit says nothing about the model; it is listed as not compared.
+            if before.shows == "passed" and after.shows in WRONG and after.died_by not in ("timeout", "memory"):
+                effect = "worse"
+            elif before.shows in WRONG and after.shows == "passed":
+                effect = "better"
         yield Outcomes(*key, _describe(before), _describe(after), effect)
 
 
@@ -122,15 +124,6 @@ def _runs(report: Report, stack: str) -> dict[tuple[str, str], Run]:
     return found | {(run.experiment, run.target): run for run in under_targets}
 
 
-def _effect(a: Run | None, b: Run | None) -> Effect:
-    """A run that was ended by a limit says nothing about the model; it is listed as not compared."""
-    if a is None or b is None:
-        return "neutral"
-    if a.shows == "passed" and b.shows in WRONG and b.died_by not in ("timeout", "memory"):
-        return "worse"
-    return "better" if a.shows in WRONG and b.shows == "passed" else "neutral"
-
-
 def _describe(run: Run | None) -> str | None:
     if run is None:
         return None
@@ -138,12 +131,8 @@ def _describe(run: Run | None) -> str | None:
     return shortened(f"skipped: {run.reason}" if run.outcome == "skipped" else run.shows + at)
 
 
-@record(slots=False)
-class _StepLogits:
-    """The logits of one step, float[batch, new, vocabulary], and the position after its last token."""
-
-    end: int
-    logits: "Array"
+_StepLogits = tuple[int, "Array"]
+"""The position after the last token of a step, and its logits, float[batch, new, vocabulary]."""
 
 
 class CannotCompareLogits(Exception):
@@ -234,7 +223,6 @@ def _longest_loop(side: DiagnosisSide, stack: str, contract: CacheContract) -> "
 
 
 def _split_steps(run: Run, values: "Array", contract: CacheContract) -> "list[_StepLogits]":
-    """The logits of each step, from the values of all steps in a row."""
     found, at = [], 0
     for step in run.steps:
         port = contract.graph("prefill" if step.phase == "prefill" else "decode").port("logits")
@@ -242,7 +230,7 @@ def _split_steps(run: Run, values: "Array", contract: CacheContract) -> "list[_S
         if observed is None or at + math.prod(observed.shape) > values.size:
             break
         logits = values[at : at + math.prod(observed.shape)].reshape(observed.shape)
-        found.append(_StepLogits(step.past_length + step.new_tokens, logits))
+        found.append((step.past_length + step.new_tokens, logits))
         at += math.prod(observed.shape)
     return found
 
@@ -253,8 +241,8 @@ def _common_positions(a: "_StepLogits", b: "_StepLogits") -> "tuple[Array, Array
     Raises:
         CannotCompareLogits: there are none: the steps end at different positions, or the shapes do not match.
     """
-    old, new = a.logits, b.logits
-    if a.end != b.end:
+    (end, old), (other, new) = a, b
+    if end != other:
         raise CannotCompareLogits("their loops split the tokens into different steps")
     if old.ndim != 3 or new.ndim != 3 or (old.shape[0], old.shape[2]) != (new.shape[0], new.shape[2]):
         raise CannotCompareLogits(f"their logits have the shapes {list(old.shape)} and {list(new.shape)}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvdoctor.addons.comparison.document import ComparedModel, DiffReport, NotCompared, decide
 from kvdoctor.addons.comparison.results_diff import compare_findings
@@ -75,9 +75,16 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
         )
     required = is_report(a) and is_contract(a)
     static = static or required
-    stored = {a: _required_report(a, options)} if required else {}
-    stored |= {path: _read_stored(path, options) for path in (a, b) if path not in stored and is_report(path)}
-    _refuse_other_options(stored.get(a), stored.get(b), (a, b))
+    stored = {}
+    if required:  # the stacks of a contract file as a report without files, runs and findings
+        stacks = []
+        for name, contract in read_required(a).items():
+            named = dict.fromkeys(graph.file for graph in contract.graphs.values())
+            stacks.append(StackFacts(name, contract.layout, tuple(named), contract))
+        shown = options.as_arguments()
+        stored[a] = Report("inspect", shown, options.seed, "nothing-found", {}, ModelFacts(a, ()), tuple(stacks))
+    stored |= {path: read_report(path) for path in (a, b) if path not in stored and is_report(path)}
+    _refuse_other_options(stored, (a, b), options.as_arguments())
     for path in (a, b):
         if path not in stored and not Path(path).exists():
             open_folder(path)  # raises the error before the other side is run
@@ -98,49 +105,23 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
         yield sides[0], sides[1]
 
 
-def _required_report(path: str, options: Options) -> Report:
-    """The stacks of a contract file as a report without files, runs and findings."""
-    stacks = []
-    for name, contract in read_required(path).items():
-        named = dict.fromkeys(graph.file for graph in contract.graphs.values())
-        stacks.append(StackFacts(name, contract.layout, tuple(named), contract))
-    model = ModelFacts(path, ())
-    return Report("inspect", options.as_arguments(), options.seed, "nothing-found", {}, model, tuple(stacks))
+def _refuse_other_options(stored: dict[str, Report], paths: tuple[str, str], current: dict[str, Any]) -> None:
+    for path, other in (paths, paths[::-1]):
+        beyond = stored[other].arguments if other in stored else {}
+        for name in (*SAME_OPTIONS, *STEP_TEST_OPTIONS) if path in stored else ():
+            mine, theirs = stored[path].arguments, current if name in SAME_OPTIONS else beyond
+            before, now = (_describe_option(name, arguments.get(name)) for arguments in (mine, theirs))
+            if before != now:
+                raise UsageError(
+                    f"{path!r} was written {before}, and the other side runs {now}: their findings cannot be "
+                    "compared; use the same options for both"
+                )
 
 
-def _read_stored(path: str, options: Options) -> Report:
-    report = read_report(path)
-    current = options.as_arguments()
-    for name in SAME_OPTIONS:
-        stored, given = (_join(arguments.get(name)) for arguments in (report.arguments, current))
-        if stored != given:
-            raise UsageError(
-                f"{path!r} was written {_with(name, stored)}, and the other side runs {_with(name, given)}: "
-                "their findings cannot be compared; use the same options for both"
-            )
-    return report
-
-
-def _refuse_other_options(a: Report | None, b: Report | None, paths: tuple[str, str]) -> None:
-    """Refuse a report with an option of `step-test` that the other side does not have."""
-    for name in STEP_TEST_OPTIONS:
-        values = [None if report is None else report.arguments.get(name) for report in (a, b)]
-        if values[0] != values[1]:
-            path = paths[0] if values[0] is not None else paths[1]
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"{path!r} was written with --{option}, and the other side was not; write it again without that option"
-            )
-
-
-def _with(name: str, value: str) -> str:
-    if not value:
-        return f"without --{name}"
-    return f"with --{name}" + ("" if value == "True" else f" {value}")
-
-
-def _join(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+def _describe_option(name: str, value: object) -> str:
+    shown = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+    option = f"--{name.replace('_', '-')}"
+    return f"with {option}{'' if shown == 'True' else f' {shown}'}" if shown else f"without {option}"
 
 
 def write_golden(path: str, out: str, options: Options, runtime: Runtime, *, force: bool = False) -> Report:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvdoctor.addons.conversions.layout_proof import Source, SplitEncoder, prove_generation, prove_split_encoder
+from kvdoctor.addons.conversions.layout_proof import Source, prove_generation, prove_split_encoder
 from kvdoctor.addons.conversions.layouts.naming import axis_names, name_axes, port_axes
 from kvdoctor.addons.conversions.layouts.registry import (
     ConvertedModels,
@@ -39,7 +39,12 @@ from kvdoctor.repair.workspace import CannotConvert, side_car_path
 from kvdoctor.report.repair_record import Change, Proof
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.model.proto import ModelProto
 
 GENAI = "genai_config.json"
 NEW = ".kvdoctor-layout"
@@ -151,7 +156,6 @@ def convert_layouts(
 
 
 def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> None:
-    """Refuse several decoders where the folder of a layout holds one."""
     if layout.consumer and len(names) > 1:
         raise UsageError(
             f"{folder.shown!r} holds {len(names)} decoders ({', '.join(names[:3])}), and a folder for "
@@ -161,7 +165,6 @@ def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> No
 
 
 def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles]) -> None:
-    """Refuse to overwrite decoders that are not converted."""
     theirs = {file.name for stack in stacks for file in stack.files.values()}
     there = {file.name for file in folder.files} - theirs
     for stack in stacks:
@@ -217,54 +220,8 @@ def put_in_place(done: Iterable[ConvertedStack], root: Path, out: Path, gone: It
     shutil.rmtree(out / NEW, ignore_errors=True)
 
 
-def name_axes_readably(folder: ModelFolder, contracts: dict[str, CacheContract | None]) -> dict[str, list[Change]]:
-    """Give the axes of every stack readable names, in place in the copy; gives the changes by stack.
-
-    Raises:
-        OSError: something cannot be read or written.
-    """
-    changes: dict[str, list[Change]] = {}
-    named = set[str]()
-    for stack in folder.stacks:
-        contract = contracts.get(stack.name)
-        for file in stack.files.values() if contract is not None else ():
-            if file.name in named or contract is None:
-                continue
-            named.add(file.name)
-            model = read_skeleton(file.path, located=True).model
-            axes = port_axes(contract, file.name)
-            done = name_axes(model.graph, axes, axis_names(contract))
-            if done:
-                changes.setdefault(stack.name, []).append(Change(file.name, "axes", "", "; ".join(done)))
-                write_model(model, file.path, file.path)
-    return changes
-
-
 VERSIONS = Conversion("versions", "IR version and opset are lowered or raised to the numbers asked for, node by node.")
-
-
-def change_versions_of_copy(folder: ModelFolder, request: ConvertChoices) -> list[Applied]:
-    """Give the files of every stack the versions asked for, in place in the copy; gives the changes.
-
-    Raises:
-        CannotChangeVersion: something that a model uses has no form there.
-        OSError: a file cannot be written.
-    """
-    done, applied = set[str](), []
-    for stack in folder.stacks:
-        changes: list[Change] = []
-        for file in stack.files.values():
-            if file.name in done or file.view is None:
-                continue
-            done.add(file.name)
-            model = read_skeleton(file.path, located=True).model
-            made = change_versions(model, request.ir_version, request.opset, file.name)
-            if made:
-                write_model(model, file.path, file.path)
-            changes += made
-        if changes:
-            applied.append(Applied(stack.name, VERSIONS, tuple(changes)))
-    return applied
+AXES = Conversion("axes readable", "Open axes get the names that Optimum writes.")
 
 
 def apply_layout(
@@ -283,8 +240,61 @@ def apply_layout(
     if request.layout is not None:
         outcome = _convert(session, request, outcome, ready)
     elif request.axes == "readable":
-        outcome = _rename_axes(session, outcome)
-    return _change_versions(session, request, outcome) if request.has_versions else outcome
+        contracts = outcome.after.contracts
+        named = _change_files(session, session.model, outcome, AXES, partial(_name_axes, contracts=contracts))
+        if named is outcome and not outcome.applied:
+            raise UsageError(f"the open axes of {session.folder.shown!r} already have the names that Optimum gives")
+        outcome = named
+    if not request.has_versions:
+        return outcome
+    model = session.model if request.layout is None else "."
+    return _change_files(session, model, outcome, VERSIONS, partial(_change_versions, request=request))
+
+
+def _change_files(
+    session: RepairSession,
+    model: str,
+    outcome: Outcome,
+    conversion: Conversion,
+    change: Callable[[StackFiles, OnnxFile, ModelProto], Sequence[Change]],
+) -> Outcome:
+    """The copy with the models of each stack changed in place; the same outcome where there is nothing to change.
+
+    Raises:
+        OSError: something cannot be read or written.
+    """
+    done, applied = set[str](), []
+    for stack in session.open_copy(model).stacks:
+        changes = list[Change]()
+        for file in stack.files.values():
+            if file.name in done or file.view is None:
+                continue
+            skeleton = read_skeleton(file.path, located=True).model
+            if made := change(stack, file, skeleton):
+                done.add(file.name)
+                write_model(skeleton, file.path, file.path)
+                changes += made
+        if changes:
+            applied.append(Applied(stack.name, conversion, tuple(changes)))
+    if not applied:
+        return outcome
+    after = diagnose_copy(session, model)
+    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
+
+
+def _name_axes(
+    stack: StackFiles, file: OnnxFile, model: ModelProto, contracts: Mapping[str, CacheContract | None]
+) -> list[Change]:
+    """Files and names of inputs and outputs stay as they are."""
+    contract = contracts.get(stack.name)
+    if contract is None:
+        return []
+    done = name_axes(model.graph, port_axes(contract, file.name), axis_names(contract))
+    return [Change(file.name, "axes", "", "; ".join(done))] if done else []
+
+
+def _change_versions(_: StackFiles, file: OnnxFile, model: ModelProto, request: ConvertChoices) -> Sequence[Change]:
+    return change_versions(model, request.ir_version, request.opset, file.name)
 
 
 def _convert(
@@ -296,8 +306,11 @@ def _convert(
         copy = replace(session.open_copy(), shown=session.folder.shown)
         ready = convert_layouts(copy, outcome.after.contracts, request)
         put_in_place(ready, copy.root, copy.root, find_replaced_files(copy, ready))
-    _copy_beside(session, ready)
     for one in ready:
+        for name in one.layout.beside:  # of a folder everything is copied already
+            source = side_car_path(session.folder, name)
+            if source is not None and not (session.at / name).exists():
+                copy_whole(source, session.at / name)
         if find_stale_config(session.folder, one) is not None:
             one.made.changes.append(Change(GENAI, "file", "names a file that is gone", "left out"))
     after = diagnose_copy(session)
@@ -306,41 +319,9 @@ def _convert(
     return outcome.extended(after, applied, proof)
 
 
-def _copy_beside(session: RepairSession, done: tuple[ConvertedStack, ...]) -> None:
-    """Copy the further files that the consumer of a layout reads; of a folder everything is copied already."""
-    for name in {name for one in done for name in one.layout.beside}:
-        source = side_car_path(session.folder, name)
-        if source is not None and not (session.at / name).exists():
-            copy_whole(source, session.at / name)
-
-
-def _rename_axes(session: RepairSession, outcome: Outcome) -> Outcome:
-    """The copy with readable axes; files and names of inputs and outputs stay as they are."""
-    changes = name_axes_readably(session.open_copy(), outcome.after.contracts)
-    if not changes and not outcome.applied:
-        raise UsageError(f"the open axes of {session.folder.shown!r} already have the names that Optimum gives")
-    if not changes:
-        return outcome
-    conversion = Conversion("axes readable", "Open axes get the names that Optimum writes.")
-    applied = [Applied(stack, conversion, tuple(done)) for stack, done in changes.items()]
-    after = diagnose_copy(session, session.model)
-    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
-
-
-def _change_versions(session: RepairSession, request: ConvertChoices, outcome: Outcome) -> Outcome:
-    """The copy with the IR version and opset that are asked for."""
-    model = session.model if request.layout is None else "."
-    applied = change_versions_of_copy(session.open_copy(model), request)
-    if not applied:
-        return outcome
-    after = diagnose_copy(session, model)
-    return outcome.extended(after, applied, prove(applied, outcome.after, after, {}))
-
-
 def _prove_conversion(
     session: RepairSession, one: ConvertedStack, outcome: Outcome, after: DiagnosisSide
 ) -> Iterator[Proof]:
-    """The claims on the new files: their loops pass, no new finding appears, the numbers are those of the source."""
     before = outcome.after
     stack = next((s.name for s in after.report.stacks if set(s.files) & set(one.files)), None)
     if stack is None:
@@ -352,26 +333,25 @@ def _prove_conversion(
     if one.made.cut is None:
         yield _compare_loops(one, stack, before, after)
         if one.layout.consumer:
-            yield from prove_generation(session, stack, _choose_source(session, stack, one, after))
+            # The loop whose tokens must be generated: that of the original, or of the copy where that one was faulty.
+            name, copy = one.stack.name, after.contract(stack)
+            source = Source(name, session.folder.root, session.before.contract(name) or one.contract, "the original")
+            passed = any((run := session.before.run(name, loop)) and run.outcome == "passed" for loop in LOOPS)
+            if copy is not None and not (passed and session.before.contract(name) is not None):
+                source = Source(stack, session.at, copy, "the repaired copy")
+            yield from prove_generation(session, stack, source)
         return
-    source = session.folder.root / one.stack.files["decoder"].name
-    split = SplitEncoder(stack, one.made.cut, one.contract, source, encoder=one.files[0], decoder=one.files[1])
-    yield from prove_split_encoder(session, split)
-
-
-def _choose_source(session: RepairSession, stack: str, one: ConvertedStack, after: DiagnosisSide) -> Source:
-    """The loop whose tokens the consumer must generate: that of the original, or of the copy if that one was faulty."""
-    name = one.stack.name
-    original, copy = session.before.contract(name), after.contract(stack)
-    passed = any(run.outcome == "passed" for loop in LOOPS if (run := session.before.run(name, loop)) is not None)
-    if copy is None or (original is not None and passed):
-        return Source(name, session.folder.root, original or one.contract, "kvdoctor's own loop of the original")
-    return Source(stack, session.at, copy, "kvdoctor's own loop of the repaired copy")
+    path = session.folder.root / one.stack.files["decoder"].name
+    yield from prove_split_encoder(session, stack, one.made.cut, (one.contract, path), one.files)
 
 
 def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after: DiagnosisSide) -> Proof:
-    """Compare the logits of the source's loop with those of the new one, step by step."""
-    old, new = _read_loop_logits(before, one.stack.name), _read_loop_logits(after, stack)
+    # Those of the held loop, or of the plain loop where there is no held one.
+    sides = ((before, one.stack.name), (after, stack))
+    old, new = (
+        next((found for loop in reversed(LOOPS) if (found := side.read_logits(name, loop)) is not None), None)
+        for side, name in sides
+    )
     claim = "the loop's logits are those of the source"
     if old is None or new is None or old.shape != new.shape:
         return Proof(stack, claim, False, "no logits to compare: one of the loops did not run to its end")
@@ -380,8 +360,3 @@ def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after
     width = one.contract.vocabulary or old.size
     limit = find_tolerance(one.contract.exactness, after.tolerances)
     return prove_close(Proof(stack, claim, False), new.reshape(1, -1, width), old.reshape(1, -1, width), limit)
-
-
-def _read_loop_logits(side: DiagnosisSide, stack: str) -> "np.ndarray[Any, Any] | None":
-    """The logits of the held loop, or of the plain loop if there is no held one."""
-    return next((logits for name in reversed(LOOPS) if (logits := side.read_logits(stack, name)) is not None), None)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES
-from kvdoctor.addons.conversions.layouts.genai_config import NAME
+from kvdoctor.addons.conversions.layouts.genai import NAME
 from kvdoctor.addons.conversions.layouts.registry import Cut
-from kvdoctor.contract import CacheContract, Dim
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import save_call
 from kvdoctor.decode.experiments.compared_elsewhere import PROMPTS, UNDECIDED
 from kvdoctor.decode.messages import CompareJob, ExperimentJob, TrialDone, TrialModel, ValuePair
@@ -44,25 +44,16 @@ BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
 INTEGERS = ("int64", "int32")
 
 
-@record(slots=False)
-class SplitEncoder:
-    """An encoder that was cut out of the first step of a source: where, and the names of the new files."""
-
-    stack: str
-    cut: Cut
-    contract: CacheContract
-    source: Path
-    encoder: str
-    decoder: str
-
-
-def prove_split_encoder(session: RepairSession, split: SplitEncoder) -> Iterator[Proof]:
-    """Compare the new encoder and the new first decoder with the first step of the source, one call each.
+def prove_split_encoder(
+    session: RepairSession, stack: str, cut: Cut, of: tuple[CacheContract, Path], files: tuple[str, ...]
+) -> Iterator[Proof]:
+    """Compare the new encoder and the new first decoder, the `files`, with the first step of the source, one call each.
 
     The loops of source and copy cannot be compared: the source's first step takes the inputs of its encoder. So one
-    call of the source is made, and the same tokens and features are fed to its parts.
+    call of the source is made, and the same tokens and features are fed to its parts. `of` is the contract of the
+    source, and its file.
     """
-    cut, contract, source = split.cut, split.contract, split.source
+    contract, source = of
     model = read_skeleton(source, located=True).model
     if cut.states not in {value.name for value in model.graph.output}:
         model.graph.output.append(ValueInfoProto(name=cut.states))
@@ -72,18 +63,18 @@ def prove_split_encoder(session: RepairSession, split: SplitEncoder) -> Iterator
     right = _describe_side(session, whole, given, source.parent)
     logits = contract.graph("prefill").port("logits")
     encoder = {name.removeprefix("input."): array for name, array in given.items()}
-    left = _describe_side(session, session.at / split.encoder, encoder)
-    claim = f"{split.encoder} returns the encoder states that the first step of the source computes"
+    left = _describe_side(session, session.at / files[0], encoder)
+    claim = f"{files[0]} returns the encoder states that the first step of the source computes"
     job = CompareJob(left, right, (ValuePair(RESULT, cut.states),), provider=session.options.provider)
-    yield _compare(session, Proof(split.stack, claim, False), contract, job)
+    yield _compare(session, Proof(stack, claim, False), contract, job)
     if logits is None:
         return
-    view = GraphView(read_skeleton(session.at / split.decoder).model)
-    left = _describe_side(session, session.at / split.decoder, _decoder_call(view, contract, given, cut))
+    view = GraphView(read_skeleton(session.at / files[1]).model)
+    left = _describe_side(session, session.at / files[1], _decoder_call(view, contract, given, cut))
     pairs, inject = (ValuePair("logits", logits.name),), (ValuePair(STATES, cut.states),)
     job = CompareJob(left, right, pairs, inject, provider=session.options.provider)
     claim = "the logits of the first step are those of the source"
-    yield _compare(session, Proof(split.stack, claim, False), contract, job)
+    yield _compare(session, Proof(stack, claim, False), contract, job)
 
 
 def _compare(session: RepairSession, claim: Proof, contract: CacheContract, job: CompareJob) -> Proof:
@@ -107,7 +98,6 @@ def _compare(session: RepairSession, claim: Proof, contract: CacheContract, job:
 def _describe_side(
     session: RepairSession, path: Path, feeds: "Mapping[str, Array]", root: Path | None = None
 ) -> TrialModel:
-    """One model and its call, as the worker reads it."""
     call = session.scratch / f"call-{path.stem}.npz"
     save_call(call, feeds)
     return TrialModel(path.absolute(), None if root is None else root.absolute(), call, "all")
@@ -121,7 +111,8 @@ def _synthesize_call(ports: dict[str, Declared], contract: CacheContract, cut: C
     later = {port.name: port.role for port in contract.graph("decode").inputs}
     feeds: dict[str, Array] = {}
     for name, port in ports.items():
-        shape = _choose_sizes(port.shape or (), NEW if name not in cut.inputs else SOURCE)
+        length = NEW if name not in cut.inputs else SOURCE
+        shape = (BATCH, *(int(str(dim)) if str(dim).isdigit() else length for dim in (port.shape or ())[1:]))
         if "mask" in name or later.get(name) == "encoder_mask":
             feeds[name] = np.ones(shape, np.int64)
             feeds[name][1:, SOURCE - PADDED :] = 0
@@ -130,11 +121,6 @@ def _synthesize_call(ports: dict[str, Declared], contract: CacheContract, cut: C
         else:
             feeds[name] = rng.standard_normal(shape).astype(np.float16 if port.dtype == "float16" else np.float32)
     return feeds
-
-
-def _choose_sizes(shape: tuple[Dim, ...], length: int) -> tuple[int, ...]:
-    sizes = [int(str(dim)) if str(dim).isdigit() else length for dim in shape]
-    return (BATCH, *sizes[1:])
 
 
 def _decoder_call(
@@ -201,18 +187,9 @@ class Source:
     words: str
 
 
-@record
-class _Answer:
-    """What onnxruntime-genai generates: the tokens for each prompt, the file of their logits, and the versions."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    logits: Path
-    versions: str
-
-
 def prove_generation(session: RepairSession, stack: str, source: Source) -> Iterator[Proof]:
     """The claims that onnxruntime-genai generates from the copy the tokens and the logits of the source."""
-    claim = f"onnxruntime-genai generates the tokens of {source.words}"
+    claim = f"onnxruntime-genai generates the tokens of kvdoctor's own loop of {source.words}"
     config = json.loads((session.at / NAME).read_text(encoding="utf-8"))["model"]
     wanted = list(_generate(session, source, config))
     short = next((one for one in wanted if not (one.is_enough or one.ended)), None)
@@ -223,7 +200,7 @@ def prove_generation(session: RepairSession, stack: str, source: Source) -> Iter
         yield Proof(stack, claim, False, f"no {LEAST} tokens to compare: {reason}")
         return
     try:
-        answer = _ask(session, wanted, config)
+        generated, logits, versions = _ask(session, wanted, config)
     except EnvironmentUnavailable as error:
         yield Proof(stack, claim, False, f"could not be proved, onnxruntime-genai is not available: {error}")
         return
@@ -231,13 +208,13 @@ def prove_generation(session: RepairSession, stack: str, source: Source) -> Iter
         text = str(error).replace(str(session.at), "OUT")
         yield Proof(stack, claim, False, f"onnxruntime-genai does not run the copy: {text}")
         return
-    different = next(filter(None, map(_find_difference, wanted, answer.tokens)), "")
+    different = next(filter(None, map(_find_difference, wanted, generated)), "")
     lengths = ", ".join(str(len(one.prompt)) for one in wanted)
     count = sum(len(one.tokens) for one in wanted)
-    proved = f"{count} tokens from prompts of {lengths} ({answer.versions})"
-    yield Proof(stack, claim, not different, f"{different} ({answer.versions})" if different else proved)
+    shown = different or f"{count} tokens from prompts of {lengths}"
+    yield Proof(stack, claim, not different, f"{shown} ({versions})")
     if not different:
-        yield _compare_logits(session, stack, source, wanted, answer)
+        yield _compare_logits(session, stack, source, wanted, logits)
 
 
 def _generate(session: RepairSession, source: Source, config: dict[str, Any]) -> Iterator[Generated]:
@@ -292,8 +269,10 @@ def _read(file: Path, names: tuple[str, ...], config: dict[str, Any]) -> Iterato
             yield name, Generated(prompt, tokens, logits, tuple(ends), room, features)
 
 
-def _ask(session: RepairSession, wanted: list[Generated], config: dict[str, Any]) -> _Answer:
+def _ask(session: RepairSession, wanted: list[Generated], config: dict[str, Any]) -> tuple[list[list[int]], Path, str]:
     """Let onnxruntime-genai generate from the prompts, and from the features that the source was fed.
+
+    Gives the tokens for each prompt, the file of their logits, and the versions.
 
     Raises:
         EnvironmentUnavailable: there is no Python that has it.
@@ -319,11 +298,10 @@ def _ask(session: RepairSession, wanted: list[Generated], config: dict[str, Any]
     finally:
         script.stop()
     versions = ", ".join(f"{name} {script.hello[name]}" for name in ("onnxruntime-genai", "onnxruntime"))
-    return _Answer(tuple(map(tuple, answer["tokens"])), out, versions)
+    return answer["tokens"], out, versions
 
 
-def _find_difference(wanted: Generated, got: tuple[int, ...]) -> str:
-    """The first step whose token differs, as text; empty if all are the same."""
+def _find_difference(wanted: Generated, got: list[int]) -> str:
     for step, token in enumerate(wanted.tokens):
         if step >= len(got):
             return f"prompt of {len(wanted.prompt)}: it ends after {step} tokens, and token {token} follows"
@@ -332,16 +310,14 @@ def _find_difference(wanted: Generated, got: tuple[int, ...]) -> str:
     return ""
 
 
-def _compare_logits(
-    session: RepairSession, stack: str, source: Source, wanted: list[Generated], answer: _Answer
-) -> Proof:
+def _compare_logits(session: RepairSession, stack: str, source: Source, wanted: list[Generated], file: Path) -> Proof:
     """Compare the logits of all steps: equal tokens alone may be chance."""
     import numpy as np
 
-    claim = f"its logits are those of {source.words}"
+    claim = f"its logits are those of kvdoctor's own loop of {source.words}"
     limit = find_tolerance(source.contract.exactness, session.options.tolerances)
     worst = 0.0
-    with np.load(answer.logits) as kept:
+    with np.load(file) as kept:
         for number, one in enumerate(wanted):
             got = kept[f"logits.{number}"]
             if got.shape != one.logits.shape:

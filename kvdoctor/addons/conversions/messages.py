@@ -51,32 +51,20 @@ class PairedJob(Job):
 
 @record
 class CacheCostJob(SideJob):
-    """Measure what a narrower type of the cache costs, on the original graph: the loop rounds what it carries.
-
-    Attributes:
-        stored: The slots that are rounded, and how.
-    """
+    """Measure on the original graph what a narrower type costs: the loop rounds the `stored` slots that it carries."""
 
     stored: tuple[StoredSlot, ...]
 
 
 @record
 class PairedDone(Event):
-    """What a comparison of two models showed.
+    """What a comparison of two models showed: `calls` agree, and `failed` is the first that differs, and how.
 
-    Attributes:
-        calls: The calls that agree.
-        worst: The largest difference of their logits, in standard deviations of the logits.
-        exact: Whether all of them are equal bit for bit.
-        failed: The first call that differs, and how; empty if none does.
-        not_run: Calls that the original itself does not run, and why.
-        prompts: Tokens of the prompts.
-        batches: The batches.
-        chunks: New tokens of the later calls.
-        longest: Tokens of the longest past.
-        tokens: Tokens of the longest sequence.
-        overflow: What happened to one token more than the buffers hold: the error, or presents that are longer than
-            a buffer; empty if neither.
+    `worst` is the largest difference of their logits, in standard deviations of the logits; `exact` says that all are
+    equal bit for bit. `not_run` are calls that the original itself does not run, and why. `prompts`, `longest` (the
+    past) and `tokens` (the longest sequence) count tokens, `chunks` new ones of the later calls. `overflow` is what
+    happened to one token more than the buffers hold: the error, or presents that are longer than a buffer; empty if
+    neither.
     """
 
     calls: int = 0
@@ -96,14 +84,10 @@ class PairedDone(Event):
 class CacheCosted(TokenAgreement, Event):
     """How far the logits of a loop that rounds what it carries are from those of one that does not.
 
-    Attributes:
-        keys: What shares a scale among the keys; None where they are carried as they are.
-        values: The same of the values.
-        layer: The layer that is rounded; None for all.
-        relative: The largest difference of the logits, in standard deviations of the logits.
-        allowed: The largest difference of more sequences as well; of the rounding that a copy has alone.
-        drift: By past, its deviation and the drift of its rows (decode/stored_cache.py), of the same sequences.
-        failed: Why there are no figures; empty if there are.
+    `keys` and `values` are what shares a scale, None where they are carried as they are; `layer` is the one that is
+    rounded, None for all. Differences are in standard deviations of the logits: `relative` is the largest, `allowed`
+    the largest of more sequences as well, of the rounding that a copy has alone. `drift` has by past its deviation and
+    the drift of its rows (decode/stored_cache.py). `failed` says why there are no figures.
     """
 
     keys: Granularity | None = None
@@ -119,10 +103,8 @@ class CacheCosted(TokenAgreement, Event):
 class NewCacheJob(SideJob):
     """Compare a decoder that was given a cache with its original, which takes all tokens in each call.
 
-    Attributes:
-        original: The folder of the original; its file has the name of the copy's.
-        rounds: Whether differences are measured only: both round, each by the tokens of its own call.
-        tolerances: Largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
+    The original is in a folder of its own, under the name of the copy. Where both round, each by the tokens of its own
+    call, differences are measured only. `tolerances` are as in `PairedJob`.
     """
 
     original: Path
@@ -132,19 +114,12 @@ class NewCacheJob(SideJob):
 
 @record
 class NewCacheDone(Event):
-    """What the comparison showed.
+    """What the comparison showed: the new rows of so many `calls` are those of the original.
 
-    Attributes:
-        calls: The calls whose new rows are those of the original.
-        worst: Their largest difference, in standard deviations of the logits.
-        failed: The first call that differs, and how; empty if none does.
-        prompts: Tokens of the prompts.
-        splits: Different splits of a sequence into calls.
-        batches: The batches.
-        longest: Tokens of the longest sequence.
-        padded: Calls with padding on the left.
-        decoded: Tokens that both decoded greedily, all of them the same.
-        seconds: By number of tokens, the time in which the original and the copy decoded them.
+    `worst` is their largest difference, in standard deviations of the logits, `failed` the first call that differs, and
+    how. `splits` are different splits of a sequence into calls, `padded` calls with padding on the left, `decoded`
+    tokens that both decoded greedily. `seconds` has by number of tokens the time in which the original and the copy
+    decoded them.
     """
 
     calls: int = 0

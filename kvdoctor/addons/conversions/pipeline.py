@@ -1,7 +1,7 @@
 """`convert`: diagnose, copy, repair, convert, diagnose again, prove, and write a whole copy or none."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kvdoctor.addons.conversions.convert_layout import (
 )
 from kvdoctor.addons.conversions.graphs.conversion import Asked, Base, Converted, measure_costs, prove_conversions
 from kvdoctor.addons.conversions.messages import Comparison
-from kvdoctor.addons.conversions.new_cache.convert import convert_cacheless, find_cacheless
+from kvdoctor.addons.conversions.new_cache import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
@@ -28,7 +28,7 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_refused, report_unproved
-from kvdoctor.repair.pipeline import diagnose, diagnose_copy, repair_and_prove
+from kvdoctor.repair.pipeline import diagnose_copy, diagnose_original, repair_and_prove
 from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.session import (
     Applied,
@@ -96,7 +96,7 @@ def convert(request: ConvertRequest, options: Options) -> Report:
 def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert | None) -> Report:
     path = request.path
     with Runtime(options.limits) as runtime, scratch_folder() as scratch:
-        before = diagnose(path, options, runtime, Path(scratch, "before"))
+        before = diagnose_original(path, options, runtime, Path(scratch, "before"))
         folder = open_folder(path)
         first = apply_repairs(folder, before.report, RepairChoice(), runtime, options)
         if refusal is not None and not first.applied:
@@ -127,21 +127,17 @@ def _find_refusal(request: ConvertRequest, options: Options) -> CannotConvert | 
     Raises:
         UsageError: the form cannot be asked for.
     """
+    for file in open_folder(request.path).files:
+        if file.sequences:
+            ports = " and ".join(map(repr, file.sequences))
+            why = "are sequences of tensors, and a copy would have tensors instead"
+            return CannotConvert(f"{file.name}: {ports} {why}")
     try:
-        _refuse_sequences(request.path)
         refuse_impossible_layout(request.path, request.choices)
         refuse_impossible_conversions(request.path, request.conversions, options)
     except CannotConvert as refusal:
         return refusal
     return None
-
-
-def _refuse_sequences(path: str) -> None:
-    """Raise `CannotConvert` for inputs or outputs that are sequences: a copy would take and return tensors."""
-    for file in open_folder(path).files:
-        if file.sequences:
-            ports = " and ".join(map(repr, file.sequences))
-            raise CannotConvert(f"{file.name}: {ports} are sequences of tensors, and a copy would have tensors instead")
 
 
 def _report_refusal(before: Report, tried: RepairedFiles, refusal: CannotConvert) -> Report:
@@ -156,12 +152,10 @@ def _report_refusal(before: Report, tried: RepairedFiles, refusal: CannotConvert
 
 
 def _has_errors(report: Report) -> bool:
-    """Whether there are findings that count."""
     return exit_code(report, report.fail_on) == EXIT_FINDINGS
 
 
 def _make_copy(session: RepairSession, request: ConvertRequest, first: RepairedFiles) -> Outcome:
-    """Copy the export, repair it, convert it and give it the layout that is asked for."""
     outcome = Outcome(session.before, session.before, (), first.not_repaired, ())
     if first.applied or request.conversions:
         copy_export(session.folder, session.at)
@@ -181,12 +175,8 @@ REPAIRED = ".kvdoctor-repaired"
 """The folder in OUT that holds the repaired copy until its conversion was compared with it."""
 
 
-@record(slots=False)
-class StackConversion:
-    """What the conversions made of one stack, in their order."""
-
-    stack: str
-    made: tuple[tuple[Asked, Converted], ...]
+Made = dict[str, tuple[tuple[Asked, Converted], ...]]
+"""What the conversions made of each stack, in their order."""
 
 
 def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: Options) -> None:
@@ -203,13 +193,13 @@ def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: 
 
 def convert_stacks(
     copy: WorkingCopy, contracts: Mapping[str, CacheContract | None], asked: tuple[Asked, ...], options: Options
-) -> tuple[StackConversion, ...]:
+) -> Made:
     """Convert every decoder of a working copy in memory: all of them, or none.
 
     Raises:
         CannotConvert: one of them is not of the form that a conversion knows.
     """
-    folder, done = copy.folder, []
+    folder, done = copy.folder, Made()
     for stack in folder.stacks:
         contract = contracts.get(stack.name)
         if contract is None or not contract.slots or stack.kind == "operator":
@@ -229,11 +219,11 @@ def convert_stacks(
                 raise _refuse(folder, stack, one, crash) from None
             copy.changed |= {change.file for change in converted.changes}
             made.append((one, converted))
-        done.append(StackConversion(stack.name, tuple(made)))
+        done[stack.name] = tuple(made)
     if not done:
         none = "it holds no decoder whose cache is known"
         raise CannotConvert(f"{folder.shown!r} cannot be converted ({_list_titles(asked)}): {none}")
-    return tuple(done)
+    return done
 
 
 def _list_titles(asked: Iterable[Asked]) -> str:
@@ -269,28 +259,35 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
     after = diagnose_copy(session, session.model)
     proofs, costs, notes = dict[str, list[Proof]](), list[CacheCosts](), list[str]()
-    for one in done:
-        made, base = _merge(one), _find_base(outcome, root, one.stack)
+    for stack, conversions in done.items():
+        made, base = _merge(conversions), _find_base(outcome, root, stack)
         if made.how.stored and base.side is not None:
-            cost = measure_costs(session, made.how.stored, base.side)
-            made = replace(made, how=replace(made.how, allowed=cost.allowed, drift=cost.drift))
-            costs.append(cost.facts)
-        proofs[one.stack] = list(prove_conversions(session, made, base, outcome.after, after))
-        notes += _describe_base(session, base, measured=bool(made.how.stored))
+            cost, may = measure_costs(session, made.how.stored, base.side)
+            made = replace(made, how=replace(made.how, allowed=may.allowed, drift=may.drift))
+            costs.append(cost)
+        proofs[stack] = list(prove_conversions(session, made, base, outcome.after, after))
+        if base.repaired:
+            checks = filter(None, map(find_check, base.repaired))
+            measured = " and its cost measured on it" if made.how.stored else ""
+            found = ", ".join(f"{check.code} {check.name}" for check in checks)
+            notes.append(
+                f"{base.stack}: the conversion is compared with {base.words}{measured}, not with "
+                f"{session.folder.shown}, which has {found}"
+            )
     shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
     proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
     after = _settle(outcome.after, after, proved, session.options)
     applied = [
-        Applied(stack.stack, Conversion(one.title, one.conversion.summary, loop=converted.loop), converted.changes)
-        for stack in done
-        for one, converted in stack.made
+        Applied(stack, Conversion(one.title, one.conversion.summary, loop=converted.loop), converted.changes)
+        for stack, conversions in done.items()
+        for one, converted in conversions
     ]
     extended = outcome.extended(after, applied, [entry for proof in proofs.values() for entry in proof])
     return replace(extended, costs=tuple(costs), bases=tuple(notes))
 
 
 def _refuse_wrong_loops(
-    session: RepairSession, before: DiagnosisSide, asked: tuple[Asked, ...], done: Iterable[StackConversion]
+    session: RepairSession, before: DiagnosisSide, asked: tuple[Asked, ...], done: Iterable[str]
 ) -> None:
     """Refuse to convert a model with errors whose loop is wrong: its conversion could only be compared with that.
 
@@ -299,12 +296,12 @@ def _refuse_wrong_loops(
     """
     if before.report.verdict != "unhealthy":
         return
-    for one in done:
-        wrong = next((entry for entry in prove_loops(one.stack, before, before) if not entry.holds), None)
+    for stack in done:
+        wrong = next((entry for entry in prove_loops(stack, before, before) if not entry.holds), None)
         if wrong is not None:
             loop = wrong.claim.removesuffix(" passes")
             raise CannotConvert(
-                f"{session.folder.shown!r} cannot be converted ({_list_titles(asked)}): {one.stack}: a conversion is "
+                f"{session.folder.shown!r} cannot be converted ({_list_titles(asked)}): {stack}: a conversion is "
                 f"compared with the model as it is, and its {loop} does not pass ({wrong.detail})"
             )
 
@@ -316,17 +313,6 @@ def _find_base(outcome: Outcome, root: Path, stack: str) -> Base:
     files = next((known.files for known in outcome.after.report.stacks if known.name == stack), ())
     repairs = (one for one in outcome.applied if any(change.file in files for change in one.changes))
     return Base(stack, side, tuple(dict.fromkeys(name for one in repairs for name in one.because)))
-
-
-def _describe_base(session: RepairSession, base: Base, measured: bool) -> Iterator[str]:
-    """That a stack was not compared with the original, and why, in one sentence."""
-    if base.repaired:
-        found = ", ".join(f"{check.code} {check.name}" for check in map(find_check, base.repaired) if check is not None)
-        cost = " and its cost measured on it" if measured else ""
-        yield (
-            f"{base.stack}: the conversion is compared with {base.words}{cost}, not with {session.folder.shown}, which "
-            f"has {found}"
-        )
 
 
 def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], options: Options) -> DiagnosisSide:
@@ -345,17 +331,17 @@ def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], optio
     return replace(after, report=replace(report, not_checked=left, verdict=verdict))
 
 
-def _merge(one: StackConversion) -> Converted:
-    """All conversions of a stack as one, to be compared with the original."""
-    made = [converted for _, converted in one.made]
-    hows = [converted.how for converted in made]
-    how = Comparison(
-        rows="last" if any(how.rows == "last" for how in hows) else "all",
-        keep=next((how.keep for how in hows if how.keep), ()),
-        weights=tuple(name for how in hows for name in how.weights),
-        capacity=next((how.capacity for how in hows if how.capacity is not None), None),
-        stored=tuple(slot for how in hows for slot in how.stored),
-        single_steps=any(how.single_steps for how in hows),
-    )
-    changes = tuple(change for converted in made for change in converted.changes)
-    return Converted(changes, (), how, tuple(name for converted in made for name in converted.reveals))
+def _merge(made: tuple[tuple[Asked, Converted], ...]) -> Converted:
+    whole = Converted((), ())
+    for _, one in made:
+        how, more = whole.how, one.how
+        how = Comparison(
+            rows="last" if "last" in (how.rows, more.rows) else "all",
+            keep=how.keep or more.keep,
+            weights=how.weights + more.weights,
+            capacity=more.capacity if how.capacity is None else how.capacity,
+            stored=how.stored + more.stored,
+            single_steps=how.single_steps or more.single_steps,
+        )
+        whole = Converted(whole.changes + one.changes, (), how, whole.reveals + one.reveals)
+    return whole

@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.addons.loops.contract_file import VECTORS_FILE
 from kvdoctor.addons.loops.languages import Language
 from kvdoctor.addons.loops.plan import CannotBuild
+from kvdoctor.addons.loops.project import VECTORS_FILE
 from kvdoctor.addons.loops.vectors import Vector, differences, list_runs
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import cache_folder
@@ -88,7 +88,6 @@ def _read_ended(record_file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _compare(name: str, vector: Vector, ended: dict[str, Any] | None, why: str) -> VectorResult:
-    """What a run showed; `why` is said of one that did not end."""
     if ended is None:
         return VectorResult(name, why)
     if (error := ended.get("error")) is not None:
@@ -132,7 +131,6 @@ def build_cache() -> Path:
 def _run(
     command: tuple[str, ...], folder: Path, environment: dict[str, str], seconds: float
 ) -> "subprocess.CompletedProcess[str] | None":
-    """Run a command; None where it took too long."""
     try:
         process = subprocess.Popen(
             [find_program(command[0], folder), *command[1:]],
@@ -150,7 +148,13 @@ def _run(
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException as stopped:
-            _end(process)
+            import psutil
+
+            with contextlib.suppress(psutil.Error):  # build tools run compilers
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        child.kill()
+            process.kill()
             if isinstance(stopped, subprocess.TimeoutExpired):
                 return None
             raise
@@ -160,17 +164,6 @@ def _run(
 def find_program(name: str, folder: Path) -> str:
     """The path of a program: of a tool, or of one in the project. On Windows it has a suffix that `name` leaves out."""
     return shutil.which(str((folder / name).absolute()) if "/" in name else name) or name
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End a process with all that it started: build tools run compilers."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-    process.kill()
 
 
 def _last(text: str) -> str:

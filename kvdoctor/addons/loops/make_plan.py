@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from kvdoctor.addons.loops.plan import (
     FLOATS,
@@ -71,6 +71,9 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         raise NoLoop(f"{first.subject}: {first.reason}; `kvdoctor inspect` shows what the graph declares")
     _refuse_unknown(contract)
     slots = tuple(_slot(slot, contract) for slot in contract.slots)
+    rows = [slot.axes for slot in contract.slots if slot.kind != "counter"]
+    graphs = (contract.graph(phase) for phase in DECODING)
+    masks = [graph.port("attention_mask") or graph.port("padding_mask") for graph in graphs]
     return LoopPlan(
         model=model,
         layout=contract.layout,
@@ -82,16 +85,15 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         vocabulary=contract.vocabulary,
         context_limit=contract.usable_length,
         one_token=contract.new_tokens == 1,
-        batch=contract.fixed_batch or _one_row(contract),
+        batch=contract.fixed_batch or (None if all({*axes} & {"batch", "batch_heads"} for axes in rows) else 1),
         capacity_is_chosen=any("capacity" in s.axes and s.size("capacity") is None for s in contract.slots),
-        pads=_pads(contract),
+        pads=all(mask is not None and "batch" in mask.axes for mask in masks),
         chunks=contract.new_tokens is None,
         placeholders=tuple(one.token for one in contract.features if one.token is not None),
     )
 
 
 def _refuse_unknown(contract: CacheContract) -> None:
-    """Raise for what no loop here can do."""
     if contract.no_decoder is not None:
         raise NoLoop(f"this is no decoder with a KV cache: {contract.no_decoder}")
     if stages := contract.graph("decode").stages:
@@ -112,7 +114,6 @@ def _refuse_unknown(contract: CacheContract) -> None:
 
 
 def _refuse_order(contract: CacheContract) -> None:
-    """Raise for inputs and logits with tokens before sequences."""
     served = [contract.graph(phase) for phase in DECODING if phase in contract.phases]
     for port in (port for graph in served for port in (*graph.inputs, *graph.outputs)):
         order = [axis for axis in port.axes if axis in ORDER]
@@ -167,7 +168,6 @@ def _call(contract: CacheContract, phase: PhaseName, slots: tuple[SlotPlan, ...]
 
 
 def _fills(phase: PhaseName, slots: tuple[SlotPlan, ...]) -> Iterator[Fill]:
-    """The outputs of a call that go into the cache."""
     for number, slot in enumerate(slots):
         if phase == "decode" and slot.present is not None:
             yield Fill(number, slot.present, slot.carry)
@@ -192,12 +192,10 @@ def _encoder_size(phase: PhaseName, contract: CacheContract) -> EncoderSize:
 
 
 def _dims(port: Port) -> tuple[Dim, ...]:
-    """The sizes of a port: the declared numbers, else what the axes count."""
     return tuple(d if isinstance(d, int) else axis for d, axis in zip(port.shape or (), port.axes, strict=True))
 
 
 def _declared(output: str | None, graph: Graph) -> tuple[Dim, ...]:
-    """The shape of an output, empty where none is declared."""
     return next((_dims(port) for port in graph.outputs if port.name == output and port.axes), ())
 
 
@@ -213,7 +211,10 @@ def _input(port: Port, phase: PhaseName, contract: CacheContract) -> Input:
     batched = next((axis for axis, dim in enumerate(port.axes) if dim == "batch"), None)
     made = Input(port.name, port.dtype, dims, RULES.get(port.role, "number"), batch_axis=batched)
     if port.role == "embeddings":
-        return replace(made, rule="embeddings", made=_maker(port, phase, contract))
+        if port.name not in (makers := embedded_inputs(contract, phase)):
+            why = "takes embeddings, and no graph next to it computes them from token ids"
+            raise NoLoop(f"input {port.name!r} {why}")
+        return replace(made, rule="embeddings", made=makers[port.name])
     if port.role in COUNTS:
         return replace(made, count=COUNTS[port.role])
     if made.rule == "number":
@@ -248,14 +249,6 @@ def _constant(port: Port, dims: tuple[Dim, ...], phase: PhaseName, contract: Cac
     return {"dims": dims, "value": value}
 
 
-def _maker(port: Port, phase: PhaseName, contract: CacheContract) -> str:
-    """The output of the embed call that an input takes."""
-    made = embedded_inputs(contract, phase).get(port.name)
-    if made is None:
-        raise NoLoop(f"input {port.name!r} takes embeddings, and no graph next to it computes them from token ids")
-    return made
-
-
 def _causal(made: Input, port: Port, contract: CacheContract) -> Input:
     """A mask with a row for each query: what it holds where a query may look, and where not."""
     if port.axes[-2] == "total" and "float" not in port.dtype:
@@ -263,7 +256,8 @@ def _causal(made: Input, port: Port, contract: CacheContract) -> Input:
     shown, hidden = (0.0, HIDDEN) if port.dtype in FLOATS else (1.0, 0.0)
     buffers = [slot for slot in contract.slots if slot.growth == "static" and slot.carry != "extend"]
     if buffers:  # the mask covers the whole of a buffer, whatever is in it
-        made = replace(made, dims=tuple(_extent(buffers[0]) if dim == "total" else dim for dim in made.dims))
+        extent: Dim = buffers[0].size("capacity") or "capacity"
+        made = replace(made, dims=tuple(extent if dim == "total" else dim for dim in made.dims))
     carries = {slot.carry for slot in contract.slots}
     moving = "shift" in carries or any(slot.growth == "ring" for slot in contract.slots)
     return replace(
@@ -273,11 +267,6 @@ def _causal(made: Input, port: Port, contract: CacheContract) -> Input:
         from_right=moving and "drop-oldest" not in carries,
         rows_from="constant" if made.dims[-2] == "total" else "past",
     )
-
-
-def _extent(buffer: Slot) -> Dim:
-    size = buffer.size("capacity")
-    return "capacity" if size is None else size
 
 
 def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
@@ -292,6 +281,9 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
     first = 1 if contract.first_step == "no-past-branch" else 0
     taken = any(port.name == slot.past for port in contract.graph("prefill").inputs)
     zeros = not by_encoder and (taken or slot.filled_by is None or carry not in ("feed-back", "hold"))
+    stays = held or slot.growth == "constant" or (slot.growth == "static" and slot.carry in ("feed-back", "write"))
+    cut = slot.growth in ("grow", "shared", "delta") and not (slot.trimmed or slot.prepended) and "past" in slot.axes
+    cut = cut and slot.carry in ("feed-back", "append")
     return SlotPlan(
         past=slot.past,
         present=None if held else slot.present,
@@ -302,7 +294,7 @@ def _slot(slot: Slot, contract: CacheContract) -> SlotPlan:
         carry=carry,
         batch_axis=batched,
         length_axis=slot.length_axis,
-        rewinds=_rewinding(slot, held),
+        rewinds="stays" if stays else "cut" if cut else "impossible",
         heads=(contract.heads or 1) if "batch_heads" in slot.axes else 1,
         zeros=tuple(_first_size(dim, first) for dim in dims) if zeros else None,
     )
@@ -313,27 +305,3 @@ def _first_size(dim: Dim, first: int) -> Dim:
     if dim in ("past", "encoder"):
         return first
     return dim if isinstance(dim, int) or dim in ("batch", "batch_heads", "capacity") else 1
-
-
-def _rewinding(slot: Slot, held: bool) -> Literal["cut", "stays", "impossible"]:
-    if held or slot.growth == "constant" or (slot.growth == "static" and slot.carry in ("feed-back", "write")):
-        return "stays"
-    cut = slot.growth in ("grow", "shared", "delta") and not (slot.trimmed or slot.prepended) and "past" in slot.axes
-    return "cut" if cut and slot.carry in ("feed-back", "append") else "impossible"
-
-
-def _one_row(contract: CacheContract) -> int | None:
-    """1 where some state has no axis of sequences, else None."""
-    axes = [slot.axes for slot in contract.slots if slot.kind != "counter"]
-    return None if all("batch" in one or "batch_heads" in one for one in axes) else 1
-
-
-def _pads(contract: CacheContract) -> bool:
-    """Whether the graphs take a mask for each sequence; a run shows whether padding on the left is right with it."""
-    masks = [graph.port("attention_mask") or graph.port("padding_mask") for graph in _decoding(contract)]
-    return all(mask is not None and "batch" in mask.axes for mask in masks)
-
-
-def _decoding(contract: CacheContract) -> tuple[Graph, ...]:
-    """The graphs of the first and of the later calls."""
-    return tuple(contract.graph(phase) for phase in DECODING)

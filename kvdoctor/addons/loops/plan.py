@@ -14,21 +14,9 @@ from kvdoctor.records import record
 Dim = int | Axis
 """The size of an axis: a number, or what it counts."""
 
-Rule = Literal[
-    "tokens",
-    "token-and-position",
-    "embeddings",
-    "attention-mask",
-    "padding-mask",
-    "window-mask",
-    "causal-mask",
-    "positions",
-    "rows",
-    "number",
-    "encoder-input",
-    "encoder-mask",
-    "encoder-states",
-]
+_OfTokens = Literal["tokens", "token-and-position", "embeddings", "positions", "rows", "number"]
+_OfMasks = Literal["attention-mask", "padding-mask", "window-mask", "causal-mask"]
+Rule = _OfTokens | _OfMasks | Literal["encoder-input", "encoder-mask", "encoder-states"]
 """Where the value of an input comes from.
 
 tokens: the new ones. token-and-position: the new one and the number of those before it, [batch, 2]. embeddings: what

@@ -28,6 +28,6 @@ def repro(path: "Path", out: "Path", *, force: bool = False, **options: "Unpack[
         KvdoctorError: ONNX Runtime cannot be started.
     """
     asked = read_given("repro", options)
-    from kvdoctor.addons.reproducer.pipeline import ReproRequest, repro
+    from kvdoctor.addons.reproducer.pipeline import repro as run
 
-    return repro(ReproRequest(os.fspath(path), os.fspath(out), force), asked)
+    return run(os.fspath(path), os.fspath(out), asked, force=force)

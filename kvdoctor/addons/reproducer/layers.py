@@ -11,9 +11,9 @@ from copy import deepcopy
 from dataclasses import replace
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.model.edit import keep_only, node_order, prune, rename_reads
+from kvdoctor.model.edit import declare, keep_only, make_node, node_order, prune, rename_reads
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from kvdoctor.model.proto import GraphProto, ModelProto, TensorProto
 from kvdoctor.model.traverse import all_nodes, graphs_in, needed_for, producers, subgraphs, values_read
 
 PROBE = "kvdoctor_probe"
@@ -37,16 +37,22 @@ def end_at_node(model: ModelProto, name: str) -> bool:
     if any(node.name == name for node in model.graph.node):
         _add_probe(model.graph, name, PROBE)
     else:
-        owner = next((n for n in model.graph.node if has(n.op_type, "branch") and _contains(n, name)), None)
+        branches = (node for node in model.graph.node if has(node.op_type, "branch"))
+        owner = next((n for n in branches if any(one.name == name for body in subgraphs(n) for one in body.node)), None)
         if owner is None:
             return False
         for body in subgraphs(owner):
             # A name of its own: a value of the branch must not have the name of an outer value.
             has_node = any(inner.name == name for inner in body.node)
-            result = _add_probe(body, name, f"{PROBE}_shape") if has_node else _add_zero(body)
-            body.output.append(_shape_output(result))
+            if has_node:
+                result = _add_probe(body, name, f"{PROBE}_shape")
+            else:
+                zero, result = f"{PROBE}_nought", f"{PROBE}_passed"
+                body.initializer.append(TensorProto(name=zero, dims=[1], data_type=TensorProto.INT64, int64_data=[0]))
+                body.node.append(make_node("Identity", [zero], result))
+            body.output.append(declare(result, TensorProto.INT64, (None,)))
         owner.output.append(PROBE)
-    model.graph.output.append(_shape_output(PROBE))
+    model.graph.output.append(declare(PROBE, TensorProto.INT64, (None,)))
     return True
 
 
@@ -78,27 +84,8 @@ def find_operator(model: ModelProto, name: str) -> str | None:
 def _add_probe(graph: GraphProto, name: str, output: str) -> str:
     node = next(node for node in graph.node if node.name == name)
     result = next(value for value in node.output if value)
-    graph.node.append(NodeProto(op_type="Shape", name=output, input=[result], output=[output]))
+    graph.node.append(make_node("Shape", [result], output))
     return output
-
-
-def _add_zero(graph: GraphProto) -> str:
-    name = f"{PROBE}_nought"
-    graph.initializer.append(TensorProto(name=name, dims=[1], data_type=TensorProto.INT64, int64_data=[0]))
-    passed = f"{PROBE}_passed"
-    graph.node.append(NodeProto(op_type="Identity", name=passed, input=[name], output=[passed]))
-    return passed
-
-
-def _shape_output(name: str) -> ValueInfoProto:
-    value = ValueInfoProto(name=name)
-    value.type.tensor_type.elem_type = TensorProto.INT64
-    value.type.tensor_type.shape.dim.add()
-    return value
-
-
-def _contains(node: NodeProto, name: str) -> bool:
-    return any(inner.name == name for body in subgraphs(node) for inner in body.node)
 
 
 def bypass_layers(models: dict[str, ModelProto], contract: CacheContract, node: tuple[str, str]) -> bool:
@@ -112,20 +99,17 @@ def bypass_layers(models: dict[str, ModelProto], contract: CacheContract, node: 
             chain = _spine_of(model, graph, contract, file)
             begins = [_begin(model, graph, chain, slot.present, slot.filled_by) for slot in contract.growing]
             first = min((begin for begin in begins if begin is not None), default=None)
-            targets = _targets(model, graph, contract, node[1] if file == node[0] else "")
-            ends = [last_dependency(graph, chain, end) for end in targets]
+            # The values that the graph must compute: the outputs of the node, or the cross-attention cache.
+            targets: list[str | None] = [
+                o for one in graph.node if file == node[0] and node[1] and one.name == node[1] for o in one.output if o
+            ]
+            targets = targets or [inner_value(model, graph, s.filled_by) for s in contract.of_kind("cross-attention")]
+            ends = [last_dependency(graph, chain, end) for end in targets if end is not None]
             last = max((end for end in ends if end is not None), default=None)
             if first is not None and last is not None and first < last:
                 rename_reads(graph, {chain[last]: chain[first]})
                 changed = True
     return changed
-
-
-def _targets(model: ModelProto, graph: GraphProto, contract: CacheContract, node: str) -> list[str]:
-    """The values that a graph must compute: the outputs of the node, or the cross-attention cache."""
-    outputs = [o for one in graph.node if node and one.name == node for o in one.output if o]
-    cross = (inner_value(model, graph, slot.filled_by) for slot in contract.of_kind("cross-attention"))
-    return outputs or [value for value in cross if value is not None]
 
 
 def remove_layers(
@@ -138,16 +122,20 @@ def remove_layers(
     for file, model in models.items():
         for graph in list(layer_graphs(model)):
             chain = _spine_of(model, graph, contract, file)
-            starts = {
-                layer: begin
-                for layer in left
-                if (begin := _layer_begin(model, graph, chain, contract, layer)) is not None
-            }
+            starts = dict[int | None, int]()
+            for slot in (slot for slot in contract.growing if slot.layer in left):
+                begin = _begin(model, graph, chain, slot.present, slot.filled_by)
+                if begin is not None:
+                    starts[slot.layer] = min(begin, starts.get(slot.layer, begin))
             if len(starts) < len(left):
                 return None
+            # Before the projection to the vocabulary, which is the last matrix product.
+            operators = {name: one.op_type for one in graph.node for name in one.output}
+            products = [i for i, name in enumerate(chain) if has(operators.get(name, ""), "product")]
+            last = products[-1] - 1 if products else -1
             for layer in sorted(gone, key=lambda one: starts[one], reverse=True):
                 later = [starts[other] for other in left if starts[other] > starts[layer]]
-                end = min(later, default=_last_residual(graph, chain))
+                end = min(later, default=last)
                 if end <= starts[layer]:
                     return None
                 rename_reads(graph, {chain[end]: chain[starts[layer]]})
@@ -157,21 +145,6 @@ def remove_layers(
         return None
     slots_left = tuple(slot for slot in contract.slots if slot.past not in slots)
     return models, replace(contract, slots=slots_left)
-
-
-def _last_residual(graph: GraphProto, chain: list[str]) -> int:
-    """The index of the value before the projection to the vocabulary, which is the last matrix product."""
-    operators = {name: node.op_type for node in graph.node for name in node.output}
-    products = [i for i, name in enumerate(chain) if has(operators.get(name, ""), "product")]
-    return products[-1] - 1 if products else -1
-
-
-def _layer_begin(
-    model: ModelProto, graph: GraphProto, chain: list[str], contract: CacheContract, layer: int
-) -> int | None:
-    slots = [s for s in contract.growing if s.layer == layer]
-    found = [_begin(model, graph, chain, s.present, s.filled_by) for s in slots]
-    return min((index for index in found if index is not None), default=None)
 
 
 def _begin(model: ModelProto, graph: GraphProto, chain: list[str], *outputs: str | None) -> int | None:
@@ -202,22 +175,22 @@ def inner_value(model: ModelProto, graph: GraphProto, output: str | None) -> str
         return None
     if graph is model.graph:
         return output if any(value.name == output for value in graph.output) else None
-    names = {value.name for value in graph.output}
     for node in model.graph.node:
         if has(node.op_type, "branch") and output in node.output:
             index = list(node.output).index(output)
-            value = graph.output[index].name if index < len(graph.output) else None
-            return value if value in names else None
+            return graph.output[index].name if index < len(graph.output) else None
     return None
 
 
 def find_spine(graph: GraphProto, sources: set[str], end: str) -> list[str]:
     """The values on every path from the sources (token ids or embeddings) to `end`, in order."""
     producer = producers(graph)
-    order = _in_order(graph, end)
+    # The values that `end` depends on, each after those it needs; those from around the graph first.
+    needed, nodes = needed_for(graph, [end]), list(graph.node)
+    made = [name for index in node_order(nodes) or () for name in nodes[index].output if name in needed]
     dominator: dict[str, str | None] = {}
     depth: dict[str, int] = {}
-    for name in order:
+    for name in (*sorted(needed.difference(made)), *made):
         if name in sources:
             dominator[name], depth[name] = None, 0
             continue
@@ -265,10 +238,3 @@ def _meet(one: str, other: str, dominator: dict[str, str | None], depth: dict[st
             return ""
         one = step
     return one
-
-
-def _in_order(graph: GraphProto, end: str) -> list[str]:
-    """The values that `end` depends on, each after those it needs; those from around the graph first."""
-    needed, nodes = needed_for(graph, [end]), list(graph.node)
-    made = [name for index in node_order(nodes) or () for name in nodes[index].output if name in needed]
-    return [*sorted(needed.difference(made)), *made]

@@ -99,11 +99,16 @@ class CallScript:
             if index in needed:
                 needed |= {v.call for v in self.calls[index].feeds.values() if isinstance(v, PriorOutput)}
         place = {old: new for new, old in enumerate(sorted(needed))}
-        calls = tuple(_renumber_feeds(self.calls[index], place) for index in sorted(needed))
+        calls = []
+        for call in (self.calls[index] for index in sorted(needed)):
+            feeds = {
+                n: replace(v, call=place[v.call]) if isinstance(v, PriorOutput) else v for n, v in call.feeds.items()
+            }
+            calls.append(replace(call, feeds=feeds))
         comparisons = tuple(
             replace(c, call=place[c.call], reference=place[c.reference]) for c in self.comparisons if c.call in place
         )
-        return replace(self, calls=calls, comparisons=comparisons)
+        return replace(self, calls=tuple(calls), comparisons=comparisons)
 
     def fitting(self, inputs: dict[str, set[str]]) -> "CallScript":
         """The script without feeds for inputs that the files no longer have; `inputs` by file."""
@@ -112,14 +117,6 @@ class CallScript:
             for call in self.calls
         )
         return replace(self, calls=calls).trimmed()
-
-
-def _renumber_feeds(call: ScriptCall, place: dict[int, int]) -> ScriptCall:
-    feeds = {
-        name: replace(value, call=place[value.call]) if isinstance(value, PriorOutput) else value
-        for name, value in call.feeds.items()
-    }
-    return replace(call, feeds=feeds)
 
 
 def make_array(given: MadeArray) -> Array:

@@ -52,16 +52,9 @@ TOKENS = ("token_ids",)
 
 @record(slots=False)
 class Candidate:
-    """A candidate for a reproducer.
+    """A candidate for a reproducer: the skeleton of each file, which was read from `folder`, and the calls.
 
-    Attributes:
-        folder: the folder that the models were read from.
-        models: the skeleton of each file.
-        script: the calls.
-        contract: the cache contract.
-        sizes: the smaller sizes.
-        strength: the factor of the noise in matrices.
-        cuts: what was removed, as text.
+    `strength` is the factor of the noise in matrices, `cuts` says what was removed.
     """
 
     folder: Path
@@ -82,7 +75,11 @@ class Candidate:
         total = 0
         for model in self.models.values():
             tables = find_uses(model).tables
-            total += sum(_bits(tensor, self.sizes, tensor.name in tables) // 8 for tensor in _tensors(model))
+            for tensor in _list_tensors(model):
+                most = MAX_INTEGERS if tensor.data_type in INTEGERS else MAX_FLOATS
+                if math.prod(tensor.dims) > most:
+                    dims = self.sizes.dims(tensor, tensor.name in tables)
+                    total += math.prod(dims) * BITS.get(tensor.data_type, 32) // 8
         return total
 
     def write(self, folder: Path, seed: int, names: "dict[str, str] | None" = None) -> ReplacedWeights:
@@ -119,27 +116,20 @@ class Candidate:
         """The script for the remaining inputs, in the sizes of the candidate."""
         script = self.script.fitting(self.inputs)
         ports = {(graph.file, port.name): port for graph in self.contract.graphs.values() for port in graph.inputs}
-        calls = tuple(
-            replace(
-                call,
-                feeds={
-                    name: self._resize(value, ports[call.file, name])
-                    if isinstance(value, MadeArray) and (call.file, name) in ports
-                    else value
-                    for name, value in call.feeds.items()
-                },
-            )
-            for call in script.calls
-        )
-        return replace(script, calls=calls)
+        calls = []
+        for call in script.calls:
+            feeds = dict(call.feeds)
+            for name, value in call.feeds.items():
+                if isinstance(value, MadeArray) and (call.file, name) in ports:
+                    feeds[name] = self._resize(value, ports[call.file, name])
+            calls.append(replace(call, feeds=feeds))
+        return replace(script, calls=tuple(calls))
 
     def _resize(self, given: MadeArray, port: Port) -> MadeArray:
-        axes = port.axes if len(port.axes) == len(given.shape) else ("fixed",) * 0
-        shape = tuple(
-            self.sizes.of(size) if axes and axes[index] in WIDTHS else size for index, size in enumerate(given.shape)
-        )
-        numbers = given.numbers
-        vocabulary = self.contract.vocabulary
+        axes = port.axes if len(port.axes) == len(given.shape) else ("batch",) * len(given.shape)
+        pairs = zip(given.shape, axes, strict=True)
+        shape = tuple(self.sizes.of(size) if axis in WIDTHS else size for size, axis in pairs)
+        numbers, vocabulary = given.numbers, self.contract.vocabulary
         if numbers is not None and shape != given.shape:
             part = make_array(given)[tuple(slice(0, size) for size in shape)]
             numbers = tuple(part.ravel().astype(np.float64).tolist())
@@ -149,19 +139,12 @@ class Candidate:
         return replace(given, shape=shape, numbers=numbers)
 
 
-def _tensors(model: ModelProto) -> "list[TensorProto]":
+def _list_tensors(model: ModelProto) -> list[TensorProto]:
     found = [attribute.t for node in all_nodes(model) for attribute in node.attribute if attribute.HasField("t")]
     bodies = [body for function in model.functions for node in function.node for body in subgraphs(node)]
     for graph in [inner for outer in (model.graph, *bodies) for inner in graphs_in(outer)]:
         found += [*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)]
     return found
-
-
-def _bits(tensor: TensorProto, sizes: SizeMap, table: bool) -> int:
-    count = math.prod(tensor.dims)
-    if count <= MAX_FLOATS or (tensor.data_type in INTEGERS and count <= MAX_INTEGERS):
-        return 0
-    return math.prod(sizes.dims(tensor, table)) * BITS.get(tensor.data_type, 32)
 
 
 CAUSES = ("same-feed", "later-token", "why", "why-chunk")
@@ -170,15 +153,10 @@ CAUSES = ("same-feed", "later-token", "why", "why-chunk")
 
 @record
 class ScriptOutcome:
-    """How a script ended.
+    """How a script ended: failed, died, refused, ran, crashed or nothing; `title` is that of the last call.
 
-    Attributes:
-        outcome: failed, died, refused, ran, crashed or nothing.
-        title: the title of the last call.
-        node: the innermost node that the error names.
-        pattern: the error text without names, numbers and shapes; or the signal.
-        text: the error text.
-        differences: of each comparison, in standard deviations of the logits, and whether it is finite.
+    `node` is the innermost one that the error names, `pattern` its text without names, numbers and shapes, or the
+    signal. `differences` are those of each comparison, in standard deviations of the logits, and whether it is finite.
     """
 
     outcome: str
@@ -280,8 +258,9 @@ class Oracle:
 
 def _describe_end(event: ScriptPlayed, script: CallScript) -> ScriptOutcome:
     if event.outcome != "failed" or event.call is None:
+        pattern = _remove_names(event.text)
         found = tuple((each.relative, each.finite) for each in event.differences)
-        return ScriptOutcome(event.outcome, pattern=_remove_names(event.text), text=event.text, differences=found)
+        return ScriptOutcome(event.outcome, pattern=pattern, text=event.text, differences=found)
     text = event.unoptimized or event.text
     pattern = _remove_names(text) + ("" if event.unoptimized is not None else ", with optimizations only")
     title = script.calls[event.call].title

@@ -12,10 +12,9 @@ from typing import Any
 from kvdoctor.addons.reproducer.layers import find_operator, name_nodes
 from kvdoctor.addons.reproducer.messages import CallScript, MadeArray
 from kvdoctor.addons.reproducer.oracle import Candidate, Oracle, OutcomeDifference, ScriptOutcome
-from kvdoctor.addons.reproducer.program import OTHER_NODE
-from kvdoctor.addons.reproducer.reduce import MAX_BYTES, Reduction, ReductionTarget
+from kvdoctor.addons.reproducer.reduce import MAX_BYTES, Reduction
 from kvdoctor.addons.reproducer.weights import INTEGERS, free_axis, store_digests
-from kvdoctor.addons.reproducer.write import ReproContents, write_reproducer
+from kvdoctor.addons.reproducer.write import OTHER_NODE, ReproContents, write_reproducer
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import CPU
@@ -53,13 +52,7 @@ EXPERIMENTS_BY_CHECK = {
 """Experiments that show the failure of a check, where these are not the default ones."""
 
 DEFAULT_EXPERIMENTS = (
-    "plain-loop",
-    "held-loop",
-    "one-token-prompt",
-    "batch",
-    "other-encoder-length",
-    "chunk",
-    "long-past",
+    *("plain-loop", "held-loop", "one-token-prompt", "batch", "other-encoder-length", "chunk", "long-past"),
 )
 
 ON_PROVIDERS = ("target-fails", "target-differs")
@@ -76,25 +69,11 @@ ANY_PAST = {"step-fails", "chunk-fails", "empty-past-rejected", *FROZEN}
 """Checks whose failing call has a correct past: it fails with any other past of that shape as well."""
 
 
-@record
-class ReproRequest:
-    """The model at `path` and the folder to write; `force` replaces one that kvdoctor wrote."""
-
-    path: str
-    out: str
-    force: bool = False
-
-
 @record(slots=False)
 class Failure:
-    """The failure to reproduce.
+    """The failure to reproduce: the `experiments` may show it, none where the runtime refuses a file.
 
-    Attributes:
-        finding: the finding.
-        stack: its stack.
-        contract: the contract to run under.
-        experiments: the experiments that may show it; empty if the runtime refuses a file.
-        run: the run that showed it; None if a file is refused, or if `contract` is not the one of the diagnosis.
+    `run` showed it; None if a file is refused, or if `contract`, to run under, is not the one of the diagnosis.
     """
 
     finding: Finding
@@ -113,21 +92,21 @@ class NotReproduced(Exception):
     """There is no reproducer. The message says why, for the report."""
 
 
-def repro(request: ReproRequest, options: Options) -> Report:
+def repro(path: str, out: str, options: Options, *, force: bool) -> Report:
     """Diagnose a model, and write a reproducer of its first failure, without its weights, to the folder `out`.
 
     Raises:
         UsageError: the path does not exist, or `out` must not be written; nothing was written.
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
-    if Path(request.path).exists():
-        refuse_unfit(Path(request.out), Path(request.path), request.force)
+    if Path(path).exists():
+        refuse_unfit(Path(out), Path(path), force)
     with Runtime(options.limits) as runtime, scratch_folder() as scratch:
-        report = replace(step_test(request.path, options, runtime, RunPlan(check_advice=check_advice)), command="repro")
+        report = replace(step_test(path, options, runtime, RunPlan(check_advice=check_advice)), command="repro")
         findings = tuple(_findings_that_count(report, options))
         if not findings:
             return report
-        folder = open_folder(request.path)
+        folder = open_folder(path)
         try:
             failure = _choose_failure(findings, report, folder)
             # What the CPU shows as well needs no other provider.
@@ -136,7 +115,7 @@ def repro(request: ReproRequest, options: Options) -> Report:
             options = replace(options, providers=others or (CPU,))
             lengths = tuple(one.length for one in list_thresholds(failure.stack, failure.contract))
             oracle = Oracle(runtime, failure.stack.name, options.provider, options.seed, Path(scratch), lengths)
-            return _Reproduction(request, options, folder, failure, oracle).run(report)
+            return _Reproduction(out, options, folder, failure, oracle).run(report)
         except NotReproduced as reason:
             return replace(report, reproducer=Reproducer(None, str(reason)))
 
@@ -186,9 +165,7 @@ def _choose_failure(findings: tuple[Finding, ...], report: Report, folder: Model
 
 @record(slots=False)
 class _Reproduction:
-    """The reproduction of one failure."""
-
-    request: ReproRequest
+    out: str
     options: Options
     folder: ModelFolder
     failure: Failure
@@ -210,7 +187,8 @@ class _Reproduction:
         steps = self.failure.run.steps if self.failure.run and self.failure.finding.name in ANY_PAST else ()
         reduction = Reduction(
             lambda candidate: self.oracle.shows_failure(candidate, outcome, self.experiment),
-            ReductionTarget(node[0], steps),
+            node[0],
+            steps,
         )
         found = self._take_node_alone(whole)
         if found is None or not self.oracle.shows_failure(found, outcome, self.experiment):
@@ -221,17 +199,16 @@ class _Reproduction:
         versions, on = {"onnxruntime": runtime.versions["onnxruntime"]}, runtime.find_provider(self.options.provider)
         versions |= {on.name: on.version} if on.version else {}
         report = replace(report, environment=report.environment | versions)
-        with whole_folder(Path(self.request.out)) as pending:
+        with whole_folder(Path(self.out)) as pending:
             found = self._with_final_script(found)
             finding, question = self.failure.finding, self.failure.question
             contents = ReproContents(finding, question, node, self.folder, report, self.options, found, outcome)
-            reproducer = write_reproducer(pending.path, contents, self.request.out)
+            reproducer = write_reproducer(pending.path, contents, self.out)
             _prove(pending, self.options)
             pending.kept = True
         return replace(report, reproducer=reproducer)
 
     def _take_node_alone(self, whole: Candidate) -> Candidate | None:
-        """The node in which the process ends as a model of its own; None where it needs more than floats."""
         run = self.failure.run
         place = run.location if run is not None and run.outcome == "died" else None
         if place is None or place.node is None:

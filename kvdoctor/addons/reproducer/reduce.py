@@ -24,7 +24,6 @@ from kvdoctor.addons.reproducer.oracle import Candidate
 from kvdoctor.addons.reproducer.weights import SizeMap, choose_sizes
 from kvdoctor.decode.runs import Step
 from kvdoctor.model.traverse import needed_for
-from kvdoctor.records import record
 
 MAX_RUNS, MAX_SECONDS = 60, 120.0
 SMALL_BYTES = 16 << 10
@@ -40,24 +39,17 @@ STRENGTHS = (1.0, 2.0, 0.5)
 """Factors of the noise in matrices: if it is weak, attention is uniform; if it is strong, it selects one token."""
 
 
-@record(slots=False)
-class ReductionTarget:
-    """The failing node, and the steps of the run if its last call may run with a synthetic past.
-
-    With a synthetic past the call needs no earlier calls. That is valid if any past of that shape fails, and hides the
-    fault if the content of the past is wrong.
-    """
-
-    node: str = ""
-    steps: tuple[Step, ...] = ()
-
-
 @dataclass
 class Reduction:
-    """The search for the smallest candidate, within limits of runs and time."""
+    """The search for the smallest candidate, within limits of runs and time.
+
+    `node` is the failing one, `steps` are those of the run if its last call may run with a synthetic past: it needs
+    no earlier calls then. That is valid if any past of that shape fails, and hides the fault if the content is wrong.
+    """
 
     shows_failure: Callable[[Candidate], bool]
-    target: ReductionTarget
+    node: str = ""
+    steps: tuple[Step, ...] = ()
     runs: int = 0
     started: float = field(default_factory=time.monotonic)
     too_large: int | None = None
@@ -88,15 +80,16 @@ class Reduction:
 
     def _candidates(self, whole: Candidate) -> Iterator[Candidate]:
         calls_end = whole.script.kind in ("fails", "dies")
-        slices = itertools.chain(_slice(whole, self.target), [whole]) if calls_end else [whole]
+        slices = itertools.chain(_slice(whole, self.node, self.steps), [whole]) if calls_end else [whole]
         strengths = STRENGTHS if whole.script.kind == "differs" else STRENGTHS[:1]
         for cut in slices:
             for strength in strengths:
-                for sizes in _list_sizes(cut):
+                sizes = choose_sizes(cut.contract)
+                if sizes and cut.weight_bytes() > SMALL_BYTES:
                     yield replace(cut, sizes=sizes, strength=strength)
+                yield replace(cut, sizes=SizeMap(), strength=strength)
 
     def _remove_layers(self, candidate: Candidate) -> Candidate:
-        """Remove layers, in blocks of decreasing size, as long as the failure stays."""
         layers = sorted({slot.layer for slot in candidate.contract.slots if slot.layer is not None})
         left = list(layers)
         block = max(len(layers) // 2, 1)
@@ -105,15 +98,18 @@ class Reduction:
                 gone = [layer for layer in layers[start : start + block] if layer in left]
                 if not gone or len(gone) == len(left):
                     continue
-                fewer = _without_layers(candidate, gone, left)
-                if fewer is not None and self._test(fewer):
+                found = remove_layers(candidate.models, candidate.contract, gone, left)
+                if found is None:
+                    continue
+                cuts = (*candidate.cuts, f"layer{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}")
+                fewer = replace(candidate, models=found[0], contract=found[1], cuts=cuts)
+                if self._test(fewer):
                     candidate = fewer
                     left = [layer for layer in left if layer not in gone]
             block //= 2
         return candidate
 
     def _remove_outputs(self, candidate: Candidate) -> Candidate:
-        """Remove outputs of a refused file, with everything that only they need, as long as it is refused."""
         (file,) = candidate.models
         left = [value.name for value in candidate.models[file].graph.output]
         block = len(left) // 2
@@ -132,26 +128,19 @@ class Reduction:
         return candidate
 
 
-def _list_sizes(candidate: Candidate) -> Iterator[SizeMap]:
-    sizes = choose_sizes(candidate.contract)
-    if sizes and candidate.weight_bytes() > SMALL_BYTES:
-        yield sizes
-    yield SizeMap()
-
-
-def _slice(whole: Candidate, target: ReductionTarget) -> Iterator[Candidate]:
+def _slice(whole: Candidate, node: str, steps: tuple[Step, ...]) -> Iterator[Candidate]:
     """The cuts to try, the smallest first: the call alone, then the loop; around the failing node, then whole outputs.
 
     If layers are removed, an earlier call must be in the script as well: if it runs, the cut is valid.
     """
-    alone = _isolate_call(whole, target)
+    alone = _isolate_call(whole, steps)
     for start in (alone, whole) if alone is not None else (whole,):
-        for past_layers in (True, False) if target.node else ():
+        for past_layers in (True, False) if node else ():
             if not past_layers or len(start.script.calls) > 1:
-                yield from _if_any(_cut_around(start, target.node, past_layers))
+                yield from filter(None, [_cut_around(start, node, past_layers)])
     for start in (alone, whole) if alone is not None else (whole,):
         for output in _smallest_outputs(start):
-            yield from _if_any(_keep_needed(start, {start.script.calls[-1].file: {output}}))
+            yield from filter(None, [_keep_needed(start, {start.script.calls[-1].file: {output}})])
 
 
 def _smallest_outputs(start: Candidate) -> list[str]:
@@ -171,14 +160,9 @@ def _smallest_outputs(start: Candidate) -> list[str]:
     return list(dict.fromkeys((*ordered[:MAX_OUTPUTS], *ordered[-1:])))
 
 
-def _if_any(candidate: Candidate | None) -> Iterator[Candidate]:
-    if candidate is not None:
-        yield candidate
-
-
-def _isolate_call(whole: Candidate, target: ReductionTarget) -> Candidate | None:
+def _isolate_call(whole: Candidate, steps: tuple[Step, ...]) -> Candidate | None:
     """The failing call after the last that succeeded, both with noise for the past, in the shapes of the loop."""
-    calls, steps = whole.script.calls, target.steps
+    calls = whole.script.calls
     if not steps or not any(isinstance(value, PriorOutput) for value in calls[-1].feeds.values()):
         return None
     isolated = [_with_synthetic_past(calls[-1], steps[-1])]
@@ -218,7 +202,6 @@ def _cut_around(start: Candidate, node: str, past_layers: bool) -> Candidate | N
 
 
 def _keep_needed(start: Candidate, ends: dict[str, set[str]]) -> Candidate | None:
-    """Remove outputs that no feed needs; `ends` are outputs to keep, by file."""
     keep = {file: set(ends.get(file, ())) for file in start.models}
     while True:
         models = {file: deepcopy(model) for file, model in start.models.items()}
@@ -235,12 +218,3 @@ def _keep_needed(start: Candidate, ends: dict[str, set[str]]) -> Candidate | Non
             return replace(smaller, script=script)
         for file, output in needed:
             keep[file].add(output)
-
-
-def _without_layers(candidate: Candidate, gone: list[int], left: list[int]) -> Candidate | None:
-    """The candidate without the layers `gone`, of the layers `left`."""
-    found = remove_layers(candidate.models, candidate.contract, gone, left)
-    if found is None:
-        return None
-    removed = f"layer{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
-    return replace(candidate, models=found[0], contract=found[1], cuts=(*candidate.cuts, removed))

@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,43 +101,30 @@ class SizeMap:
 
     def contract(self, contract: CacheContract) -> CacheContract:
         """The contract of the model with these sizes."""
-        graphs = {
-            name: replace(
-                graph,
-                inputs=tuple(self._port(port) for port in graph.inputs),
-                outputs=tuple(self._port(port) for port in graph.outputs),
-            )
-            for name, graph in contract.graphs.items()
-        }
-        slots = tuple(replace(slot, shape=self._shape(slot, slot.shape)) for slot in contract.slots)
         vocabulary = self.of(contract.vocabulary) if contract.vocabulary is not None else None
-        return replace(contract, graphs=graphs, slots=slots, vocabulary=vocabulary)
-
-    def _port(self, port: Port) -> Port:
-        return port if port.shape is None else replace(port, shape=self._shape(port, port.shape))
-
-    def _shape(self, of: Port | Slot, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        if len(of.axes) != len(shape):
-            return shape
-        return tuple(
-            self.of(dim) if isinstance(dim, int) and axis in WIDTHS else dim
-            for dim, axis in zip(shape, of.axes, strict=True)
-        )
+        smaller = _change_sizes(contract, lambda size, axis: self.of(size) if axis in WIDTHS else size)
+        return replace(smaller, vocabulary=vocabulary)
 
 
 def free_axis(contract: CacheContract, axis: Axis) -> CacheContract:
     """The contract with any size for an axis that the file declares with a fixed one."""
+    return _change_sizes(contract, lambda size, of: None if of == axis else size)
 
-    def free(of: Port | Slot) -> Any:
-        if of.shape is None or axis not in of.axes:
+
+def _change_sizes(contract: CacheContract, change: Callable[[int, Axis], Dim]) -> CacheContract:
+    """The contract with other numbers in the shapes of ports and slots."""
+
+    def changed(of: Port | Slot) -> Any:
+        if of.shape is None or len(of.axes) != len(of.shape):
             return of
-        return replace(of, shape=tuple(None if a == axis else d for a, d in zip(of.axes, of.shape, strict=True)))
+        pairs = zip(of.shape, of.axes, strict=True)
+        return replace(of, shape=tuple(change(d, axis) if isinstance(d, int) else d for d, axis in pairs))
 
     graphs = {
-        name: replace(graph, inputs=tuple(map(free, graph.inputs)), outputs=tuple(map(free, graph.outputs)))
+        name: replace(graph, inputs=tuple(map(changed, graph.inputs)), outputs=tuple(map(changed, graph.outputs)))
         for name, graph in contract.graphs.items()
     }
-    return replace(contract, graphs=graphs, slots=tuple(map(free, contract.slots)))
+    return replace(contract, graphs=graphs, slots=tuple(map(changed, contract.slots)))
 
 
 def choose_sizes(contract: CacheContract) -> SizeMap:
@@ -188,16 +175,11 @@ class TensorUses:
 
 @dataclass
 class WeightReplacer:
-    """Replaces weights with noise.
+    """Replaces weights with noise of a `seed`, by a factor of `strength` in matrices.
 
-    Attributes:
-        folder: the folder with the external data of small constants.
-        seed: the seed of the noise.
-        sizes: the smaller sizes.
-        strength: the factor of the noise in matrices.
-        tally: the numbers of replaced and of unchanged tensors.
-        origins: the digest of each weight with the position that seeds its noise. A weight with several names, or in
-            several files, must get the same noise everywhere: otherwise two graphs that agree would differ.
+    `folder` has the external data of small constants. `origins` has for the digest of each weight the position that
+    seeds its noise: a weight with several names, or in several files, must get the same noise everywhere, since
+    otherwise two graphs that agree would differ.
     """
 
     folder: Path
@@ -211,27 +193,20 @@ class WeightReplacer:
         """A copy of a skeleton with noise for weights."""
         copy = deepcopy(model)
         copy.DiscardUnknownFields()
-        for name in TEXTS:
-            copy.ClearField(name)
+        _clear(copy, *TEXTS, "metadata_props", "training_info")
         copy.producer_name, copy.producer_version = "kvdoctor repro", __version__
-        for lists in ("metadata_props", "training_info"):
-            copy.ClearField(lists)
         uses = find_uses(copy)
         self._graph(copy.graph, uses, "")
         for function in copy.functions:
-            function.ClearField("doc_string")
-            function.ClearField("metadata_props")
-            function.ClearField("value_info")
+            _clear(function, "doc_string", "metadata_props", "value_info")
             self._nodes(function.node, uses, f"{function.name}/")
         self.sizes.declare(copy)
         return copy
 
     def _graph(self, graph: GraphProto, uses: TensorUses, position: str) -> None:
-        for name in ("doc_string", "metadata_props", "value_info", "quantization_annotation"):
-            graph.ClearField(name)
+        _clear(graph, "doc_string", "metadata_props", "value_info", "quantization_annotation")
         for value in (*graph.input, *graph.output):
-            value.ClearField("doc_string")
-            value.ClearField("metadata_props")
+            _clear(value, "doc_string", "metadata_props")
         for tensor in graph.initializer:
             self._tensor(tensor, tensor.name, uses, position + tensor.name)
         for sparse in graph.sparse_initializer:
@@ -240,8 +215,7 @@ class WeightReplacer:
 
     def _nodes(self, nodes: Any, uses: TensorUses, position: str) -> None:
         for index, node in enumerate(nodes):
-            node.ClearField("doc_string")
-            node.ClearField("metadata_props")
+            _clear(node, "doc_string", "metadata_props")
             output = node.output[0] if has(node.op_type, "constant") and node.output else ""
             for attribute in node.attribute:
                 attribute.ClearField("doc_string")
@@ -259,16 +233,12 @@ class WeightReplacer:
 
     def _tensor(self, tensor: TensorProto, name: str, uses: TensorUses, position: str) -> None:
         digest = tensor.doc_string
-        for text in ("doc_string", "metadata_props"):
-            tensor.ClearField(text)
+        _clear(tensor, "doc_string", "metadata_props")
         self._fetch(tensor)
         count = math.prod(tensor.dims)
-        absent = payload_left_out(tensor) or is_external(tensor)
-        if tensor.data_type in INTEGERS:
-            keep = not absent and (count <= MAX_INTEGERS or tensor.data_type == TensorProto.BOOL)
-        else:
-            keep = not absent and count <= MAX_FLOATS
-        if keep:
+        most = MAX_INTEGERS if tensor.data_type in INTEGERS else MAX_FLOATS
+        present = not (payload_left_out(tensor) or is_external(tensor))
+        if present and (count <= most or tensor.data_type == TensorProto.BOOL):
             self.tally.kept += 1
             self.sizes.constant(tensor)
             if count == 0:
@@ -277,8 +247,7 @@ class WeightReplacer:
         position = self.origins.setdefault(weight_digest(tensor, digest, position), position)
         tensor.dims[:] = self.sizes.dims(tensor, name in uses.tables)
         content = self._content(tensor, name, uses, position)
-        for payload in (*PAYLOAD_FIELDS, "external_data", "data_location"):
-            tensor.ClearField(payload)
+        _clear(tensor, *PAYLOAD_FIELDS, "external_data", "data_location")
         if tensor.data_type == TensorProto.STRING:
             tensor.string_data[:] = [b""] * count
         else:
@@ -286,7 +255,6 @@ class WeightReplacer:
         self.tally.replaced += 1
 
     def _fetch(self, tensor: TensorProto) -> None:
-        """Read a small constant from an external file."""
         bits, count = BITS.get(tensor.data_type, 0), math.prod(tensor.dims)
         wanted = tensor.data_type in INTEGERS or count <= MAX_FLOATS
         reference = read_reference(tensor)
@@ -295,8 +263,7 @@ class WeightReplacer:
         with (self.folder / reference.location).open("rb") as file:
             file.seek(reference.offset)
             tensor.raw_data = file.read(reference.length)
-        tensor.ClearField("external_data")
-        tensor.ClearField("data_location")
+        _clear(tensor, "external_data", "data_location")
 
     def _content(self, tensor: TensorProto, name: str, uses: TensorUses, position: str) -> bytes:
         """Noise with the shape and element type of a tensor, little-endian as in the format."""
@@ -330,6 +297,11 @@ class WeightReplacer:
 
     def _rng(self, position: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(position.encode("utf-8", "replace"))])
+
+
+def _clear(message: Any, *fields: str) -> None:
+    for name in fields:
+        message.ClearField(name)
 
 
 def weight_digest(tensor: TensorProto, known: str, position: str) -> str:

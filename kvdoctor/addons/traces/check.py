@@ -6,18 +6,16 @@ positions and counters of the shorter length, or values that are the first ones 
 that of the step before is never taken for one: a cache that is not renewed looks the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import PurePath
 
 import numpy as np
 
+from kvdoctor.addons.traces.inputs import branches, encoder, find_doubts, ports, starts_again
+from kvdoctor.addons.traces.lengths import all_ids, batch, capacity, compare_with_length, lengths, values
+from kvdoctor.addons.traces.pasts import pasts
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor
-from kvdoctor.addons.traces.rules import first_breaks
-from kvdoctor.addons.traces.rules.doubts import find_doubts
-from kvdoctor.addons.traces.rules.inputs import starts_again
-from kvdoctor.addons.traces.rules.lengths import compare_with_length
 from kvdoctor.addons.traces.step import (
     ContractViolation,
     ExpectedPast,
@@ -26,9 +24,10 @@ from kvdoctor.addons.traces.step import (
     expect_past,
     first_length,
     holds_values_of,
+    misfits,
     size_of,
 )
-from kvdoctor.contract import DECODING, Axis, CacheContract, Dim, Graph, PhaseName, Slot, describe
+from kvdoctor.contract import DECODING, CacheContract, Dim, Graph, PhaseName, Slot, describe
 from kvdoctor.decode.calls import Array
 from kvdoctor.errors import UsageError
 from kvdoctor.records import record
@@ -40,16 +39,12 @@ def cut_back(moment: StepContext) -> SequenceState | None:
     if before is None or moment.buffered or not 0 < length < before.tokens or length == before.tokens - before.new:
         return None
     cut = [(slot, fed) for slot, fed in moment.slots if slot.carry != "hold"]
-    if not cut or not all(_can_be_cut(slot, fed, length) for slot, fed in cut):
-        return None
+    for slot, fed in cut:  # each keeps an entry for each token, and was fed the first ones
+        grows = (slot.growth, slot.carry) in (("grow", "feed-back"), ("delta", "append")) and slot.window is None and not slot.prepended
+        if not grows or size_of(slot.axes, fed.shape, "past") != length:
+            return None
     agree = [*_compare_values(moment, cut, length), *compare_with_length(moment, length)]
-    return _shorten(before, moment, length) if agree and all(agree) else None
-
-
-def _can_be_cut(slot: Slot, fed: TraceTensor, length: int) -> bool:
-    """Whether a slot keeps an entry for each token, and was fed the first `length` of them."""
-    grows = (slot.growth, slot.carry) in (("grow", "feed-back"), ("delta", "append"))
-    return grows and slot.window is None and not slot.prepended and size_of(slot.axes, fed.shape, "past") == length
+    return _shorten(before, moment, length) if cut and agree and all(agree) else None
 
 
 def _compare_values(moment: StepContext, cut: list[tuple[Slot, TraceTensor]], length: int) -> Iterator[bool]:
@@ -82,17 +77,12 @@ def _shorten(before: SequenceState, moment: StepContext, length: int) -> Sequenc
 
 
 def _first_entries(value: TraceTensor, slot: Slot, length: int) -> TraceTensor:
-    """A past or present, cut to its first `length` tokens."""
     at = slot.length_axis
     if at is None or at >= len(value.shape) or value.shape[at] <= length:
         return value
     shape = tuple(length if axis == at else size for axis, size in enumerate(value.shape))
-    return TraceTensor(value.dtype, shape, partial(_take, value, at, length) if value.has_values else None)
-
-
-def _take(value: TraceTensor, axis: int, length: int) -> Array:
-    cut: Array = np.take(value.array(), range(length), axis=axis)
-    return cut
+    taken = (lambda: np.take(value.array(), range(length), axis=at)) if value.has_values else None
+    return TraceTensor(value.dtype, shape, taken)
 
 
 @record
@@ -108,28 +98,25 @@ class UnexpectedOutput:
 def find_unexpected_output(moment: StepContext) -> UnexpectedOutput | None:
     """Find the first such output of a step."""
     filled = {slot.filled_by if moment.phase == "prefill" else slot.present: slot for slot in moment.contract.slots}
+    known = moment.sizes if moment.contract.codebooks == 1 else {}
     for port in moment.graph.outputs:
         got = moment.step.got.get(port.name)
         if got is None:
             continue
-        slot = filled.get(port.name)
-        due = (
-            _expect_present_shape(slot, moment)
-            if slot is not None
-            else _expect_output_shape(port.shape, port.axes, moment)
-        )
-        if got.dtype != port.dtype or (due is not None and not _fits(due, got)):
-            return UnexpectedOutput(moment.number, port.name, describe(port.dtype, due or port.shape), str(got))
+        slot, due = filled.get(port.name), None
+        if slot is not None:
+            due = _expect_present_shape(slot, moment)
+        elif port.shape is not None and len(port.axes) == len(port.shape):
+            due = tuple(
+                size if isinstance(size, int) else known.get(axis) if axis in ("batch", "new") else None
+                for axis, size in zip(port.axes, port.shape, strict=True)
+            )
+        if got.dtype != port.dtype or (due is not None and misfits(due, got)):
+            return UnexpectedOutput(moment.step.number, port.name, describe(port.dtype, due or port.shape), str(got))
     return None
 
 
-def _fits(due: tuple[Dim, ...], got: TraceTensor) -> bool:
-    return len(due) == len(got.shape) and all(
-        not isinstance(size, int) or size == seen for size, seen in zip(due, got.shape, strict=True)
-    )
-
-
-def _expect_present_shape(slot: Slot, moment: StepContext) -> tuple[Dim, ...] | None:
+def _expect_present_shape(slot: Slot, moment: StepContext) -> tuple[Dim, ...]:
     """The shape of a present: the past's, and its length by the growth rule."""
     fed = moment.step.fed.get(slot.past)
     past, new, sizes = moment.past, moment.new, moment.sizes
@@ -149,17 +136,12 @@ def _expect_present_shape(slot: Slot, moment: StepContext) -> tuple[Dim, ...] | 
     return tuple(shape)
 
 
-def _expect_output_shape(
-    shape: tuple[Dim, ...] | None, axes: tuple[Axis, ...], moment: StepContext
-) -> tuple[Dim, ...] | None:
-    """The shape of logits and other outputs, by the sizes of the step."""
-    if shape is None or len(axes) != len(shape):
-        return None
-    known = moment.sizes if moment.contract.codebooks == 1 else {}
-    named = [known.get(axis) if axis in ("batch", "new") else None for axis in axes]
-    return tuple(size if isinstance(size, int) else counted for size, counted in zip(shape, named, strict=True))
+Rule = Callable[[StepContext], Iterator[ContractViolation]]
+RULES: tuple[Rule, ...] = (ports, branches, all_ids, batch, capacity, encoder, pasts, lengths, values)
+"""Rules that a step must keep, in this order; each yields the violations of a step.
 
-
+Only the first that finds a violation is reported: a past of the wrong length causes a mask of the wrong length too.
+"""
 REMEMBERED = 4
 """Steps before the last that a stale past is looked for in."""
 PHASES: tuple[PhaseName, ...] = ("encode", "embed", *DECODING)
@@ -264,6 +246,17 @@ def phase_of(step: TraceStep, contract: CacheContract, before: SequenceState | N
     return usual if one_graph and phase in DECODING else phase
 
 
+def first_breaks(moment: StepContext) -> tuple[ContractViolation, ...]:
+    """What the first broken rule says; nothing for a step that breaks the contract in no visible way."""
+    mild: tuple[ContractViolation, ...] = ()
+    for rule in RULES:
+        found = tuple(rule(moment))
+        if any(not one.mild for one in found):
+            return found
+        mild = mild or found
+    return mild
+
+
 def without_embedding_calls(trace: Trace, contract: CacheContract) -> Trace:
     """The calls of a trace but those of an embedding graph, which are part of the next one."""
     if "embed" not in contract.phases:
@@ -314,18 +307,21 @@ def find_stacks(trace: Trace, contracts: Mapping[str, CacheContract], path: str)
 
 
 def _next_state(moment: StepContext) -> SequenceState:
-    """What a step leaves to the next."""
     before, step = moment.before, moment.step
-    new, past = moment.new, moment.past
+    made = (
+        size_of(slot.axes, got.shape, "encoder")
+        for slot in moment.contract.slots
+        if before is None and (got := step.got.get(slot.filled_by or "")) is not None
+    )
     return SequenceState(
         first=before.first if before is not None else step,
         last=step,
         phase=moment.phase,
-        tokens=past + new,
-        new=new,
+        tokens=moment.past + moment.new,
+        new=moment.new,
         batch=moment.batch,
         count=before.count + 1 if before is not None else 1,
-        encoder=moment.encoder or _returned_encoder(moment),
+        encoder=moment.encoder or next(filter(None, made), None),  # by the cache that was made of its states
         filled=_fill_kept_slots(moment),
         ids=_collect_ids(moment),
         buffered=moment.buffered,
@@ -348,18 +344,7 @@ def _fill_kept_slots(moment: StepContext) -> dict[str, TraceTensor]:
     return filled
 
 
-def _returned_encoder(moment: StepContext) -> int | None:
-    """Encoder states by the cache that was made of them."""
-    for slot in moment.contract.slots:
-        got = moment.step.got.get(slot.filled_by or "")
-        size = size_of(slot.axes, got.shape, "encoder") if got is not None else None
-        if size and moment.before is None:
-            return size
-    return None
-
-
 def _collect_ids(moment: StepContext) -> Array | None:
-    """All token ids so far."""
     for port, fed in moment.ports("token_ids"):
         if not fed.has_values:
             return None

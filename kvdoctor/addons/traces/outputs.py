@@ -4,13 +4,15 @@ Outputs of the caller's runtime should be those of the local one. The order in w
 shows in their values: beams are picked and repeated. numpy only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from kvdoctor.addons.traces.recorded import TraceStep, TraceTensor, same_values
-from kvdoctor.contract import CacheContract, PhaseName, Role
-from kvdoctor.decode.calls import Answer, Array, Encoded, Past, Value, as_array, take_sample
+from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, same_values
+from kvdoctor.contract import CacheContract, PhaseName, Role, with_reading
+from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Past, Value, as_array, take_sample
+from kvdoctor.decode.experiments.cache_entries import as_probe, growing, same_entries, same_logits
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import CALLER_ROUNDS, Cause
@@ -173,17 +175,14 @@ def _compare_likeliest(step: TraceStep, where: str, answer: Answer, builder: Fee
 
 def is_fed_alike(source: TraceStep, encoded: Encoded) -> bool:
     """Whether the caller's encoder was fed what the local encoder was."""
-    return bool(encoded.fed) and all(
-        name in source.fed and _is_tensor(source.fed[name], array) for name, array in encoded.fed.items()
-    )
-
-
-def _is_tensor(tensor: TraceTensor, array: Array) -> bool:
-    if tensor.shape != array.shape:
-        return False
-    if tensor.has_values:
-        return same_values(tensor.array(), array)
-    return tensor.sample is not None and same_values(tensor.sample, take_sample(array))
+    for name, array in encoded.fed.items():
+        tensor = source.fed.get(name)
+        if tensor is None or tensor.shape != array.shape:
+            return False
+        known = tensor.array() if tensor.has_values else tensor.sample
+        if known is None or not same_values(known, array if tensor.has_values else take_sample(array)):
+            return False
+    return bool(encoded.fed)
 
 
 def find_different_encoding(source: TraceStep, builder: FeedBuilder) -> Cause | None:
@@ -194,3 +193,63 @@ def find_different_encoding(source: TraceStep, builder: FeedBuilder) -> Cause | 
             there = f"was returned as {source.got[name]}, and locally as {list(value.shape)}"
             return Cause(DIFFERS, f"encoder ({source.place}): {name} {there}")
     return _compare_outputs(source, f"encoder ({source.place})", outputs, builder)
+
+
+COMPARED = 4
+"""Steps by which a constant is tried."""
+
+
+def gave_token(answer: Answer, call: Call, builder: FeedBuilder) -> bool:
+    """Whether a step gave the one token that the next call is fed."""
+    port = builder.contract.graph(call.phase).port("token_ids")
+    fed = as_array(call.feeds[port.name]) if port is not None else np.zeros(0)
+    return fed.size == 1 and int(answer.logits[0, -1].argmax()) == int(fed.item())
+
+
+def clear_constants(
+    builder: FeedBuilder, trace: Trace, names: Iterable[str]
+) -> "Generator[Call, Answer, frozenset[str]]":
+    """The inputs that were fed a constant with which runs with and without the cache agree: a setting, and no error."""
+    found = set[str]()
+    for name in names:
+        contract = _with_constant(trace, builder.contract, name)
+        if contract is None:
+            continue
+        other = replace(builder, contract=contract)
+        start, agrees = other.scenario.prompt, True
+        answer = yield as_probe(other.prefill(start))
+        past = None
+        for at in range(start, min(start + COMPARED, other.scenario.total)):
+            whole = yield as_probe(other.reference(at + 1))
+            agrees = agrees and not answer.failed and not whole.failed
+            if not agrees:
+                break
+            past = other.carry(past, answer, "held")
+            answer = yield as_probe(other.decode(at, at + 1, past))
+            agrees = not answer.failed and _agree(answer, whole, other)
+        found |= {name} if agrees else set()
+    return frozenset(found)
+
+
+def _agree(answer: Answer, whole: Answer, builder: FeedBuilder) -> bool:
+    """Whether a step and one call over all tokens give the same logits and caches: these say more than ids."""
+    limit = builder.tolerance
+    pairs = [
+        (slot, answer.outputs.get(slot.present or ""), whole.outputs.get(slot.filled_by or ""))
+        for slot in growing(builder.contract)
+    ]
+    return same_logits(answer.logits[:, -1:], whole.logits[:, -1:], limit) and all(
+        one is None or other is None or same_entries(as_array(one), as_array(other), limit) for _, one, other in pairs
+    )
+
+
+def _with_constant(trace: Trace, contract: CacheContract, name: str) -> CacheContract | None:
+    """The contract by which an input is the constant that every call fed it; None where it was fed several numbers."""
+    found = [step.fed[name].array() for step in trace if name in step.fed and step.fed[name].has_values]
+    numbers = {float(value) for one in found for value in np.unique(one)}
+    ambiguity = next((one for one in contract.ambiguities if one.subject == name), None)
+    if len(numbers) != 1 or ambiguity is None:
+        return None
+    reading = ambiguity.readings[0]
+    port = replace(reading.port, role="setting", value=numbers.pop())
+    return with_reading(contract, ambiguity, replace(reading, port=port))

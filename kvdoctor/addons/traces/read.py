@@ -89,12 +89,7 @@ def _read_file(path: Path) -> Iterator[TraceStep]:
         raise UsageError(f"{str(path)!r} is UTF-16, as the > of PowerShell writes it; write it as UTF-8")
     if start.startswith(b"\x93NUM"):
         raise UsageError(f"{str(path)!r} is one array; save the arrays of a step together with np.savez; {GUIDE}")
-    return _read_lines(path)
-
-
-def _read_lines(path: Path) -> Iterator[TraceStep]:
-    for line, found in read_objects(path):
-        yield parse_step(found, line, str(path))
+    return (parse_step(found, line, str(path)) for line, found in read_objects(path))
 
 
 def read_objects(path: Path, cut: bool = False, advice: str = ONE_LINE) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -185,16 +180,20 @@ def _parse_tensor(found: Any, where: str) -> TraceTensor:
     dtype, shape = onnx_dtype(found["dtype"]), found["shape"]
     if dtype is None:
         raise UsageError(f"{where}: {str(found['dtype'])[:80]!r} is not an element type; write float, int64, bool, ...")
-    if not isinstance(shape, list) or len(shape) > MOST_RANK or not all(map(_is_size, shape)):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_RANK
+        or not all(type(size) is int and 0 <= size <= MOST_WIDE for size in shape)
+    ):
         raise UsageError(f"{where}: shape must list the sizes of the tensor, not those declared; {GUIDE}")
     if math.prod(shape) > MOST_WIDE:
         raise UsageError(f"{where}: no tensor has {len(shape)} axes of such sizes; {GUIDE}")
     values = _parse_data(found.get("data"), dtype, tuple(shape), where)
-    return TraceTensor(dtype, tuple(shape), values, _parse_sample(found.get("sample"), tuple(shape), where))
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MOST_WIDE
+    sample = found.get("sample")
+    if sample is not None and not (isinstance(sample, list) and len(sample) == MOST_DATA < math.prod(shape)):
+        raise UsageError(f"{where}: a sample is a list of {MOST_DATA} numbers of a tensor that has more; {GUIDE}")
+    taken = _parse_data(sample, "double", (MOST_DATA,), where)
+    return TraceTensor(dtype, tuple(shape), values, taken() if taken is not None else None)
 
 
 def _parse_data(data: Any, dtype: str, shape: tuple[int, ...], where: str) -> Callable[[], Array] | None:
@@ -224,20 +223,6 @@ def _parse_data(data: Any, dtype: str, shape: tuple[int, ...], where: str) -> Ca
     return lambda: values
 
 
-def _parse_sample(sample: Any, shape: tuple[int, ...], where: str) -> Array | None:
-    """Some of the values as an array, float64[64]; null stands for a number that JSON cannot express."""
-    if sample is None:
-        return None
-    if not isinstance(sample, list) or len(sample) != MOST_DATA or math.prod(shape) <= MOST_DATA:
-        raise UsageError(f"{where}: a sample is a list of {MOST_DATA} numbers of a tensor that has more; {GUIDE}")
-    if not all(isinstance(number, (int, float, type(None))) for number in sample):
-        raise UsageError(f"{where}: a sample is a list of numbers")
-    try:
-        return np.array([math.nan if number is None else number for number in sample], np.float64)
-    except OverflowError:
-        raise UsageError(f"{where}: the sample holds numbers that no tensor does") from None
-
-
 MOST_TENSOR = 2 << 30
 MOST_ARCHIVE = 2 << 30
 MOST_FILES = 20_000
@@ -255,7 +240,7 @@ def folder_steps(folder: Path) -> Iterator[TraceStep]:
     if not files:
         raise UsageError(f"{str(folder)!r} holds no .npz; a trace is one .npz for each step, or a file of JSON lines")
     for number, name in enumerate(_sort_by_step(tuple(files), str(folder))):
-        yield _read_archive(_Archive(files[name]), number, name, f"{str(folder)!r}, {name!r}")
+        yield _read_archive((files[name], None), number, name, f"{str(folder)!r}, {name!r}")
 
 
 def zip_steps(path: Path) -> Iterator[TraceStep]:
@@ -270,7 +255,7 @@ def zip_steps(path: Path) -> Iterator[TraceStep]:
     except DAMAGE as error:
         raise UsageError(f"{str(path)!r} is not a readable zip: {error}"[:300]) from None
     if entries and all(name.endswith(".npy") for name in entries):
-        yield _read_archive(_Archive(path), 0, path.name, repr(str(path)))
+        yield _read_archive((path, None), 0, path.name, repr(str(path)))
         return
     inner = {name: entry for name, entry in entries.items() if name.endswith(".npz")}
     if not inner:
@@ -279,7 +264,7 @@ def zip_steps(path: Path) -> Iterator[TraceStep]:
         where = f"{str(path)!r}, {name[:200]!r}"
         if inner[name].file_size > MOST_ARCHIVE:
             raise UsageError(f"{where} is larger than 2 GiB; give a folder of .npz files instead")
-        yield _read_archive(_Archive(path, name), number, name, where)
+        yield _read_archive((path, name), number, name, where)
 
 
 def _sort_by_step(names: tuple[str, ...], where: str) -> list[str]:
@@ -296,14 +281,13 @@ def _sort_by_step(names: tuple[str, ...], where: str) -> list[str]:
     return [numbered[number] for number in sorted(numbered)]
 
 
-class _Archive:
-    """One .npz, on disk or inside a zip."""
+_Archive = tuple[Path, str | None]
+"""One .npz, on disk or inside a zip."""
 
-    def __init__(self, path: Path, inner: str | None = None) -> None:
-        self.path, self.inner = path, inner
 
-    def open(self) -> zipfile.ZipFile:
-        return zipfile.ZipFile(self.path if self.inner is None else io.BytesIO(_unpacked(self.path, self.inner)))
+def _open(archive: _Archive) -> zipfile.ZipFile:
+    path, inner = archive
+    return zipfile.ZipFile(path if inner is None else io.BytesIO(_unpacked(path, inner)))
 
 
 @functools.lru_cache(maxsize=3)
@@ -319,7 +303,7 @@ def _unpacked(path: Path, inner: str) -> bytes:
 def _read_archive(archive: _Archive, number: int, place: str, where: str) -> TraceStep:
     sides: dict[str, dict[str, TraceTensor]] = {"fed": {}, "got": {}}
     try:
-        with archive.open() as opened:
+        with _open(archive) as opened:
             for entry, side, name in _list_entries(opened, where):
                 if name in sides[side]:
                     _refuse(f"{where} has {side}/{name[:200]!r} twice; {KEYS}")
@@ -372,7 +356,7 @@ def _read_tensor(archive: _Archive, opened: zipfile.ZipFile, entry: zipfile.ZipI
 
 def _read_values(archive: _Archive, entry: str, where: str) -> Array:
     try:
-        with archive.open() as opened, opened.open(entry) as stream:
+        with _open(archive) as opened, opened.open(entry) as stream:
             values: Array = np.lib.format.read_array(stream, allow_pickle=False)
     except DAMAGE as error:
         raise UsageError(f"{where} cannot be read: {error}"[:300] + "; save the trace again") from None

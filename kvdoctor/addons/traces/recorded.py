@@ -1,48 +1,37 @@
-"""What a trace holds: tensors with or without their values, by step. numpy only."""
+"""What a trace holds, tensors with or without their values by step; and a session of onnxruntime that records one.
 
-from collections.abc import Callable, Mapping
+The session is wrapped in the caller's program. Standard library and numpy only; no runtime is imported.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import describe
-from kvdoctor.decode.calls import NUMPY_TYPES, Array
+from kvdoctor.decode.calls import MOST_DATA, NUMPY_TYPES, Array, take_sample
 from kvdoctor.records import record
 
-NUMBERED = {
-    1: "float",
-    2: "uint8",
-    3: "int8",
-    4: "uint16",
-    5: "int16",
-    6: "int32",
-    7: "int64",
-    8: "string",
-    9: "bool",
-    10: "float16",
-    11: "double",
-    12: "uint32",
-    13: "uint64",
-    16: "bfloat16",
-}
+WORDS = "float uint8 int8 uint16 int16 int32 int64 string bool float16 double uint32 uint64"
+NUMBERED = dict(enumerate(WORDS.split(), 1)) | {16: "bfloat16"}
 """Element types as the C interface of ONNX Runtime numbers them. Source: onnx.proto, TensorProto.DataType."""
 
 SPELLINGS = {
-    "float32": "float",
-    "f32": "float",
-    "single": "float",
-    "float64": "double",
-    "f64": "double",
-    "f16": "float16",
-    "half": "float16",
+    **dict.fromkeys(("float32", "f32", "single"), "float"),
+    **dict.fromkeys(("float64", "f64"), "double"),
+    **dict.fromkeys(("f16", "half"), "float16"),
+    **dict.fromkeys(("boolean", "bool_"), "bool"),
     "bf16": "bfloat16",
-    "boolean": "bool",
-    "bool_": "bool",
     "long": "int64",
     "int": "int32",
     "byte": "uint8",
-    **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{
+        f"{letter}{bits}": f"{word}{bits}" for letter, word in (("i", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)
+    },
 }
 """The names of other languages and bindings for the element types of ONNX."""
 
@@ -139,3 +128,159 @@ def same_values(one: Array, other: Array) -> bool:
     left, right = one.astype(np.float64), other.astype(np.float64)
     size = float(np.abs(right[np.isfinite(right)]).max(initial=0.0))
     return bool(np.allclose(left, right, rtol=CLOSE, atol=CLOSE * size, equal_nan=True))
+
+
+class RecordingSession:
+    """A session that writes down what it is fed and what it returns; all else is the session's own.
+
+    Calls by `run`, `run_with_ort_values` and `run_with_iobinding` are recorded; of a failed call there is what it was
+    fed, and in JSON lines its error.
+    """
+
+    def __init__(self, session: Any, path: str | Path, file: str | None = None) -> None:
+        """Record into `path`: JSON lines where it ends with `.jsonl`, else a folder with one .npz for each call."""
+        self._session = session
+        self._trace = _Lines(Path(path)) if str(path).endswith(".jsonl") else _Arrays(Path(path))
+        place = getattr(session, "_model_path", None)
+        self._file = file or (Path(place).name if place else None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], *more: Any, **named: Any) -> Any:
+        """Run as the session does, and record it."""
+        return self._noted("run", output_names, input_feed, *more, **named)
+
+    def run_with_ort_values(
+        self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], *more: Any, **named: Any
+    ) -> Any:
+        """Run as the session does, and record it."""
+        return self._noted("run_with_ort_values", output_names, input_dict_ort_values, *more, **named)
+
+    def io_binding(self) -> "RecordingBinding":
+        """A binding of this session that remembers what it binds."""
+        return RecordingBinding(self._session.io_binding())
+
+    def run_with_iobinding(self, iobinding: Any, *more: Any, **named: Any) -> None:
+        """Run with a binding of `io_binding()`, and record it; a binding made otherwise is run and not recorded."""
+        if not isinstance(iobinding, RecordingBinding):
+            self._session.run_with_iobinding(iobinding, *more, **named)
+            return
+
+        def call() -> Any:
+            self._session.run_with_iobinding(iobinding.binding, *more, **named)
+            return iobinding.binding.get_outputs()
+
+        self._record(iobinding.fed, iobinding.names, call)
+
+    def _noted(self, how: str, names: Sequence[str] | None, feed: Mapping[str, Any], *more: Any, **named: Any) -> Any:
+        wanted = list(names) if names else [output.name for output in self._session.get_outputs()]
+        method, asked = getattr(self._session, how), names if how == "run" else wanted
+        return self._record(feed, wanted, lambda: method(asked, feed, *more, **named))
+
+    def _record(self, feed: Mapping[str, Any], names: Sequence[str], call: Callable[[], Any]) -> Any:
+        fed = self._trace.keep(feed)
+        try:
+            values = call()
+        except Exception as raised:
+            self._trace.write(self._file, fed, {}, str(raised))
+            raise
+        self._trace.write(self._file, fed, self._trace.keep(dict(zip(names, values, strict=False))), None)
+        return values
+
+
+class RecordingBinding:
+    """A binding that remembers its inputs and the names of its outputs; all else is the binding's own."""
+
+    def __init__(self, binding: Any) -> None:
+        """Bind what `binding` does."""
+        self.binding = binding
+        self.fed: dict[str, Any] = {}
+        self.names: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        own = getattr(self.binding, method)
+        if not method.startswith(("bind_", "clear_binding_")):
+            return own
+
+        def noted(*given: Any, **named: Any) -> Any:
+            self._note(method, *given, **named)
+            return own(*given, **named)
+
+        return noted
+
+    def _note(self, method: str, name: str = "", *more: Any, **named: Any) -> None:
+        if method.startswith("clear_"):
+            (self.fed if method.endswith("inputs") else self.names).clear()
+        elif method == "bind_input":  # memory by its address: element type and shape are known
+            words = dict(zip(("device_type", "device_id", "element_type", "shape"), more, strict=False)) | named
+            self.fed[name] = TraceTensor(np.dtype(words.get("element_type")).name, tuple(words.get("shape") or ()))
+        elif method.endswith("_input"):
+            self.fed[name] = [*more, *named.values()][0]
+        elif name not in self.names:  # bound again in each step, it keeps its place
+            self.names.append(name)
+
+
+def recording(session: Any, path: str | Path, file: str | None = None) -> RecordingSession:
+    """Wrap a session of onnxruntime so that each of its calls becomes a step of a trace (docs/trace.md).
+
+    Args:
+        session: An `onnxruntime.InferenceSession`.
+        path: Where to record: JSON lines where it ends with `.jsonl`, else a folder with one .npz for each call. What
+            is there already is continued, so that several sessions of one loop record into the same place.
+        file: The name of the model's file, where the session was made from bytes.
+    """
+    return RecordingSession(session, path, file)
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def keep(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """What is written of tensors, taken at once: a call may write into what it is fed."""
+        return dict(_entries(tensors))
+
+    def write(self, file: str | None, fed: dict[str, Any], got: dict[str, Any], error: str | None) -> None:
+        """Add a call."""
+        line = {"file": file, "fed": fed, "got": got, "error": error}
+        with self.path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({name: value for name, value in line.items() if value is not None}) + "\n")
+
+
+class _Arrays:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def keep(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of the values."""
+        return {name: np.array(_array(t)) for name, t in tensors.items() if not isinstance(t, TraceTensor)}
+
+    def write(self, file: str | None, fed: dict[str, Any], got: dict[str, Any], error: str | None) -> None:  # noqa: ARG002
+        """Add a call: the arrays under `fed/NAME` and `got/NAME`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        there = (path.stem.removeprefix("step_") for path in self.folder.glob("step_*.npz"))
+        number = max((int(one) for one in there if one.isdecimal()), default=-1) + 1
+        arrays = {f"{side}/{name}": a for side, found in (("fed", fed), ("got", got)) for name, a in found.items()}
+        np.savez(self.folder / f"step_{number}.npz", **arrays)
+
+
+def _entries(tensors: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, TraceTensor):
+            yield name, {"dtype": tensor.dtype, "shape": list(tensor.shape)}
+            continue
+        shape = tensor.shape() if callable(getattr(tensor, "shape", None)) else np.shape(tensor)
+        dtype = tensor.data_type() if hasattr(tensor, "data_type") else str(np.asarray(tensor).dtype)
+        entry: dict[str, Any] = {"dtype": dtype, "shape": list(map(int, shape))}
+        array = _array(tensor)
+        small = math.prod(shape) <= MOST_DATA
+        numbers = array.ravel() if small else take_sample(array)
+        finite = (None if isinstance(one, float) and not math.isfinite(one) else one for one in numbers.tolist())
+        entry["data" if small else "sample"] = [*finite]  # JSON has no NaN and no infinity
+        yield name, entry
+
+
+def _array(tensor: Any) -> "np.ndarray[Any, Any]":
+    made: np.ndarray[Any, Any] = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    return made

@@ -12,16 +12,18 @@ from functools import partial
 import numpy as np
 
 from kvdoctor.addons.traces.check import broken_at, phase_of, walk, without_embedding_calls
+from kvdoctor.addons.traces.inputs import find_doubts
 from kvdoctor.addons.traces.outputs import (
+    clear_constants,
     find_different_encoding,
     find_different_output,
     find_row_order,
     find_spoilt_present,
     first_worst,
+    gave_token,
     is_fed_alike,
 )
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, same_values
-from kvdoctor.addons.traces.rules.doubts import clear_constants, find_doubts, gave_token
 from kvdoctor.addons.traces.runs import trace_of
 from kvdoctor.addons.traces.step import ContractViolation, StepContext, size_of
 from kvdoctor.contract import CacheContract, PhaseName, Port, Role
@@ -40,7 +42,6 @@ from kvdoctor.decode.calls import (
 from kvdoctor.decode.experiments import Decision, Experiment, always, as_probe
 from kvdoctor.decode.experiments.multi_turn import cut
 from kvdoctor.decode.feeds import FeedBuilder
-from kvdoctor.decode.runs import REPLAY
 from kvdoctor.errors import UsageError
 from kvdoctor.records import record
 
@@ -51,6 +52,8 @@ MOST_FED = 1 << 28
 AFTER = 4
 """Steps after a broken one that are run again: a mistake may fail later than it is made."""
 
+OTHER_BRANCH = {"cached-too-early", "cached-too-late"}
+"""Breaks that show what the switch was fed."""
 FREE: tuple[Role, ...] = (
     *("token_ids", "token_and_position", "embeddings", "encoder_states", "encoder_input", "past"),
     *("rotary_cos", "rotary_sin", "scale", "setting"),
@@ -84,39 +87,31 @@ def make_experiment(contract: CacheContract, data: Mapping[str, str]) -> Experim
         trace = trace_of(data["path"], int(data["run"]), contract)
     except UsageError:
         raise UsageError("the trace was changed while it was read; give it again") from None
-    return make_replay(trace, contract, data["name"])
-
-
-def make_replay(trace: Trace, contract: CacheContract, name: str = REPLAY) -> Experiment:
-    """Make the experiment that runs a trace again."""
     trace = without_embedding_calls(trace, contract)
     planned = tuple(_plan(trace, contract))
     encoded = next((step for step in trace if phase_of(step, contract, None) == "encode"), None)
     fed = [sum(math.prod(tensor.shape) for tensor in entry.step.fed.values()) for entry in planned]
-    large = [count for count in fed if count > MOST_FED]
-    strange = [
-        f"{n} is {t.dtype}" for entry in planned for n, t in entry.step.fed.items() if t.dtype not in NUMPY_TYPES
-    ]
-
-    def applies(_: CacheContract) -> str | None:
-        if not planned:
-            return "the trace has no step of the decoder"
-        if large:
-            return f"a step of it is fed {large[0]} numbers, more than {MOST_FED}"
-        return f"{strange[0]}, of which no feed can be made" if strange else None
-
+    large = next((count for count in fed if count > MOST_FED), 0)
+    given = (pair for entry in planned for pair in entry.step.fed.items())
+    strange = next((f"{name} is {tensor.dtype}" for name, tensor in given if tensor.dtype not in NUMPY_TYPES), "")
+    reason = f"{strange}, of which no feed can be made" if strange else None
+    reason = f"a step of it is fed {large} numbers, more than {MOST_FED}" if large else reason
+    reason = reason if planned else "the trace has no step of the decoder"
     total = max((entry.start + entry.new for entry in planned), default=1)
-    first = planned[0] if planned else None
-    batch, states = _sizes(first, contract) if first is not None else (1, None)
-    states = _read_source_length(encoded, contract) or states
-    usual = Scenario()
-    prompt = first.new if first is not None else usual.prompt
+    usual, batch, states = Scenario(), 1, None
+    prompt = planned[0].new if planned else usual.prompt
+    if planned:
+        moment = StepContext(contract, planned[0].phase, planned[0].step)
+        batch, states = max(moment.batch, 1), moment.encoder
+    for port in contract.graph("encode").inputs if encoded is not None else ():
+        if encoded is not None and port.role == "encoder_input" and port.name in encoded.fed:
+            states = size_of(port.axes, encoded.fed[port.name].shape, "encoder_input") or states
     return Experiment(
-        name=name,
+        name=data["name"],
         question="the steps of the trace, run again",
         calls=partial(_replay, planned=planned, source=encoded),
         scenario=Scenario(batch, prompt, max(total - prompt + 1, 2), states or usual.encoder),
-        applies=applies if (not planned or strange or large) else always,
+        applies=always if reason is None else lambda _: reason,
     )
 
 
@@ -146,20 +141,6 @@ def _plan(trace: Trace, contract: CacheContract) -> Iterator[ReplayStep]:
         begin += later.new
 
 
-def _sizes(first: ReplayStep, contract: CacheContract) -> tuple[int, int | None]:
-    moment = StepContext(contract, first.phase, first.step)
-    return max(moment.batch, 1), moment.encoder
-
-
-def _read_source_length(encoded: TraceStep | None, contract: CacheContract) -> int | None:
-    """The length of what the encoder was fed; None where it was not called."""
-    for port in contract.graph("encode").inputs if encoded is not None else ():
-        fed = encoded.fed.get(port.name) if encoded is not None else None
-        if port.role == "encoder_input" and fed is not None:
-            return size_of(port.axes, fed.shape, "encoder_input")
-    return None
-
-
 @dataclass
 class _Replay:
     """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last.
@@ -178,7 +159,6 @@ class _Replay:
 
 
 def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: TraceStep | None) -> Decision:
-    """Run the steps; decide for the first output that came back otherwise than in the trace."""
     alike = source is not None and is_fed_alike(source, builder.encoded)
     found = find_different_encoding(source, builder) if source is not None and alike else None
     builder = FeedBuilder(
@@ -198,14 +178,14 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         known = _follow_rows(state, entry)
         call, exact = _call(state, entry)
         exact = exact and known
-        expected = _read_logits(entry, builder.contract) if exact and entry.right else None
-        sampled = _is_sampled(entry, builder.contract)
+        logits, sampled = _read_logits(entry, builder.contract)
+        expected = logits if exact and entry.right else None
         for other in _without_doubts(state, entry, call, cleared):
             undoubted = yield other
             expected, sampled = (expected, sampled) if undoubted.failed else (undoubted.logits, False)
         if not entry.right and not broken:
             # The result of the same tokens with the right feeds: the broken step is compared with it.
-            right = yield replace(_correct_call(state, entry), kind="probe")
+            right = yield as_probe(_correct_call(state, entry))
             expected, broken = None if right.failed else right.logits, True
             answer = yield replace(call, expected=expected)
             cause = cause or find_spoilt_present(entry.step, entry.phase, answer, right, builder.contract)
@@ -265,7 +245,11 @@ def _call(state: _Replay, entry: ReplayStep) -> tuple[Call, bool]:
         elif port is not None and port.role == "past" and not begins:
             feeds[name], derived = _past(state, name, tensor)
             exact = exact and derived
-        elif port is not None and port.role == "branch_switch" and _by_other_branch(entry):
+        elif (
+            port is not None
+            and port.role == "branch_switch"
+            and OTHER_BRANCH.intersection(b.kind for b in entry.breaks)
+        ):
             other: PhaseName = "decode" if entry.phase == "prefill" else "prefill"
             feeds[name] = np.full(tensor.shape, contract.phases[other].switch)
         else:
@@ -291,11 +275,6 @@ def _is_made(state: _Replay, tensor: TraceTensor, port: Port, made: "Value | Arr
     return port.role not in FREE
 
 
-def _by_other_branch(entry: ReplayStep) -> bool:
-    """Whether what came back tells that the switch was fed wrongly."""
-    return any(one.kind in ("cached-too-early", "cached-too-late") for one in entry.breaks)
-
-
 def _contract_call(builder: FeedBuilder, entry: ReplayStep, past: Past | None) -> Call:
     """The same step as the contract would have it: as long as the tokens that are there."""
     stop = entry.start + entry.new
@@ -315,7 +294,6 @@ def _past(state: _Replay, name: str, tensor: TraceTensor) -> "tuple[Value | Arra
 
 
 def _correct_call(state: _Replay, entry: ReplayStep) -> Call:
-    """The call that a right loop would make in the place of a broken one."""
     builder, past = state.builder, state.past
     if past is None:
         return builder.prefill(entry.new)
@@ -326,7 +304,6 @@ def _correct_call(state: _Replay, entry: ReplayStep) -> Call:
 
 
 def _carry(state: _Replay, entry: ReplayStep, call: Call, answer: Answer) -> None:
-    """What came back and what was fed, for the next step."""
     builder, contract = state.builder, state.builder.contract
     begins = entry.phase == "prefill" or state.past is None
     pasts = {slot.past for slot in contract.slots}
@@ -382,31 +359,23 @@ def _fit_to(made: Array | None, tensor: TraceTensor) -> Array:
     """Values in the shape and type that was fed: repeated where it is longer, zeros where nothing is known."""
     kind, shape = NUMPY_TYPES[tensor.dtype], tensor.shape
     if made is None or made.size == 0 or made.ndim != len(shape):
-        nothing: Array = np.zeros(shape, kind)
-        return nothing
+        return np.zeros(shape, kind)
     for axis, size in enumerate(shape):
         made = np.take(made, np.arange(size) % made.shape[axis], axis=axis)
     fitted: Array = np.array(made, dtype=kind, order="C")
     return fitted
 
 
-def _read_logits(entry: ReplayStep, contract: CacheContract) -> Array | None:
-    """The logits of the trace, float[batch, new, vocabulary], or a sample of them, float[1, 1, 64]."""
+def _read_logits(entry: ReplayStep, contract: CacheContract) -> tuple[Array | None, bool]:
+    """The logits of the trace, float[batch, new, vocabulary], or a sample, float[1, 1, 64]; and which of both."""
     port = contract.graph(entry.phase).port("logits")
-    got = _find_logits(entry, contract)
-    if got is None or port is None or got.dtype != port.dtype or got.empty or not got.shape:
-        return None
+    got = entry.step.got.get(port.name) if port is not None else None
+    if got is None or port is None:
+        return None, False
+    sampled = got.sample is not None
+    if got.dtype != port.dtype or got.empty or not got.shape:
+        return None, sampled
     if got.sample is not None:
-        return got.sample.reshape(1, 1, -1)
+        return got.sample.reshape(1, 1, -1), True
     logits = Answer({port.name: got}, port.name).logits if got.has_values else np.zeros(0)
-    return logits if logits.ndim == 3 else None
-
-
-def _find_logits(entry: ReplayStep, contract: CacheContract) -> TraceTensor | None:
-    port = contract.graph(entry.phase).port("logits")
-    return entry.step.got.get(port.name) if port is not None else None
-
-
-def _is_sampled(entry: ReplayStep, contract: CacheContract) -> bool:
-    got = _find_logits(entry, contract)
-    return got is not None and got.sample is not None
+    return logits if logits.ndim == 3 else None, False

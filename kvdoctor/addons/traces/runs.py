@@ -147,7 +147,6 @@ def _is_rows(found: Any) -> bool:
 
 
 def _ended(run: TraceRun, found: dict[str, Any], where: str) -> TraceRun:
-    """A run with the line that ends it."""
     tokens, error = found["tokens"], found.get("error")
     if set(found) - set(RUNS_FIELDS) or not _is_rows(tokens) or len({len(row) for row in tokens}) > 1:
         raise UsageError(f"{where} must have run, tokens (a list of ids for each sequence) and error; {AGAIN}")
@@ -245,7 +244,6 @@ def list_open(run: TraceRun, replay: Run | None, contract: CacheContract) -> Ite
 
 
 def _find_other_token(run: TraceRun, due: DueRun) -> str | None:
-    """Describe the first token that is not the expected one."""
     for row, (found, expected) in enumerate(zip(run.tokens, due.expect, strict=False)):
         for step, (token, wanted) in enumerate(zip(found, expected, strict=False)):
             if wanted not in (ANY, token):
@@ -254,7 +252,6 @@ def _find_other_token(run: TraceRun, due: DueRun) -> str | None:
 
 
 def _find_other_id(run: TraceRun, due: DueRun, contract: CacheContract) -> str | None:
-    """Describe the first token that a run was fed in place of the one that is due."""
     longest = max(map(len, due.prompts), default=0)
     follow = due.follow or ((),) * len(due.prompts)
     asked = [(0,) * (longest - len(one)) + one + more for one, more in zip(due.prompts, follow, strict=False)]

@@ -8,43 +8,23 @@ from typing import Literal
 import numpy as np
 
 from kvdoctor.addons.traces.recorded import TraceStep, TraceTensor, same_values
-from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Role, Slot
+from kvdoctor.contract import Axis, CacheContract, Dim, Graph, PhaseName, Port, Role, Slot
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.records import record
 
 TOKENS: tuple[Role, ...] = ("token_ids", "embeddings", "token_and_position")
 
-Kind = Literal[
-    "input-missing",
-    "input-unknown",
-    "wrong-type",
-    "wrong-rank",
-    "wrong-size",
-    "cached-too-early",
-    "cached-too-late",
-    "cache-dropped",
-    "all-ids-with-cache",
-    "batch-changes",
-    "capacity-exceeded",
-    "past-not-empty",
-    "past-stale",
-    "past-length",
-    "past-differs",
-    "rows-disagree",
-    "placeholder-fed-back",
-    "cross-cache-replaced",
-    "slots-crossed",
-    "mask-length",
-    "mask-values",
-    "positions",
-    "counter",
-    "encoder-missing",
-    "encoder-changes",
-    "setting",
-    "token-unknown",
-    "state-adopted",
+_OfInputs = Literal[
+    "input-missing", "input-unknown", "wrong-type", "wrong-rank", "wrong-size", "batch-changes", "setting"
 ]
+_OfCalls = Literal["cached-too-early", "cached-too-late", "cache-dropped", "all-ids-with-cache", "capacity-exceeded"]
+_OfPasts = Literal[
+    "past-not-empty", "past-stale", "past-length", "past-differs", "rows-disagree", "placeholder-fed-back"
+]
+_OfStates = Literal["cross-cache-replaced", "slots-crossed", "encoder-missing", "encoder-changes", "state-adopted"]
+_OfNumbers = Literal["mask-length", "mask-values", "positions", "counter", "token-unknown"]
+Kind = _OfInputs | _OfCalls | _OfPasts | _OfStates | _OfNumbers
 """The ways in which a step breaks the contract."""
 
 
@@ -212,11 +192,6 @@ class StepContext:
             self.blind[name] = None
         return None
 
-    @property
-    def number(self) -> int:
-        """The number of the step in the trace."""
-        return self.step.number
-
 
 def first_length(moment: StepContext) -> int:
     """The length that the pasts which must grow are fed with."""
@@ -228,6 +203,13 @@ def first_length(moment: StepContext) -> int:
 def size_of(axes: Sequence[Axis], shape: Sequence[int], axis: Axis) -> int | None:
     """The size of an axis, if the tensor has it and the rank that the contract says."""
     return shape[axes.index(axis)] if axis in axes and len(axes) == len(shape) else None
+
+
+def misfits(due: Sequence[Dim], tensor: TraceTensor) -> bool:
+    """Whether a tensor has another rank or size; sizes that are no numbers are any."""
+    return len(due) != len(tensor.shape) or any(
+        isinstance(size, int) and size != got for size, got in zip(due, tensor.shape, strict=True)
+    )
 
 
 def list_inputs(names: Iterable[str], fed: dict[str, TraceTensor] | StepContext) -> str:
@@ -262,11 +244,13 @@ def expect_past(slot: Slot, moment: StepContext) -> ExpectedPast:
     if before is None:
         return _expect_first_past(slot, moment)
     if slot.carry == "hold" or slot.present is None:
-        value = before.filled.get(slot.past)
-        shape = _contract_shape(slot, moment, None)
-        return ExpectedPast(
-            _shape_for_batch(value, slot, moment) if value is not None else shape, value, _describe_kept(slot, before)
-        )
+        value, words = before.filled.get(slot.past), f"{slot.filled_by} of step {before.first.number}, held"
+        if slot.filled_in == "encode":
+            words = f"{slot.filled_by} of the encoder graph, held"
+        elif slot.filled_by is None:
+            words = f"what step {before.first.number} was fed, held"
+        known = _contract_shape(slot, moment, None) if value is None else _shape_for_batch(value, slot, moment)
+        return ExpectedPast(known, value, words)
     source = slot.filled_by if before.phase == "prefill" else slot.present
     got = before.last.got.get(source or "")
     words = f"{source} as step {before.last.number} returned it"
@@ -336,38 +320,22 @@ def _count_tokens(slot: Slot, moment: StepContext) -> int | None:
 
 def _contract_shape(slot: Slot, moment: StepContext, length: int | None) -> tuple[int | None, ...]:
     """The shape by the contract, `length` long where the slot counts tokens."""
-    sizes = moment.sizes
-    shape: list[int | None] = []
+    sizes, shape = moment.sizes, list[int | None]()
     for axis, declared in zip(slot.axes, slot.shape, strict=True):
-        if axis in ("past", "capacity"):
-            # A number on this axis may be meant for another use of the graph.
-            shape.append(length if length is not None or axis == "past" else _number(declared))
-        elif axis in ("batch", "batch_heads", "encoder"):
-            shape.append(_number(declared) if _number(declared) is not None else sizes.get(axis))
-        else:
-            shape.append(_number(declared))
+        size = declared if isinstance(declared, int) else None
+        if axis == "past" or (axis == "capacity" and length is not None):
+            size = length  # a number on this axis may be meant for another use of the graph
+        elif axis in ("batch", "batch_heads", "encoder") and size is None:
+            size = sizes.get(axis)
+        shape.append(size)
     return tuple(shape)
 
 
-def _number(size: object) -> int | None:
-    return size if isinstance(size, int) else None
-
-
 def _shape_for_batch(value: TraceTensor, slot: Slot, moment: StepContext) -> tuple[int | None, ...]:
-    """The shape of a value, for the batch of this step."""
-    sizes = moment.sizes
-    known: dict[Axis, int | None] = {axis: sizes[axis] for axis in slot.axes if axis in ("batch", "batch_heads")}
+    known: dict[Axis, int | None] = {a: moment.sizes[a] for a in slot.axes if a in ("batch", "batch_heads")}
     if len(value.shape) != len(slot.axes) or moment.before is None or moment.batch == moment.before.batch:
         return value.shape
     return tuple(known.get(axis, size) for axis, size in zip(slot.axes, value.shape, strict=True))
-
-
-def _describe_kept(slot: Slot, before: SequenceState) -> str:
-    if slot.filled_in == "encode":
-        return f"{slot.filled_by} of the encoder graph, held"
-    if slot.filled_by is None:
-        return f"what step {before.first.number} was fed, held"
-    return f"{slot.filled_by} of step {before.first.number}, held"
 
 
 def holds_values_of(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: StepContext) -> bool:
@@ -379,12 +347,9 @@ def holds_values_of(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: Ste
         return sampled
     if due.value is None or not due.value.has_values or not fed.has_values or fed.empty:
         return False
-    mine, theirs = take_readable(slot, fed.array(), moment), take_readable(slot, due.value.array(), moment)
-    if mine.ndim != theirs.ndim:
-        return False
-    if same_values(mine, theirs):
+    if same_values(take_readable(slot, fed.array(), moment), take_readable(slot, due.value.array(), moment)):
         return True
-    found = _match_rows(slot, mine, theirs) if moment.before is not None else ()
+    found = match_rows(slot, fed, due, moment) if moment.before is not None else ()
     return bool(found) and all(found)
 
 
@@ -405,10 +370,7 @@ def match_rows(slot: Slot, fed: TraceTensor, due: ExpectedPast, moment: StepCont
     """For each row of a past the rows of what is due that it may be; nothing where that cannot be decided."""
     if due.value is None or not due.value.has_values or not fed.has_values or fed.empty or due.value.empty:
         return ()
-    return _match_rows(slot, take_readable(slot, fed.array(), moment), take_readable(slot, due.value.array(), moment))
-
-
-def _match_rows(slot: Slot, mine: Array, theirs: Array) -> tuple[frozenset[int], ...]:
+    mine, theirs = take_readable(slot, fed.array(), moment), take_readable(slot, due.value.array(), moment)
     axis = slot.axes.index("batch") if "batch" in slot.axes else None
     if axis is None or mine.ndim != theirs.ndim or not 1 <= theirs.shape[axis] <= MOST_ROWS:
         return ()

@@ -1,6 +1,6 @@
 """The trace in a step-test (`--trace`): each run is compared with the contract, run again, and judged by the checks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.addons.traces.check import TraceCheck
+    from kvdoctor.addons.traces.recorded import TraceStep
     from kvdoctor.addons.traces.runs import Recording, TraceRun
     from kvdoctor.addons.traces.step import ContractViolation
 
@@ -58,7 +59,6 @@ class TracePart:
 
     @property
     def _replays(self) -> tuple[str, ...]:
-        """The name of the experiment that runs each run again."""
         return tuple(f"{REPLAY}-{number + 1}" if number else REPLAY for number in range(len(self.checked)))
 
     def judge(self, context: RunContext, options: Options) -> CheckResults:
@@ -66,9 +66,14 @@ class TracePart:
         found, same = CheckResults(), list[CallerContext]()
         if self.recording is None or context.stack.name != self.stack:
             return found
+        from kvdoctor.addons.traces.check import compare_trace
+        from kvdoctor.addons.traces.runs import with_likeliest
+
         for run, name in zip(self.recording.runs, self._replays, strict=True):
             replay = context.find_run(name)
-            checked = _confirm(self._check(run, context.contract), replay, context.folder.side_cars)
+            again = compare_trace(with_likeliest(run, context.contract), context.contract)  # its readings are settled
+            again = replace(again, also=self.checked[0].also)
+            checked = _confirm(again, replay, context.folder.side_cars)
             caller = extend_context(context, CallerContext, trace_check=checked, trace_run=run, replay=replay)
             more = self._judge_run(caller, options)
             if len(self.checked) > 1 and not (more.findings or more.not_checked):
@@ -78,16 +83,7 @@ class TracePart:
         found = found if len(self.checked) == 1 else _name_once(found)
         return replace(found, notes=(self._describe_same(same), *found.notes)) if same else found
 
-    def _check(self, run: "TraceRun", contract: CacheContract) -> "TraceCheck":
-        """The comparison of a run with the contract whose readings were settled."""
-        from kvdoctor.addons.traces.check import compare_trace
-        from kvdoctor.addons.traces.runs import with_likeliest
-
-        also = self.checked[0].also
-        return replace(compare_trace(with_likeliest(run, contract), contract), also=also)
-
     def _describe_same(self, runs: list[CallerContext]) -> str:
-        """One line for all runs that show no fault."""
         steps = sum(run.trace_check.steps for run in runs)
         differences = [step.difference for run in runs if run.replay is not None for step in run.replay.steps]
         furthest = max((one.relative for one in differences if one is not None), default=0.0)
@@ -100,7 +96,6 @@ class TracePart:
         return text + (f"; the last step of {' and '.join(alone)} was compared by the program alone" if alone else "")
 
     def _judge_run(self, caller: CallerContext, options: Options) -> CheckResults:
-        from kvdoctor.addons.traces.describe import NOT_RUN, describe_trace
         from kvdoctor.addons.traces.runs import list_open
 
         run, stack = caller.trace_run, caller.stack.name
@@ -182,3 +177,99 @@ def open_part(options: Options, contracts: Mapping[str, CacheContract]) -> Trace
     reasons = (f"the trace has no run {name}: the program ended before it" for name in recording.missing)
     ended = tuple(NotChecked(stack, "KV420", reason, essential=True) for reason in reasons)
     return TracePart(path, stack, recording, checked, CheckResults(not_checked=ended))
+
+
+MOST_QUOTED = 300
+NOT_RUN = ("skipped", "died")
+
+
+def describe_trace(held: "TraceCheck", run: Run | None, path: str, stack: str) -> str:
+    """One line: how many steps were compared, what was found, and what stays undecided."""
+    steps = f"{held.steps} step{'s' * (held.steps != 1)} of {stack}"
+    if held.sequences > 1:
+        steps += f" in {held.sequences} sequences"
+    if held.step is not None:
+        verb = "may break" if all(one.suspected for one in held.breaks) else "breaks"
+        text = f"{steps} compared with the contract; step {held.step.number} ({held.step.place}) {verb} it"
+    else:
+        text = f"{steps} compared with the contract, none breaks it"
+        text += "" if held.cached or held.sequences < 2 else "; no step used the cache"
+    if held.also:
+        text += f" (it fits {', '.join(held.also)} as well)"
+    parts = [text, *_describe_outputs(held)]
+    if held.step is None and run is not None:
+        parts += describe_replay(run, held.failed.number if held.failed is not None else None, None)
+    if held.blind:
+        shown = ", ".join(held.blind[:4]) + (f" and {len(held.blind) - 4} more" if len(held.blind) > 4 else "")
+        parts.append(f"not decided by shapes: the values of {shown} (give their data, or .npz)")
+    return f"trace {path}: {'; '.join(parts)}"
+
+
+def _describe_outputs(held: "TraceCheck") -> Iterator[str]:
+    if held.untrue is not None and held.step is None:
+        yield (
+            f"with the right feeds, step {held.untrue.step} returned {held.untrue.output} as {held.untrue.observed}, "
+            f"where the graph declares {held.untrue.declared}"
+        )
+    if held.failed is not None:
+        step = f"step {held.failed.number} ({held.failed.place})"
+        yield f"{step} failed in the caller's runtime although its feeds are right"
+
+
+def describe_replay(run: Run | None, failed: int | None, broken: int | None) -> Iterator[str]:
+    """The result of running the same steps locally; `failed` is the step that failed in the caller's program."""
+    if run is None or run.outcome in NOT_RUN:
+        yield f"not run again locally{f': {run.reason}' if run is not None and run.reason else ''}"
+    elif run.outcome == "failed":
+        where = f" in {run.node.shown}" if run.node else ""
+        yield f"run again locally, step {run.failed_step} fails{' as well' if failed is not None else ''}{where}"
+    elif failed is not None:
+        yield f"run again locally, every step runs: only the caller's runtime fails at step {failed}"
+    elif broken is not None:
+        yield f"run again locally, every step runs{_off(run, broken)}"
+    elif run.outcome != "differs":
+        yield _count_equal(run)
+
+
+def _count_equal(run: Run) -> str:
+    known = [step.difference.relative for step in run.steps if step.difference is not None]
+    text = f"{len(run.steps)} steps run"
+    if known:
+        text = f"{len(known)} of {len(run.steps)} steps give the logits of the trace"
+        if len(known) < len(run.steps):
+            text = f"{len(run.steps)} steps run; the {len(known)} whose logits are in the trace give the same"
+        text += f" ({max(known):.1e})"
+    return f"run again locally, {text}"
+
+
+def _off(run: Run, broken: int) -> str:
+    found = next((step.difference for step in run.steps if step.step == broken), None)
+    if found is None:
+        return ""
+    if not found.finite:
+        return f", and the logits of step {broken} are not finite"
+    text = f", and the logits of step {broken} are {found.relative:.2g} standard deviations off those of a right feed"
+    if run.outcome == "passed":
+        text = f", and the logits of step {broken} are those of a right feed"
+    return text + (f"; {run.reason}" if run.cause is not None and run.reason else "")
+
+
+def is_harmless(held: "TraceCheck", one: "ContractViolation", run: Run | None) -> bool:
+    """Whether running a broken step again showed that what was fed, as it was fed, changes nothing."""
+    if held.step is None or held.step.error is not None or run is None or run.outcome != "passed":
+        return False
+    compared = any(step.step == held.step.number and step.difference is not None for step in run.steps)
+    told = all(name in held.step.fed and held.step.fed[name].has_values for name in one.inputs)
+    return compared and (told or one.mild)
+
+
+def quote_error(step: "TraceStep") -> str:
+    """What the caller's runtime said of a step that failed, on one line, shortened."""
+    return " ".join((step.error or "").split())[:MOST_QUOTED]
+
+
+def name_location(held: "TraceCheck", one: "ContractViolation") -> str:
+    """The place of a break: `trace step 2 (line 3), input past_key_values.0.key and 3 more`."""
+    assert held.step is not None  # noqa: S101 - a break is one of a step
+    names = one.inputs[0] + (f" and {len(one.inputs) - 1} more" if len(one.inputs) > 1 else "") if one.inputs else ""
+    return f"trace step {held.step.number} ({held.step.place})" + (f", input {names}" if names else "")

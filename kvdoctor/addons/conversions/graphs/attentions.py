@@ -5,12 +5,13 @@ with the value of its cross-attention cache. Ensures: the outputs `cross_attenti
 encoder], named as transformers and transformers.js do; no other value changes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NoReturn
 
 from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion
 from kvdoctor.addons.conversions.messages import Comparison
-from kvdoctor.analysis.lm_head import Scopes, describe_op, find_ends, find_maker
+from kvdoctor.analysis.lm_head import Scopes, describe_op, find_ends, find_maker, find_tensor
 from kvdoctor.choices import Attentions
 from kvdoctor.contract import Slot
 from kvdoctor.model.edit import GraphWriter, declare, fresh_name, make_node
@@ -45,18 +46,12 @@ class _Layer:
     """The key and the value of one layer in a graph: the values that both are made from."""
 
     number: int
-    heads: int
-    dtype: str
     key: str
     value: str
 
 
-@dataclass
-class _Weights:
-    """The weights that were found in a graph, by layer."""
-
-    scopes: Scopes
-    found: dict[int, str] = field(default_factory=dict)
+_Weights = tuple[Scopes, dict[int, str]]
+"""A graph or branch, and the weights that were found in it, by layer."""
 
 
 def convert(context: RepairContext, choice: Attentions) -> Converted:  # noqa: ARG001 - there is one choice
@@ -90,10 +85,9 @@ def convert(context: RepairContext, choice: Attentions) -> Converted:  # noqa: A
 
 
 def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
-    """The weights of all layers in one graph or branch."""
     layers = _find_layers(scopes, slots)
     reading = {name: found for graph in scopes for name, found in readers(graph).items()}
-    weights = _Weights(scopes)
+    weights = dict[int, str]()
     for node in scopes[-1].node:
         if node.op_type != "Softmax" or normalize_domain(node.domain):
             continue
@@ -101,15 +95,15 @@ def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
         layer = next((one for one in layers if one.key in keys), None)
         if layer is None:
             continue
-        if layer.number in weights.found:
+        if layer.number in weights:
             raise CannotRepair(
                 f"the node {describe_op(node)} is a second Softmax over the keys of layer {layer.number}"
             )
-        weights.found[layer.number] = _follow_weights(scopes, node, layer, reading)
+        weights[layer.number] = _follow_weights(scopes, node, layer, reading)
     for layer in layers:
-        if layer.number not in weights.found:
+        if layer.number not in weights:
             _refuse_layer(layer, reading)
-    return weights
+    return scopes, weights
 
 
 def _find_layers(scopes: Scopes, slots: tuple[Slot, ...]) -> list[_Layer]:
@@ -119,44 +113,26 @@ def _find_layers(scopes: Scopes, slots: tuple[Slot, ...]) -> list[_Layer]:
     computing = [node for node in scopes[-1].node if not has(node.op_type, "copy")]
     for slot in slots:
         read = slot.past in inputs and any(slot.past in node.input for node in computing)
-        past = slot.past if read else None
-        name = past or _inner_name(scopes, slot.filled_by or "")
+        output = slot.filled_by or ""
+        ends = (name for inner, name in find_ends(scopes[:1], output) if inner[-1] is scopes[-1])
+        name = slot.past if read else next(ends, output)
         made.setdefault(slot.layer or 0, {})[slot.part] = _find_root(scopes, name)
-    sizes = {slot.layer or 0: (slot.size("kv_heads") or 0, slot.dtype) for slot in slots}
-    return [
-        _Layer(number, *sizes[number], parts.get("key", ""), parts.get("value", "")) for number, parts in made.items()
-    ]
-
-
-def _inner_name(scopes: Scopes, output: str) -> str:
-    """The value that an output of the model returns, in this graph or branch."""
-    for inner, name in find_ends(scopes[:1], output):
-        if inner[-1] is scopes[-1]:
-            return name
-    return output
+    return [_Layer(number, parts.get("key", ""), parts.get("value", "")) for number, parts in made.items()]
 
 
 def _find_root(scopes: Scopes, name: str) -> str:
-    """The value that a key or value is made from, before it was moved and scaled."""
     for _ in range(MOST_STEPS):
         inner, node = find_maker(scopes, name)
         if node is None or node.op_type not in MOVING or normalize_domain(node.domain):
             break
         given = input_of(node, 0)
-        if has(node.op_type, "scale") and _is_number(inner, given):
+        _, maker = find_maker(inner, given)
+        # A scale is a weight, or computed from no more than shapes.
+        number = maker is None or has(maker.op_type, "constant", "power") or find_tensor(inner, given) is not None
+        if has(node.op_type, "scale") and number:
             given = input_of(node, 1)
         scopes, name = inner, given
     return name
-
-
-def _is_number(scopes: Scopes, name: str) -> bool:
-    """Whether a value is a scale: a weight, or computed from no more than shapes."""
-    _, node = find_maker(scopes, name)
-    return (
-        node is None
-        or has(node.op_type, "constant", "power")
-        or any(tensor.name == name for graph in scopes for tensor in graph.initializer)
-    )
 
 
 def _find_operands(scopes: Scopes, name: str) -> set[str]:
@@ -204,7 +180,6 @@ def _follow_weights(
 
 
 def _refuse_layer(layer: _Layer, reading: dict[str, list[tuple[NodeProto, int]]]) -> NoReturn:
-    """Name the first node that computes with the keys of a layer."""
     names = [layer.key]
     for name in names:
         for node, _ in reading.get(name, ()):
@@ -224,29 +199,28 @@ def _return_weights(model: ModelProto, found: list[_Weights], slots: tuple[Slot,
     heads = {slot.layer or 0: (slot.size("kv_heads") or 0, slot.dtype) for slot in slots}
     types = {dtype: number for number, dtype in ELEMENT_TYPES.items()}
     tail, end = writer.numbers([-2]), writer.numbers([(1 << 63) - 1])
-    for number in sorted(found[0].found):
+    for number in sorted(found[0][1]):
         output = f"cross_attentions.{number}"
         count, dtype = heads[number]
         front = writer.numbers([-1, count])
         batch, new, encoder = (f"cross_attentions_{axis}" for axis in AXES)
         declared = declare(output, types[dtype], (batch, count, new, encoder))
-        for one in found:
-            _return_from(one, number, (front, tail, end), writer.known, declared)
+        for scopes, weights in found:
+            _return_from(scopes, weights[number], (front, tail, end), writer.known, declared)
         model.graph.output.append(declared)
         branches = f" of {len(found)} branches" if len(found) > 1 else ""
         changes.append(
-            Change(file, f"output {output!r}", "", f"{one.found[number]}{branches}, the weights of layer {number}")
+            Change(file, f"output {output!r}", "", f"{weights[number]}{branches}, the weights of layer {number}")
         )
     return changes
 
 
 def _return_from(
-    one: _Weights, number: int, constants: tuple[str, str, str], known: set[str], declared: ValueInfoProto
+    scopes: Scopes, weights: str, constants: tuple[str, str, str], known: set[str], declared: ValueInfoProto
 ) -> None:
     """Compute float[batch, heads, new, encoder] in a graph, and hand it on from a branch to the model."""
     front, tail, end = constants
-    graph, weights = one.scopes[-1], one.found[number]
-    inside = len(one.scopes) > 1
+    graph, inside = scopes[-1], len(scopes) > 1
     names = {word: fresh_name(f"{declared.name}.{word}", known) for word in ("shape", "sizes", "whole", "inner")}
     returned = names["inner"] if inside else declared.name
     graph.node.extend(
@@ -257,10 +231,10 @@ def _return_from(
             make_node("Reshape", [weights, names["whole"]], returned),
         ]
     )
-    for outer, body in reversed(list(zip(one.scopes, one.scopes[1:], strict=False))):
+    for outer, body in reversed([*pairwise(scopes)]):
         body.output.add(name=returned).type.CopyFrom(declared.type)
         node = next(node for node in outer.node if any(inner is body for inner in subgraphs(node)))
-        name = declared.name if outer is one.scopes[0] else fresh_name(f"{declared.name}.outer", known)
+        name = declared.name if outer is scopes[0] else fresh_name(f"{declared.name}.outer", known)
         if name not in node.output:
             node.output.append(name)
         returned = name

@@ -16,7 +16,7 @@ from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import Scopes, describe_op, find_maker
 from kvdoctor.choices import CacheType
-from kvdoctor.contract import SCALE_SUFFIX, CacheContract, Slot, describe
+from kvdoctor.contract import SCALE_SUFFIX, CacheContract, Slot
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import fresh_name, rename_reads, replace_all, set_size, sort_nodes
@@ -34,9 +34,9 @@ from kvdoctor.model.traverse import (
     readers,
     subgraphs,
 )
-from kvdoctor.model.view import ELEMENT_TYPES, integers
+from kvdoctor.model.view import integers
 from kvdoctor.records import record
-from kvdoctor.repair.workspace import CannotRepair, RepairContext
+from kvdoctor.repair.workspace import CannotRepair, RepairContext, describe_type, find_declared
 from kvdoctor.report.repair_record import Change
 
 LEAST_OPSET = 11
@@ -95,7 +95,6 @@ def convert(context: RepairContext, choice: TypeChoice) -> Converted:
 
 
 def _choose_slots(context: RepairContext, contract: CacheContract, choice: TypeChoice) -> tuple[Slot, ...]:
-    """The keys and values of a contract that can be stored otherwise, without the layers that stay as they are."""
     known = tuple(slot for slot in contract.slots if slot.kind in STORABLE)
     if not known:
         context.cannot("it has no cache of keys and values")
@@ -154,7 +153,7 @@ class _Writer:
         """Return a present as it is stored, and its scales; gives the name of the output of the scales."""
         scale = self._visit(slot, (self.model.graph,), output)
         declared = next(value for value in self.model.graph.output if value.name == output)
-        before = _describe(declared)
+        before = describe_type(declared)
         named: dict[str, str] = {}
         if scale:
             named[output] = f"{output}{SCALE_SUFFIX}"
@@ -168,28 +167,27 @@ class _Writer:
             replace_all(self.model.graph.output, [*outputs[:at], added, *outputs[at:]])
             declared = next(value for value in self.model.graph.output if value.name == output)
         self._declare_values(declared, slot)
-        self.changes.append(Change(self.file, f"output {output!r}", before, _describe(declared)))
+        self.changes.append(Change(self.file, f"output {output!r}", before, describe_type(declared)))
         self.changes += [Change(self.file, f"output {name!r}", "", SCALES) for name in named.values()]
         return named
 
     def read_stored(self, slot: Slot) -> None:
         """Read a past where the graph computes with it, and declare it as it is stored."""
-        declared = next((value for value in self.model.graph.input if value.name == slot.past), None)
+        declared = find_declared(self.model.graph.input, slot.past)
         if declared is None:
             return
-        before, scale = _describe(declared), self._past_scale(slot)
+        before, scale = describe_type(declared), self._past_scale(slot)
         for graph in list(graphs_in(self.model.graph)):
-            nodes = [node for node in graph.node if slot.past in node.input and self._computes_with(node)]
-            if nodes:
+            if any(slot.past in node.input and self._computes_with(node) for node in graph.node):
                 read = fresh_name(f"{slot.past}.read", self.codec.known)
-                for node in nodes:
+                for node in filter(self._computes_with, graph.node):
                     node.input[:] = [read if name == slot.past else name for name in node.input]
                 self.codec.decode(graph, (slot.past, scale), _row(slot), read)
             if self.codec.kind == "int4":
                 self._correct_shapes(graph, slot)
         added = _declare_scale(declared, slot, scale) if scale else None
         self._declare_values(declared, slot)
-        self.changes.append(Change(self.file, f"input {slot.past!r}", before, _describe(declared)))
+        self.changes.append(Change(self.file, f"input {slot.past!r}", before, describe_type(declared)))
         if added is not None:
             at = next(i for i, value in enumerate(self.model.graph.input) if value.name == slot.past)
             inputs = list(self.model.graph.input)
@@ -289,7 +287,6 @@ class _Writer:
         return scale
 
     def _store_joined(self, slot: Slot, scopes: Scopes, name: str, node: NodeProto) -> str:
-        """Join stored rows to a stored past, and their scales to its scales."""
         graph, described, kind = scopes[-1], describe_op(node), str(node.op_type)
         if normalize_domain(node.domain) or kind not in JOINS:
             raise CannotRepair(f"the node {described} takes {slot.past!r} itself", FUSED.get(kind, ""))
@@ -352,7 +349,6 @@ class _Writer:
 
 
 def _declare_scale(values: ValueInfoProto, slot: Slot, name: str) -> ValueInfoProto:
-    """The declaration of scales: as that of their values, with one element for each row."""
     declared = deepcopy(values)
     declared.name, declared.type.tensor_type.elem_type = name, FLOAT16
     dims = declared.type.tensor_type.shape.dim
@@ -369,16 +365,7 @@ def _width_axis(slot: Slot) -> int:
     return slot.axes.index("head_dim")
 
 
-def _describe(value: ValueInfoProto) -> str:
-    sizes = (
-        dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None)
-        for dim in value.type.tensor_type.shape.dim
-    )
-    return describe(ELEMENT_TYPES.get(value.type.tensor_type.elem_type, "?"), tuple(sizes))
-
-
 def _list_rules(slots: tuple[Slot, ...], choice: TypeChoice) -> Iterator[str]:
-    """What the loop must do from now on."""
     stored = {"float16": "float16", "int8": "int8", "int4": "uint8, two numbers of 4 bits in each,"}[choice.kind]
     but = f", but for layer {', '.join(map(str, choice.exact_layers))}" if choice.exact_layers else ""
     yield (

@@ -15,13 +15,15 @@ from typing import Any
 
 from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, Comparison, PairedDone, PairedJob
 from kvdoctor.addons.conversions.options import ConvertChoices
+from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.slot_memory import total
 from kvdoctor.choices import CacheType
-from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
+from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.model.edit import set_size
-from kvdoctor.model.proto import ValueInfoProto
+from kvdoctor.model.proto import ModelProto, ValueInfoProto
+from kvdoctor.model.traverse import readers
 from kvdoctor.records import record
 from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
@@ -31,13 +33,10 @@ from kvdoctor.report.repair_record import CacheCost, CacheCosts, Change, Proof
 
 @record
 class Converted:
-    """A stack after its conversion in memory.
+    """A stack after its conversion in memory: every change of a graph, and what a `loop` must do from now on.
 
-    Attributes:
-        changes: Every change of a graph; a file is written if one names it.
-        loop: What a loop must do from now on that it need not do with the original.
-        how: How it is compared with the original.
-        reveals: Names of findings that are the purpose of the conversion.
+    A file is written if a change names it. `how` says how the stack is compared with the original, and `reveals` names
+    findings that are the purpose of the conversion.
     """
 
     changes: tuple[Change, ...]
@@ -114,6 +113,37 @@ def forget_trace(context: RepairContext, file: str) -> Iterator[Change]:
             yield Change(TRACE, f"components.{key}.metadata.kwargs", "the inputs of the trace", "removed")
 
 
+def name_reader(context: RepairContext, name: str) -> str:
+    """The first node that reads a value of the decoder, as text; empty where none does."""
+    found = readers(context.model(context.file_of("decode")).graph).get(name, ())
+    return f"the node {describe_op(found[0][0])}" if found else ""
+
+
+def require_one_graph(context: RepairContext) -> None:
+    """Refuse another graph or branch for the first step: it takes no past, and its presents are shorter."""
+    prefill, decode = (context.drivable.graph(phase) for phase in DECODING)
+    if prefill is not decode:
+        why = f"its first step is another graph ({prefill.file}), which takes no past"
+        context.cannot(why, "convert a decoder that is one graph (--layout single)")
+    if (switch := decode.port("branch_switch")) is not None:
+        node = name_reader(context, switch.name) or f"the input {switch.name!r}"
+        context.cannot(f"{node} selects a branch without a past")
+
+
+def declare_sizes(model: ModelProto, sizes: Mapping[str, Mapping[int, int | str]], file: str) -> Iterator[Change]:
+    """Declare sizes of inputs and outputs: by name, the size of some axes."""
+    for kind, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            dims = value.type.tensor_type.shape.dim
+            found = {at: size for at, size in sizes.get(value.name, {}).items() if at < len(dims)}
+            before = [dims[at].dim_param or str(dims[at].dim_value or "?") for at in found]
+            for at, size in found.items():
+                set_size(dims[at], size)
+            after = [str(size) for size in found.values()]
+            if before != after:
+                yield Change(file, f"{kind} {value.name!r}", ", ".join(before), ", ".join(after))
+
+
 def fix_sizes(values: Iterable[ValueInfoProto], symbols: Mapping[str, int]) -> None:
     """Declare sizes with these names as numbers."""
     for dim in (dim for value in values for dim in value.type.tensor_type.shape.dim):
@@ -134,18 +164,12 @@ CHEAP = 1e-3
 """Nats below which a cost is not worth a layer in another type."""
 
 
-@record(slots=False)
-class MeasuredCost:
-    """The cost of a stack, and what its proof may allow; `failed` says why there is none."""
-
-    facts: CacheCosts
-    allowed: float
-    drift: dict[str, tuple[float, float]]
-    failed: str = ""
-
-
-def measure_costs(session: RepairSession, stored: tuple[StoredSlot, ...], side: PairedSide) -> MeasuredCost:
+def measure_costs(
+    session: RepairSession, stored: tuple[StoredSlot, ...], side: PairedSide
+) -> tuple[CacheCosts, Comparison]:
     """Run a model in a loop that rounds its cache as its conversion does, and in other ways.
+
+    Gives the cost, and what the comparison of a copy may allow for it.
 
     Raises:
         KvdoctorError: the worker cannot start ONNX Runtime.
@@ -154,8 +178,12 @@ def measure_costs(session: RepairSession, stored: tuple[StoredSlot, ...], side: 
     found, failed = session.runtime.answer(job, CacheCosted)
     if not found:
         found = (CacheCosted("token", "token", failed=failed or "nothing was measured"),)
-    written = found[0]
-    kind = stored[0].kind
+    written, kind = found[0], stored[0].kind
+    alone = {one.layer: one.divergence for one in found if one.layer is not None and not one.failed}
+    sensitive: tuple[int, ...] = ()  # layers that cost far more than the others, where all together cost something
+    if not written.failed and written.divergence >= CHEAP and len(alone) > 2:
+        most = max(STANDS_OUT * statistics.median(alone.values()), CHEAP / 10)
+        sensitive = tuple(sorted(layer for layer, cost in alone.items() if cost > most))
     narrow = {one.past for one in stored}
     growing = [slot for slot in side.contract.slots if slot.kind in STORABLE and "past" in slot.axes]
     facts = CacheCosts(
@@ -164,29 +192,19 @@ def measure_costs(session: RepairSession, stored: tuple[StoredSlot, ...], side: 
         total(slot.bytes_per_position() for slot in growing),
         total(_stored_bytes(slot, kind) if slot.past in narrow else slot.bytes_per_position() for slot in growing),
         written.tokens,
-        tuple(_describe_cost(one) for one in found),
-        _find_sensitive(found),
+        tuple(
+            CacheCost(one.keys, one.values, one.layer, reason=one.failed)
+            if one.failed
+            else CacheCost(
+                *(one.keys, one.values, one.layer, one.divergence, one.same_top1, one.first_other), largest=one.relative
+            )
+            for one in found
+        ),
+        sensitive,
         tuple(sorted({slot.layer for slot in growing if slot.past not in narrow and slot.layer is not None})),
     )
     drift = {past: (deviation, ROWS * off + NOISE) for past, (deviation, off) in written.drift.items()}
-    return MeasuredCost(facts, LOGITS * written.allowed, drift, written.failed)
-
-
-def _describe_cost(one: CacheCosted) -> CacheCost:
-    if one.failed:
-        return CacheCost(one.keys, one.values, one.layer, reason=one.failed)
-    return CacheCost(
-        one.keys, one.values, one.layer, one.divergence, one.same_top1, one.first_other, largest=one.relative
-    )
-
-
-def _find_sensitive(found: tuple[CacheCosted, ...]) -> tuple[int, ...]:
-    """The layers that alone cost far more than the others do, where all together cost something."""
-    alone = {one.layer: one.divergence for one in found if one.layer is not None and not one.failed}
-    if found[0].failed or found[0].divergence < CHEAP or len(alone) < 3:
-        return ()
-    median = statistics.median(alone.values())
-    return tuple(sorted(layer for layer, cost in alone.items() if cost > max(STANDS_OUT * median, CHEAP / 10)))
+    return facts, Comparison(allowed=LOGITS * written.allowed, drift=drift)
 
 
 def _stored_bytes(slot: Slot, kind: CacheType) -> int | None:
@@ -231,7 +249,6 @@ def prove_conversions(
 
 
 def _compare(session: RepairSession, how: Comparison, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
-    """Run both models side by side."""
     stack = base.stack
     what = "logits and caches" if how.rows == "all" else "the last row of logits and the caches"
     claim = f"{what} of every call are those of {base.words}"
@@ -255,16 +272,12 @@ def _compare(session: RepairSession, how: Comparison, base: Base, converted: Cac
         yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
     else:
         yield Proof(stack, claim, True, _describe(done, how, base))
-        if how.capacity is not None:
-            yield from _describe_capacity(stack, done, how.capacity, converted.new_tokens or 1)
-
-
-def _describe_capacity(stack: str, done: PairedDone, capacity: int, new: int) -> Iterator[Proof]:
-    """A full buffer was compared, and nothing is written past its end; `new` is the least number of new tokens."""
-    detail = f"the longest sequence has {done.tokens} tokens, its last call a past of {done.longest}"
-    yield Proof(stack, f"a buffer of {capacity} tokens was filled", done.tokens + new > capacity, detail)
-    claim = f"a buffer of {capacity} tokens is not written beyond its end"
-    yield Proof(stack, claim, bool(done.overflow), done.overflow or "it runs, and nothing says what it computes")
+        if (most := how.capacity) is not None:  # a full buffer was compared, and nothing is written past its end
+            detail = f"the longest sequence has {done.tokens} tokens, its last call a past of {done.longest}"
+            filled = done.tokens + (converted.new_tokens or 1) > most
+            yield Proof(stack, f"a buffer of {most} tokens was filled", filled, detail)
+            claim, beyond = f"a buffer of {most} tokens is not written beyond its end", done.overflow
+            yield Proof(stack, claim, bool(beyond), beyond or "it runs, and nothing says what it computes")
 
 
 def _describe(done: PairedDone, how: Comparison, base: Base) -> str:

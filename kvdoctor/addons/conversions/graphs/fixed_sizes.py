@@ -7,10 +7,15 @@ sizes alone, as the tools of ONNX Runtime do, would leave a present that is long
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from collections.abc import Iterator
 
-from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes
+from kvdoctor.addons.conversions.graphs.conversion import (
+    Converted,
+    GraphConversion,
+    fix_sizes,
+    name_reader,
+    require_one_graph,
+)
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.errors import UsageError
@@ -65,7 +70,7 @@ def convert(context: RepairContext, sizes: FixedSizes) -> Converted:
         CannotRepair: it cannot have them; the message names the node or the input.
     """
     contract = context.drivable
-    _refuse_shape(context, contract)
+    require_one_graph(context)
     file = context.file_of("decode")
     model = context.model(file)
     changes = list[Change]()
@@ -76,25 +81,6 @@ def convert(context: RepairContext, sizes: FixedSizes) -> Converted:
     if not changes:
         context.cannot(f"it already has the sizes {sizes.describe()}")
     return Converted(tuple(changes), tuple(_list_rules(contract, sizes)), reveals=REVEALED)
-
-
-def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
-    """Only a graph that serves all steps has one set of sizes."""
-    if contract.graph("prefill") is not contract.graph("decode"):
-        context.cannot(
-            f"its first step is another graph ({contract.graph('prefill').file}), whose presents are shorter",
-            "fix a decoder that is one graph (--layout single)",
-        )
-    switch = contract.graph("decode").port("branch_switch")
-    if switch is not None:
-        _refuse_node(context, switch.name, "whose no-past branch returns shorter presents")
-
-
-def _refuse_node(context: RepairContext, name: str, why: str) -> NoReturn:
-    """Name the node that reads an input."""
-    found = readers(context.model(context.file_of("decode")).graph).get(name, ())
-    node = f"the node {describe_op(found[0][0])}" if found else f"the input {name!r}"
-    context.cannot(f"{node} reads {name!r}, {why}")
 
 
 def _refuse_past(context: RepairContext, contract: CacheContract, model: ModelProto) -> None:
@@ -117,9 +103,9 @@ def _refuse_past(context: RepairContext, contract: CacheContract, model: ModelPr
         context.cannot("no past has a variable length")
     mask = next((port for port in contract.graph("decode").inputs if "total" in port.axes), None)
     if mask is None or mask.role not in ("attention_mask", "additive_mask"):
-        _refuse_node(
-            context, kept[0].past, "and no input masks the entries of the cache, so that padding cannot be hidden"
-        )
+        node, name = name_reader(context, kept[0].past) or f"the input {kept[0].past!r}", kept[0].past
+        why = "and no input masks the entries of the cache, so that padding cannot be hidden"
+        context.cannot(f"{node} reads {name!r}, {why}")
 
 
 def _growing(contract: CacheContract) -> list[Slot]:
@@ -127,7 +113,6 @@ def _growing(contract: CacheContract) -> list[Slot]:
 
 
 def _cut_presents(context: RepairContext, model: ModelProto, past: int, file: str) -> Iterator[Change]:
-    """Return the last rows of each present: as many as the past has."""
     graph, writer = model.graph, GraphWriter(model, prefix="fixed_past")
     starts, ends = writer.numbers([-past], hint="starts"), writer.numbers([END], hint="ends")
     for slot in _growing(context.drivable):
@@ -143,18 +128,20 @@ def _cut_presents(context: RepairContext, model: ModelProto, past: int, file: st
 
 
 def _declare_sizes(model: ModelProto, contract: CacheContract, sizes: FixedSizes, file: str) -> Iterator[Change]:
-    """Declare the sizes of inputs and outputs, and of values inside that have the same symbols."""
     graph, view = model.graph, GraphView(model)
     ports = contract.graph("decode")
     axes = {port.name: port.axes for port in (*ports.inputs, *ports.outputs)}
     presents = {str(slot.present): slot.axes for slot in _growing(contract)}
     symbols: dict[str, set[int]] = {}
+    numbers = sizes.numbers
+    if sizes.batch is not None:
+        numbers["batch_codebooks"] = sizes.batch * contract.codebooks
+        numbers |= {"batch_heads": sizes.batch * contract.heads} if contract.heads else {}
     for value in (*graph.input, *graph.output):
-        numbers = sizes.numbers
         found = presents.get(value.name) or axes.get(value.name) or ()
         done = []
         for dim, axis in zip(value.type.tensor_type.shape.dim, found, strict=False):
-            number = _size_of(axis, numbers, contract)
+            number = numbers.get(axis)
             if number is None or dim.dim_value == number:
                 continue
             if dim.HasField("dim_value"):
@@ -171,17 +158,7 @@ def _declare_sizes(model: ModelProto, contract: CacheContract, sizes: FixedSizes
     fix_sizes((*graph.input, *graph.output, *graph.value_info), single)
 
 
-def _size_of(axis: Axis, numbers: Mapping[Axis, int], contract: CacheContract) -> int | None:
-    rows = numbers.get("batch")
-    if axis == "batch_heads" and rows is not None:
-        return rows * contract.heads if contract.heads else None
-    if axis == "batch_codebooks" and rows is not None:
-        return rows * contract.codebooks
-    return numbers.get(axis)
-
-
 def _list_rules(contract: CacheContract, sizes: FixedSizes) -> Iterator[str]:
-    """What the loop must do from now on."""
     if sizes.batch is not None:
         yield f"Every call has {sizes.batch} sequence{'s' * (sizes.batch > 1)}."
     if sizes.new is not None:

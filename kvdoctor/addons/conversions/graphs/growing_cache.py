@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
+from kvdoctor.addons.conversions.graphs.conversion import (
+    Converted,
+    GraphConversion,
+    declare_sizes,
+    forget_trace,
+    require_one_graph,
+)
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
-from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import CacheContract, Graph, Port, Slot
-from kvdoctor.model.edit import drop_unused, set_size, sort_nodes
+from kvdoctor.model.edit import drop_unused, keep_only, sort_nodes
 from kvdoctor.model.operators import has, operator_of, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import find_attribute, input_of, needed_for, output_of, readers
@@ -47,21 +52,12 @@ def declare_length(model: ModelProto, slots: list[Slot], rows: int | None, file:
     otherwise: the mask or the lengths that are fed tell how many rows hold tokens. Source: onnxruntime,
     contrib_ops/cpu/bert/group_query_attention_helper.h, `present_sequence_length`.
     """
-    at = {name: _find_length(slot) for slot in slots for name in (slot.past, str(slot.present))}
-    pasts = {slot.past for slot in slots}
-    for value in (*model.graph.input, *model.graph.output):
-        dims = value.type.tensor_type.shape.dim
-        if value.name not in at or at[value.name] >= len(dims):
-            continue
-        dim, is_past = dims[at[value.name]], value.name in pasts
-        before = dim.dim_param or str(dim.dim_value)
-        set_size(dim, rows if rows is not None else PAST_SIZE if is_past else TOTAL_SIZE)
-        after = dim.dim_param or f"{rows} entries"
-        yield Change(file, f"{'input' if is_past else 'output'} {value.name!r}", before, after)
-
-
-def _find_length(slot: Slot) -> int:
-    return next(at for at, axis in enumerate(slot.axes) if axis in ("past", "capacity"))
+    sizes = dict[str, dict[int, int | str]]()
+    for slot in slots:
+        at = next(at for at, axis in enumerate(slot.axes) if axis in ("past", "capacity"))
+        sizes[slot.past] = {at: PAST_SIZE if rows is None else rows}
+        sizes[str(slot.present)] = {at: TOTAL_SIZE if rows is None else rows}
+    return declare_sizes(model, sizes, file)
 
 
 def buffer_rule(capacity: int) -> str:
@@ -140,12 +136,10 @@ def convert(context: RepairContext, choice: str) -> Converted:  # noqa: ARG001 -
 
 
 def _find_buffers(context: RepairContext, contract: CacheContract) -> list[Slot]:
-    prefill, decode = contract.graph("prefill"), contract.graph("decode")
     slots = [slot for slot in contract.slots if "capacity" in slot.axes]
     if not slots:
         context.cannot("it has no static buffer")
-    if prefill is not decode or decode.port("branch_switch") is not None:
-        context.cannot("its first step is another graph or branch, which is fed no past")
+    require_one_graph(context)
     for slot in slots:
         if slot.growth != "static" or slot.carry != "feed-back" or slot.present is None:
             context.cannot(
@@ -173,7 +167,6 @@ def _with_buffer_lengths(graph: Graph, slots: list[Slot]) -> Graph:
 
 
 def _free_length(context: RepairContext, model: ModelProto, graph: Graph) -> Iterator[Change]:
-    """Compute the buffer's length from the buffer where the graph has it as a number."""
     try:
         lengths = read_lengths(graph, read_declared_sizes(model), ("past",))
         edits = AxisFreeing(model, lengths, partial(context.values, graph.file)).run() if lengths.freed else ()
@@ -232,7 +225,6 @@ def _read_axis(node: NodeProto, index: int, uses: LengthUses) -> int | None:
 
 
 def _join(model: ModelProto, write: _Write, file: str) -> Change:
-    """Put a Concat in place of the write."""
     node, before = write.node, f"writes rows into {write.slot.past!r} ({write.node.op_type})"
     index = operator_of(node.op_type).new
     given = [name for at, name in enumerate(node.input) if at not in (0, index)]
@@ -246,40 +238,27 @@ def _join(model: ModelProto, write: _Write, file: str) -> Change:
 
 
 def _drop_unread_inputs(model: ModelProto, contract: CacheContract, file: str) -> Iterator[Change]:
-    """Remove the places to write at if nothing else reads them."""
     needed = needed_for(model.graph, [value.name for value in model.graph.output])
-    for port in contract.graph("decode").inputs:
-        if port.role in ("write_index", "cache_position", "past_length") and port.name not in needed:
-            for at in reversed(range(len(model.graph.input))):
-                if model.graph.input[at].name == port.name:
-                    del model.graph.input[at]
-                    yield Change(file, f"input {port.name!r}", "the place to write at", "removed: nothing reads it")
+    ports, roles = contract.graph("decode").inputs, ("write_index", "cache_position", "past_length")
+    gone = [port.name for port in ports if port.role in roles and port.name not in needed]
+    keep_only(model.graph.input, lambda value: value.name not in gone)
+    for name in gone:
+        yield Change(file, f"input {name!r}", "the place to write at", "removed: nothing reads it")
 
 
 def _declare(model: ModelProto, graph: Graph, slots: list[Slot], file: str) -> Iterator[Change]:
-    """Declare lengths that grow."""
     new = graph.declared_new_tokens
     total = f"{PAST_SIZE} + {new if new is not None else NEW_SIZE}"
-    axes = {port.name: port.axes for port in graph.inputs}
-    presents = {str(slot.present): slot.axes.index("capacity") for slot in slots}
-    pasts = {slot.past for slot in slots}
-    for value in (*model.graph.input, *model.graph.output):
-        dims = value.type.tensor_type.shape.dim
-        found = [index for index, axis in enumerate(axes.get(value.name, ())) if axis == "past"]
-        found = [presents[value.name]] if value.name in presents else found
-        for index in found:
-            if index < len(dims):
-                before = dims[index].dim_param or str(dims[index].dim_value)
-                if before == PAST_SIZE and value.name in pasts:
-                    continue
-                set_size(dims[index], PAST_SIZE if value.name in pasts else total)
-                kind = "output" if value.name in presents else "input"
-                yield Change(file, f"{kind} {value.name!r}", before, dims[index].dim_param)
+    pasts, sizes = {slot.past for slot in slots}, dict[str, dict[int, int | str]]()
+    for port in graph.inputs:
+        size = PAST_SIZE if port.name in pasts else total
+        sizes[port.name] = {at: size for at, axis in enumerate(port.axes) if axis == "past"}
+    sizes |= {str(slot.present): {slot.axes.index("capacity"): total} for slot in slots}
+    yield from declare_sizes(model, sizes, file)
     del model.graph.value_info[:]  # they hold the buffer's length
 
 
 def _list_rules(contract: CacheContract, graph: Graph) -> Iterator[str]:
-    """What the loop must do from now on."""
     first, *rest = list_growing_rules(contract)
     yield first
     masks = [port.name for port in graph.inputs if port.role != "past" and "past" in port.axes]
@@ -288,8 +267,10 @@ def _list_rules(contract: CacheContract, graph: Graph) -> Iterator[str]:
     yield from rest
 
 
-def _read(choices: ConvertChoices) -> str | None:
-    return choices.cache if choices.cache == "growing" else None
-
-
-CONVERSION = GraphConversion("cache growing", order=25, read=_read, title=lambda _: "cache growing", convert=convert)
+CONVERSION = GraphConversion(
+    "cache growing",
+    order=25,
+    read=lambda choices: "growing" if choices.cache == "growing" else None,
+    title=lambda choice: f"cache {choice}",
+    convert=convert,
+)

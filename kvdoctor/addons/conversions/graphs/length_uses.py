@@ -194,7 +194,6 @@ class LengthUses:
         return True
 
     def _is_from_past(self, use: _Use) -> bool:
-        """Whether a length is computed from the shape of a past, or from a fed one."""
         inputs = {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys()
         waiting, seen = [use.node.input[use.index]], set[str]()
         while waiting:
@@ -265,34 +264,27 @@ class LengthUses:
             self._replace(_Use(scope, node, 2, ends), new_ends)
 
     def _is_cut(self, start: Term | None, end: Term | None, size: Term | None) -> bool:
-        """Whether the rows that are taken depend on the length of the past."""
         if self._is_moving((start, end)):
             return True
         if size is None or PAST not in size.symbols or start is None or end is None:
             return False
-        return self._is_negative(start) or self._is_negative(end)
-
-    def _is_negative(self, term: Term) -> bool:
-        return self.facts.size(term) < 0
+        return self.facts.size(start) < 0 or self.facts.size(end) < 0
 
     def _cut(self, use: _Use, start: Term, end: Term, size: Term | None) -> tuple[Term, Term]:
-        """The new bounds of a Slice on one axis."""
         first, last = start, end
-        if self._is_negative(start) or self._is_negative(end) or self._is_open(end, size):
+        before, back = self.facts.size(start) < 0, self.facts.size(end) < 0
+        # A number so large that it means the end of the axis.
+        endless = end.number is not None and end.number >= (ENDLESS if size is None else self.facts.size(size))
+        if before or back or endless:
             if size is None:
                 self._refuse(use)
-            first = size + start if self._is_negative(start) else start
-            last = size if self._is_open(end, size) else size + end if self._is_negative(end) else end
+            first = size + start if before else start
+            last = size if endless else size + end if back else end
         if PAST not in (last - first).symbols:
             return self._as_place(use, first), self._as_place(use, last)
         if first != whole(0):
             self._refuse(use)
         return first, self._as_size(use, last)
-
-    def _is_open(self, end: Term, size: Term | None) -> bool:
-        """Whether an end is a number so large that it means the end of the axis."""
-        least = ENDLESS if size is None else self.facts.size(size)
-        return end.number is not None and end.number >= least
 
     def _as_size(self, use: _Use, term: Term | None) -> Term:
         """The number of columns in place of past + new."""
@@ -335,7 +327,6 @@ class LengthUses:
         )
 
     def _drop_unused(self) -> None:
-        """Drop the arithmetic that nothing reads any more, and its constants."""
         graph = self.model.graph
         needed = needed_for(graph, [value.name for value in graph.output])
         gone = self.needed - needed
@@ -365,7 +356,6 @@ def _find_maker(scope: GraphScope, name: str) -> tuple[NodeProto | None, GraphSc
 
 
 def _find_element(scope: GraphScope, name: str) -> int | None:
-    """The element type of a value that was computed from shapes, or of an input."""
     for _ in range(MOST_BACK):
         tensor = scope.constant(name)
         if tensor is not None:

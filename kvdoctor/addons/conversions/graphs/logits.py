@@ -58,7 +58,11 @@ def convert(context: RepairContext, choice: LogitsRows) -> Converted:
 
 def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: LogitsRows, file: str) -> list[Change]:
     writer = GraphWriter(model, prefix="logits_rows")
-    starts = writer.numbers([-1], hint="starts") if choice == "last" else _start_at_choice(writer)
+    if choice == "last":
+        starts = writer.numbers([-1], hint="starts")
+    else:  # minus the number that is fed: 0 is the first row
+        model.graph.input.append(declare(KEEP, TensorProto.INT64, ()))
+        starts = writer.node("starts", "Neg", [writer.node("row", "Reshape", [KEEP, writer.numbers([1])])])
     known, ends, axes = writer.known, writer.numbers([END], hint="ends"), writer.numbers([1], hint="axes")
     changes = []
     rows = "the last row" if choice == "last" else f"the last {KEEP} rows"
@@ -81,14 +85,7 @@ def _insert(model: ModelProto, heads: tuple[Head, ...], port: Port, choice: Logi
     return changes
 
 
-def _start_at_choice(writer: GraphWriter) -> str:
-    """Minus the number that is fed: 0 is the first row."""
-    writer.model.graph.input.append(declare(KEEP, TensorProto.INT64, ()))
-    return writer.node("starts", "Neg", [writer.node("row", "Reshape", [KEEP, writer.numbers([1])])])
-
-
 def _declare(model: ModelProto, port: Port, size: int | str) -> None:
-    """Declare the new number of rows, in the outputs of branches as well."""
     outputs = [value for value in model.graph.output if value.name == port.name]
     for scopes, name in find_ends((model.graph,), port.name):
         outputs += [value for value in scopes[-1].output if value.name == name]

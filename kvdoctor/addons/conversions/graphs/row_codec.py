@@ -6,6 +6,7 @@ is carried with the values, so a row is rounded once, when it is new, and never 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvdoctor.choices import CacheType
 from kvdoctor.decode.stored_cache import LARGEST_SCALE, LEVELS, SMALLEST_SCALE, ZERO_POINT
@@ -43,47 +44,44 @@ class RowCodec(GraphWriter):
 
     def encode(self, graph: GraphProto, value: str, row: Row, into: str = "") -> tuple[str, str]:
         """Store a value: the name of what is stored, which may be given, and of the scales (empty for float16)."""
+        node = partial(self._node, graph)
         if self.kind == "float16":
-            return self._node(graph, "stored", "Cast", [value], into, to=FLOAT16), ""
-        exact = self._node(graph, "exact", "Cast", [value], to=FLOAT)
+            return node("stored", "Cast", [value], into, to=FLOAT16), ""
+        exact = node("exact", "Cast", [value], to=FLOAT)
         scale = self._scale(graph, exact, row.axis)
-        wide = self._node(graph, "scale", "Cast", [scale], to=FLOAT)
-        steps = self._node(graph, "steps", "Round", [self._node(graph, "share", "Div", [exact, wide])])
+        wide = node("scale", "Cast", [scale], to=FLOAT)
+        steps = node("steps", "Round", [node("share", "Div", [exact, wide])])
         limits = [self._number(float(-LEVELS[self.kind])), self._number(float(LEVELS[self.kind]))]
-        level = self._node(graph, "level", "Clip", [steps, *limits])
+        level = node("level", "Clip", [steps, *limits])
         if self.kind == "int8":
-            return self._node(graph, "stored", "Cast", [level], into, to=INT8), scale
-        raised = self._node(graph, "raised", "Add", [level, self._number(float(ZERO_POINT))])
+            return node("stored", "Cast", [level], into, to=INT8), scale
+        raised = node("raised", "Add", [level, self._number(float(ZERO_POINT))])
         half = (row.size or 0) // 2
-        low, high = (
-            self._node(graph, "half", "Slice", [raised, *(self.numbers([n]) for n in (start, start + half, row.axis))])
-            for start in (0, half)
-        )
-        pair = self._node(graph, "pair", "Mul", [high, self._number(16.0)])
-        packed = self._node(graph, "packed", "Add", [low, pair])
-        return self._node(graph, "stored", "Cast", [packed], into, to=UINT8), scale
+        bounds = [[*map(self.numbers, ([start], [start + half], [row.axis]))] for start in (0, half)]
+        low, high = (node("half", "Slice", [raised, *numbers]) for numbers in bounds)
+        pair = node("pair", "Mul", [high, self._number(16.0)])
+        packed = node("packed", "Add", [low, pair])
+        return node("stored", "Cast", [packed], into, to=UINT8), scale
 
     def decode(self, graph: GraphProto, stored: tuple[str, str], row: Row, into: str) -> None:
         """Read stored values, with their scales, under a given name, in the element type of the graph."""
-        values, scale = stored
+        (values, scale), node = stored, partial(self._node, graph)
         if self.kind == "float16":
-            self._node(graph, "read", "Cast", [values], into, to=row.elem_type)
+            node("read", "Cast", [values], into, to=row.elem_type)
             return
-        level = self._node(graph, "levels", "Cast", [values], to=FLOAT)
+        level = node("levels", "Cast", [values], to=FLOAT)
         if self.kind == "int4":
-            shifted = self._node(graph, "shifted", "Mul", [level, self._number(1 / 16)])
-            high = self._node(graph, "high", "Floor", [shifted])
-            taken = self._node(graph, "taken", "Mul", [high, self._number(16.0)])
-            low = self._node(graph, "low", "Sub", [level, taken])
-            raised = self._node(graph, "raised", "Concat", [low, high], axis=row.axis)
-            level = self._node(graph, "levels", "Sub", [raised, self._number(float(ZERO_POINT))])
-        wide = self._node(graph, "scale", "Cast", [scale], to=FLOAT)
+            shifted = node("shifted", "Mul", [level, self._number(1 / 16)])
+            high = node("high", "Floor", [shifted])
+            taken = node("taken", "Mul", [high, self._number(16.0)])
+            low = node("low", "Sub", [level, taken])
+            raised = node("raised", "Concat", [low, high], axis=row.axis)
+            level = node("levels", "Sub", [raised, self._number(float(ZERO_POINT))])
+        wide = node("scale", "Cast", [scale], to=FLOAT)
         if row.elem_type == FLOAT:
-            self._node(graph, "read", "Mul", [level, wide], into)
+            node("read", "Mul", [level, wide], into)
         else:
-            self._node(
-                graph, "read", "Cast", [self._node(graph, "product", "Mul", [level, wide])], into, to=row.elem_type
-            )
+            node("read", "Cast", [node("product", "Mul", [level, wide])], into, to=row.elem_type)
 
     def pass_on(self, graph: GraphProto, value: str, into: str) -> None:
         """Give a value another name."""

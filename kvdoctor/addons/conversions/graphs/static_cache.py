@@ -11,16 +11,24 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes, forget_trace
+from kvdoctor.addons.conversions.graphs.conversion import (
+    Converted,
+    GraphConversion,
+    declare_sizes,
+    fix_sizes,
+    forget_trace,
+    name_reader,
+    require_one_graph,
+)
 from kvdoctor.addons.conversions.graphs.growing_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
 from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
-from kvdoctor.contract import CacheContract, Graph, Port, Role, Slot
+from kvdoctor.contract import CacheContract, Graph, Role, Slot
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import GraphWriter, declare, fresh_name, set_size, sort_nodes
+from kvdoctor.model.edit import GraphWriter, declare, fresh_name, sort_nodes
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import (
@@ -49,26 +57,19 @@ LENGTHS: tuple[Role, ...] = ("past_length", "total_length", "last_index", "write
 """Inputs that give the length of the past: known as one number, not where there is one for each sequence."""
 
 
-@record
-class StaticCache:
-    """The buffer that is asked for; without `capacity` it is as long as the config's context."""
-
-    capacity: int | None = None
-
-    def describe(self) -> str:
-        """As on the command line: `static=64`."""
-        return "static" if self.capacity is None else f"static={self.capacity}"
-
-
-def convert(context: RepairContext, choice: StaticCache) -> Converted:
-    """Make the growing caches of a stack buffers.
+def convert(context: RepairContext, rows: int) -> Converted:
+    """Make the growing caches of a stack buffers of so many tokens; 0: as long as the config's context.
 
     Raises:
         CannotRepair: a node stands in the way; the message names it.
     """
     contract = context.drivable
-    _refuse_shape(context, contract)
-    capacity = _choose_capacity(context, contract, choice)
+    require_one_graph(context)
+    for port in contract.graph("decode").inputs:
+        if port.role in LENGTHS and (port.role == "token_and_position" or port.shape not in ((), (1,))):
+            node = name_reader(context, port.name) or "no node"
+            context.cannot(f"{node} reads {port.name!r}, which gives the length of the past in addition to its shape")
+    capacity = _choose_capacity(context, contract, rows)
     file = context.file_of("decode")
     model, graph = context.model(file), contract.graph("decode")
     context.require_opset(file, LEAST_OPSET, "Unsqueeze")
@@ -88,29 +89,9 @@ def convert(context: RepairContext, choice: StaticCache) -> Converted:
     return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), Comparison(capacity=capacity))
 
 
-def _refuse_shape(context: RepairContext, contract: CacheContract) -> None:
-    """Only a graph that serves all steps is fed the same buffer in each of them."""
-    prefill, decode = contract.graph("prefill"), contract.graph("decode")
-    if prefill is not decode:
-        context.cannot(
-            f"its first step is another graph ({prefill.file}), which takes no past to write into",
-            "convert a decoder that is one graph (--layout single)",
-        )
-    for port in decode.inputs:
-        if port.role in LENGTHS and (port.role == "token_and_position" or port.shape not in ((), (1,))):
-            found = readers(context.model(decode.file).graph).get(port.name, ())
-            node = f"the node {describe_op(found[0][0])}" if found else "no node"
-            context.cannot(f"{node} reads {port.name!r}, which gives the length of the past in addition to its shape")
-    switch = decode.port("branch_switch")
-    if switch is not None:
-        found = readers(context.model(decode.file).graph).get(switch.name, ())
-        node = f"the node {describe_op(found[0][0])}" if found else f"the input {switch.name!r}"
-        context.cannot(f"{node} selects a branch without a past, which has nothing to write into")
-
-
-def _choose_capacity(context: RepairContext, contract: CacheContract, choice: StaticCache) -> int:
+def _choose_capacity(context: RepairContext, contract: CacheContract, asked: int) -> int:
     limit = contract.context_limit
-    capacity, rows = choice.capacity or limit, positions(context.stack, contract)
+    capacity, rows = asked or limit, positions(context.stack, contract)
     if capacity is None:
         most = f"static={rows}, as its table of positions has {rows} rows" if rows is not None else "static=512"
         context.cannot(f"no config says how many tokens it takes: give a number, as in --cache {most}")
@@ -125,7 +106,6 @@ def _choose_capacity(context: RepairContext, contract: CacheContract, choice: St
 
 
 def _find_growing(context: RepairContext, contract: CacheContract, model: ModelProto) -> list[Slot]:
-    """The slots to convert: all whose past has a length of tokens."""
     slots = [slot for slot in contract.slots if "past" in slot.axes]
     if not slots:
         static = any(slot.growth == "static" for slot in contract.slots)
@@ -228,7 +208,9 @@ class _RowWriter(GraphWriter):
         if given is not None and given.axes == ("new",) and given.dtype == "int64":
             self.position = given.name
         else:
-            self.position = _add_position(self.model, tokens, self.known)
+            self.position = fresh_name(POSITION, self.known)
+            size = tokens.dim("new") if tokens is not None else None
+            self.model.graph.input.append(declare(self.position, TensorProto.INT64, (size,)))
         self.first = self.node("first", "Gather", [self.position, self.numbers([0])], axis=0)
 
     def write(self, join: _Join, file: str) -> Change:
@@ -253,7 +235,6 @@ class _RowWriter(GraphWriter):
         return Change(file, describe_op(node), before, f"writes them at {self.position} ({node.op_type})")
 
     def _turn(self, node: NodeProto, slot: Slot, at: int, new: str) -> None:
-        """Make a node the one that writes."""
         del node.attribute[:]
         if opset_version(self.model.opset_import) >= TENSOR_SCATTER and slot.axes[0] == "batch" and at:
             node.op_type = "TensorScatter"
@@ -264,7 +245,6 @@ class _RowWriter(GraphWriter):
             node.input[:] = [slot.past, self._places(slot, at), new]
 
     def _starts(self, slot: Slot) -> str:
-        """The first place of each sequence, int64[batch]."""
         if "starts" not in self.made:
             shape = self.node("buffer_shape", "Shape", [slot.past])
             batch = self.node("batch", "Gather", [shape, self.numbers([0])], axis=0)
@@ -299,41 +279,25 @@ class _RowWriter(GraphWriter):
         return self.node("count", "Range", [self.numbers([0], []), scalar, self.numbers([1], [])])
 
 
-def _add_position(model: ModelProto, tokens: Port | None, known: set[str]) -> str:
-    """The new input, as long as the new tokens."""
-    name = fresh_name(POSITION, known)
-    size = tokens.dim("new") if tokens is not None else None
-    model.graph.input.append(declare(name, TensorProto.INT64, (size,)))
-    return name
-
-
 def _declare(
     model: ModelProto, contract: CacheContract, slots: list[Slot], capacity: int, file: str
 ) -> Iterator[Change]:
-    """Declare N rows and N columns, in every value whose axis has the name of those lengths."""
     graph = contract.graph("decode")
     axes = {port.name: port.axes for port in (*graph.inputs, *graph.outputs)}
     axes |= {str(slot.present): slot.axes for slot in slots} | {slot.past: slot.axes for slot in slots}
-    moving: set[str] = set()
-    other: set[str] = set()
-    presents = {str(slot.present) for slot in slots}
+    moving, other = set[str](), set[str]()
     for value in (*model.graph.input, *model.graph.output):
         for dim, axis in zip(value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False):
             if dim.dim_param:
                 (moving if axis in ("past", "total") else other).add(dim.dim_param)
-        found = [at for at, axis in enumerate(axes.get(value.name, ())) if axis in ("past", "total")]
-        dims = value.type.tensor_type.shape.dim
-        if found and len(dims) == len(axes[value.name]):
-            before = [dims[at].dim_param or "?" for at in found]
-            for at in found:
-                set_size(dims[at], capacity)
-            kind = "output" if value.name in presents else "input"
-            yield Change(file, f"{kind} {value.name!r}", ", ".join(before), f"{capacity} entries")
+    sizes: dict[str, dict[int, int | str]] = {
+        name: {at: capacity for at, axis in enumerate(own) if axis in ("past", "total")} for name, own in axes.items()
+    }
+    yield from declare_sizes(model, sizes, file)
     fix_sizes((*model.graph.output, *model.graph.value_info), dict.fromkeys(moving - other, capacity))
 
 
 def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
-    """What the loop must do from now on."""
     graph = contract.graph("decode")
     masks = [port for port in graph.inputs if "total" in port.axes]
     yield buffer_rule(capacity)
@@ -350,20 +314,23 @@ def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
     )
 
 
-def _read(choices: ConvertChoices) -> StaticCache | None:
+def _read(choices: ConvertChoices) -> int | None:
     if choices.cache in (None, "growing"):
         return None
     match = CHOICE.fullmatch(choices.cache)
     if match is None:
         raise UsageError(f"--cache {choices.cache}: it takes static, static=N for N tokens, or growing")
-    capacity = int(match["rows"]) if match["rows"] else None
-    if capacity is not None and capacity < LEAST_CAPACITY:
+    if match["rows"] and int(match["rows"]) < LEAST_CAPACITY:
         raise UsageError(f"--cache {choices.cache}: a buffer has {LEAST_CAPACITY} tokens or more")
     if any(name.startswith("past=") for name in choices.sizes):
         raise UsageError(f"--cache {choices.cache}: --sizes past=N is another form of the cache; give one of them")
-    return StaticCache(capacity)
+    return int(match["rows"] or 0)
 
 
 CONVERSION = GraphConversion(
-    "cache", order=25, read=_read, title=lambda choice: f"cache {choice.describe()}", convert=convert
+    "cache",
+    order=25,
+    read=_read,
+    title=lambda rows: f"cache static={rows}" if rows else "cache static",
+    convert=convert,
 )

@@ -7,11 +7,18 @@ What computes the cross-attention cache can move from the graph of the first ste
 batch size for it from the tokens. The encoder has none, so there it is read from its own states.
 """
 
-from collections.abc import Iterator
 from copy import deepcopy
 
 from kvdoctor.addons.conversions.layouts.merging import unite_functions, unite_opsets
-from kvdoctor.addons.conversions.layouts.naming import ENCODER, ROLES, PortNames, first_of, name_axes, rename_ports
+from kvdoctor.addons.conversions.layouts.naming import (
+    ENCODER,
+    ROLES,
+    PortNames,
+    first_of,
+    list_renamings,
+    name_axes,
+    rename_ports,
+)
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, Cut, DoesNotFit, LayoutSource
 from kvdoctor.contract import CacheContract, Graph
 from kvdoctor.model.edit import declare, fresh_name, keep_only, prune, rename_all, replace_all
@@ -72,22 +79,18 @@ def bring_encoder(source: LayoutSource, first: ModelProto | None, made: Converte
 
 
 def _convert_encoder_file(source: LayoutSource, made: ConvertedModels) -> None:
-    """Give an encoder file Optimum's names."""
     old, new = source.name("encoder"), source.new_name(ENCODER)
     graph = source.contract.graphs.get("encoder")
     model = source.model("encoder")
     inputs, outputs = encoder_names(graph, model.graph)
     if old == new and inputs.keys() == set(inputs.values()) and outputs.keys() == set(outputs.values()):
         return
-    keep = [value for value in model.graph.output if value.name in outputs]
-    replace_all(model.graph.output, keep)
+    made.changes += list_renamings(old, model.graph, PortNames(inputs, outputs))
+    keep_only(model.graph.output, lambda value: value.name in outputs)
     rename_ports(model.graph, inputs, outputs)
     _name_encoder_axes(model.graph)
     made.models[new], made.encoder = model, new
     made.replaces = (*made.replaces, *((old,) if old != new else ()))
-    for before, after in (*inputs.items(), *outputs.items()):
-        if before != after:
-            made.changes.append(Change(old, "inputs and outputs", before, after))
     made.changes.append(Change(old, "file", old, new))
 
 
@@ -115,7 +118,9 @@ def find_inside(graph: GraphProto, contract: CacheContract) -> Cut | None:
     sizes = {
         name for node in graph.node if has(node.op_type, "sizes") and input_of(node, 0) in given for name in node.output
     }
-    shared = _find_shared(graph, crossed)
+    shared = set.intersection(*(needed_for(graph, [name]) for name in crossed)) - set(crossed)
+    made = producers(graph)
+    shared = {name for name in shared if name in made and made[name].op_type not in LAYING_OUT}
     for name in [name for node in reversed(graph.node) for name in node.output if name in shared]:
         beyond = needed_for(graph, [other for other in outputs if other != name], without={name, *sizes}) & given
         inside = needed_for(graph, [name], without=sizes) & given
@@ -125,13 +130,6 @@ def find_inside(graph: GraphProto, contract: CacheContract) -> Cut | None:
         f"{contract.graph('prefill').file} computes the cross-attention cache from {', '.join(feeding)}, and no value "
         "was found at which its encoder ends; export the encoder as a graph of its own"
     )
-
-
-def _find_shared(graph: GraphProto, crossed: list[str]) -> set[str]:
-    """The values that all cross-attention keys and values depend on, without those that only rearrange another."""
-    shared = set.intersection(*(needed_for(graph, [name]) for name in crossed))
-    made = producers(graph)
-    return {name for name in shared - set(crossed) if name in made and made[name].op_type not in LAYING_OUT}
 
 
 def _names_without_encoder(contract: CacheContract, cut: Cut) -> PortNames:
@@ -192,7 +190,10 @@ def _read_sizes_elsewhere(graph: GraphProto, own: list[ValueInfoProto]) -> None:
         dims = declarations[node.input[0]].type.tensor_type.shape.dim
         start, end = (next((a.i for a in node.attribute if a.name == key), None) for key in ("start", "end"))
         axes = range(len(dims))[start:end]
-        place = next((p for p in _find_axes(own, dims[axes[0]].dim_param)), None) if len(axes) == 1 else None
+        symbol = dims[axes[0]].dim_param if len(axes) == 1 else ""
+        named = ((value, at) for value in own for at in range(len(value.type.tensor_type.shape.dim)))
+        same = ((v.name, at) for v, at in named if symbol and v.type.tensor_type.shape.dim[at].dim_param == symbol)
+        place = next(same, None)
         if place is None:
             raise DoesNotFit(
                 f"the node {node.name!r} reads its sizes from {node.input[0]!r}, on the other side of the cut"
@@ -201,14 +202,6 @@ def _read_sizes_elsewhere(graph: GraphProto, own: list[ValueInfoProto]) -> None:
         node.input[0] = place[0]
         node.attribute.add(name="start", type=AttributeProto.INT, i=place[1])
         node.attribute.add(name="end", type=AttributeProto.INT, i=place[1] + 1)
-
-
-def _find_axes(own: list[ValueInfoProto], symbol: str) -> Iterator[tuple[str, int]]:
-    """The inputs and axes with a size of that name."""
-    for value in own if symbol else ():
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.dim_param == symbol:
-                yield value.name, axis
 
 
 def _declaration(graph: GraphProto, name: str) -> ValueInfoProto:

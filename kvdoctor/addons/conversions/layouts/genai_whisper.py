@@ -1,4 +1,12 @@
-"""Whisper for onnxruntime-genai: an encoder that also returns the cross-attention cache, and a decoder that takes it.
+"""Genai: the graphs and the genai_config.json that onnxruntime-genai reads, and the tokenizer's files.
+
+Requires: of a decoder without an encoder (`genai`) a graph for later steps that takes any number of tokens and an empty
+past; keys and values of one size, layer by layer, that grow or are one buffer; token ids, and of masks and positions
+those that onnxruntime-genai feeds; the token that ends a text, and the context, in the configs next to the model.
+Ensures: one graph, model.onnx, whose names are declared in genai_config.json where one pattern names all layers, else
+they become those of onnxruntime-genai. The copy generates the same tokens in onnxruntime-genai itself.
+
+Whisper becomes an encoder that also returns the cross-attention cache, and a decoder that takes it.
 
 Requires: a merged decoder or a pair, and an encoder of its own that takes features of 3,000 frames and nothing else;
 token ids, encoder states, and one key and one value for each layer and each kind of attention.
@@ -9,15 +17,18 @@ Sources: src/models/whisper.cpp, src/models/kv_cache.cpp and src/python/py/model
 (onnxruntime-genai 0.18.0).
 """
 
+from pathlib import Path
+
+from kvdoctor.addons.conversions.layouts import genai
 from kvdoctor.addons.conversions.layouts.encoders import return_from_encoder, take_as_inputs
-from kvdoctor.addons.conversions.layouts.genai_config import (
+from kvdoctor.addons.conversions.layouts.genai import (
     CONSUMER,
     INTEGERS,
     NAME,
     SLOT_AXES,
     Configs,
-    GraphEntries,
     Setting,
+    find_missing,
     list_settings,
     refuse_logits,
     refuse_slots,
@@ -26,6 +37,7 @@ from kvdoctor.addons.conversions.layouts.genai_config import (
 )
 from kvdoctor.addons.conversions.layouts.merging import SWITCH, MergePlan, merge
 from kvdoctor.addons.conversions.layouts.naming import (
+    SINGLE,
     PortNames,
     axis_names,
     first_of,
@@ -35,13 +47,12 @@ from kvdoctor.addons.conversions.layouts.naming import (
     sort_ports,
 )
 from kvdoctor.addons.conversions.layouts.optimum import INSIDE
-from kvdoctor.addons.conversions.layouts.pair import integer_constant, split_halves
-from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, LayoutSource
+from kvdoctor.addons.conversions.layouts.pair import split_halves
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import Axis, CacheContract, Port, Slot
-from kvdoctor.model.edit import fresh_name, keep_only, make_node, replace_all
-from kvdoctor.model.proto import GraphProto, ModelProto, TensorShapeProto
-from kvdoctor.model.traverse import all_names
+from kvdoctor.model.edit import GraphWriter, keep_only, make_node, sort_nodes
+from kvdoctor.model.proto import ModelProto, TensorShapeProto
 from kvdoctor.report.repair_record import Change
 
 ENCODER, DECODER = "encoder", "decoder"
@@ -166,7 +177,12 @@ def make(source: LayoutSource) -> ConvertedModels:
     keep_only(encoder.graph.output, lambda value: value.name == states)
     rename_ports(encoder.graph, {features: FEATURES}, {states: HIDDEN})
     return_from_encoder(encoder, first, (HIDDEN, STATES), list(caches))
-    _declare_lengths(encoder.graph)
+    rows = encoder.graph.input[0].type.tensor_type.shape.dim[0]
+    for value in encoder.graph.output:  # the encoder halves the number of frames
+        dims, axis = value.type.tensor_type.shape.dim, 1 if value.name == HIDDEN else CROSS_AXES.index("encoder")
+        if len(dims) > axis:
+            dims[0].CopyFrom(rows)
+            dims[axis].CopyFrom(TensorShapeProto.Dimension(dim_value=FRAMES // 2))
     given = {value.name: value for value in later.graph.input}
     if missing := [past for past in caches.values() if past not in given]:
         raise DoesNotFit(f"later steps do not read {first_of(missing)}")
@@ -211,11 +227,7 @@ def _name_half(half: ModelProto, contract: CacheContract, later: bool) -> dict[s
                 names.inputs[slot.past] = past
             if not later or kind == "self-attention":
                 names.outputs[str(slot.present if later else slot.filled_by)] = present
-    rename_as(half, names)
-    known = {*names.inputs.values()}
-    if strange := [value.name for value in half.graph.input if value.name not in known]:
-        step = "later steps take" if later else "the first step takes"
-        raise DoesNotFit(f"{step} {first_of(strange)}, which {CONSUMER} does not feed to the decoder of a Whisper")
+    rename_as(half, names, graph, f"which {CONSUMER} does not feed to the decoder of a Whisper")
     return caches
 
 
@@ -229,30 +241,14 @@ def _axes(name: str) -> tuple[Axis, ...]:
     return tuple(length if axis == "past" else axis for axis in SLOT_AXES)
 
 
-def _declare_lengths(graph: GraphProto) -> None:
-    """Declare what follows from the number of frames: the encoder halves it."""
-    rows = next(iter(graph.input)).type.tensor_type.shape.dim[0]
-    for value in graph.output:
-        dims, axis = value.type.tensor_type.shape.dim, 1 if value.name == HIDDEN else CROSS_AXES.index("encoder")
-        if len(dims) > axis:
-            dims[0].CopyFrom(rows)
-            dims[axis].CopyFrom(TensorShapeProto.Dimension(dim_value=FRAMES // 2))
-
-
 def _choose_by_past(model: ModelProto) -> None:
     """Let the length of a past decide which branch runs, in place of a switch that is an input."""
-    graph, past = model.graph, "past_key_self_0"
-    known = all_names(graph)
-    keep_only(graph.input, lambda value: value.name != SWITCH)
-    sizes, axis, length, none = (fresh_name(f"{past}.{word}", known) for word in ("sizes", "axis", "length", "none"))
-    nodes = [
-        make_node("Shape", [past], sizes),
-        integer_constant(axis, [SLOT_AXES.index("past")]),
-        make_node("Gather", [sizes, axis], length),
-        integer_constant(none, [0]),
-        make_node("Greater", [length, none], SWITCH),
-    ]
-    replace_all(graph.node, [*nodes, *graph.node])
+    past, writer = "past_key_self_0", GraphWriter(model, prefix="past")
+    keep_only(model.graph.input, lambda value: value.name != SWITCH)
+    sizes, axis = writer.node("sizes", "Shape", [past]), writer.numbers([SLOT_AXES.index("past")])
+    length = writer.node("length", "Gather", [sizes, axis])
+    model.graph.node.append(make_node("Greater", [length, writer.numbers([0])], SWITCH))
+    sort_nodes(model.graph)
 
 
 def _configure(source: LayoutSource, made: ConvertedModels) -> None:
@@ -275,8 +271,8 @@ def _configure(source: LayoutSource, made: ConvertedModels) -> None:
         outputs[f"present_{part}_names"] = f"present_{part}_self_%d"
         returned[f"cross_present_{part}_names"] = f"present_{part}_cross_%d"
     graphs = {
-        ENCODER: GraphEntries(encoder, {"audio_features": FEATURES}, returned),
-        DECODER: GraphEntries(decoder, inputs, outputs),
+        ENCODER: (encoder, {"audio_features": FEATURES}, returned),
+        DECODER: (decoder, inputs, outputs),
     }
     made.texts[NAME] = write_config(graphs, settings)
     if not any((folder / PROCESSOR).is_file() for folder in (source.root, configs.folder)):
@@ -285,3 +281,23 @@ def _configure(source: LayoutSource, made: ConvertedModels) -> None:
             "the tokenizer of the checkpoint in the folder to read audio; kvdoctor re-export --from CHECKPOINT "
             "--exporter genai writes both"
         )
+
+
+def refuse_any(stack: StackFiles, contract: CacheContract) -> str | None:
+    """Why onnxruntime-genai cannot run a stack."""
+    root = stack.main.path.parents[len(Path(stack.main.name).parts) - 1]
+    if (root / NAME).is_file():
+        return f"its folder already has a {NAME}, which `kvdoctor step-test` compares with the graph"
+    found = (refuse if contract.has_encoder else genai.refuse)(stack, contract)
+    return found or find_missing(Configs.beside(root), contract)
+
+
+LAYOUT = Layout(
+    "genai",
+    f"the graphs and genai_config.json for {CONSUMER}, proved by generating with it",
+    (SINGLE, ENCODER, DECODER),
+    refuse_any,
+    lambda source: (make if source.contract.has_encoder else genai.make)(source),
+    consumer=CONSUMER,
+    beside=(*genai.TOKENIZER, PROCESSOR),
+)

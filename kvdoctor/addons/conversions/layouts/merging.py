@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvdoctor.addons.conversions.layouts.naming import MERGED, PortNames, first_of
-from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, LayoutSource
-from kvdoctor.addons.conversions.layouts.weights import EqualTensors
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, EqualTensors, LayoutSource
 from kvdoctor.contract import CacheContract
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import (
@@ -75,8 +74,11 @@ def merge(first: ModelProto, later: ModelProto, work: MergePlan) -> ModelProto:
         prune(half)
         half.graph.ClearField("value_info")
     inputs = _unite_inputs(first.graph, later.graph)
-    shared = {value.name for value in first.graph.input}
-    _rename_axes(later.graph, inputs, _match_axis_names(first.graph, later.graph), shared)
+    meaning, shared = _match_axis_names(first.graph, later.graph), {value.name for value in first.graph.input}
+    alone = [inputs[value.name] for value in later.graph.input if value.name not in shared]
+    for dim in [dim for value in (*alone, *later.graph.output) for dim in _dims(value)]:
+        if dim.dim_param:
+            dim.dim_param = meaning.get(dim.dim_param, dim.dim_param)
     outer = {*inputs, SWITCH}
     weights, work.shared = lift_weights((first.graph, later.graph), outer, work.root)
     outer |= {tensor.name for tensor in weights}
@@ -217,16 +219,6 @@ def _match_axis_names(first: GraphProto, later: GraphProto) -> dict[str, str]:
     return meaning
 
 
-def _rename_axes(
-    later: GraphProto, united: dict[str, ValueInfoProto], meaning: dict[str, str], shared: set[str]
-) -> None:
-    """Rename the axes of the later half as in the first one, on its outputs and on the inputs that it alone has."""
-    alone = [united[value.name] for value in later.input if value.name not in shared]
-    for dim in [dim for value in (*alone, *later.output) for dim in _dims(value)]:
-        if dim.dim_param:
-            dim.dim_param = meaning.get(dim.dim_param, dim.dim_param)
-
-
 def _dims(value: ValueInfoProto) -> Sequence[TensorShapeProto.Dimension]:
     return value.type.tensor_type.shape.dim  # type: ignore[no-any-return, unused-ignore]
 
@@ -250,7 +242,6 @@ def _unite_output(one: ValueInfoProto, other: ValueInfoProto) -> ValueInfoProto:
 
 
 def _make_branch(graph: GraphProto, outer: set[str]) -> None:
-    """Make a graph a valid branch: no value has an outer name, and it returns only its own values."""
     known = all_names(graph) | outer
     replace_all(graph.input, [])
     rename_banned(graph, outer, known)
@@ -272,11 +263,13 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
 
     Gives them, and how many are weights of both graphs. Changes the graphs; bytes are read below `root`.
     """
-    stays = [_find_fused(graph) for graph in graphs]
-    mine = [
-        {tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay and _is_weight(tensor)}
-        for graph, stay in zip(graphs, stays, strict=True)
-    ]
+    mine = []
+    for graph in graphs:
+        stay = _find_fused(graph)
+        stay |= {
+            one.name for one in graph.initializer if not one.dims or (len(one.dims) == 1 and one.data_type in INTEGERS)
+        }
+        mine.append({tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay})
     sameness = EqualTensors(root, (tensor for weights in mine for tensor in weights.values()))
     keys = [{name: sameness.key(tensor) for name, tensor in weights.items()} for weights in mine]
     locals_ = [own_names(graph) for graph in graphs]
@@ -294,12 +287,11 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
                 used.add(lifted[key].name)
             names[name] = lifted[key].name
         replace_all(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
-        _rename_weights(graph, names)
+        others = {old: new for old, new in names.items() if old != new}
+        taken = all_names(graph) | set(others.values())
+        rename_all(graph, {name: fresh_name(name, taken) for name in sorted(own_names(graph) & set(others.values()))})
+        rename_all(graph, others)
     return list(lifted.values()), len(set(keys[0].values()) & set(keys[1].values()))
-
-
-def _is_weight(tensor: TensorProto) -> bool:
-    return len(tensor.dims) > 1 or (len(tensor.dims) == 1 and tensor.data_type not in INTEGERS)
 
 
 def _find_fused(graph: GraphProto) -> set[str]:
@@ -310,14 +302,6 @@ def _find_fused(graph: GraphProto) -> set[str]:
         if has(node.op_type, "dequantize"):
             found |= set(node.input[0 if output_of(node) in multiplied else 1 :])
     return found
-
-
-def _rename_weights(graph: GraphProto, names: dict[str, str]) -> None:
-    """Rename the readers of moved weights; values of the graph with such a name get a new one."""
-    others = {old: new for old, new in names.items() if old != new}
-    known = all_names(graph) | set(others.values())
-    rename_all(graph, {name: fresh_name(name, known) for name in sorted(own_names(graph) & set(others.values()))})
-    rename_all(graph, others)
 
 
 def find_kept(contract: CacheContract, first: PortNames, later: PortNames) -> dict[str, str]:

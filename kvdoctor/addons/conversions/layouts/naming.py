@@ -9,23 +9,18 @@ from collections.abc import Iterable
 from dataclasses import field
 from typing import Any
 
-from kvdoctor.addons.conversions.layouts.registry import DoesNotFit, LayoutSource
+from kvdoctor.addons.conversions.layouts.registry import DoesNotFit
 from kvdoctor.analysis.axes import as_number
-from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port, Slot
-from kvdoctor.model.edit import fresh_name, make_node, prune, rename_all, rename_banned, replace_all
-from kvdoctor.model.proto import GraphProto, ModelProto, ValueInfoProto
+from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Slot
+from kvdoctor.model.edit import fresh_name, keep_only, make_node, prune, rename_all, rename_banned, replace_all
+from kvdoctor.model.proto import GraphProto, ModelProto
 from kvdoctor.model.traverse import all_names, own_names, subgraphs
 from kvdoctor.records import record
 from kvdoctor.report.repair_record import Change
 from kvdoctor.report.wording import join_some
 
-MERGED, FIRST, LATER, ENCODER, SINGLE = (
-    "decoder_model_merged",
-    "decoder_model",
-    "decoder_with_past_model",
-    "encoder_model",
-    "model",
-)
+MERGED, FIRST, LATER = "decoder_model_merged", "decoder_model", "decoder_with_past_model"
+ENCODER, SINGLE = "encoder_model", "model"
 """The stems of Optimum's file names."""
 
 ROLES = {
@@ -141,11 +136,20 @@ def axis_names(contract: CacheContract) -> dict[Axis, str]:
     }
 
 
-def rename_as(model: ModelProto, names: PortNames) -> None:
-    """Give a graph those names; outputs without one are dropped, with all nodes that no other output needs."""
+def rename_as(model: ModelProto, names: PortNames, ports: Graph, but: str = "which has no name in the layout") -> None:
+    """Give a graph those names; outputs without one are dropped, with all nodes that no other output needs.
+
+    Raises:
+        DoesNotFit: it still takes an input that has none, and what is wrong with that.
+    """
     graph = model.graph
-    replace_all(graph.output, [value for value in graph.output if value.name in names.outputs])
+    keep_only(graph.output, lambda value: value.name in names.outputs)
     prune(model)
+    weights = {tensor.name for tensor in graph.initializer}  # old files list them among the inputs
+    if strange := {value.name for value in graph.input} - names.inputs.keys() - weights:
+        roles = {port.name: f" ({port.role.replace('_', ' ')})" for port in ports.inputs}
+        listed = first_of(name + roles.get(name, "") for name in sorted(strange))
+        raise DoesNotFit(f"{ports.file} takes {listed}, {but}")
     rename_ports(graph, names.inputs, names.outputs)
 
 
@@ -186,36 +190,11 @@ def name_axes(graph: GraphProto, axes: dict[str, tuple[Axis, ...]], words: dict[
                 changed.append(f"{value.name}: {dim.dim_param or '?'} -> {words[axis]}")
                 old.add(dim.dim_param)
                 dim.dim_param = words[axis]
-    if old:
-        replace_all(graph.value_info, [value for value in graph.value_info if old.isdisjoint(_symbols(value))])
+    for value in list(graph.value_info) if old else ():
+        params = [dim.dim_param for dim in value.type.tensor_type.shape.dim if dim.dim_param]
+        if not old.isdisjoint(word for one in params for word in (one, *one.replace("*", "+").split(" + "))):
+            graph.value_info.remove(value)
     return changed
-
-
-def _symbols(value: ValueInfoProto) -> set[str]:
-    """The names in the declared sizes of a value, those in sums as well."""
-    params = [dim.dim_param for dim in value.type.tensor_type.shape.dim if dim.dim_param]
-    return {word for param in params for word in (param, *param.replace("*", "+").split(" + "))}
-
-
-def unnamed_inputs(model: ModelProto, graph: Graph, names: PortNames) -> list[Port]:
-    """The inputs that a graph still takes and that have none of those names."""
-    taken = {value.name for value in model.graph.input}
-    known = {*names.inputs, *names.inputs.values()}
-    return [port for port in graph.inputs if port.name in taken and port.name not in known]
-
-
-def name_half(model: ModelProto, source: LayoutSource, later: bool, names: PortNames) -> None:
-    """Give one half of a pair those names.
-
-    Raises:
-        DoesNotFit: it needs an input that has none of them.
-    """
-    phase, role = ("decode", "decoder-with-past") if later else ("prefill", "decoder")
-    graph = source.contract.graph(phase)  # type: ignore[arg-type]
-    rename_as(model, names)
-    if strange := unnamed_inputs(model, graph, names):
-        listed = first_of(f"{port.name} ({port.role})" for port in strange)
-        raise DoesNotFit(f"{source.name(role)} takes {listed}, for which the new layout has no name")  # type: ignore[arg-type]
 
 
 def first_of(items: Iterable[str]) -> str:

@@ -30,28 +30,28 @@ from kvdoctor.addons.conversions.layouts.naming import (
     PortNames,
     axis_names,
     find_unnameable,
-    first_of,
     list_renamings,
     name_axes,
-    name_half,
     optimum_names,
     put_in_order,
     rename_as,
     unified_names,
-    unnamed_inputs,
 )
 from kvdoctor.addons.conversions.layouts.pair import BESIDE
-from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
-from kvdoctor.addons.conversions.layouts.weights import (
+from kvdoctor.addons.conversions.layouts.registry import (
     LINE,
+    ConvertedModels,
+    DoesNotFit,
     EqualTensors,
     FileSizeLimit,
+    Layout,
+    LayoutSource,
     TensorBytes,
     point,
     restore,
     span_of,
 )
-from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.model.edit import keep_only, prune
 from kvdoctor.model.external_data import external_tensors
@@ -66,15 +66,11 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
     """Why a stack cannot have Optimum's names."""
     if stack.kind == "operator":
         return f"the decode loop runs inside the operator {stack.operator}"
-    if stack.kind != "pair" and _is_named_already(stack, contract):
-        return "it already has Optimum's names"
-    return find_unnameable(contract)
-
-
-def _is_named_already(stack: StackFiles, contract: CacheContract) -> bool:
     names = optimum_names(contract, "decode")
     same = all(old == new for old, new in (*names.inputs.items(), *names.outputs.items()))
-    return same and stack.main.path.stem.startswith((MERGED, SINGLE))
+    if stack.kind != "pair" and same and stack.main.path.stem.startswith((MERGED, SINGLE)):
+        return "it already has Optimum's names"
+    return find_unnameable(contract)
 
 
 def make(source: LayoutSource) -> ConvertedModels:
@@ -96,8 +92,8 @@ def _convert_pair(source: LayoutSource, together: bool) -> ConvertedModels:
     cut = bring_encoder(source, first, made)
     if cut is not None:
         names = replace(names[0], inputs=cut.inputs, axes={**names[0].axes, **cut.axes}), names[1]
-    for half, chosen, is_later in ((first, names[0], False), (later, names[1], True)):
-        name_half_as_optimum(half, source, is_later, chosen, made)
+    name_as_optimum(first, source, "decoder", names[0], made)
+    name_as_optimum(later, source, "decoder-with-past", names[1], made)
     kept = find_kept(source.contract, *names)
     if together:
         made.models[source.new_name(MERGED)] = merge_halves(source, first, later, kept, made)
@@ -108,36 +104,25 @@ def _convert_pair(source: LayoutSource, together: bool) -> ConvertedModels:
     return made
 
 
-def name_half_as_optimum(
-    half: ModelProto, source: LayoutSource, is_later: bool, names: PortNames, made: ConvertedModels
+def name_as_optimum(
+    model: ModelProto, source: LayoutSource, role: FileRole, names: PortNames, made: ConvertedModels
 ) -> None:
-    """Give one half of a pair Optimum's names, order and axes; the renamings are added to the changes.
+    """Give a graph Optimum's names, order and axes; the renamings are added to the changes.
 
     Raises:
         DoesNotFit: it needs an input that has no such name.
     """
-    old = source.name("decoder-with-past" if is_later else "decoder")
-    made.changes += list_renamings(old, half.graph, names)
-    name_half(half, source, is_later, names)
-    name_axes(half.graph, names.axes, axis_names(source.contract))
-    put_in_order(half.graph, source.contract)
+    made.changes += list_renamings(source.name(role), model.graph, names)
+    rename_as(model, names, source.ports(role))
+    name_axes(model.graph, names.axes, axis_names(source.contract))
+    put_in_order(model.graph, source.contract)
 
 
 def _convert_single(source: LayoutSource) -> ConvertedModels:
-    model, made = source.model(source.stack.main_role), ConvertedModels({}, (source.stack.main.name,), limit=INSIDE)
-    names = optimum_names(source.contract, "decode")
+    role, names = source.stack.main_role, optimum_names(source.contract, "decode")
+    model, made = source.model(role), ConvertedModels({}, (source.stack.main.name,), limit=INSIDE)
     bring_encoder(source, None, made)
-    rename_as(model, names)
-    if strange := unnamed_inputs(model, source.contract.graph("decode"), names):
-        raise DoesNotFit(
-            "it takes inputs that have no name in the new layout: "
-            f"{first_of(f'{port.name} ({port.role})' for port in strange)}"
-        )
-    renamed = {old: new for old, new in (*names.inputs.items(), *names.outputs.items()) if old != new}
-    for old, new in renamed.items():
-        made.changes.append(Change(source.stack.main.name, "inputs and outputs", old, new))
-    name_axes(model.graph, names.axes, axis_names(source.contract))
-    put_in_order(model.graph, source.contract)
+    name_as_optimum(model, source, role, names, made)
     made.models[source.new_name(MERGED if source.stack.kind == "merged" else SINGLE)] = model
     return made
 
@@ -169,8 +154,9 @@ def make_merged(source: LayoutSource) -> ConvertedModels:
     first, later = source.halves
     names = unified_names(source.contract)
     made = ConvertedModels({}, (source.name("decoder"), source.name("decoder-with-past")))
-    for half, chosen, is_later in ((first, names[0], False), (later, names[1], True)):
-        name_half(half, source, is_later, chosen)
+    roles: tuple[FileRole, ...] = ("decoder", "decoder-with-past")
+    for half, chosen, role in zip((first, later), names, roles, strict=True):
+        rename_as(half, chosen, source.ports(role))
         if source.readable:
             name_axes(half.graph, chosen.axes, axis_names(source.contract))
     made.models[source.new_name(MERGED)] = merge_halves(source, first, later, find_kept(source.contract, *names), made)
@@ -195,7 +181,7 @@ def make_single(source: LayoutSource) -> ConvertedModels:
     """Convert the later graph alone."""
     made = ConvertedModels({}, (source.name("decoder"), source.name("decoder-with-past")), limit=INSIDE)
     later = source.model("decoder-with-past")
-    name_half_as_optimum(later, source, True, optimum_names(source.contract, "decode"), made)
+    name_as_optimum(later, source, "decoder-with-past", optimum_names(source.contract, "decode"), made)
     made.models[source.new_name(SINGLE)] = later
     return made
 
@@ -210,9 +196,7 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
     names = (source.name("decoder"), source.name("decoder-with-past"))
     made = ConvertedModels(dict(zip(names, source.halves, strict=True)), names, limit=BESIDE)
     for model in made.models.values():
-        for tensor in [*external_tensors(model)]:
-            if span_of(tensor).length < LINE:
-                restore(tensor, source.root)
+        restore(external_tensors(model), source.root, lambda span: span.length < LINE)
     kept = {name: [*external_tensors(model)] for name, model in made.models.items()}
     sameness = EqualTensors(source.root, (tensor for tensors in kept.values() for tensor in tensors))
     places: dict[tuple[object, ...], TensorBytes] = {}
@@ -236,47 +220,17 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
 
 
 LAYOUTS = (
-    Layout(
-        "optimum",
-        "the names and files that Optimum and transformers.js look for",
-        (SINGLE, MERGED),
-        refuse,
-        make,
-        title="Optimum: the names and files that Optimum's ORTModel classes and transformers.js look for, from any "
-        "exporter.",
-    ),
+    Layout("optimum", "the names and files that Optimum and transformers.js look for", (SINGLE, MERGED), refuse, make),
     Layout(
         "optimum-pair",
-        "the same with decoder and decoder_with_past",
+        "these names, and both graphs of a pair in files of their own",
         (FIRST, LATER),
         refuse_pair,
         make_pair,
-        title="Optimum pair: Optimum's names, with both graphs of a pair in files of their own.",
     ),
+    Layout("merged", "one file with an If on use_cache_branch", (MERGED,), refuse_merged, make_merged),
+    Layout("single", "the later graph of a pair alone, as model.onnx", (SINGLE,), refuse_single, make_single),
     Layout(
-        "merged",
-        "one file with an If on use_cache_branch",
-        (MERGED,),
-        refuse_merged,
-        make_merged,
-        title="Merged: both halves of a pair in one file, as Optimum's decoder_model_merged.onnx; "
-        "names stay those of the pair.",
-    ),
-    Layout(
-        "single",
-        "the later graph of a pair alone, as model.onnx",
-        (SINGLE,),
-        refuse_single,
-        make_single,
-        title="Single: the graph that takes the past serves the first step as well, with an empty past; "
-        "Optimum's names, model.onnx.",
-    ),
-    Layout(
-        "shared",
-        "a pair whose weights are stored once, in a data file of both graphs",
-        (),
-        refuse_shared,
-        make_shared,
-        title="Shared: a pair whose graphs read the same weights from one data file, in which each stands once.",
+        "shared", "a pair whose weights are stored once, in a data file of both graphs", (), refuse_shared, make_shared
     ),
 )

@@ -13,26 +13,41 @@ past with the new entries passes these on. Both graphs refer to the same weights
 them.
 """
 
-from collections.abc import Iterator
 from copy import deepcopy
 
 from kvdoctor.addons.conversions.layouts.naming import FIRST, LATER, axis_names, first_of, name_axes, port_axes
-from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
-from kvdoctor.addons.conversions.layouts.weights import LINE, FileSizeLimit, restore, span_of
+from kvdoctor.addons.conversions.layouts.registry import (
+    LINE,
+    ConvertedModels,
+    DoesNotFit,
+    FileSizeLimit,
+    Layout,
+    LayoutSource,
+    restore,
+)
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Port, Slot
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import fresh_name, keep_only, make_node, prune, rename_all, rename_banned, replace_all
+from kvdoctor.model.edit import (
+    GraphWriter,
+    fresh_name,
+    keep_only,
+    make_node,
+    prune,
+    rename_all,
+    rename_banned,
+    replace_all,
+    sort_nodes,
+)
 from kvdoctor.model.external_data import external_tensors
 from kvdoctor.model.operators import has
-from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-from kvdoctor.model.traverse import all_names, captures, find_attribute, names_in, needed_for, own_names, subgraphs
+from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
+from kvdoctor.model.traverse import all_names, captures, find_attribute, needed_for, own_names, subgraphs
 from kvdoctor.model.view import ELEMENT_TYPES, Branches, GraphView
 from kvdoctor.report.repair_record import Change
 
 BESIDE = FileSizeLimit(most=0)
 """The weights lie in a file next to both graphs."""
-TENSOR = AttributeProto.TENSOR
 TYPES = {name: number for number, name in ELEMENT_TYPES.items()}
 
 
@@ -84,9 +99,7 @@ def split_single(source: LayoutSource) -> ConvertedModels:
     joined = make_first(first, source.contract)
     for model in made.models.values():
         _declare_sizes(model.graph, source.contract)
-        for tensor in [*external_tensors(model)]:
-            if span_of(tensor).length < LINE:
-                restore(tensor, source.root)
+        restore(external_tensors(model), source.root, lambda span: span.length < LINE)
     pasts = first_of(slot.past for slot in source.contract.slots)
     made.changes.append(Change(names[0], "inputs", pasts, "left out, computed as empty"))
     if joined:
@@ -97,7 +110,6 @@ def split_single(source: LayoutSource) -> ConvertedModels:
 
 
 def _declare_sizes(graph: GraphProto, contract: CacheContract) -> None:
-    """Declare the heads and widths of caches that only a config tells: it may name one decoder alone, and is gone."""
     slots = {name: slot for slot in contract.slots for name in (slot.past, slot.present)}
     for value in (*graph.input, *graph.output):
         dims, slot = value.type.tensor_type.shape.dim, slots.get(value.name)
@@ -117,8 +129,8 @@ def make_first(model: ModelProto, contract: CacheContract) -> int:
         raise DoesNotFit(f"{clash[0]} has a value of its own in the graph")
     keep_only(graph.input, lambda value: value.name not in slots)
     joined = _pass_joins(graph, slots)
-    made = [*_compute_pasts(names_in(model) | set(slots), contract)]
-    replace_all(graph.node, [*made, *graph.node])
+    _compute_pasts(model, contract)
+    sort_nodes(graph)
     graph.ClearField("value_info")  # its lengths are those of a step with a past
     _rename_lengths(graph, contract)
     prune(model)
@@ -143,52 +155,28 @@ def _pass_joins(graph: GraphProto, slots: dict[str, Slot]) -> int:
     return count
 
 
-def _compute_pasts(known: set[str], contract: CacheContract) -> Iterator[NodeProto]:
-    """The nodes that make every past: zeros of its type and shape."""
-    port = _find_rows(contract)
+def _compute_pasts(model: ModelProto, contract: CacheContract) -> None:
+    """Add the nodes that make every past: zeros of its type and shape."""
+    port, writer = _find_rows(contract), GraphWriter(model, prefix="first_step")
     assert port is not None  # noqa: S101 - refused before
-    shape, rows = (fresh_name(f"first_step.{word}", known) for word in ("ids_shape", "rows"))
-    yield make_node("Shape", [port.name], shape)
-    at = fresh_name("first_step.batch_axis", known)
-    yield integer_constant(at, [port.axes.index("batch")])
-    yield make_node("Gather", [shape, at], rows)
+    shape, at = writer.node("ids_shape", "Shape", [port.name]), writer.numbers([port.axes.index("batch")])
+    rows = writer.node("rows", "Gather", [shape, at])
     for slot in contract.slots:
         parts = []
-        for number, axis in enumerate(slot.axes):
-            size = slot.shape[number]
-            part = fresh_name(f"{slot.past}.size_{number}", known)
+        for axis, size in zip(slot.axes, slot.shape, strict=True):
             if axis == "batch":
                 parts.append(rows)
-                continue
-            if axis == "batch_heads":
-                heads = fresh_name(f"{slot.past}.heads", known)
-                yield integer_constant(heads, [contract.heads or 1])
-                yield make_node("Mul", [rows, heads], part)
+            elif axis == "batch_heads":
+                parts.append(writer.node("heads", "Mul", [rows, writer.numbers([contract.heads or 1])]))
             else:
-                yield integer_constant(part, [0 if axis == "past" else int(size) if isinstance(size, int) else 1])
-            parts.append(part)
-        sizes = fresh_name(f"{slot.past}.sizes", known)
-        yield make_node("Concat", parts, sizes, axis=0) if parts else integer_constant(sizes, [])
-        yield _zeros(slot, sizes, fresh_name(f"{slot.past}.empty", known))
-
-
-def _zeros(slot: Slot, sizes: str, name: str) -> NodeProto:
-    """A tensor of zeros in sizes that are computed."""
-    number = TYPES[slot.dtype]
-    node = NodeProto(op_type="ConstantOfShape", name=name, input=[sizes], output=[slot.past])
-    value = TensorProto(data_type=number, dims=[1], raw_data=b"\0" * ITEM_BYTES[slot.dtype])
-    node.attribute.add(name="value", type=TENSOR, t=value)
-    return node
-
-
-def integer_constant(name: str, numbers: list[int]) -> NodeProto:
-    """A node that gives int64[n]."""
-    node = NodeProto(op_type="Constant", name=name, output=[name])
-    data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
-    node.attribute.add(
-        name="value", type=TENSOR, t=TensorProto(data_type=TensorProto.INT64, dims=[len(numbers)], raw_data=data)
-    )
-    return node
+                parts.append(
+                    writer.numbers([size if isinstance(size, int) and axis != "past" else int(axis != "past")])
+                )
+        sizes = writer.node("sizes", "Concat", parts, axis=0) if parts else writer.numbers([])
+        zero = TensorProto(data_type=TYPES[slot.dtype], dims=[1], raw_data=b"\0" * ITEM_BYTES[slot.dtype])
+        made = make_node("ConstantOfShape", [sizes], slot.past)
+        made.attribute.add(name="value", type=AttributeProto.TENSOR, t=zero)
+        model.graph.node.append(made)
 
 
 def _rename_lengths(graph: GraphProto, contract: CacheContract) -> None:
@@ -211,9 +199,9 @@ def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
     """Why a stack cannot be split."""
     if stack.kind == "pair":
         return "it is already a pair"
-    if stack.kind != "merged":
-        return refuse_split(contract) if contract.slots else "its cache contract could not be read"
-    return None if contract.slots else "its cache contract could not be read"
+    if not contract.slots:
+        return "its cache contract could not be read"
+    return None if stack.kind == "merged" else refuse_split(contract)
 
 
 def make(source: LayoutSource) -> ConvertedModels:
@@ -251,18 +239,13 @@ def split_halves(merged: ModelProto, contract: CacheContract) -> tuple[ModelProt
     if view.branches is None:
         raise UsageError("this is not a merged decoder: no If of its graph is controlled by an input of type bool")
     switch, branches = view.branches
-    dropped = {slot.present for slot in contract.slots if slot.present and _never_changes(view, branches, slot.present)}
+    dropped = set[str]()  # a decode step returns an empty tensor under that name, or the past that it was fed
+    for output in filter(None, (slot.present for slot in contract.slots)):
+        scope, name = view.behind(output)
+        passed = scope.graph is branches.cached.graph and scope.through(name) in view.inputs
+        dropped |= {output} if passed or view.emptied(output) is not None else set()
     first = _make_half(merged, switch, branches, cached=False, dropped=set())
     return first, _make_half(merged, switch, branches, cached=True, dropped=dropped)
-
-
-def _never_changes(view: GraphView, branches: Branches, output: str) -> bool:
-    """Whether a decode step returns an empty tensor under that name, or the past that it was fed."""
-    if view.emptied(output) is not None:
-        return True
-    scope, name = view.behind(output)
-    source = scope.through(name)
-    return scope.graph is branches.cached.graph and source in view.inputs
 
 
 def _make_half(merged: ModelProto, switch: str, branches: Branches, cached: bool, dropped: set[str]) -> ModelProto:
@@ -278,7 +261,6 @@ def _make_half(merged: ModelProto, switch: str, branches: Branches, cached: bool
 
 
 def _inline_branch(graph: GraphProto, at: int, branch: GraphProto) -> None:
-    """Replace the `If` at an index by the nodes of a branch; their results get the names of the outputs of the `If`."""
     body, targets = GraphProto(), list(graph.node[at].output)
     body.CopyFrom(branch)
     before, after = list(graph.node[:at]), list(graph.node[at + 1 :])
@@ -298,8 +280,11 @@ def _inline_branch(graph: GraphProto, at: int, branch: GraphProto) -> None:
     types = {target: _merge_types(graph, target, value) for target, value in declared.items() if target}
     ends = [value.name for value in body.output]
     rename_all(body, {**aside, **meant})
-    nodes = [*before, *body.node, *_name_outputs(ends, targets, meant, aside), *after]
-    replace_all(graph.node, nodes)
+    named = []  # outputs that are values of the enclosing graph, or are returned twice
+    for end, target in zip(ends, targets, strict=False):
+        if target and meant.get(end) != target:
+            named.append(make_node("Identity", [meant.get(end) or aside.get(end, end)], target))
+    replace_all(graph.node, [*before, *body.node, *named, *after])
     graph.initializer.extend(body.initializer)
     graph.sparse_initializer.extend(body.sparse_initializer)
     graph.quantization_annotation.extend(body.quantization_annotation)
@@ -309,18 +294,7 @@ def _inline_branch(graph: GraphProto, at: int, branch: GraphProto) -> None:
             value.type.CopyFrom(types[value.name].type)
 
 
-def _name_outputs(ends: list[str], targets: list[str], meant: dict[str, str], aside: dict[str, str]) -> list[NodeProto]:
-    """Identities for outputs of the branch that are values of the enclosing graph, or are returned twice."""
-    nodes = []
-    for end, target in zip(ends, targets, strict=False):
-        if target and meant.get(end) != target:
-            source = meant.get(end) or aside.get(end, end)
-            nodes.append(NodeProto(op_type="Identity", name=f"{target}.named", input=[source], output=[target]))
-    return nodes
-
-
 def _merge_types(graph: GraphProto, target: str, value: ValueInfoProto) -> ValueInfoProto:
-    """The declaration of an output: sizes from the branch, names from the enclosing graph."""
     outer = next((other for other in graph.output if other.name == target), None)
     merged = deepcopy(outer if outer is not None else value)
     if outer is None or not value.type.tensor_type.HasField("shape"):
@@ -334,7 +308,6 @@ def _merge_types(graph: GraphProto, target: str, value: ValueInfoProto) -> Value
 
 
 def _fix_switch(graph: GraphProto, switch: str, cached: bool) -> None:
-    """Make the switch a constant of the half if other nodes than the `If` take it."""
     if switch not in needed_for(graph, (value.name for value in graph.output)):
         return
     declared = next(value for value in graph.input if value.name == switch)

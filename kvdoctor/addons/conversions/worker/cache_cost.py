@@ -71,7 +71,7 @@ def measure_cost(job: CacheCostJob, announce: Announce) -> Iterator[CacheCosted]
             found = measure.run(plan)
             yield _add_others(found, plan, job, announce) if number == 0 else replace(found, drift={})
         except NOT_RUN as error:
-            yield CacheCosted(plan.keys, plan.values, plan.layer, failed=str(error)[:300])
+            yield CacheCosted(**asdict(plan), failed=str(error)[:300])
 
 
 def _add_others(found: CacheCosted, plan: Rounding, job: CacheCostJob, announce: Announce) -> CacheCosted:
@@ -131,15 +131,9 @@ class _Measure:
         want = self.exact.logits
         found = compare_tokens(got, want)
         if found is None:
-            return CacheCosted(plan.keys, plan.values, plan.layer, failed="logits are not finite")
-        return CacheCosted(
-            plan.keys,
-            plan.values,
-            plan.layer,
-            **asdict(found),
-            relative=compare(got[None], want[None]).relative,
-            drift=self._measure_drift(store),
-        )
+            return CacheCosted(**asdict(plan), failed="logits are not finite")
+        relative = compare(got[None], want[None]).relative
+        return CacheCosted(**asdict(plan), **asdict(found), relative=relative, drift=self._measure_drift(store))
 
     def _measure_drift(self, store: "_Store") -> dict[str, tuple[float, float]]:
         """How far each row is off beyond what its own rounding explains: what the layers below add.
@@ -185,17 +179,12 @@ def _prepare(job: CacheCostJob, announce: Announce, shares: bool, greedy: bool =
     scales: dict[tuple[str, Granularity], Array] = {}
     if shares:
         other = decode(job.side, walk, replace(way, job=replace(job, seed=job.seed + 1)), announce)
-        scales = dict(_share_scales(job, other.carried))
+        axes = {slot.past: slot.axes for slot in job.side.contract.slots}
+        for one in job.stored:
+            for shared, kept in KEPT.items():
+                over = tuple(at for at, axis in enumerate(axes[one.past]) if axis not in kept)
+                scales[one.past, shared] = row_scales(as_array(other.carried[one.past]), one.kind, over)
     return _Measure(job, announce, way, walk, exact, scales)
-
-
-def _share_scales(job: CacheCostJob, past: Past) -> Iterator[tuple[tuple[str, Granularity], Array]]:
-    slots = {slot.past: slot for slot in job.side.contract.slots}
-    for one in job.stored:
-        values, axes = as_array(past[one.past]), slots[one.past].axes
-        for shared, kept in KEPT.items():
-            over = tuple(at for at, axis in enumerate(axes) if axis not in kept)
-            yield (one.past, shared), row_scales(values, one.kind, over)
 
 
 @dataclass

@@ -64,7 +64,6 @@ def compare_new_cache(job: NewCacheJob, announce: Announce) -> NewCacheDone:
 
 
 def _plan(copy: StackRunner) -> Iterator[tuple[Walk, tuple[int, ...]]]:
-    """The sequences to compare, each with its padding."""
     planned = [Walk(1, prompt, (1, 1)) for prompt in PROMPTS]
     planned += [Walk(1, first, rest) for first, *rest in SPLITS]  # type: ignore[arg-type]
     planned += [Walk(1, 1, (1,) * (LONG - 1))]
@@ -77,14 +76,11 @@ def _plan(copy: StackRunner) -> Iterator[tuple[Walk, tuple[int, ...]]]:
 
 
 def _smooth(seconds: list[float]) -> list[float]:
-    """The median of each step and its neighbors."""
     return [median(seconds[max(at - NEIGHBORS, 0) : at + NEIGHBORS + 1]) for at in range(len(seconds))]
 
 
 @dataclass
 class _Pair:
-    """The copy, and a session of the original."""
-
     job: NewCacheJob
     copy: StackRunner
     original: Any
@@ -162,7 +158,6 @@ class _Pair:
         return found
 
     def _time_original(self, builder: FeedBuilder, stop: int) -> tuple[Array, float]:
-        """The original's logits of all tokens so far, and the seconds of the call."""
         feeds = builder.prefill(stop).feeds
         taken = {one.name: to_runtime(feeds[one.name]) for one in self.original.get_inputs() if one.name in feeds}
         port = self.copy.logits_name("prefill")
@@ -213,7 +208,6 @@ class _Pair:
         return found
 
     def _decode_copy(self, builder: FeedBuilder, walk: Walk, wanted: list[tuple[Array, float]]) -> Iterator[float]:
-        """The seconds of each call of the copy over the same tokens."""
         past: Past | None = None
         for (start, stop), (want, _) in zip(walk.calls(), wanted, strict=False):
             answer, seconds = self._run_copy(builder, past, start, stop)
@@ -225,7 +219,6 @@ class _Pair:
             yield seconds
 
     def _run_copy(self, builder: FeedBuilder, past: Past | None, start: int, stop: int) -> tuple[Answer, float]:
-        """The copy's answer for new tokens, and the seconds of the call."""
         try:
             call = builder.prefill(stop) if past is None else builder.decode(start, stop, past)
             began = time.perf_counter()

@@ -34,37 +34,27 @@ class _Differs(Exception):
     """A call of the converted model fails or returns something else; the message says what."""
 
 
-@dataclass
-class _Tally:
-    """What was compared so far: the calls that agree, each as (batch, first token, end), and the reasons of others."""
-
-    calls: list[tuple[int, int, int]] = field(default_factory=list)
-    worst: float = 0.0
-    exact: bool = True
-    not_run: list[str] = field(default_factory=list)
-
-
 def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
     """Carry out a comparison, up to the first call that differs."""
     original, converted = (open_stack(side, job, announce) for side in (job.original, job.converted))
-    pair, tally, failed = _Pair(job, original, converted), _Tally(), ""
+    pair, failed = _Pair(job, original, converted), ""
     for planned in plan_walks(original.contract, converted.contract, job.how.capacity):
         single = job.how.single_steps and planned.batch > 1
-        failed = pair.walk(replace(planned, pieces=(1,) * sum(planned.pieces)) if single else planned, tally)
+        failed = pair.walk(replace(planned, pieces=(1,) * sum(planned.pieces)) if single else planned)
         if failed:
             break
-    later = [(start, stop) for _, start, stop in tally.calls if start]
+    later = [(start, stop) for _, start, stop in pair.calls if start]
     return PairedDone(
-        calls=len(tally.calls),
-        worst=float(f"{tally.worst:.3g}"),
-        exact=tally.exact,
+        calls=len(pair.calls),
+        worst=float(f"{pair.worst:.3g}"),
+        exact=pair.exact,
         failed=failed,
-        not_run=tuple(dict.fromkeys(tally.not_run)),
-        prompts=tuple(sorted({stop for _, start, stop in tally.calls if not start})),
-        batches=tuple(sorted({batch for batch, _, _ in tally.calls})),
+        not_run=tuple(dict.fromkeys(pair.not_run)),
+        prompts=tuple(sorted({stop for _, start, stop in pair.calls if not start})),
+        batches=tuple(sorted({batch for batch, _, _ in pair.calls})),
         chunks=tuple(sorted({stop - start for start, stop in later})),
         longest=max((start for start, _ in later), default=0),
-        tokens=max((stop for _, _, stop in tally.calls), default=0),
+        tokens=max((stop for _, _, stop in pair.calls), default=0),
         overflow=pair.overflow(job.how.capacity) if job.how.capacity is not None and not failed else "",
     )
 
@@ -90,18 +80,22 @@ def _cut_rows(slot: Slot, call: Call, pair: tuple[Array, Array], *, is_buffer: b
 
 @dataclass
 class _Pair:
-    """Both models."""
+    """Both models, and what was compared: `calls` agree, each as (batch, first token, end), others are `not_run`."""
 
     job: PairedJob
     original: StackRunner
     converted: StackRunner
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
+    worst: float = 0.0
+    exact: bool = True
+    not_run: list[str] = field(default_factory=list)
 
     @property
     def tolerance(self) -> "Tolerance":
         """How far their logits may lie apart."""
         return find_tolerance(self.original.contract.exactness, self.job.tolerances)
 
-    def walk(self, walk: Walk, tally: _Tally) -> str:
+    def walk(self, walk: Walk) -> str:
         """Compare the calls of a walk that the original runs; gives the first that differs, and how."""
         left, right = self._build(walk)
         pasts: list[Past | None] = [None, None]
@@ -111,10 +105,10 @@ class _Pair:
                 want = self.original.run_session(calls[0])
             except (StepFailed, CannotCheck) as error:
                 reason = quote_error(str(error)) if isinstance(error, StepFailed) else str(error)
-                tally.not_run.append(f"{walk.describe(start, stop)} ({reason})")
+                self.not_run.append(f"{walk.describe(start, stop)} ({reason})")
                 return ""
             try:
-                got = self._compare(calls[1], want, tally)
+                got = self._compare(calls[1], want)
             except (StepFailed, CannotCheck) as error:
                 return f'{walk.describe(start, stop)}: the converted model fails: "{quote_error(str(error))}"'
             except _Differs as difference:
@@ -123,7 +117,7 @@ class _Pair:
                 side.carry(past, answer, "held")
                 for side, past, answer in zip((left, right), pasts, (want, got), strict=True)
             ]
-            tally.calls.append((walk.batch, start, stop))
+            self.calls.append((walk.batch, start, stop))
         return ""
 
     def overflow(self, capacity: int) -> str:
@@ -147,7 +141,6 @@ class _Pair:
         return ""
 
     def _build(self, walk: Walk) -> tuple[FeedBuilder, FeedBuilder]:
-        """The builders of both sides, with the same tokens and encoder outputs."""
         contract = self.original.contract
         usual = Scenario()
         sizes = Scenario(walk.batch, walk.prompt, 1, contract.encoder_length or usual.encoder, self.job.seed)
@@ -155,7 +148,7 @@ class _Pair:
         left = self.original.build(scenario)
         return left, replace(left, contract=self.converted.contract)
 
-    def _compare(self, call: Call, want: Answer, tally: _Tally) -> Answer:
+    def _compare(self, call: Call, want: Answer) -> Answer:
         """Run a call of the converted model and compare it.
 
         Raises:
@@ -170,7 +163,7 @@ class _Pair:
             answer = self.converted.run_session(call)
             rows = 1 if self.job.how.rows == "last" else min(keep, call.new) or call.new
             rows = min(rows, want.logits.shape[1])  # the original may give the last row alone
-            self._compare_logits(answer.logits, want.logits, rows, tally, f" with {keep} rows requested" * bool(port))
+            self._compare_logits(answer.logits, want.logits, rows, f" with {keep} rows requested" * bool(port))
             first = first or answer
         assert first is not None  # noqa: S101 - the loop runs once at least
         self._compare_caches(call, first, want)
@@ -178,20 +171,20 @@ class _Pair:
             _check_weights(name, first, want.logits.shape[0], call.new)
         return first
 
-    def _compare_logits(self, got: Array, want: Array, rows: int, tally: _Tally, how: str) -> None:
+    def _compare_logits(self, got: Array, want: Array, rows: int, how: str) -> None:
         if got.shape[1] != rows or want.shape[1] < rows:
             raise _Differs(f"{got.shape[1]} rows of logits{how}, not {rows}")
         wanted = want[:, -rows:]
         if np.array_equal(got, wanted, equal_nan=True):
             return
-        tally.exact = False
+        self.exact = False
         if got.shape != wanted.shape:
             raise _Differs(f"logits of shape {list(got.shape)}{how}, not {list(wanted.shape)}")
         found = compare(got, wanted, self.tolerance)
         within = found.finite and found.relative <= self.job.how.allowed
         if not within and judge(found, self.tolerance) != "pass":
             raise _Differs(f"logits {describe_gap(found)}{how}")
-        tally.worst = max(tally.worst, found.relative)
+        self.worst = max(self.worst, found.relative)
 
     def _compare_caches(self, call: Call, got: Answer, want: Answer) -> None:
         """Compare what both return of each slot; the rows of a longer cache without tokens are left out."""
@@ -217,7 +210,6 @@ class _Pair:
                 raise _Differs(f"{name} differs" + (f" by {off:.1e} standard deviations" if off is not None else ""))
 
     def _read(self, past: str, name: str, answer: Answer) -> Array:
-        """What the converted model returns of a slot, as it is read."""
         one = next((one for one in self.job.how.stored if one.past == past), None)
         values = answer.outputs[name].array()
         return values if one is None else read_stored(values, _find_scales(one, name, answer), one.kind, one.axis)

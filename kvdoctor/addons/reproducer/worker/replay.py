@@ -75,7 +75,6 @@ class RecordingStack(StackRunner):
         return self._make_rule(as_array(value), port)
 
     def _make_rule(self, array: Array, port: Port) -> MadeArray:
-        """The rule that makes an array: equal arrays get equal noise."""
         shape = tuple(array.shape)
         if array.size == 0 or (array == array.flat[0]).all():
             return MadeArray(port.dtype, shape, fill=float(array.flat[0]) if array.size else 0.0)
@@ -85,7 +84,6 @@ class RecordingStack(StackRunner):
         return MadeArray(port.dtype, shape, numbers=tuple(array.ravel().astype(np.float64).tolist()))
 
     def _find_expected(self, call: Call) -> Comparison | None:
-        """The earlier logits that a call is compared with."""
         if call.expected is None or call.sampled or call.kind != "step":
             return None
         wanted = call.expected

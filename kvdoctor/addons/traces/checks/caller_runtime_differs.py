@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdoctor.addons.traces import describe
-from kvdoctor.addons.traces.step_test import CallerContext
+from kvdoctor.addons.traces.step_test import MOST_QUOTED, CallerContext, quote_error
 from kvdoctor.decode.runs import CALLER_ROUNDS, Run
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Advice, Fault, check
@@ -46,14 +45,12 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
         name = "the program" if call is None else f"the call of {call.file}"
         where = "program" if call is None else f"trace ({call.place})"
         cause = f"{name} fails in the caller's runtime"
-        quoted = " ".join(recorded.error.split())[: describe.MOST_QUOTED]
+        quoted = " ".join(recorded.error.split())[:MOST_QUOTED]
         yield _fault(where, "a run that ends with the expected tokens", quoted, cause)
         return
     if trace.also:
-        others = ", ".join(trace.also)
-        raise CannotCheck(
-            f"the trace fits {others} as well, with other weights: name the file in the trace, or as PATH"
-        )
+        others = f"the trace fits {', '.join(trace.also)} as well, with other weights"
+        raise CannotCheck(f"{others}: name the file in the trace, or as PATH")
     if written and trace.failed is not None and run.outcome == "failed":
         yield _fails_everywhere(trace)
         return
@@ -65,7 +62,7 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
             fault = replace(fault, severity="warning", cause=ROUNDED)
         yield _weaken(fault, trace.blind) if trace.blind and not written else fault
     elif failed is not None and run.outcome in ("passed", "ambiguous"):
-        error = describe.quote_error(trace.failed) if trace.failed is not None else ""
+        error = quote_error(trace.failed) if trace.failed is not None else ""
         cause = "a step that follows the contract fails in the caller's runtime, and passes in the local one"
         yield _fault(f"trace step {failed}", "a step that passes, as in the local runtime", error, cause)
     elif failed is None and run.outcome == "failed":
@@ -84,7 +81,7 @@ def _fails_everywhere(trace: "TraceCheck") -> Fault:
         wrong = trace.untrue
         observed = f"step {wrong.step}: {wrong.output} was returned as {wrong.observed}"
         return _fault(f"trace step {wrong.step}", wrong.declared, observed, OTHER)
-    error = describe.quote_error(trace.failed) if trace.failed is not None else ""
+    error = quote_error(trace.failed) if trace.failed is not None else ""
     number = trace.failed.number if trace.failed is not None else None
     cause = "a step fails in the caller's runtime, and also locally when fed what that returned"
     return _fault(f"trace step {number}", "a run that ends with the expected tokens", error, cause)
@@ -104,14 +101,11 @@ def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:
 
 
 def _describe_outputs(run: Run) -> str:
-    if run.reason is not None:
-        return run.reason
-    for step in run.steps:
-        if step.step == run.failed_step and step.difference is not None:
-            if not step.difference.finite:
-                return f"step {step.step}: logits are not finite"
-            return f"step {step.step}: logits off by {step.difference.relative:.2g} standard deviations of the logits"
-    return "the logits differ"
+    found = next((one.difference for one in run.steps if one.step == run.failed_step), None)
+    if run.reason is not None or found is None:
+        return run.reason or "the logits differ"
+    off = f"off by {found.relative:.2g} standard deviations of the logits" if found.finite else "are not finite"
+    return f"step {run.failed_step}: logits {off}"
 
 
 def _fault(where: str, declared: str, observed: str, cause: str) -> Fault:

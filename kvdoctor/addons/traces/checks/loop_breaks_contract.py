@@ -15,10 +15,8 @@ A switch that runs have settled, and a transducer's states after a blank, are re
 
 from collections.abc import Iterator
 
-from kvdoctor.addons.traces import describe
-from kvdoctor.addons.traces.step import ContractViolation
-from kvdoctor.addons.traces.step_test import CallerContext
-from kvdoctor.findings import Advice, Fault, Severity, check
+from kvdoctor.addons.traces.step_test import CallerContext, describe_replay, is_harmless, name_location, quote_error
+from kvdoctor.findings import Advice, Fault, check
 
 
 @check("KV208", "loop-breaks-contract", "caller")
@@ -29,9 +27,9 @@ def loop_breaks_contract(context: CallerContext) -> Iterator[Fault]:
         return
     for one in trace.breaks:
         failed = trace.step.number if trace.step.error is not None else None
-        said = describe.quote_error(trace.step)
+        said = quote_error(trace.step)
         follows = [f"step {trace.step.number} failed there: {said}"] if said else []
-        follows += describe.describe_replay(context.replay, failed, trace.step.number)
+        follows += describe_replay(context.replay, failed, trace.step.number)
         advice = Advice("caller", one.advice)
         if one.graph_returned is not None:
             text = f"the graph returned {one.graph_returned}, and a plain loop feeds back what is returned"
@@ -40,10 +38,12 @@ def loop_breaks_contract(context: CallerContext) -> Iterator[Fault]:
             advice = Advice("caller", f"or, {one.advice}", repair)
         if one.suspected is not None:
             follows.append(one.suspected)
+        # A note where the step runs as well as a right one; a warning where it may be meant (listed as undecided).
+        harmless = is_harmless(trace, one, context.replay)
         yield Fault(
-            severity=_find_severity(context, one),
+            severity="note" if harmless else "error" if one.suspected is None else "warning",
             subject=one.inputs,
-            where=describe.name_location(trace, one),
+            where=name_location(trace, one),
             apart=(one.kind,),
             declared=one.declared,
             observed=one.observed,
@@ -52,10 +52,3 @@ def loop_breaks_contract(context: CallerContext) -> Iterator[Fault]:
             effects=tuple(follows),
             confidence="confirmed" if one.suspected is None else "suspected",
         )
-
-
-def _find_severity(context: CallerContext, one: ContractViolation) -> Severity:
-    """A note where the step runs as well as a right one; a warning where it may be meant (listed as undecided)."""
-    if describe.is_harmless(context.trace_check, one, context.replay):
-        return "note"
-    return "error" if one.suspected is None else "warning"

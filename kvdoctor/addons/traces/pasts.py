@@ -1,10 +1,11 @@
 """Each past is what its carry rule makes of the step before: the present, the held value, the buffer written to."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from kvdoctor.addons.traces.recorded import TraceTensor
-from kvdoctor.addons.traces.rules.doubts import fed_again, takes_frames
-from kvdoctor.addons.traces.rules.lengths import compare_with_length
+from kvdoctor.addons.traces.lengths import compare_with_length
+from kvdoctor.addons.traces.recorded import TraceTensor, same_values
 from kvdoctor.addons.traces.step import (
     ContractViolation,
     ExpectedPast,
@@ -14,51 +15,37 @@ from kvdoctor.addons.traces.step import (
     expect_past,
     holds_values_of,
     match_rows,
+    misfits,
     size_of,
     take_readable,
     tokens,
 )
 from kvdoctor.contract import Slot, describe
-from kvdoctor.records import record
 
 
-@record
-class _Wrong:
-    """What is wrong with one past."""
-
-    kind: Kind
-    slot: Slot
-    fed: TraceTensor
-    due: ExpectedPast
-    cause: str
-    advice: str
-    returned: str | None = None
-    suspected: str | None = None
+def _wrong(  # noqa: PLR0913, PLR0917 - the parts of a violation
+    kind: Kind, slot: Slot, fed: TraceTensor, due: ExpectedPast, cause: str, advice: str, **more: Any
+) -> ContractViolation:
+    promised = f"{slot.past} {describe(slot.dtype, due.shape)}: {due.words}"
+    return ContractViolation(kind, (slot.past,), promised, f"{slot.past} {fed}", cause, advice, **more)
 
 
 def pasts(moment: StepContext) -> Iterator[ContractViolation]:
     """One break for each way in which pasts are wrong."""
-    find = _first_wrong if moment.before is None else _later_wrong
-    found: dict[str, list[_Wrong]] = {}
+    found: dict[str, list[ContractViolation]] = {}
     for slot, fed in moment.slots:
-        wrong = find(moment, slot, fed)
+        due = expect_past(slot, moment)
+        if moment.before is None:
+            wrong = _first_wrong(moment, slot, fed, due)
+        else:
+            wrong = (_by_shape if misfits(due.shape, fed) else _by_values)(moment, slot, fed, due)
         if wrong is not None:
             found.setdefault(wrong.kind, []).append(wrong)
     if "slots-crossed" in found:
         # What stands in the wrong place is missing in its own.
         found = {kind: entries for kind, entries in found.items() if kind == "slots-crossed"}
     for entries in found.values():
-        first = entries[0]
-        yield ContractViolation(
-            kind=first.kind,
-            inputs=tuple(entry.slot.past for entry in entries),
-            declared=f"{first.slot.past} {describe(first.slot.dtype, first.due.shape)}: {first.due.words}",
-            observed=f"{first.slot.past} {first.fed}",
-            cause=first.cause,
-            advice=first.advice,
-            graph_returned=first.returned,
-            suspected=first.suspected,
-        )
+        yield replace(entries[0], inputs=tuple(name for entry in entries for name in entry.inputs))
     if not found and moment.before is not None:
         yield from _rows(moment)
 
@@ -89,31 +76,31 @@ def _rows(moment: StepContext) -> Iterator[ContractViolation]:
         known.append((slot, rows))
 
 
-def _first_wrong(moment: StepContext, slot: Slot, fed: TraceTensor) -> _Wrong | None:
-    """What is wrong with a past on the first step."""
+def _first_wrong(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> ContractViolation | None:
     if slot.first == "ignored" or (moment.contract.first_step == "no-past-branch" and slot.filled_in != "encode"):
         return None
-    due = expect_past(slot, moment)
     if slot.filled_in == "encode" and slot.filled_by is not None:
-        if fed.empty or _misfits(due, fed):
+        if fed.empty or misfits(due.shape, fed):
             cause = f"{slot.past} is not filled on the first step: {slot.filled_by} of the encoder graph fills it"
-            return _Wrong("cross-cache-replaced", slot, fed, due, cause, f"feed {slot.filled_by} of the encoder graph")
+            return _wrong("cross-cache-replaced", slot, fed, due, cause, f"feed {slot.filled_by} of the encoder graph")
         return _by_values(moment, slot, fed, due)
     length = size_of(slot.axes, fed.shape, "past")
     if length and slot in moment.contract.growing and not moment.buffered and slot.first == "empty":
         return _not_empty(moment, slot, fed, due, length)
-    if _misfits(due, fed) and not (length and slot.first == "empty"):
+    if misfits(due.shape, fed) and not (length and slot.first == "empty"):
         advice = f"allocate it as {describe(slot.dtype, slot.shape)}, as the graph declares"
-        return _Wrong("wrong-size", slot, fed, due, f"{slot.past} has another size than the graph declares", advice)
+        return _wrong("wrong-size", slot, fed, due, f"{slot.past} has another size than the graph declares", advice)
     if slot.growth == "replace" and slot.first == "zeros":
         values = moment.values(slot.past)
         if values is not None and values.any():
             cause = f"{slot.past} is not zero on the first step, so that it holds the state of another sequence"
-            return _Wrong("past-not-empty", slot, fed, due, cause, "feed zeros on the first step of each sequence")
+            return _wrong("past-not-empty", slot, fed, due, cause, "feed zeros on the first step of each sequence")
     return None
 
 
-def _not_empty(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast, length: int) -> _Wrong | None:
+def _not_empty(
+    moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast, length: int
+) -> ContractViolation | None:
     """A past on the first step: a dummy that is masked does no harm."""
     for port, mask in moment.ports("attention_mask"):
         values = moment.values(port.name)
@@ -123,33 +110,21 @@ def _not_empty(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedP
             return None
     cause = f"the first step is fed a past of {tokens(length)} that nothing has filled and nothing masks"
     advice = "begin with a past of length 0; or record the trace from the first call of a sequence on"
-    return _Wrong("past-not-empty", slot, fed, due, cause, advice)
+    return _wrong("past-not-empty", slot, fed, due, cause, advice)
 
 
-def _later_wrong(moment: StepContext, slot: Slot, fed: TraceTensor) -> _Wrong | None:
-    due = expect_past(slot, moment)
-    if _misfits(due, fed):
-        return _by_shape(moment, slot, fed, due)
-    return _by_values(moment, slot, fed, due)
-
-
-def _misfits(due: ExpectedPast, fed: TraceTensor) -> bool:
-    return len(due.shape) != len(fed.shape) or any(
-        size is not None and size != got for size, got in zip(due.shape, fed.shape, strict=True)
-    )
-
-
-def _by_shape(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> _Wrong:
-    """Name what a past of a wrong shape is."""
+def _by_shape(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> ContractViolation:
     before = moment.before
     assert before is not None  # noqa: S101 - asked of later steps only
     step = before.last.number
-    crossed = next((o for o, t in moment.slots if o is not slot and _swapped(moment, slot, o, fed, t)), None)
-    if crossed is not None:
-        return _crossed(slot, crossed, fed, due, "as their shapes show")
+    for other, theirs in moment.slots:
+        wanted = expect_past(other, moment)
+        known = None not in (*wanted.shape, *due.shape) and (fed.shape, theirs.shape) == (wanted.shape, due.shape)
+        if other is not slot and (known or holds_values_of(slot, fed, wanted, moment)):
+            return _crossed(slot, other, fed, due, "as their shapes show")
     if sorted(fed.shape) == sorted(size or 0 for size in due.shape):
         cause = f"the axes of {slot.past} stand in another order"
-        return _Wrong("wrong-size", slot, fed, due, cause, "feed it as it was returned, or in the declared layout")
+        return _wrong("wrong-size", slot, fed, due, cause, "feed it as it was returned, or in the declared layout")
     returned = before.last.got.get(slot.present or "")
     others = [size for axis, size in enumerate(fed.shape) if axis != slot.length_axis]
     if slot.carry == "hold" or 0 in others:
@@ -159,15 +134,15 @@ def _by_shape(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPa
             if back:
                 cause = f"the placeholder without elements that step {step} returned as {slot.present} is fed back"
             shown = f"{slot.present} as {returned}" if back else None
-            return _Wrong("placeholder-fed-back", slot, fed, due, cause, _hold(slot), shown)
+            return _wrong("placeholder-fed-back", slot, fed, due, cause, _hold(slot), graph_returned=shown)
         cause = f"{slot.past} does not keep what filled it: its shape changes"
-        return _Wrong("cross-cache-replaced", slot, fed, due, cause, _hold(slot), None)
+        return _wrong("cross-cache-replaced", slot, fed, due, cause, _hold(slot))
     length, held = _length(slot, fed.shape), _length(slot, due.shape)
     if length is None or held is None or length == held:
         cause = f"{slot.past} has not the shape of what was returned"
-        return _Wrong("wrong-size", slot, fed, due, cause, _feed(slot, step))
+        return _wrong("wrong-size", slot, fed, due, cause, _feed(slot, step))
     kind, cause = _name_length(moment, slot, fed, length, held)
-    return _Wrong(kind, slot, fed, due, cause, _feed(slot, step), suspected=_suspect_cut(moment, slot, fed, length))
+    return _wrong(kind, slot, fed, due, cause, _feed(slot, step), suspected=_suspect_cut(moment, slot, fed, length))
 
 
 def _suspect_cut(moment: StepContext, slot: Slot, fed: TraceTensor, length: int) -> str | None:
@@ -194,33 +169,16 @@ def _name_length(moment: StepContext, slot: Slot, fed: TraceTensor, length: int,
         if again or not (fed.has_values and previous.has_values):
             what = f"the past of step {step} is fed again" if again else f"the past is as long as at step {step}"
             return "past-stale", f"{what}: it did not grow by the {tokens(before.new)} of that step"
-    if (old := _find_older(moment, slot, fed)) is not None:
-        age = f"{step - old + 1} steps old"
-        return "past-stale", f"the past of step {old} is fed again, {age}: {tokens(held)} are in the cache"
+    for earlier in before.earlier:
+        past = earlier.fed.get(slot.past)
+        if past is not None and holds_values_of(slot, fed, ExpectedPast(past.shape, past, ""), moment):
+            age = f"{step - earlier.number + 1} steps old"
+            text = f"the past of step {earlier.number} is fed again, {age}: {tokens(held)} are in the cache"
+            return "past-stale", text
     return "past-length", f"the past has length {length}, where {tokens(held)} are in the cache"
 
 
-def _find_older(moment: StepContext, slot: Slot, fed: TraceTensor) -> int | None:
-    """The step before the last whose past is fed again, by its values; None where there is none."""
-    for earlier in moment.before.earlier if moment.before is not None else ():
-        past = earlier.fed.get(slot.past)
-        if past is not None and holds_values_of(slot, fed, ExpectedPast(past.shape, past, ""), moment):
-            return earlier.number
-    return None
-
-
-def _swapped(moment: StepContext, slot: Slot, other: Slot, fed: TraceTensor, theirs: TraceTensor) -> bool:
-    """Whether two pasts have one another's shapes, or the other's values."""
-    due = expect_past(other, moment)
-    if holds_values_of(slot, fed, due, moment):
-        return True
-    own = expect_past(slot, moment)
-    known = None not in due.shape and None not in own.shape
-    return known and fed.shape == due.shape and theirs.shape == own.shape
-
-
-def _by_values(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> _Wrong | None:
-    """Name what a past of the right shape and other values is."""
+def _by_values(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> ContractViolation | None:
     sampled = compare_samples(slot, fed, due, moment)
     if sampled is None:
         if due.value is None or not due.value.has_values or due.value.shape != fed.shape:
@@ -237,14 +195,14 @@ def _by_values(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedP
     previous = before.last.fed.get(slot.past) if before is not None else None
     if slot.carry == "hold" or before is None:
         cause = f"{slot.past} does not keep what filled it: its values change"
-        return _Wrong("cross-cache-replaced", slot, fed, due, cause, _hold(slot))
+        return _wrong("cross-cache-replaced", slot, fed, due, cause, _hold(slot))
     step = before.last.number
     if previous is not None and holds_values_of(slot, fed, ExpectedPast(previous.shape, previous, ""), moment):
         if takes_frames(moment) and fed_again(moment):
             return None  # put back after a blank
         cause = f"the past of step {step} is fed again: its values are those of before that step"
-        return _Wrong("past-stale", slot, fed, due, cause, _feed(slot, step))
-    return _Wrong("past-differs", slot, fed, due, _count_wrong(moment, slot, fed, due), _feed(slot, step))
+        return _wrong("past-stale", slot, fed, due, cause, _feed(slot, step))
+    return _wrong("past-differs", slot, fed, due, _count_wrong(moment, slot, fed, due), _feed(slot, step))
 
 
 def _count_wrong(moment: StepContext, slot: Slot, fed: TraceTensor, due: ExpectedPast) -> str:
@@ -254,9 +212,9 @@ def _count_wrong(moment: StepContext, slot: Slot, fed: TraceTensor, due: Expecte
     return f"{int(wrong.sum())} of {wrong.size} values are not those of {due.words}"
 
 
-def _crossed(slot: Slot, other: Slot, fed: TraceTensor, due: ExpectedPast, how: str) -> _Wrong:
+def _crossed(slot: Slot, other: Slot, fed: TraceTensor, due: ExpectedPast, how: str) -> ContractViolation:
     cause = f"slots are crossed: what belongs to {other.past} is fed to {slot.past}, {how}"
-    return _Wrong(
+    return _wrong(
         "slots-crossed", slot, fed, due, cause, "pair each output with its own input, by name and not by order"
     )
 
@@ -283,3 +241,27 @@ def _feed(slot: Slot, step: int) -> str:
     }
     text = verbs.get(slot.carry, "feed {p} back")
     return text.format(p=f"{slot.present} of the step before (step {step})")
+
+
+def takes_frames(moment: StepContext) -> bool:
+    """Whether a step takes one frame of the encoder, and has states alone: a transducer, whose frames change.
+
+    Its prediction network takes in the last token; where that is fed again, the state goes with it.
+    """
+    states = [fed for _, fed in moment.ports("encoder_states", "condition")]
+    slots = moment.contract.slots
+    return (
+        bool(states and slots)
+        and all(1 in fed.shape[1:] for fed in states)
+        and all(slot.growth == "replace" for slot in slots)
+    )
+
+
+def fed_again(moment: StepContext) -> bool:
+    """Whether a step feeds the one token of the step before again."""
+    before = moment.before
+    for port, fed in moment.ports("token_ids"):
+        earlier = before.last.fed.get(port.name) if before is not None else None
+        if earlier is not None and earlier.has_values and fed.has_values and fed.array().size == 1:
+            return same_values(fed.array(), earlier.array())
+    return False

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvdoctor.addons.traces.recorded import TraceTensor
 from kvdoctor.addons.traces.step import TOKENS, ContractViolation, Kind, StepContext, list_inputs, size_of, tokens
-from kvdoctor.contract import Axis, Port, describe
+from kvdoctor.contract import Axis, Port, Role, describe
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.inputs import fills_from_right
 
@@ -42,8 +42,11 @@ def compare_with_length(moment: StepContext, length: int) -> Iterator[bool]:
             # Rows with padding on the left start lower.
             yield int(values.reshape(-1, values.shape[-1])[:, 0].max()) == length
         elif port.role in COUNTED:
-            due = {"total_length": length + moment.new, "last_index": length + moment.new - 1, "new_length": moment.new}
-            yield int(values.max()) == due.get(port.role, length)
+            yield int(values.max()) == _count(port.role, length, moment.new)
+
+
+def _count(role: Role, past: int, new: int) -> int:
+    return {"total_length": past + new, "last_index": past + new - 1, "new_length": new}.get(role, past)
 
 
 def lengths(moment: StepContext) -> Iterator[ContractViolation]:
@@ -53,20 +56,14 @@ def lengths(moment: StepContext) -> Iterator[ContractViolation]:
         states = port.role == "encoder_states" and moment.before is not None
         if port.role in OTHER_RULES or states or len(port.axes) != len(fed.shape):
             continue
-        due = _due(port, fed, moment)
+        due = list[int | None]()
+        for axis, declared, got in zip(port.axes, port.shape or (), fed.shape, strict=True):
+            size = declared if isinstance(declared, int) else moment.sizes.get(axis)
+            covers_buffer = axis == "total" and moment.capacity is not None and got == moment.capacity
+            due.append(got if covers_buffer and not isinstance(declared, int) else size)
         wrong = [i for i, size in enumerate(due) if size is not None and size != fed.shape[i]]
         if wrong:
-            yield _wrong_length(moment, port, fed, due, port.axes[wrong[0]])
-
-
-def _due(port: Port, fed: TraceTensor, moment: StepContext) -> tuple[int | None, ...]:
-    """The shape that an input must have; a mask may cover the whole of a buffer."""
-    sizes, due = moment.sizes, []
-    for axis, declared, got in zip(port.axes, port.shape or (), fed.shape, strict=True):
-        size = declared if isinstance(declared, int) else sizes.get(axis)
-        covers_buffer = axis == "total" and moment.capacity is not None and got == moment.capacity
-        due.append(got if covers_buffer and not isinstance(declared, int) else size)
-    return tuple(due)
+            yield _wrong_length(moment, port, fed, tuple(due), port.axes[wrong[0]])
 
 
 def _wrong_length(
@@ -125,7 +122,10 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
     suspected, hidden, advice = None, None, "append a 1 for each new token to the mask of the step before"
     if before is None:
         wrong = None if seen.any(axis=-1).all() else "hides every token of a sequence"
-        if wrong is None and not moment.past and (holes := _find_holes(seen)).any():
+        # Hidden tokens after one that is shown and before another one.
+        holes = np.logical_or.accumulate(seen, axis=-1) & np.logical_or.accumulate(seen[:, ::-1], axis=-1)[:, ::-1]
+        holes &= ~seen
+        if wrong is None and not moment.past and holes.any():
             hidden = _find_hidden_id(moment, seen, holes)
             named = f" (id {hidden})" if hidden is not None else ""
             wrong = f"hides token {np.argwhere(holes)[0, 1]}{named}, which stands between tokens that it shows"
@@ -152,12 +152,6 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
             suspected=suspected,
             hidden=hidden,
         )
-
-
-def _find_holes(seen: Array) -> Array:
-    """The hidden tokens after one that is shown and before another one, bool[batch, tokens]."""
-    holes: Array = np.logical_or.accumulate(seen, axis=-1) & np.logical_or.accumulate(seen[:, ::-1], axis=-1)[:, ::-1]
-    return holes & ~seen
 
 
 def _find_hidden_id(moment: StepContext, seen: Array, holes: Array) -> int | None:
@@ -194,7 +188,12 @@ def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[Contra
         wrong = not padded and int(rows.max()) != moment.new - 1
         due, cause = _span(0, moment.new), f"{port.name} ends at {int(rows.max())} for {tokens(moment.new)}"
     else:
-        last = _last(earlier, array.ndim == 3) if earlier is not None and earlier.has_values else None
+        last = None
+        if earlier is not None and earlier.has_values:
+            known = earlier.array()
+            if array.ndim == 3:  # of several numbers for each token the largest
+                known = np.broadcast_to(known.max(axis=(0, -1), keepdims=True), known.shape)
+            last = known.reshape(-1, known.shape[-1])[:, -1].astype(np.int64)
         begins = last + 1 if last is not None and len(last) == len(rows) else None
         start = int(begins[0]) if begins is not None else moment.past
         wrong_rows = rows[:, 0] != begins if begins is not None else (rows[:, 0] > moment.past) | (rows[:, 0] == 0)
@@ -218,20 +217,10 @@ def _positions(moment: StepContext, port: Port, array: Array) -> Iterator[Contra
         )
 
 
-def _last(earlier: TraceTensor, many: bool) -> Array:
-    """The last position of each row; of `many` numbers for each token the largest, for each of its rows."""
-    array = earlier.array()
-    if many:
-        array = np.broadcast_to(array.max(axis=(0, -1), keepdims=True), array.shape)
-    last: Array = array.reshape(-1, array.shape[-1])[:, -1].astype(np.int64)
-    return last
-
-
 def _counter(moment: StepContext, port: Port, array: Array) -> Iterator[ContractViolation]:
     """A length or a place to write at. Shorter rows of a batch are padded on the right: the longest one counts."""
     past, new = moment.past, moment.new
-    due = {"total_length": past + new, "last_index": past + new - 1, "new_length": new}.get(port.role, past)
-    got = int(array.max())
+    due, got = _count(port.role, past, new), int(array.max())
     if got != due:
         yield ContractViolation(
             kind="counter",
@@ -264,10 +253,11 @@ def all_ids(moment: StepContext) -> Iterator[ContractViolation]:
             return
         suspected = None
         if known is None:
-            following = _tokens_of(moment, port.name, port.axes)
-            if moment.new != before.tokens + 1 or following not in (None, moment.new + 1):
+            following = moment.following.fed.get(port.name) if moment.following is not None else None
+            more = size_of(port.axes, following.shape, "new") if following is not None else None
+            if moment.new != before.tokens + 1 or more not in (None, moment.new + 1):
                 return
-            if following is None:
+            if more is None:
                 suspected = f"{tokens(moment.new)} at once may also be a chunk: give the data of {port.name} to decide"
         yield ContractViolation(
             kind="all-ids-with-cache",
@@ -288,11 +278,6 @@ def _repeats(moment: StepContext, name: str) -> bool | None:
         return None
     count = before.ids.shape[-1]
     return values.shape[:-1] == before.ids.shape[:-1] and bool(np.array_equal(values[..., :count], before.ids))
-
-
-def _tokens_of(moment: StepContext, name: str, axes: tuple[Axis, ...]) -> int | None:
-    fed = moment.following.fed.get(name) if moment.following is not None else None
-    return size_of(axes, fed.shape, "new") if fed is not None else None
 
 
 def batch(moment: StepContext) -> Iterator[ContractViolation]:

@@ -8,22 +8,22 @@ follow from sizes, constants, masks and encoder states alone are free: they can 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvdoctor.addons.conversions.new_cache.key_sides import (
+from kvdoctor.addons.conversions.graphs.cache_axes import (
+    Inputs,
     KeySide,
     Labels,
     Mixes,
     Shape,
+    Sizes,
     broadcast,
     find_key_side,
-    label_attention,
     multiply,
     regroup,
     spell_product,
     unlabelled,
 )
-from kvdoctor.addons.conversions.new_cache.sizes import Inputs, Sizes
 from kvdoctor.model.operator_axes import read_equation
-from kvdoctor.model.operators import CONTRIB, has, operator_of
+from kvdoctor.model.operators import CONTRIB, has, operator_of, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto
 from kvdoctor.model.traverse import STANDARD, describe_node, find_attribute, input_of, producers, readers, values_read
 from kvdoctor.repair.workspace import CannotRepair
@@ -140,14 +140,17 @@ class TokenAxes:
 
 
 def _same(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
-    """The result has the axes of the first input; a scale has none."""
     if has(node.op_type, "dynamic"):
         walk.dynamic.append(node)
     return [walk.own(node.input[0]) if walk.shape(name) == walk.shape(node.input[0]) else () for name in node.output]
 
 
 def _broadcast(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
-    made = broadcast((walk.own(name), walk.shape(name)) for name in node.input)
+    made = broadcast(walk.own(name) for name in node.input)
+    if has(node.op_type, "join"):
+        axis = walk.number(node, "axis", 0, len(made))
+        if made[axis] and sum(walk.shape(name)[axis] > 0 for name in node.input) > 1:
+            raise Mixes("it joins other entries to the tokens")
     _check_free(walk, node, made)
     return [made]
 
@@ -171,7 +174,7 @@ def _normalized(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
     if any(own[axis:]):
         raise Mixes("it normalizes over positions")
     if node.op_type in SKIPPING:
-        own = broadcast((walk.own(name), walk.shape(name)) for name in node.input[:2])
+        own = broadcast(walk.own(name) for name in node.input[:2])
     return [own if walk.shape(name) == walk.shape(node.input[0]) else () for name in node.output]
 
 
@@ -237,6 +240,13 @@ def _picked(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Label
     return rule(walk, node, contents)
 
 
+def _split(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
+    own = walk.own(node.input[0])
+    if own[walk.number(node, "axis", 0, len(own))]:
+        raise Mixes("it splits the axis of positions")
+    return [own] * len(node.output)
+
+
 def _sliced(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
     own, before, after = walk.own(node.input[0]), walk.shape(node.input[0]), walk.shape(node.output[0])
     if contents != [0]:
@@ -265,22 +275,6 @@ def _gathered(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Lab
     if len(contents) > 1 and any(data):
         raise Mixes("it takes entries of tokens by their content")
     return [(*data[:axis], *index, *data[axis + 1 :])]
-
-
-def _split(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
-    own = walk.own(node.input[0])
-    if own[walk.number(node, "axis", 0, len(own))]:
-        raise Mixes("it splits the axis of positions")
-    return [own] * len(node.output)
-
-
-def _joined(walk: TokenAxes, node: NodeProto, _: list[int]) -> list[Labels]:
-    made = broadcast((walk.own(name), walk.shape(name)) for name in node.input)
-    axis = walk.number(node, "axis", 0, len(made))
-    if made[axis] and sum(walk.shape(name)[axis] > 0 for name in node.input) > 1:
-        raise Mixes("it joins other entries to the tokens")
-    _check_free(walk, node, made)
-    return [made]
 
 
 def _multiplied(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
@@ -314,10 +308,44 @@ def _spell(walk: TokenAxes, node: NodeProto, operands: Sequence[int]) -> tuple[l
     return spell_product(one, other, (bool(flags[0] and flags[0].i), bool(flags[1] and flags[1].i)))
 
 
+KEYS, VALUES, MASK = 1, 2, 3
+KNOWN_INPUTS = 4
+"""Without a past, and without lengths that the caller gives."""
+
+
+def label_attention(walk: TokenAxes, node: NodeProto, contents: list[int]) -> list[Labels]:
+    """Cut the key side of an attention.
+
+    Raises:
+        Mixes: it has another form.
+    """
+    own = [walk.own(node.input[at]) for at in (0, KEYS, VALUES)]
+    at = 1 if len(own[0]) == 3 else 2
+    ports = ports_of("", node.op_type)
+    if node.domain not in STANDARD or ports is None or ports.keys != (KEYS,):
+        raise Mixes("a fused attention of this kind is not known to take a past in another order")
+    if any(labels[at : at + 1] != ("new",) or labels.count("new") != 1 for labels in own) or MASK in contents:
+        raise Mixes("its queries, keys and values are not those of the tokens")
+    if any(filter(None, node.input[KNOWN_INPUTS:])) or any(filter(None, node.output[1:])):
+        raise Mixes("it has a past, or returns more than its result")
+    if is_causal(node) and input_of(node, MASK):
+        raise Mixes("it is causal and has a mask as well")
+    walk.cut(node, KEYS)
+    walk.cut(node, VALUES)
+    walk.fused.append(node)
+    return [own[0]]
+
+
+def is_causal(node: NodeProto) -> bool:
+    """Whether the node hides later tokens by itself."""
+    found = find_attribute(node, "is_causal")
+    return found is not None and found.i == 1
+
+
 Rule = Callable[[TokenAxes, NodeProto, list[int]], list[Labels]]
 RULES: tuple[tuple[tuple, Rule], ...] = (  # type: ignore[type-arg]
     (("quantize", "quantize-dynamically", "dequantize", "copy", "cast", "dropout"), _same),
-    (("elementwise",), _broadcast),
+    (("elementwise", "join"), _broadcast),
     (("normalize",), _normalized),
     (("softmax",), _softmax),
     (("reduce",), _reduced),
@@ -325,7 +353,6 @@ RULES: tuple[tuple[tuple, Rule], ...] = (  # type: ignore[type-arg]
     (("view",), _viewed),
     (("repeat",), _repeated),
     (("pick",), _picked),
-    (("join",), _joined),
     (("product",), _multiplied),
     (("attend",), label_attention),
 )

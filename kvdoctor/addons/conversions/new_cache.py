@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdoctor.addons.conversions.graphs.cache_axes import Inputs, Labels, read_inputs, read_sizes
+from kvdoctor.addons.conversions.graphs.new_cache import Rewriter
+from kvdoctor.addons.conversions.graphs.token_axes import MASK, TokenAxes, is_causal, label_tokens
 from kvdoctor.addons.conversions.messages import NewCacheDone, NewCacheJob
-from kvdoctor.addons.conversions.new_cache.key_sides import MASK, Labels, is_causal
-from kvdoctor.addons.conversions.new_cache.rewrite import Rewriter
-from kvdoctor.addons.conversions.new_cache.sizes import Inputs, read_inputs, read_sizes
-from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes, label_tokens
 from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
@@ -32,7 +31,7 @@ from kvdoctor.model.traverse import describe_node, input_of, opset_version
 from kvdoctor.repair.fix_report import report_fix, report_unproved
 from kvdoctor.repair.pipeline import diagnose, diagnose_copy
 from kvdoctor.repair.proof import prove_loops
-from kvdoctor.repair.session import Applied, Conversion, DiagnosisSide, Outcome, RepairSession
+from kvdoctor.repair.session import Applied, Conversion, Outcome, RepairSession
 from kvdoctor.repair.workspace import (
     CannotConvert,
     CannotRepair,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from kvdoctor.addons.conversions.pipeline import ConvertRequest
     from kvdoctor.options import Options
     from kvdoctor.report.document import Report
-
+from kvdoctor.errors import as_argument, free_name
 
 TITLE = "cache growing"
 LEAST_OPSET = 11
@@ -77,25 +76,16 @@ def find_cacheless(path: str) -> ModelFolder | None:
     return folder if found else None
 
 
-def find_obstacle(file: OnnxFile) -> str | None:
-    """What stands in the way of a cache for a file; None where only the proof can tell."""
+def advise(folder: ModelFolder, file: OnnxFile) -> str:
+    """What the core says of a decoder without a cache: the command that gives it one, or what stands in the way."""
+    command = f"kvdoctor convert {as_argument(folder.shown)} --cache growing"
     try:
         _follow(file.graph.model, file)
     except CannotRepair as reason:
-        return str(reason)
+        return f"{command} would refuse it: {reason}"
     except Exception as error:  # advice must not cost the diagnosis
-        return f"its graph cannot be followed ({type(error).__name__}: {error})"
-    return None
-
-
-def add_cache(model: ModelProto, file: OnnxFile) -> tuple[TokenAxes, tuple[Change, ...]]:
-    """Give a model in memory a cache.
-
-    Raises:
-        CannotRepair: a node stands in the way; the message names it.
-    """
-    walk, given = _follow(model, file)
-    return walk, Rewriter(model, file.name, walk, given).run()
+        return f"{command} would refuse it: its graph cannot be followed ({type(error).__name__}: {error})"
+    return f"{command} -o {free_name('CACHED')} makes a copy that has one, and proves it"
 
 
 def _follow(model: ModelProto, file: OnnxFile) -> tuple[TokenAxes, Inputs]:
@@ -118,9 +108,14 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
         KvdoctorError: the worker cannot start ONNX Runtime.
     """
     copy = WorkingCopy(folder)
-    file = _choose_file(folder)
+    file, *more = (file for file in folder.files if is_cacheless(file))
+    if more:
+        names = ", ".join(one.name for one in (file, *more))
+        raise _refuse(folder, f"several files return logits ({names}); give the one to convert")
     try:
-        walk, changes = add_cache(copy.model(file.name), file)
+        graph = copy.model(file.name)
+        walk, given = _follow(graph, file)
+        changes = Rewriter(graph, file.name, walk, given).run()
     except CannotRepair as reason:
         raise _refuse(folder, str(reason)) from None
     except Exception as error:  # a graph that no form foresees must not end in a traceback
@@ -152,14 +147,6 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
     return report
 
 
-def _choose_file(folder: ModelFolder) -> OnnxFile:
-    found = [file for file in folder.files if is_cacheless(file)]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise _refuse(folder, f"several files return logits ({names}); give the one to convert")
-    return found[0]
-
-
 def _refuse(folder: ModelFolder, reason: str) -> UsageError:
     return CannotConvert(f"{folder.shown!r} cannot be converted (--{TITLE}): {reason}")
 
@@ -179,7 +166,12 @@ def _prove(
         proof = [Proof(stack, claim, False, "the cache contract of the copy could not be read")]
         return replace(outcome, proof=tuple(proof)), {}
     compared, seconds = _compare(session, PairedSide(stack, session.at.absolute(), contract), claim)
-    proof = [*prove_loops(stack, after), _prove_healthy(stack, after), *compared]
+    # Whether the copy is healthy, also at lengths of which the comparison with the original has none.
+    listed, report = after.report.findings, after.report
+    found = sorted({one.name for one in listed if one.severity == "error" or one.use == "full-context"})
+    detail = ", ".join(found) or "; ".join(one.reason for one in report.not_checked if one.essential)
+    healthy = Proof(stack, "step-test calls the copy healthy", report.verdict == "healthy" and not found, detail)
+    proof = [*prove_loops(stack, after), healthy, *compared]
     return replace(outcome, proof=tuple(proof)), {stack: seconds} if seconds else {}
 
 
@@ -195,25 +187,20 @@ def _compare(
     if not done.failed or side.contract.exactness == "float":
         return list(_conclude(side.stack, claim, done)), done.seconds
     claim += f"; both in float32, without {side.contract.exactness} arithmetic"
+    copy, exact = (session.scratch / name for name in ("exact-copy", "exact-original"))
+    copy.mkdir()
+    exact.mkdir()
     try:
-        exact, exactly = _widen(session, side)
+        made = write_float32_copy(session.open_copy(".").files, side.contract, copy)
+        write_float32_copy(session.folder.files, side.contract, exact)
     except CannotCheck as reason:
         return [Proof(side.stack, claim, False, f"{done.failed}; {reason}")], {}
-    proof = list(_conclude(side.stack, claim, _ask(session, exact, exactly)))
+    widened = _ask(session, PairedSide(side.stack, copy.absolute(), made), exact.absolute())
+    proof = list(_conclude(side.stack, claim, widened))
     rounded = _ask(session, side, original, rounds=True)
     text = rounded.failed or f"{rounded.calls} calls, their logits off by up to {rounded.worst:.1e} standard deviations"
     proof.append(Proof(side.stack, "with that rounding, every call runs on the copy as well", not rounded.failed, text))
     return proof, rounded.seconds
-
-
-def _widen(session: RepairSession, side: PairedSide) -> tuple[PairedSide, Path]:
-    """The copy and the original in float32, in private folders."""
-    folders = [session.scratch / name for name in ("exact-copy", "exact-original")]
-    for target in folders:
-        target.mkdir()
-    made = write_float32_copy(session.open_copy(".").files, side.contract, folders[0])
-    write_float32_copy(session.folder.files, side.contract, folders[1])
-    return PairedSide(side.stack, folders[0].absolute(), made), folders[1].absolute()
 
 
 def _ask(session: RepairSession, side: PairedSide, original: Path, rounds: bool = False) -> NewCacheDone:
@@ -235,14 +222,6 @@ def _conclude(stack: str, claim: str, done: NewCacheDone) -> Iterator[Proof]:
     if done.decoded:
         text = f"{done.decoded} tokens are the same"
         yield Proof(stack, "greedy decoding chooses the tokens of the original", True, text)
-
-
-def _prove_healthy(stack: str, after: DiagnosisSide) -> Proof:
-    """Whether the copy is healthy, also at lengths of which the comparison with the original has none."""
-    listed = after.report.findings
-    found = sorted({one.name for one in listed if one.severity == "error" or one.use == "full-context"})
-    detail = ", ".join(found) or "; ".join(one.reason for one in after.report.not_checked if one.essential)
-    return Proof(stack, "step-test calls the copy healthy", after.report.verdict == "healthy" and not found, detail)
 
 
 def _describe(done: NewCacheDone) -> str:
@@ -301,7 +280,6 @@ def _find_hidden(walk: TokenAxes, softmax: NodeProto) -> Array | None:
 
 
 def _find_fused(walk: TokenAxes, node: NodeProto) -> Array | None:
-    """The same of an attention in one node."""
     count, name = walk.sizes.lengths[0], input_of(node, MASK)
     if is_causal(node) or not name:
         return np.triu(np.full((count, count), is_causal(node)), 1)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvdoctor.addons.traces.pasts import fed_again, takes_frames
 from kvdoctor.addons.traces.recorded import TraceTensor, same_values
-from kvdoctor.addons.traces.rules.doubts import takes_frames
 from kvdoctor.addons.traces.step import ContractViolation, StepContext, first_length, list_inputs, size_of, tokens
-from kvdoctor.contract import CacheContract, PhaseName, Port, describe
+from kvdoctor.contract import DECODING, CacheContract, Port, describe
 from kvdoctor.errors import similar_names
 
 CROSS = "cross-attention"
@@ -66,7 +66,6 @@ def _changed(moment: StepContext, port: Port, fed: TraceTensor) -> Iterator[Cont
 
 
 def _first(moment: StepContext, port: Port) -> tuple[TraceTensor, str] | None:
-    """What the first step fed, or, on the first step, what the encoder gave."""
     if moment.before is not None and moment.before.first.fed.get(port.name) is not None:
         return moment.before.first.fed[port.name], f"step {moment.before.first.number} fed it"
     if moment.encoded is not None and port.role == "encoder_states" and "encode" in moment.contract.phases:
@@ -103,8 +102,10 @@ def _switch(moment: StepContext) -> Iterator[ContractViolation]:
         if (value is None or not value.size) and by_outputs is None:
             return
         cached = moment.before is None if by_outputs else bool(np.all(value)) == contract.phases["decode"].switch
-        promised = f"{port.name} {describe(port.dtype, port.shape)}: {_word(contract, 'prefill')} on the first step, "
-        promised += f"{_word(contract, 'decode')} on every later one"
+        early, late = (str(contract.phases[phase].switch).lower() for phase in DECODING)
+        promised = (
+            f"{port.name} {describe(port.dtype, port.shape)}: {early} on the first step, {late} on every later one"
+        )
         observed = f"{port.name} {fed}, {by_outputs or str(bool(np.all(value))).lower()}"
         if moment.before is None and cached:
             yield ContractViolation(
@@ -112,9 +113,8 @@ def _switch(moment: StepContext) -> Iterator[ContractViolation]:
                 inputs=(port.name,),
                 declared=promised,
                 observed=f"{observed} on the first step",
-                cause=f"the cached branch is used on the first step ({port.name} is {_word(contract, 'decode')})",
-                advice=f"feed {port.name} {_word(contract, 'prefill')} on the first step: only that branch fills the "
-                "cache",
+                cause=f"the cached branch is used on the first step ({port.name} is {late})",
+                advice=f"feed {port.name} {early} on the first step: only that branch fills the cache",
             )
         elif moment.before is not None and not cached:
             yield ContractViolation(
@@ -122,9 +122,9 @@ def _switch(moment: StepContext) -> Iterator[ContractViolation]:
                 inputs=(port.name,),
                 declared=promised,
                 observed=f"{observed} with {tokens(moment.before.tokens)} in the cache and {tokens(moment.new)} new",
-                cause=f"the branch without a past is used after the first step ({port.name} is "
-                f"{_word(contract, 'prefill')}): it ignores the cache",
-                advice=f"feed {port.name} {_word(contract, 'decode')} from the second step on",
+                cause=f"the branch without a past is used after the first step ({port.name} is {early}): it ignores "
+                "the cache",
+                advice=f"feed {port.name} {late} from the second step on",
             )
 
 
@@ -160,10 +160,6 @@ def _dropped(moment: StepContext, text: str) -> ContractViolation:
     )
 
 
-def _word(contract: CacheContract, phase: PhaseName) -> str:
-    return str(contract.phases[phase].switch).lower()
-
-
 def starts_again(moment: StepContext) -> bool:
     """Whether a step that has no past, or an ignored one, begins another sequence rather than forgets the cache.
 
@@ -179,7 +175,13 @@ def starts_again(moment: StepContext) -> bool:
         return True
     if moment.contract.first_step == "no-past-branch" and first_length(moment) == before.tokens > 1:
         return False
-    return moment.new > 1 or before.count > 1 or _same_ids(moment)
+    if moment.new > 1 or before.count > 1:
+        return True
+    for port, fed in moment.ports("token_ids"):
+        first = before.first.fed.get(port.name)
+        if first is not None and first.has_values and fed.has_values:
+            return same_values(first.array(), fed.array())
+    return False
 
 
 def _looks_first(moment: StepContext) -> bool:
@@ -193,25 +195,12 @@ def _looks_first(moment: StepContext) -> bool:
         return False
     if contract.growing and not moment.buffered:
         return before is not None and before.tokens > 0 and first_length(moment) == 0
-    return _counts_from_zero(moment)
-
-
-def _counts_from_zero(moment: StepContext) -> bool:
-    """Whether an input says that the cache is empty: a place to write at, a length, positions."""
+    # An input says that the cache is empty: a place to write at, a length, positions.
     for _, fed in moment.ports("write_index", "past_length", "cache_position", "position_ids"):
         if fed.has_values and fed.array().size:
             return int(fed.array().min()) == 0
     states = [fed for slot, fed in moment.slots if slot.growth in ("replace", "static") and fed.has_values]
     return bool(states) and all(not fed.array().any() for fed in states)
-
-
-def _same_ids(moment: StepContext) -> bool:
-    assert moment.before is not None  # noqa: S101 - asked of later steps only
-    for port, fed in moment.ports("token_ids"):
-        first = moment.before.first.fed.get(port.name)
-        if first is not None and first.has_values and fed.has_values:
-            return same_values(first.array(), fed.array())
-    return False
 
 
 MEANINGS = {
@@ -242,20 +231,25 @@ def ports(moment: StepContext) -> Iterator[ContractViolation]:
             cause=f"{_list_names(unknown)} is fed, which {file} does not take",
             advice="leave it out of the feed of this graph",
         )
-    wrong = [port for name, port in known.items() if name in fed and fed[name].dtype != port.dtype]
-    if wrong:
-        yield _report_mismatch(
-            wrong, moment, "wrong-type", f"is fed as {fed[wrong[0].name].dtype}, not {wrong[0].dtype}"
+    both = [(port, fed[name]) for name, port in known.items() if name in fed]
+    wrong = [(port, given) for port, given in both if given.dtype != port.dtype]
+    ranks = [(port, given) for port, given in both if port.shape is not None and len(port.shape) != len(given.shape)]
+    if found := wrong or ranks:
+        (port, given), names = found[0], [one.name for one, _ in found]
+        due, axes = describe(port.dtype, port.shape), f"with {len(given.shape)} axes, not {len(port.shape or ())}"
+        yield ContractViolation(
+            kind="wrong-type" if wrong else "wrong-rank",
+            inputs=tuple(names),
+            declared=f"{port.name} {due}",
+            observed=list_inputs(names, moment),
+            cause=f"{_list_names(names)} is fed {f'as {given.dtype}, not {port.dtype}' if wrong else axes}",
+            advice=f"feed {port.name} as {due}",
         )
-    ranks = [p for name, p in known.items() if name in fed and p.shape is not None and _rank(p) != _fed_rank(moment, p)]
-    if ranks and not wrong:
-        text = f"is fed with {_fed_rank(moment, ranks[0])} axes, not {_rank(ranks[0])}"
-        yield _report_mismatch(ranks, moment, "wrong-rank", text)
 
 
 def switched(contract: CacheContract) -> str:
     """The values of a branch switch as text."""
-    first, later = (str(contract.phases[phase].switch).lower() for phase in ("prefill", "decode"))
+    first, later = (str(contract.phases[phase].switch).lower() for phase in DECODING)
     return f"{first} on the first step, {later} on every later step"
 
 
@@ -273,25 +267,64 @@ def _report_missing(missing: list[Port], unknown: list[str], file: str, contract
     )
 
 
-def _report_mismatch(wrong: list[Port], moment: StepContext, kind: str, text: str) -> ContractViolation:
-    first = wrong[0]
-    return ContractViolation(
-        kind="wrong-type" if kind == "wrong-type" else "wrong-rank",
-        inputs=tuple(port.name for port in wrong),
-        declared=f"{first.name} {describe(first.dtype, first.shape)}",
-        observed=list_inputs([port.name for port in wrong], moment),
-        cause=f"{_list_names([port.name for port in wrong])} {text}",
-        advice=f"feed {first.name} as {describe(first.dtype, first.shape)}",
-    )
-
-
-def _rank(port: Port) -> int:
-    return len(port.shape or ())
-
-
-def _fed_rank(moment: StepContext, port: Port) -> int:
-    return len(moment.step.fed[port.name].shape)
-
-
 def _list_names(names: list[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def find_doubts(moment: StepContext) -> Iterator[ContractViolation]:
+    """What a run decides, in a step that breaks no rule: it is run as it was fed, and as the contract has it.
+
+    An input whose reading runs have settled (a switch, a constant) may take other values as well, a table may have more
+    rows than there are logits, and a transducer may put its state back or go on with it: no rule of shapes decides.
+    """
+    yield from _settled(moment)
+    yield from _unknown_tokens(moment)
+    before = moment.before
+    if before is None or not takes_frames(moment) or not fed_again(moment):
+        return
+    if any(before.last.fed[s.past].equals(fed) is False for s, fed in moment.slots if s.past in before.last.fed):
+        yield ContractViolation(
+            kind="state-adopted",
+            inputs=tuple(slot.past for slot, _ in moment.slots),
+            declared=f"the states that step {before.last.number} was fed, since it fed the same token as this one",
+            observed="the states that it returned, which have taken that token in already",
+            cause=f"the states are taken over after step {before.last.number}, which gave no token (a blank)",
+            advice="where a step gives the blank, feed its states and its token again with the next frame; take the "
+            "states over with each token alone",
+        )
+
+
+def _settled(moment: StepContext) -> Iterator[ContractViolation]:
+    """Inputs that runs gave a reading, and that were fed another number."""
+    known = {one.subject for one in moment.contract.ambiguities if one.settled and one.unknown}
+    for port, fed in moment.ports("setting", "first_call", "has_past"):
+        values = moment.values(port.name) if port.name in known else None
+        due = port.value or 0.0
+        if port.role != "setting":
+            due = float((moment.past == 0) == (port.role == "first_call"))
+        if values is None or not values.size or bool((values == due).all()):
+            continue
+        yield ContractViolation(
+            kind="setting",
+            inputs=(port.name,),
+            declared=f"{port.name} {fed}: {due:g}, by runs with and without the cache",
+            observed=f"{port.name} {values.reshape(-1)[0]:g}",
+            cause=f"{port.name} is fed {values.reshape(-1)[0]:g}, where {due:g} is right",
+            advice=f"feed {port.name} {due:g} {'on the first step' if moment.before is None else 'at this step'}",
+        )
+
+
+def _unknown_tokens(moment: StepContext) -> Iterator[ContractViolation]:
+    """Ids that no token has."""
+    size = moment.contract.vocabulary
+    for port, fed in moment.ports("token_ids"):
+        ids = fed.array() if size is not None and fed.has_values else np.zeros(0)
+        if (outside := ids[(ids < 0) | (ids >= (size or 0))]).size:
+            yield ContractViolation(
+                kind="token-unknown",
+                inputs=(port.name,),
+                declared=f"{port.name} {fed}: ids from 0 to {(size or 0) - 1}",
+                observed=f"{port.name} has the id {outside[0]}",
+                cause=f"{port.name} is fed the id {outside[0]}, and the vocabulary has {size} tokens",
+                advice="feed the ids of this model's own tokenizer; they count from 0",
+            )

@@ -4,17 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvdoctor.addons.conversions.new_cache.key_sides import (
+from kvdoctor.addons.conversions.graphs.cache_axes import (
     LENGTH_AXIS,
     RANK,
+    Inputs,
     KeySide,
     Mixes,
-    choose_mask,
-    is_causal,
-    write_mask,
 )
-from kvdoctor.addons.conversions.new_cache.sizes import Inputs
-from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes
+from kvdoctor.addons.conversions.graphs.token_axes import MASK, TokenAxes, is_causal
 from kvdoctor.model.edit import GraphWriter, declare, make_node, prune, rename_reads, replace_all, set_size, sort_nodes
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
@@ -81,7 +78,6 @@ class Lengths:
         return self.made[span, name]
 
     def _list_needed(self, name: str, span: Span) -> list[str]:
-        """The varying values that one follows from, in the order of the graph."""
         found, waiting = set[str](), [name]
         while waiting:
             one = waiting.pop()
@@ -177,6 +173,32 @@ class Lengths:
         return self.made[key]
 
 
+def write_mask(node: NodeProto, lengths: Lengths, writer: GraphWriter) -> None:
+    """Give a causal node its mask as an input, bool[new, total].
+
+    Where a past stands in front of the keys, releases of the operator disagree on where `is_causal` begins to count.
+    """
+    for attribute in node.attribute:
+        if attribute.name == "is_causal":
+            attribute.i = 0
+    nought, one = writer.numbers([0], [], "nought"), writer.numbers([1], [], "one")
+    past = writer.node("past_scalar", "Squeeze", [lengths.past])
+    new = writer.node("new_scalar", "Squeeze", [lengths.count_new()])
+    total = writer.node("total_scalar", "Add", [past, new])
+    keys = writer.node("key_positions", "Range", [nought, total, one])
+    queries = writer.node("query_positions", "Range", [past, total, one])
+    column = writer.node("query_column", "Unsqueeze", [queries, writer.numbers([1])])
+    mask = writer.node("causal_mask", "LessOrEqual", [keys, column])
+    node.input[:] = [*node.input[:MASK], mask]
+
+
+def choose_mask(name: str, lengths: Lengths) -> str:
+    """The mask of a node that has one: the rows of its new tokens."""
+    rank = len(lengths.walk.shape(name))
+    counted = [at for at in (rank - 2,) if at >= 0 and lengths.walk.sizes.counts_tokens(name, at)]
+    return lengths.rows(name, counted)
+
+
 PAST_SIZE = "past_sequence_length"
 TO_KEYS = (0, 2, 1, 3)
 """From [batch, tokens, heads, width] to the order of a cache, and back."""
@@ -225,14 +247,12 @@ class Rewriter:
         return tuple(self.changes)
 
     def _measure_past(self, slots: "list[tuple[KeySide, str]]") -> str:
-        """The length of the first past, int64[1]."""
         side, slot = slots[0]
         axis = LENGTH_AXIS if _is_permuted(side, self.walk) else side.axis
         shape = self.writer.node("past_shape", "Shape", [f"past_key_values.{slot}"])
         return self.writer.node("past_length", "Gather", [shape, self.writer.numbers([axis])], axis=0)
 
     def _join(self, side: KeySide, slot: str) -> None:
-        """Join a past in front of a value on the key side, and return both as a present."""
         node, index = side.reads
         if side.value not in self.joined:
             past, present = f"past_key_values.{slot}", f"present.{slot}"
@@ -289,7 +309,6 @@ class Rewriter:
         return self.lengths.write(name, "total")
 
     def _choose_shape(self, node: NodeProto, name: str) -> str:
-        """A shape of a view, with new tokens and the key side each where the result has them."""
         made = self.walk.own(node.output[0])
         if "total" not in made:
             return self.lengths.write(name, "new")
@@ -303,7 +322,6 @@ class Rewriter:
         return self.lengths.add_past(self.lengths.write(name, "new"), times)
 
     def _cuts_total(self, node: NodeProto) -> bool:
-        """Whether a node cuts the key side."""
         own = self.walk.own(node.input[0])
         axes = self.walk.listed(node, 3, "axes") or tuple(range(len(own)))
         found = {own[axis] for axis in axes}
@@ -327,7 +345,6 @@ class Rewriter:
 
 
 def _is_permuted(side: KeySide, walk: TokenAxes) -> bool:
-    """Whether a value has the tokens in front of the heads."""
     return side.axis == 1 and len(walk.shape(side.value)) == RANK and walk.sizes.batch_axis(side.value) in (0, None)
 
 
@@ -345,7 +362,6 @@ def _name_slots(sides: list[KeySide]) -> list[tuple[KeySide, str]]:
 
 
 def _find_type(walk: TokenAxes, model: ModelProto, name: str) -> int:
-    """The element type of a value that is made of the tokens, by the nodes that make it."""
     known = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
     known |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     for _ in range(len(walk.makers)):
