@@ -30,7 +30,6 @@ begin with encode()
 the ids of the source are 0 or more
 the mask of this source has the shape [2, 3]
 1 prompts for 2 sources
-begin with encode()
 """
 
 

@@ -133,17 +133,10 @@ def _run(
     command: tuple[str, ...], folder: Path, environment: dict[str, str], seconds: float
 ) -> "subprocess.CompletedProcess[str] | None":
     """Run a command; None where it took too long."""
+    line = [find_program(command[0], folder), *command[1:]]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        process = subprocess.Popen(
-            [find_program(command[0], folder), *command[1:]],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-        )
+        process = subprocess.Popen(line, cwd=folder, env=environment, encoding="utf-8", errors="replace", **pipes)
     except OSError as error:
         raise CannotBuild(f"`{command[0]}` cannot be started: {error.strerror or error}") from None
     with process:

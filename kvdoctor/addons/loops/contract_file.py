@@ -9,23 +9,40 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from kvdoctor._version import __version__
-from kvdoctor.addons.loops.plan import Dim, LoopPlan
+from kvdoctor.addons.loops.plan import CallPlan, Dim, LoopPlan
 from kvdoctor.addons.loops.vectors import LoopTarget, Vector, list_runs
 from kvdoctor.analysis.configs import decoder_config
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.records import to_plain
 
 CONTRACT_FILE, VECTORS_FILE = "contract.json", "vectors.json"
-CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/2", "kvdoctor/loop-vectors/1"
+CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/3", "kvdoctor/loop-vectors/1"
 ANY = -1
 """In place of an expected token, where several are right."""
+FACTS = (
+    "vocabulary",
+    "context_limit",
+    "one_token",
+    "batch",
+    "capacity_is_chosen",
+    "pads",
+    "chunks",
+    "rewinds",
+    "reorders",
+)
+"""What the contract says as the plan has it."""
 WIDTH = 200
 MOST_IDS = 4096
 """More than any list of suppressed ids has."""
 
 
 def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
-    """The content of `contract.json` for a plan of the target's model."""
+    """The content of `contract.json` for a plan of the target's model.
+
+    `calls` has those of each phase in order. `zeros` are the values before the first call, `cut` those that a rewind
+    cuts along an axis, `rows` those that a reorder changes, where a sequence has `each` entries of the axis.
+    """
+    phases = {"encode": plan.encode, "prefill": plan.prefill, "decode": plan.decode}
     return {
         "schema": CONTRACT_SCHEMA,
         "tool": {"name": "kvdoctor", "version": __version__},
@@ -33,21 +50,63 @@ def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
         "stack": target.stack,
         "layout": plan.layout,
         "files": [_describe_file(file, target, plan) for file in plan.files],
-        "calls": {name: to_plain(getattr(plan, name)) for name in ("encode", "embed", "prefill", "decode")},
-        "slots": [to_plain(slot) for slot in plan.slots],
-        "source": to_plain(plan.source),
-        "source_axis": plan.source_axis,
-        "vocabulary": plan.vocabulary,
-        "context_limit": plan.context_limit,
-        "one_token": plan.one_token,
-        "batch": plan.batch,
-        "capacity_is_chosen": plan.capacity_is_chosen,
-        "pads": plan.pads,
-        "chunks": plan.chunks,
-        "rewinds": plan.rewinds,
-        "reorders": plan.reorders,
+        "calls": {name: list(_describe_calls(call, plan)) for name, call in phases.items()},
+        "zeros": [
+            {"value": one.value, "dtype": one.dtype, "dims": list(one.zeros)}
+            for one in plan.slots
+            if one.zeros is not None
+        ],
+        "cut": [{"value": one.value, "axis": one.length_axis} for one in plan.slots if one.rewinds == "cut"],
+        "rows": [{"value": value, "axis": axis, "each": each} for value, axis, each in _list_rows(plan)],
+        "heads": next((slot.heads for slot in plan.slots if slot.heads > 1), 1),
+        "source": _describe_given(plan),
+        **{name: getattr(plan, name) for name in FACTS},
         "placeholders": list(plan.placeholders),
         "generation": find_generation_ids(target.side_cars, plan),
+    }
+
+
+def _list_rows(plan: LoopPlan) -> Iterator[tuple[str, int, int]]:
+    """What has an axis of sequences: the value, the axis, and the entries of a sequence there."""
+    for slot in plan.slots:
+        if slot.batch_axis is not None:
+            yield slot.value, slot.batch_axis, slot.heads
+    for one in plan.decode.inputs:
+        if one.value is not None and not one.value.startswith("embed ") and one.batch_axis is not None:
+            yield one.value, one.batch_axis, 1
+
+
+def _describe_given(plan: LoopPlan) -> dict[str, Any] | None:
+    """What the caller gives before the prompts; `masked`: whether a mask may come with it."""
+    if (source := plan.source) is None:
+        return None
+    masked = any(one.copy == "mask" for call in plan.calls for one in call.inputs)
+    axes = {"batch_axis": source.batch_axis, "length_axis": plan.source_axis}
+    return {"dtype": source.dtype, "dims": list(source.dims), **axes, "masked": masked}
+
+
+def _describe_calls(call: CallPlan | None, plan: LoopPlan) -> Iterator[dict[str, Any]]:
+    """A call, after that of the embed graph where it takes embeddings."""
+    if call is None:
+        return
+    if plan.embed is not None and any((one.value or "").startswith("embed ") for one in call.inputs):
+        yield _describe_call(plan.embed)
+    yield _describe_call(call)
+
+
+def _describe_call(call: CallPlan) -> dict[str, Any]:
+    """A call as data: `values` names what an input is fed, `made` has the inputs that are made for the call."""
+    values = {one.name: one.value for one in call.inputs if one.value is not None}
+    return {
+        "file": call.file,
+        "values": values | {past: f"cache {past}" for past in call.pasts},
+        "made": [to_plain(one) for one in call.inputs if one.value is None],
+        "outputs": list(call.outputs),
+        "logits": call.logits,
+        "logits_type": call.logits_type,
+        "logits_dims": list(call.logits_dims),
+        "takes": [to_plain(take) for take in call.takes],
+        "sizes": {name: to_plain(found) for name, found in call.sizes.items()},
     }
 
 

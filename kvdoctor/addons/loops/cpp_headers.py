@@ -9,49 +9,37 @@ import subprocess
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from kvdoctor.addons.loops.plan import CannotBuild
 
-
-class Source(NamedTuple):
-    """A package that holds headers, with the SHA-512 that its registry publishes, and the folder in it."""
-
-    package: str
-    sha512: str
-    inside: str
-
-
-SOURCES = {
-    "1.29": Source(
-        "com.github.asus4.onnxruntime@0.4.9",
-        "BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg==",
-        "package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64_x86_64-simulator/onnxruntime.framework/Headers/",
-    ),
-}
-"""By the release of ONNX Runtime."""
+RELEASE = "1.29"
+"""That of ONNX Runtime."""
+SOURCE = "com.github.asus4.onnxruntime@0.4.9"
+"""A package that holds its headers."""
+SHA512 = "BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
+"""What the registry publishes for it."""
+INSIDE = "package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64_x86_64-simulator/onnxruntime.framework/Headers/"
+"""The folder in it."""
 
 
 class NoHeaders(CannotBuild):
     """The headers could not be had: the message says why."""
 
 
-def fetch_headers(version: str, folder: Path) -> Path:
-    """The folder with the headers of a release; `folder` is a cache, which is filled whole or not at all.
+def fetch_headers(folder: Path) -> Path:
+    """The folder with the headers; `folder` is a cache, which is filled whole or not at all.
 
     Raises:
-        NoHeaders: no package is known for the release, npm is missing or fails, or the package is another one.
+        NoHeaders: npm is missing or fails, or the package is another one.
     """
-    made = folder / f"onnxruntime-headers-{version}"
+    made = folder / f"onnxruntime-headers-{RELEASE}"
     if made.is_dir():
         return made
-    if version not in SOURCES:
-        raise NoHeaders(f"no package is known for the headers of {version}; known: {', '.join(SOURCES)}")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         unpacked = Path(scratch, "headers")
         unpacked.mkdir()
-        _unpack(_packed(SOURCES[version], Path(scratch)), SOURCES[version].inside, unpacked)
+        _unpack(_packed(Path(scratch)), unpacked)
         try:
             unpacked.rename(made)
         except OSError:
@@ -60,29 +48,29 @@ def fetch_headers(version: str, folder: Path) -> Path:
     return made
 
 
-def _packed(source: Source, scratch: Path) -> Path:
+def _packed(scratch: Path) -> Path:
     npm = shutil.which("npm")
     if npm is None:
         raise NoHeaders("npm, which fetches the package with the headers, is not installed")
-    command = [npm, "pack", "--silent", "--pack-destination", os.fspath(scratch), source.package]
+    command = [npm, "pack", "--silent", "--pack-destination", os.fspath(scratch), SOURCE]
     done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", errors="replace", check=False)
     archives = list(scratch.glob("*.tgz"))
     if done.returncode or len(archives) != 1:
-        raise NoHeaders(f"npm does not fetch {source.package}: {done.stderr.strip()[-500:]}")
-    if base64.b64encode(hashlib.sha512(archives[0].read_bytes()).digest()).decode() != source.sha512:
-        raise NoHeaders(f"{source.package} does not have the SHA-512 that is written here")
+        raise NoHeaders(f"npm does not fetch {SOURCE}: {done.stderr.strip()[-500:]}")
+    if base64.b64encode(hashlib.sha512(archives[0].read_bytes()).digest()).decode() != SHA512:
+        raise NoHeaders(f"{SOURCE} does not have the SHA-512 that is written here")
     return archives[0]
 
 
-def _unpack(archive: Path, inside: str, folder: Path) -> None:
+def _unpack(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as members:
         for member in members:
-            name = member.name.removeprefix(inside)
+            name = member.name.removeprefix(INSIDE)
             content = members.extractfile(member)
             if name != member.name and name.endswith(".h") and "/" not in name and content is not None:
                 (folder / name).write_bytes(content.read())
     if not (folder / "onnxruntime_cxx_api.h").is_file():
-        raise NoHeaders(f"there is no onnxruntime_cxx_api.h in {inside}")
+        raise NoHeaders(f"there is no onnxruntime_cxx_api.h in {INSIDE}")
 
 
 def find_headers(cache: Path) -> dict[str, str]:
@@ -99,4 +87,4 @@ def find_headers(cache: Path) -> dict[str, str]:
         made["NLOHMANN_JSON_INCLUDE"] = os.fspath(Path(found.origin).parent / "include")
     if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
         return made
-    return made | {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(max(SOURCES), cache))}
+    return made | {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(cache))}

@@ -20,7 +20,6 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.examine import list_thresholds
 from kvdoctor.diagnose.inspection import build_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
@@ -179,11 +178,8 @@ def _place(out: str | None) -> "Iterator[tuple[Path, Callable[[], None]]]":
         yield pending.path, keep
 
 
-OTHER_NAMES = {"js": "javascript", "node": "javascript", "ts": "typescript", "py": "python", "rs": "rust"} | {
-    "golang": "go",
-    "c++": "cpp",
-    "cxx": "cpp",
-}
+OTHER_NAMES = {"js": "javascript", "node": "javascript", "ts": "typescript", "py": "python", "rs": "rust"}
+OTHER_NAMES |= {"golang": "go", "c++": "cpp", "cxx": "cpp"}
 
 
 def find_language(name: str) -> Language:
@@ -238,17 +234,14 @@ def _refuse(observed: ObservedLoop, shown: str) -> tuple[str, int] | None:
         return f"the model could not be run: {observed.obstacle or 'no experiment ran'}", 3
     if run.outcome in ("failed", "differs", "died"):
         what = "decodes wrong tokens" if run.outcome == "differs" else "fails"
+        how = {"failed": f"fails at step {run.failed_step}", "died": "ends the process"}.get(run.outcome, "differs")
         return (
-            f"the model {what} in a right loop too ({run.experiment} {_outcome(run)}); "
+            f"the model {what} in a right loop too ({run.experiment} {how}); "
             f"`kvdoctor step-test {as_argument(shown)}` names the cause and the repair"
         ), 1
     if run.outcome == "skipped":
         return f"the loop could not be run: {run.reason}", 3
     return None
-
-
-def _outcome(run: Run) -> str:
-    return {"failed": f"fails at step {run.failed_step}", "died": "ends the process"}.get(run.outcome, "differs")
 
 
 def _remarks(observed: ObservedLoop, target: LoopTarget) -> Iterator[str]:

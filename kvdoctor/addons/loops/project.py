@@ -162,7 +162,7 @@ def _list_rules(plan: LoopPlan) -> Iterator[str]:
             "place is not read: some exports return it without elements."
         )
     else:
-        by_rule = ", by the rules above" if plan.copies else ""
+        by_rule = ", by the rules above" if any(slot.copies for slot in plan.slots) else ""
         yield f"What a call returns of the cache goes into the next call{by_rule}."
     if not plan.rewinds:
         yield "It cannot go back: a part of this cache has no earlier length. Begin anew, or hold copies of your own."

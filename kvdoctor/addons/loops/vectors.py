@@ -109,7 +109,6 @@ Array = np.ndarray[Any, Any]
 SOURCE = "source-{rows}.f32"
 """The file of an encoder input that is no list of ids: float32, little endian."""
 
-
 Rows = tuple[tuple[int, ...], ...]
 """Token ids, a row for each sequence."""
 
@@ -274,7 +273,7 @@ def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:
     title += " of unequal length" if padding.any() else ""
     return Vector(
         name=title,
-        prompts=tuple(_row(row[padded:start]) for row, padded in zip(tokens, padding, strict=True)),
+        prompts=_rows(row[padded:start] for row, padded in zip(tokens, padding, strict=True)),
         follow=_rows(tokens[:, start:]),
         expected=rows,
         self_tests=tests,
@@ -283,12 +282,8 @@ def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:
     )
 
 
-def _row(numbers: Array) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers)
-
-
-def _rows(numbers: Array) -> Rows:
-    return tuple(map(_row, numbers))
+def _rows(numbers: Iterable[Array]) -> Rows:
+    return tuple(tuple(int(number) for number in row) for row in numbers)
 
 
 def _ids(numbers: Iterable[int]) -> str:
