@@ -67,7 +67,7 @@ final class Tensors {
     Map<String, Long> sizes = new HashMap<>(step.sizes);
     sizes.put("columns", (long) columns);
     for (int row = 0; row * columns < count(shape); row++) {
-      int sequence = axis == null ? 0 : row / each % (int) (long) shape[axis];
+      int sequence = axis == null ? 0 : row / each % Math.toIntExact(shape[axis]);
       boolean padded = axis != null && step.padding.length > 0;
       sizes.put("sequence", (long) sequence);
       sizes.put("padding", padded ? step.padding[sequence] : 0L);
