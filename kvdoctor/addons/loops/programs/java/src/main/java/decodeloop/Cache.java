@@ -10,6 +10,8 @@ import java.util.ArrayList;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
+import java.util.Objects;
+import java.util.function.Function;
 import java.util.stream.IntStream;
 
 /** The values that go from call to call. One is closed as soon as the next one is there. */
@@ -108,12 +110,9 @@ final class Cache {
     OnnxTensor make(T one) throws OrtException;
   }
 
-  private interface Name<T> {
-    String of(T one);
-  }
-
   /** Replaces values by what is made of them, all or none; null leaves a value. */
-  private <T> void replace(List<T> all, Name<T> name, Change<T> change) throws OrtException {
+  private <T> void replace(List<T> all, Function<T, String> name, Change<T> change)
+      throws OrtException {
     List<OnnxTensor> made = new ArrayList<>();
     try {
       for (T one : all) {
@@ -122,11 +121,11 @@ final class Cache {
       for (T one : all) {
         OnnxTensor value = made.remove(0);
         if (value != null) {
-          put(name.of(one), value);
+          put(name.apply(one), value);
         }
       }
     } finally {
-      made.stream().filter(value -> value != null).forEach(OnnxTensor::close);
+      made.stream().filter(Objects::nonNull).forEach(OnnxTensor::close);
     }
   }
 }
