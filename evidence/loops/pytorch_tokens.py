@@ -26,7 +26,7 @@ def decode(checkpoint: str, loop: Path) -> list[int]:
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     if isinstance(source, dict):
         given = torch.from_numpy(np.fromfile(loop / source["file"], "<f4").reshape(source["shape"]))
-        states = json.loads((loop / "contract.json").read_text())["source"]["rule"] == "encoder-states"
+        states = json.loads((loop / "contract.json").read_text())["calls"]["encode"] == []
         encoded = {"encoder_outputs": BaseModelOutput(given)} if states else {model.main_input_name: given}
         inputs = {**encoded, "decoder_input_ids": prompt}
     elif source is not None:

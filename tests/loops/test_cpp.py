@@ -11,7 +11,8 @@ from support.isolated import EXPORTS
 from support.loop_programs import assert_a_trace_is_accepted, program_text, snippet
 
 from kvdoctor.addons.loops.check import build_cache, find_library
-from kvdoctor.addons.loops.languages import CPP, NoHeaders
+from kvdoctor.addons.loops.cpp_headers import NoHeaders
+from kvdoctor.addons.loops.languages import CPP
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
 

@@ -6,7 +6,7 @@ import pytest
 from support.loop_programs import Program, assert_a_trace_is_accepted, materials, program, program_text, snippet
 from test_programs import scratch
 
-from kvdoctor.addons.loops.project import CONTRACT_FILE
+from kvdoctor.addons.loops.contract_file import CONTRACT_FILE
 
 pytestmark = pytest.mark.slow
 assert scratch  # a fixture

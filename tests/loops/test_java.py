@@ -9,9 +9,9 @@ import pytest
 from support.loop_programs import Program, assert_a_trace_is_accepted, materials, plan_of, program, program_text
 from test_programs import scratch
 
+from kvdoctor.addons.loops.contract_file import CONTRACT_FILE
 from kvdoctor.addons.loops.languages import JAVA
 from kvdoctor.addons.loops.plan import LoopPlan
-from kvdoctor.addons.loops.project import CONTRACT_FILE
 
 assert scratch  # a fixture
 FORMATTER = "com.google.googlejavaformat:google-java-format:1.28.0:jar:all-deps"
@@ -30,7 +30,6 @@ begin with encode()
 the ids of the source are 0 or more
 the mask of this source has the shape [2, 3]
 1 prompts for 2 sources
-begin with encode()
 """
 
 

@@ -4,18 +4,18 @@ import pytest
 from support import text_fixtures
 from support.loop_programs import plan_of
 
-from kvdoctor.addons.loops.project import find_generation_ids
+from kvdoctor.addons.loops.contract_file import find_generation_ids
 from kvdoctor.analysis.model_folder import SideCars
 
 
 def test_the_plan_of_a_merged_decoder_holds_the_cross_attention_cache() -> None:
     plan = plan_of("marian-4.57.6")
     assert plan.encode is not None
-    assert plan.encode.states == "last_hidden_state"
+    assert [take.value for take in plan.encode.takes] == ["encoder last_hidden_state"]
     assert [slot.present for slot in plan.slots if "encoder" in slot.past] == [None] * 4
     assert [slot.carry for slot in plan.slots if "decoder" in slot.past] == ["feed-back"] * 4
     switches = [one for call in (plan.prefill, plan.decode) for one in call.inputs if one.name == "use_cache_branch"]
-    assert [(one.rule, one.count, one.value) for one in switches] == [("number", "constant", n) for n in (0, 1)]
+    assert [one.inside for one in switches] == [{"one": 0}, {"one": 1}]
     assert "present.0.encoder.key" in plan.prefill.outputs
     assert "present.0.encoder.key" not in plan.decode.outputs
 
@@ -26,7 +26,10 @@ def test_the_plan_of_a_decoder_only_model_counts_positions_and_pads() -> None:
     assert plan.pads
     assert plan.rewinds
     assert plan.source is None
-    assert {one.rule for one in plan.decode.inputs} == {"tokens", "attention-mask", "positions"}
+    tokens, mask, positions = plan.decode.inputs
+    assert tokens.copy == "tokens"
+    assert (mask.begin, mask.end, mask.inside, mask.outside) == ({"padding": 1}, {"total": 1}, {"one": 1}, 0)
+    assert (positions.inside, positions.step) == ({"past": 1, "padding": -1}, 1)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def test_entries_come_to_their_place(name: str, carry: str, tmp_path: object) ->
     plan = plan_of(text_fixtures.load_all()[f"{name}-healthy"].write(tmp_path))
     assert {slot.carry for slot in plan.slots} == {carry}
     assert plan.rewinds == (carry == "append")
-    assert plan.copies == (carry != "feed-back")
+    assert {slot.copies for slot in plan.slots} == {carry != "feed-back"}
 
 
 def test_ids_are_those_of_the_configs_that_the_model_has() -> None:

@@ -21,9 +21,9 @@ from support.loop_programs import (
 from support.sampling import spread, thinned
 from test_loop_of_each_layout import LOOPS
 
+from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.addons.loops.languages import LANGUAGES
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
-from kvdoctor.addons.loops.project import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.options import Options
 
 PROGRAMS = list(LANGUAGES)
@@ -132,11 +132,10 @@ def _of_another_type(contract: dict[str, Any]) -> dict[str, Any]:
     return {"files": [file | {"inputs": file["inputs"] | {"input_ids": {"dtype": "int32", "dims": ["batch", "new"]}}}]}
 
 
-def _with_an_image(contract: dict[str, Any]) -> dict[str, Any]:
-    decode = contract["calls"]["decode"]
-    first, *others = decode["inputs"]
-    changed = decode | {"inputs": [first | {"name": "pixel_values", "rule": "image"}, *others]}
-    return {"calls": contract["calls"] | {"decode": changed}}
+def _without_an_input(contract: dict[str, Any]) -> dict[str, Any]:
+    """As of a model before it took one more, an image for example."""
+    (file,) = contract["files"]
+    return {"files": [file | {"inputs": {n: one for n, one in file["inputs"].items() if n != "attention_mask"}}]}
 
 
 @languages_of_all
@@ -155,7 +154,7 @@ def test_a_program_refuses_what_it_cannot_do(language: str, scratch: Path, tmp_p
     refused("past_key_values.9.key", *prompt, **_of_another_model(contract))
     refused("another model", *prompt, **_of_another_size(contract))
     refused("input_ids", *prompt, **_of_another_type(contract))
-    refused("pixel_values", *prompt, **_with_an_image(contract))
+    refused("attention_mask", *prompt, **_without_an_input(contract))
     refused("id", "--prompt", "5,128")
     refused("id", "--prompt", "5,-1")
     refused("stands for an image", "--prompt", "5,127", placeholders=[127])
@@ -232,11 +231,11 @@ def test_the_command_of_the_readme_decodes(language: str, scratch: Path) -> None
 
 def test_a_contract_with_a_wrong_rule_decodes_other_tokens(scratch: Path, tmp_path: Path) -> None:
     made, built = materials("llama-gqa", scratch), program("python", scratch)
-    decode = made.contract["calls"]["decode"]
-    still = [one | {"rule": "number"} if one["rule"] == "positions" else one for one in decode["inputs"]]
-    crossed = [fill | {"output": fill["output"].replace("key", "value")} for fill in decode["fills"]]
-    for change in ({"inputs": still}, {"fills": crossed}):
-        changes = {"calls": made.contract["calls"] | {"decode": decode | change}}
+    (decode,) = made.contract["calls"]["decode"]
+    still = [one | {"inside": {}, "step": 0} if one["name"] == "position_ids" else one for one in decode["made"]]
+    crossed = [take | {"output": take["output"].replace("key", "value")} for take in decode["takes"]]
+    for change in ({"made": still}, {"takes": crossed}):
+        changes = {"calls": made.contract["calls"] | {"decode": [decode | change]}}
         given = ("--contract", made.edited(tmp_path, **changes), "--runs", made.folder / VECTORS_FILE)
         done = built.run("--model", made.model, *given, "--record", tmp_path / "result.jsonl")
         assert done.returncode == 1

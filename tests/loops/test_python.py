@@ -133,7 +133,7 @@ def test_a_buffer_is_written_in_place(library: ModuleType, scratch: Path) -> Non
     decoder.prefill([[5]])
     before = dict(decoder._cache.values)
     decoder.step([[6]])
-    written = [slot.past for slot in decoder.contract.slots if slot.carry == "write"]
+    written = [take.value for take in decoder.contract.calls["decode"][0].takes if take.carry == "write"]
     assert written
     assert all(decoder._cache.values[past] is before[past] for past in written)
 

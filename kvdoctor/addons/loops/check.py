@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.addons.loops.contract_file import VECTORS_FILE
 from kvdoctor.addons.loops.languages import Language
 from kvdoctor.addons.loops.plan import CannotBuild
-from kvdoctor.addons.loops.project import VECTORS_FILE
 from kvdoctor.addons.loops.vectors import Vector, differences, list_runs
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import cache_folder
@@ -88,6 +88,7 @@ def _read_ended(record_file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _compare(name: str, vector: Vector, ended: dict[str, Any] | None, why: str) -> VectorResult:
+    """What a run showed; `why` is said of one that did not end."""
     if ended is None:
         return VectorResult(name, why)
     if (error := ended.get("error")) is not None:
@@ -131,30 +132,18 @@ def build_cache() -> Path:
 def _run(
     command: tuple[str, ...], folder: Path, environment: dict[str, str], seconds: float
 ) -> "subprocess.CompletedProcess[str] | None":
+    """Run a command; None where it took too long."""
+    line = [find_program(command[0], folder), *command[1:]]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        process = subprocess.Popen(
-            [find_program(command[0], folder), *command[1:]],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-        )
+        process = subprocess.Popen(line, cwd=folder, env=environment, encoding="utf-8", errors="replace", **pipes)
     except OSError as error:
         raise CannotBuild(f"`{command[0]}` cannot be started: {error.strerror or error}") from None
     with process:
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException as stopped:
-            import psutil
-
-            with contextlib.suppress(psutil.Error):  # build tools run compilers
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        child.kill()
-            process.kill()
+            _end(process)
             if isinstance(stopped, subprocess.TimeoutExpired):
                 return None
             raise
@@ -164,6 +153,17 @@ def _run(
 def find_program(name: str, folder: Path) -> str:
     """The path of a program: of a tool, or of one in the project. On Windows it has a suffix that `name` leaves out."""
     return shutil.which(str((folder / name).absolute()) if "/" in name else name) or name
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End a process with all that it started: build tools run compilers."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    process.kill()
 
 
 def _last(text: str) -> str:

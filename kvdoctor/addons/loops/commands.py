@@ -71,6 +71,7 @@ def loop(path: str, language: str, out: str | None, quiet: bool, **given: Any) -
 
 
 def _print(written: "WrittenLoop", *, quiet: bool) -> None:
+    """Say what was written, and why not; only the latter where `quiet`."""
     from kvdoctor.report.escaping import printable
 
     if written.out is not None and not quiet:

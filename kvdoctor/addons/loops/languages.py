@@ -1,97 +1,13 @@
-"""The languages that loops are written in, an entry each: how the program of a language is built and run.
+"""The languages that loops are written in, an entry each: how the program of a language is built and run."""
 
-The C and C++ headers of ONNX Runtime, which its wheel lacks, are fetched from a package whose digest is known.
-"""
-
-import base64
-import hashlib
-import importlib.util
-import os
-import shutil
-import subprocess
 import sys
-import tarfile
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
-from kvdoctor.addons.loops.plan import CannotBuild, LoopPlan, list_names, nul_in, refuses_in_c
+from kvdoctor.addons.loops.cpp_headers import find_headers
+from kvdoctor.addons.loops.plan import LoopPlan, list_names, nul_in, refuses_in_c
 from kvdoctor.records import record
-
-RELEASE, PACKAGE = "1.29", "com.github.asus4.onnxruntime@0.4.9"
-"""The release of ONNX Runtime, and the package of npm that holds its headers."""
-SHA512 = "BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
-INSIDE = "package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64_x86_64-simulator/onnxruntime.framework/Headers/"
-
-
-class NoHeaders(CannotBuild):
-    """The headers could not be had: the message says why."""
-
-
-def fetch_headers(folder: Path) -> Path:
-    """The folder with the headers; `folder` is a cache, which is filled whole or not at all.
-
-    Raises:
-        NoHeaders: npm is missing or fails, or the package is another one.
-    """
-    made = folder / f"onnxruntime-headers-{RELEASE}"
-    if made.is_dir():
-        return made
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        unpacked = Path(scratch, "headers")
-        unpacked.mkdir()
-        _unpack(_packed(Path(scratch)), unpacked)
-        try:
-            unpacked.rename(made)
-        except OSError:
-            if not made.is_dir():  # else another process was faster
-                raise
-    return made
-
-
-def _packed(scratch: Path) -> Path:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise NoHeaders("npm, which fetches the package with the headers, is not installed")
-    command = [npm, "pack", "--silent", "--pack-destination", os.fspath(scratch), PACKAGE]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", errors="replace", check=False)
-    archives = list(scratch.glob("*.tgz"))
-    if done.returncode or len(archives) != 1:
-        raise NoHeaders(f"npm does not fetch {PACKAGE}: {done.stderr.strip()[-500:]}")
-    if base64.b64encode(hashlib.sha512(archives[0].read_bytes()).digest()).decode() != SHA512:
-        raise NoHeaders(f"{PACKAGE} does not have the SHA-512 that is written here")
-    return archives[0]
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as members:
-        for member in members:
-            name = member.name.removeprefix(INSIDE)
-            content = members.extractfile(member)
-            if name != member.name and name.endswith(".h") and "/" not in name and content is not None:
-                (folder / name).write_bytes(content.read())
-    if not (folder / "onnxruntime_cxx_api.h").is_file():
-        raise NoHeaders(f"there is no onnxruntime_cxx_api.h in {INSIDE}")
-
-
-def find_headers(cache: Path) -> dict[str, str]:
-    """The headers next to the library of the wheel, where the environment names no release of its own.
-
-    Those of JSON for Modern C++ are in a package that may be installed (`nlohmann-json`); else CMake fetches them.
-
-    Raises:
-        NoHeaders: they could not be had.
-    """
-    found = importlib.util.find_spec("nlohmann_json")
-    made = {}
-    if found is not None and found.origin is not None:
-        made["NLOHMANN_JSON_INCLUDE"] = os.fspath(Path(found.origin).parent / "include")
-    if any(os.environ.get(name) for name in ("ONNXRUNTIME_ROOT", "ONNXRUNTIME_INCLUDE")):
-        return made
-    return made | {"ONNXRUNTIME_INCLUDE": os.fspath(fetch_headers(cache))}
-
 
 CARGO = ("--release", "--quiet", "--no-default-features", "--features", "dynamic")
 """The runtime is a shared library that is there: nothing is downloaded but crates."""
@@ -101,6 +17,11 @@ JAVASCRIPT_DTYPES = {
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 }
 """The element types that onnxruntime-common has."""
+
+
+def needs_nothing(_cache: Path) -> Mapping[str, str]:
+    """A language whose tools fetch all that a project needs."""
+    return {}
 
 
 @record
@@ -127,7 +48,7 @@ class Language:
     tools: tuple[str, ...]
     refuses: Callable[[LoopPlan], str | None]
     environment: Mapping[str, str] = field(default_factory=dict)
-    prepare: Callable[[Path], Mapping[str, str]] = lambda _: {}
+    prepare: Callable[[Path], Mapping[str, str]] = needs_nothing
     program: str | None = None
 
     @property
@@ -164,13 +85,17 @@ def _refuses_in_javascript(plan: LoopPlan) -> str | None:
 
 
 def _refuses_in_python(plan: LoopPlan) -> str | None:
-    unread = "bfloat16" in (plan.prefill.logits_type, plan.decode.logits_type)
-    return "the logits have element type bfloat16, which onnxruntime for Python cannot read" if unread else None
+    if "bfloat16" in (plan.prefill.logits_type, plan.decode.logits_type):
+        return "the logits have element type bfloat16, which onnxruntime for Python cannot read"
+    return None
 
 
 def _refuses_in_rust(plan: LoopPlan) -> str | None:
-    name = next((name for name in list_names(plan) if any("\ud800" <= char <= "\udfff" for char in name)), None)
-    return refuses_in_c(plan) if name is None else f"the name {name!r} is not UTF-8, as Rust's strings are"
+    """Names that do not reach the runtime: ort passes them as C strings, and Rust's strings are UTF-8."""
+    for name in list_names(plan):
+        if any("\ud800" <= char <= "\udfff" for char in name):
+            return f"the name {name!r} is not UTF-8, as Rust's strings are"
+    return refuses_in_c(plan)
 
 
 CPP = Language(

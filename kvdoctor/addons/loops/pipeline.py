@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,16 @@ SCHEMA = "kvdoctor/loop/1"
 
 @record
 class LoopRequest:
-    """The input of `loop`: without `out` nothing is written, where only a check was asked for.
+    """The input of `loop`.
 
-    `stack` None is the first one that there is a loop for, `name` (of the crate, module, package or namespace) None is
-    `decode_loop`. `force` replaces a folder that kvdoctor wrote.
+    Attributes:
+        path: The model.
+        out: The folder to write; None to write nothing, where only a check was asked for.
+        language: A name of `LANGUAGES`.
+        stack: The stack to write a loop for; None for the first one that there is a loop for.
+        force: Replace a folder that kvdoctor wrote.
+        check: Build the project and run it.
+        name: Of the crate, module, package or namespace; None for `decode_loop`.
     """
 
     path: str
@@ -116,9 +123,9 @@ def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
 def _write(
     request: LoopRequest, made: WrittenLoop, target: LoopTarget, observed: ObservedLoop, seconds: float
 ) -> WrittenLoop:
+    """Write the project, and check it there before it gets its place."""
     project = Project(find_language(request.language), target, observed, request.name or DEFAULT_NAME)
-    with scratch_folder() as scratch, whole_folder(Path(request.out or Path(scratch, "loop"))) as pending:
-        place = pending.path
+    with _place(request.out) as (place, keep):
         for name, text in make_files(project).items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text(text, encoding="utf-8", newline="\n")
@@ -133,7 +140,7 @@ def _write(
             if observed.uncompared is not None and made.exit_code == 0:
                 made = replace(made, unchecked=observed.uncompared, exit_code=3)
         if made.exit_code != 1:
-            pending.kept = request.out is not None
+            keep()
             return made
     return replace(made, out=None, files=(), reason="the program finds other tokens than the model means")
 
@@ -156,15 +163,31 @@ def _checked(made: WrittenLoop, place: Path, model: Path, vectors: tuple[Vector,
     return made if stopped is None else replace(made, unchecked=stopped, exit_code=3)
 
 
-OTHER_NAMES = {"js": "javascript", "node": "javascript", "ts": "typescript", "py": "python", "rs": "rust"} | {
-    "golang": "go",
-    "c++": "cpp",
-    "cxx": "cpp",
-}
+@contextmanager
+def _place(out: str | None) -> "Iterator[tuple[Path, Callable[[], None]]]":
+    """A folder to fill, and the function that marks it as complete."""
+    if out is None:
+        with scratch_folder() as scratch:
+            yield Path(scratch), lambda: None
+        return
+    with whole_folder(Path(out)) as pending:
+
+        def keep() -> None:
+            pending.kept = True
+
+        yield pending.path, keep
+
+
+OTHER_NAMES = {"js": "javascript", "node": "javascript", "ts": "typescript", "py": "python", "rs": "rust"}
+OTHER_NAMES |= {"golang": "go", "c++": "cpp", "cxx": "cpp"}
 
 
 def find_language(name: str) -> Language:
-    """The language of a name, or `UsageError`."""
+    """The language of a name.
+
+    Raises:
+        UsageError: there is none.
+    """
     if name not in LANGUAGES:
         meant = did_you_mean(OTHER_NAMES.get(name.lower(), name.lower()), LANGUAGES)
         raise UsageError(f"there is no loop in {name!r}{'; ' if meant else ''}{meant}; it takes {', '.join(LANGUAGES)}")
@@ -211,9 +234,9 @@ def _refuse(observed: ObservedLoop, shown: str) -> tuple[str, int] | None:
         return f"the model could not be run: {observed.obstacle or 'no experiment ran'}", 3
     if run.outcome in ("failed", "differs", "died"):
         what = "decodes wrong tokens" if run.outcome == "differs" else "fails"
-        ended = {"failed": f"fails at step {run.failed_step}", "died": "ends the process"}
+        how = {"failed": f"fails at step {run.failed_step}", "died": "ends the process"}.get(run.outcome, "differs")
         return (
-            f"the model {what} in a right loop too ({run.experiment} {ended.get(run.outcome, 'differs')}); "
+            f"the model {what} in a right loop too ({run.experiment} {how}); "
             f"`kvdoctor step-test {as_argument(shown)}` names the cause and the repair"
         ), 1
     if run.outcome == "skipped":

@@ -4,7 +4,8 @@ A plan is made from a cache contract once. `contract.json` holds this plan, and 
 has no rule that the contract does not have; nothing is left to be guessed from names when the loop runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from typing import Literal
 
 from kvdoctor.contract import Axis, Carry
@@ -14,25 +15,16 @@ from kvdoctor.records import record
 Dim = int | Axis
 """The size of an axis: a number, or what it counts."""
 
-_OfTokens = Literal["tokens", "token-and-position", "embeddings", "positions", "rows", "number"]
-_OfMasks = Literal["attention-mask", "padding-mask", "window-mask", "causal-mask"]
-Rule = _OfTokens | _OfMasks | Literal["encoder-input", "encoder-mask", "encoder-states"]
-"""Where the value of an input comes from.
+Terms = Mapping[str, int | float]
+"""A sum: each named number times its factor.
 
-tokens: the new ones. token-and-position: the new one and the number of those before it, [batch, 2]. embeddings: what
-the embed call made of them. attention-mask: 1 for tokens, 0 for padding on the left and for what is after the last
-token. padding-mask: its opposite. window-mask: an attention mask whose last column has the last token. causal-mask: a
-row for each new token, `shown` where it may look and `hidden` elsewhere. positions: those of the new tokens, not below
-0, padding not counted. rows: the numbers of the sequences, from 0. number: `Count` everywhere. encoder-input,
-encoder-mask: what the caller gives to the encoder, a mask of ones without one. encoder-states: what the encoder
-returned.
+In every call: one, batch, batch_heads, new, past, total (past and new), capacity, and the sizes that `CallPlan.sizes`
+finds. In a row of an input: columns (the size of its last axis), query (its place on the axis before that one),
+sequence (its place on the axis of sequences), padding (the entries on the left of that sequence that are no tokens).
 """
 
-Count = Literal["constant", "past", "total", "last", "new", "last-new", "batch", "encoder_input"]
-"""What a number counts: nothing (it is `value`); tokens before the call, with it, that minus 1, or those of the call.
-
-last-new: the tokens of the call minus 1. batch: the sequences. encoder_input: the length of what the encoder reads.
-"""
+SOURCE = "source"
+"""The value that the caller gives to `encode`. Others are `cache`, `encoder` or `embed` with the name of a tensor."""
 
 FLOATS = ("float", "float16")
 INTEGERS = ("int64", "int32")
@@ -48,55 +40,54 @@ class CannotBuild(KvdoctorError):
 
 @record
 class Input:
-    """One input of a call that is not the cache; `value` is the number of a constant, 0 for other counts.
+    """One input of a call: a value that is there (`value`), or one that is made row by row, along its last axis.
 
-    A mask holds `shown` in the columns that are seen and `hidden` elsewhere. Its columns count tokens from the first
-    one, or where `from_right` so that the last token is in the last column. `rows_from` counts the tokens before its
-    first row, where a mask has a row for each token that sees itself and what is before it; None where it has none.
-    `batch_axis` is the axis of the sequences. `made` is the output of the embed call that embeddings come from, or of
-    the encoder where it made the states.
+    A row has `inside` from the column `begin` to before the column `end`, both moved into the row, and `outside`
+    elsewhere; `step` is added for each column before. What `copy` names is then written over its first columns, where
+    it is not longer than the row: the new tokens of the sequence, or the caller's mask of its source. Where the last
+    axis is that of the sequences (`batch_axis`), each entry is a row.
     """
 
     name: str
     dtype: str
     dims: tuple[Dim, ...]
-    rule: Rule
-    count: Count = "constant"
-    value: float = 0
-    shown: float = 0
-    hidden: float = 0
-    from_right: bool = False
-    rows_from: Count | None = None
     batch_axis: int | None = None
-    made: str | None = None
+    value: str | None = None
+    copy: Literal["tokens", "mask"] | None = None
+    begin: Terms = field(default_factory=dict)
+    end: Terms = field(default_factory=lambda: {"columns": 1})
+    inside: Terms = field(default_factory=dict)
+    outside: float = 0
+    step: int = 0
 
 
 @record
-class Fill:
-    """An output of a call that goes into the cache: into the slot of this number, by this rule."""
+class Take:
+    """An output of a call that becomes a value, by this rule along the axis; `dims` is its shape, empty if unknown."""
 
-    slot: int
     output: str
+    value: str
     carry: Carry
+    axis: int | None
+    dtype: str
+    dims: tuple[Dim, ...]
 
 
 @record
-class EncoderSize:
-    """Where a call finds the number of encoder states: the axis of a tensor of the encoder, the cache or the source."""
+class SizeOf:
+    """The size of an axis of a value."""
 
-    place: Literal["encoded", "cache", "source"]
-    name: str | None
+    value: str
     axis: int
 
 
 @record
 class CallPlan:
-    """One kind of call: the file it goes to, its inputs without the cache, and whether it takes the cache as well.
+    """One kind of call: the file it goes to, its inputs without the cache, and the parts of the cache that it takes.
 
-    `logits` is the output of which the next token is made, `logits_type` its element type, `logits_dims` its shape;
-    `states` is the output with the encoder states, `states_dims` its shape. Shapes are empty where the graph declares
-    none. `outputs` are all outputs that the loop uses, in the order of the graph. `fills` are those that go into the
-    cache. `encoder` is None where no input counts encoder states.
+    `logits` is the output of which the next token is made, `logits_type` its element type, `logits_dims` its shape.
+    `outputs` are all outputs that the loop uses, in the order of the graph; `takes` are those that become values.
+    `sizes` says where sizes are found that only values have.
     """
 
     file: str
@@ -105,11 +96,9 @@ class CallPlan:
     outputs: tuple[str, ...]
     logits: str | None = None
     logits_type: str = "float"
-    states: str | None = None
     logits_dims: tuple[Dim, ...] = ()
-    states_dims: tuple[Dim, ...] = ()
-    fills: tuple[Fill, ...] = ()
-    encoder: EncoderSize | None = None
+    takes: tuple[Take, ...] = ()
+    sizes: Mapping[str, SizeOf] = field(default_factory=dict)
 
 
 @record
@@ -141,6 +130,11 @@ class SlotPlan:
     rewinds: Literal["cut", "stays", "impossible"]
     heads: int = 1
     zeros: tuple[Dim, ...] | None = None
+
+    @property
+    def value(self) -> str:
+        """The name of its value."""
+        return f"cache {self.past}"
 
     @property
     def copies(self) -> bool:
@@ -209,26 +203,18 @@ class LoopPlan:
     @property
     def source(self) -> Input | None:
         """What the caller gives with the tokens: the input of the encoder, or its states where no graph makes them."""
-        rules = ("encoder-input", "encoder-states")
-        calls = (self.encode, self.prefill) if self.encode else (self.prefill,)
-        return next((one for call in calls for one in call.inputs if one.rule in rules), None)
+        return next((one for call in self.calls for one in call.inputs if one.value == SOURCE), None)
 
     @property
-    def source_axis(self) -> int | None:
+    def source_axis(self) -> int:
         """The axis of the source that is its length."""
         dims = self.source.dims if self.source else ()
-        counted = [axis for axis, dim in enumerate(dims) if dim in ("encoder_input", "encoder")]
-        return next(iter(counted), len(dims) - 1) if dims else None
+        return next((axis for axis, dim in enumerate(dims) if dim in ("encoder_input", "encoder")), len(dims) - 1)
 
     @property
     def rewinds(self) -> bool:
         """Whether every part of the cache can go back to an earlier length."""
         return self.rewindable and all(slot.rewinds != "impossible" for slot in self.slots)
-
-    @property
-    def copies(self) -> bool:
-        """Whether some part of the cache is computed by the loop."""
-        return any(slot.copies for slot in self.slots)
 
     @property
     def reorders(self) -> bool:

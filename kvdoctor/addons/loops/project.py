@@ -1,155 +1,21 @@
-"""The files of a project: the program of a language under the chosen name, its contract, its vectors and a README.
+"""The files of a project: the program of a language under the chosen name, its contract, its vectors and a README."""
 
-`contract.json` has the plan (`plan.py`) as data, with what a program compares with the model when it opens it and the
-token ids of its configs; `vectors.json` has runs to try. docs/loops.md describes both.
-"""
-
-import json
 import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from kvdoctor._version import __version__
+from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE, as_text, make_contract, make_vectors
 from kvdoctor.addons.loops.languages import Language
-from kvdoctor.addons.loops.plan import Dim, LoopPlan
-from kvdoctor.addons.loops.vectors import LoopTarget, ObservedLoop, Vector, list_runs
-from kvdoctor.analysis.configs import decoder_config
-from kvdoctor.analysis.model_folder import SideCars
-from kvdoctor.decode.runs import WRONG, quote_error
+from kvdoctor.addons.loops.plan import LoopPlan
+from kvdoctor.addons.loops.vectors import LoopTarget, ObservedLoop
+from kvdoctor.decode.runs import WRONG, Run, quote_error
 from kvdoctor.errors import UsageError
-from kvdoctor.records import record, to_plain
+from kvdoctor.records import record
 from kvdoctor.report.escaping import code
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.wording.contract import describe_contract
-
-WRITTEN = (
-    *("slots", "source", "source_axis", "vocabulary", "context_limit", "one_token", "batch", "capacity_is_chosen"),
-    *("pads", "chunks", "rewinds", "reorders", "placeholders"),
-)
-"""What `contract.json` has of a plan as it is."""
-CONTRACT_FILE, VECTORS_FILE = "contract.json", "vectors.json"
-CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/2", "kvdoctor/loop-vectors/1"
-ANY = -1
-"""In place of an expected token, where several are right."""
-WIDTH = 200
-MOST_IDS = 4096
-"""More than any list of suppressed ids has."""
-
-
-def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
-    """The content of `contract.json` for a plan of the target's model."""
-    return {
-        "schema": CONTRACT_SCHEMA,
-        "tool": {"name": "kvdoctor", "version": __version__},
-        "model": plan.model,
-        "stack": target.stack,
-        "layout": plan.layout,
-        "files": [_describe_file(file, target, plan) for file in plan.files],
-        "calls": {name: to_plain(getattr(plan, name)) for name in ("encode", "embed", "prefill", "decode")},
-        **{name: to_plain(getattr(plan, name)) for name in WRITTEN},
-        "generation": find_generation_ids(target.side_cars, plan),
-    }
-
-
-def _describe_file(file: str, target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
-    calls = [call for call in plan.calls if call.file == file]
-    pasts = {past for call in calls for past in call.pasts}
-    taken: dict[str, tuple[str, tuple[Dim, ...]]] = {
-        one.name: (one.dtype, one.dims) for call in calls for one in call.inputs
-    }
-    taken |= {slot.past: (slot.dtype, slot.dims) for slot in plan.slots if slot.past in pasts}
-    return {
-        "file": file,
-        "external": list(target.external.get(file, ())),
-        "inputs": {name: {"dtype": dtype, "dims": list(dims)} for name, (dtype, dims) in taken.items()},
-        "outputs": list(dict.fromkeys(name for call in calls for name in call.outputs)),
-    }
-
-
-def find_generation_ids(configs: SideCars, plan: LoopPlan) -> dict[str, Any]:
-    """The ids of generation_config.json, else of config.json: where a text begins and ends, and what is suppressed.
-
-    `forced` are pairs of a position, counted from the first token of the prompt, and the id there.
-    """
-    parts = (configs.generation, configs.config, decoder_config(configs.config))
-
-    def ids(key: str) -> list[int]:
-        for part in parts:
-            given = part.get(key)
-            listed = given if isinstance(given, list) else [given]
-            if given is not None and len(listed) <= MOST_IDS:
-                return [one for one in listed if _is_token(one, plan)]
-        return []
-
-    forced = [pair for part in parts for pair in _list_forced(part, plan)]
-    return {
-        "start": (ids("decoder_start_token_id") if plan.source is not None else []) or ids("bos_token_id"),
-        "end": ids("eos_token_id"),
-        "padding": next(iter(ids("pad_token_id")), None),
-        "suppress": ids("suppress_tokens"),
-        "begin_suppress": ids("begin_suppress_tokens"),
-        "forced": [list(pair) for pair in sorted(dict(reversed(forced)).items())],
-    }
-
-
-def _list_forced(part: Mapping[str, Any], plan: LoopPlan) -> Iterator[tuple[int, int]]:
-    """Each position with the id that a config forces there."""
-    pairs = part.get("forced_decoder_ids")
-    for pair in (pairs if isinstance(pairs, list) else [])[:MOST_IDS]:
-        if isinstance(pair, list) and len(pair) == 2 and _is_token(pair[1], plan) and type(pair[0]) is int:
-            yield pair[0], pair[1]
-    if _is_token(first := part.get("forced_bos_token_id"), plan):
-        yield 1, first
-
-
-def _is_token(value: Any, plan: LoopPlan) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < (plan.vocabulary or 1 << 31)
-
-
-def make_vectors(vectors: tuple[Vector, ...]) -> dict[str, Any]:
-    """The content of `vectors.json`: runs that a program plays, with the tokens that it must find.
-
-    After the prompts, `follow` is fed token by token. `expect` has a row for each sequence, the likeliest token after
-    the prompt and after each of these; -1 where several are right. A run with a `self_test` then takes its last step
-    again: after a rewind of one token, and for `reorder` with the rows in the order n-1, ..., 1, 0, 0 as well. The
-    `source` has token ids, or the file of an array (float32, little endian, C order) with its shape.
-    """
-    return {
-        "schema": VECTORS_SCHEMA,
-        "runs": [
-            {
-                "name": name,
-                "prompts": [list(row) for row in vector.prompts],
-                "follow": [list(row) for row in vector.follow],
-                "source": {"file": vector.source_file, "shape": list(vector.source.shape)}
-                if vector.source is not None
-                else [list(row) for row in vector.sources] or None,
-                "expect": [[ANY if token is None else token for token in row] for row in vector.expected],
-                "self_test": name if name in vector.self_tests else None,
-            }
-            for name, vector in list_runs(vectors)
-        ],
-    }
-
-
-def as_text(document: dict[str, Any]) -> str:
-    """A document as JSON text in ASCII: what has room on a line stands on one, so that files can be compared."""
-    return _lay_out(document, "") + "\n"
-
-
-def _lay_out(value: Any, indent: str) -> str:
-    short = json.dumps(value)
-    if not isinstance(value, (dict, list)) or len(indent) + len(short) <= WIDTH:
-        return short
-    named = isinstance(value, dict)
-    items = value.items() if isinstance(value, dict) else ((None, one) for one in value)
-    inner = indent + "  "
-    lines = [inner + (f"{json.dumps(name)}: " if named else "") + _lay_out(one, inner) for name, one in items]
-    first, last = "{}" if named else "[]"
-    return f"{first}\n" + ",\n".join(lines) + f"\n{indent}{last}"
-
 
 PROGRAMS = Path(__file__).parent / "programs"
 NOTES = "notes.md"
@@ -218,14 +84,25 @@ def _copy_program(language: Language, name: str) -> Iterator[tuple[str, str]]:
 
 def rename(text: str, name: str) -> str:
     """The text with a name in place of `decode_loop`, `decode-loop`, `decodeloop`, `decodeLoop` and `DecodeLoop`."""
-    forms = dict(zip(*map(_list_spellings, (DEFAULT_NAME, name)), strict=True))
+    forms = {form(DEFAULT_NAME): form(name) for form in (str, _with_hyphens, _joined, _camel, _pascal)}
     return re.sub("|".join(forms), lambda found: forms[found.group()], text)
 
 
-def _list_spellings(name: str) -> tuple[str, ...]:
+def _with_hyphens(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _joined(name: str) -> str:
+    return name.replace("_", "")
+
+
+def _pascal(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _camel(name: str) -> str:
     first, *others = name.split("_")
-    rest = "".join(map(str.capitalize, others))
-    return name, name.replace("_", "-"), name.replace("_", ""), first + rest, first.capitalize() + rest
+    return first + "".join(part.capitalize() for part in others)
 
 
 def make_readme(project: Project) -> str:
@@ -233,9 +110,6 @@ def make_readme(project: Project) -> str:
     plan = project.observed.plan
     page = (PROGRAMS / "README.md").read_text(encoding="utf-8")
     notes = (project.language.folder / NOTES).read_text(encoding="utf-8")
-    left_out = {"Beams": not plan.reorders, "A second turn": not plan.chunks, "The source": plan.source is None}
-    parts = ((part.partition("\n")[0].removeprefix("## "), part) for part in notes.split("\n## "))
-    sections = [part for title, part in parts if not left_out.get(title)]
     facts = StackFacts(project.target.stack, project.target.contract.layout, plan.files, project.target.contract)
     vectors = project.observed.vectors
     values = {
@@ -247,7 +121,7 @@ def make_readme(project: Project) -> str:
         "contract": "\n".join(f"| {label} | {code(text)} |" for label, text in describe_contract(facts)),
         "own": describe_own_loop(project),
         "rules": "\n".join(f"{at}. {text}" for at, text in enumerate(_list_rules(plan), 1)),
-        "notes": rename("\n## ".join(sections).strip(), project.name),
+        "notes": rename("\n## ".join(_list_sections(notes, plan)).strip(), project.name),
         "example": vectors[0].example if vectors else "--prompt 5,6,7",
         "consumer": " --consumer held" if any(slot.carry == "hold" for slot in plan.slots) else "",
         "source": SOURCE_FILE if vectors and vectors[0].source is not None else "",
@@ -265,7 +139,18 @@ SOURCE_FILE = """`source-1.f32` is an input of the encoder to try the program wi
 endian. `vectors.json` has its shape."""
 
 
+def _list_sections(notes: str, plan: LoopPlan) -> Iterator[str]:
+    """The sections of a language's notes, without those on what the contract does not offer."""
+    left_out = {
+        "Beams": not plan.reorders,
+        "A second turn": not plan.chunks,
+        "The source": plan.source is None,
+    }
+    yield from (part for part in notes.split("\n## ") if not left_out.get(part.partition("\n")[0].removeprefix("## ")))
+
+
 def _list_rules(plan: LoopPlan) -> Iterator[str]:
+    """What a loop of this model must do."""
     if plan.one_token:
         yield "Every call takes one token, of the prompt too."
     else:
@@ -277,7 +162,7 @@ def _list_rules(plan: LoopPlan) -> Iterator[str]:
             "place is not read: some exports return it without elements."
         )
     else:
-        by_rule = ", by the rules above" if plan.copies else ""
+        by_rule = ", by the rules above" if any(slot.copies for slot in plan.slots) else ""
         yield f"What a call returns of the cache goes into the next call{by_rule}."
     if not plan.rewinds:
         yield "It cannot go back: a part of this cache has no earlier length. Begin anew, or hold copies of your own."
@@ -297,13 +182,9 @@ def describe_own_loop(project: Project) -> str:
     if plain is None or plain is project.observed.held or plain.outcome not in WRONG or not held:
         return ""
     emptied = any(slot.emptied for slot in project.target.contract.slots) or any(step.empty for step in plain.steps)
-    first, step = held[0], f" at step {plain.failed_step}" if plain.failed_step is not None else ""
-    said = {
-        "failed": f"It fails{step}: {code(quote_error(plain.error or 'no message').rstrip('.'))}.",
-        "died": "The runtime ends the process.",
-    }
+    first = held[0]
     return OWN_LOOP.format(
-        failure=said.get(plain.outcome, "It decodes other tokens, without an error."),
+        failure=_describe_failure(plain),
         finding=" The finding is KV203, `cross-cache-emptied`: later calls return these outputs empty."
         if emptied
         else "",
@@ -322,3 +203,13 @@ OWN_LOOP = """## What is wrong in a loop that feeds every output back
 
 Where your loop makes the inputs of the next call from the outputs of the last one, leave out {names}: {past} is
 fed what {maker} returned as {made}, in every later call.{others}"""
+
+
+def _describe_failure(plain: Run) -> str:
+    """The outcome of the loop that feeds everything back, with the end of the runtime's message."""
+    if plain.outcome == "failed":
+        step = f" at step {plain.failed_step}" if plain.failed_step is not None else ""
+        return f"It fails{step}: {code(quote_error(plain.error or 'no message').rstrip('.'))}."
+    if plain.outcome == "died":
+        return "The runtime ends the process."
+    return "It decodes other tokens, without an error."

@@ -3,7 +3,7 @@
 Beyond one sequence, token by token, a loop offers what no run of the model showed to be wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import numpy as np
 from kvdoctor.addons.loops.plan import INTEGERS, LoopPlan
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.experiments.compared_elsewhere import NAME as CHECKPOINT
-from kvdoctor.decode.experiments.compared_elsewhere import ONE, PADDED, SEVERAL, UNDECIDED, decide
+from kvdoctor.decode.experiments.against_checkpoint import NAME as CHECKPOINT
+from kvdoctor.decode.experiments.expected_tokens import ONE, PADDED, SEVERAL, UNDECIDED, decide
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import HELD_LOOP, KEYS_CHANGE, LOOPS, WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES
@@ -26,10 +26,15 @@ from kvdoctor.runtime.scratch import scratch_folder
 
 @record
 class OfferedUse:
-    """A use that a loop offers: `words` begin a sentence, and one of the `experiments` that goes wrong takes it out.
+    """A use that a loop offers.
 
-    `without` makes the plan without it, and `instead` says what the loop does then. Where it `must_pass`, it is offered
-    only if an experiment showed that it is right, and not where none could be run.
+    Attributes:
+        words: The use, as it begins a sentence.
+        experiments: Those that try it; one that goes wrong takes it out of the loop.
+        offered: Whether a plan has it.
+        without: The plan without it.
+        instead: What the loop does then.
+        must_pass: Offered only where an experiment showed that it is right, and not where none could be run.
     """
 
     words: str
@@ -99,12 +104,10 @@ def without_wrong_uses(plan: LoopPlan, runs: Mapping[str, Run]) -> tuple[LoopPla
     return plan, tuple(remarks)
 
 
-READ = (ONE, SEVERAL, PADDED, CHECKPOINT)
 Array = np.ndarray[Any, Any]
 
 SOURCE = "source-{rows}.f32"
 """The file of an encoder input that is no list of ids: float32, little endian."""
-
 
 Rows = tuple[tuple[int, ...], ...]
 """Token ids, a row for each sequence."""
@@ -130,10 +133,12 @@ class Vector:
     @property
     def example(self) -> str:
         """Arguments of the program that decode the same prompts freely."""
-        given = [*(("--prompt", row) for row in self.prompts), *(("--source", row) for row in self.sources)]
+        arguments = [f"--prompt {_ids(row)}" for row in self.prompts] + [
+            f"--source {_ids(row)}" for row in self.sources
+        ]
         if self.source is not None:
-            given.append((f"--source {self.source_file} --source-shape", self.source.shape))
-        return " ".join(f"{option} {','.join(map(str, numbers))}" for option, numbers in given)
+            arguments.append(f"--source {self.source_file} --source-shape {_ids(self.source.shape)}")
+        return " ".join(arguments)
 
     @property
     def source_file(self) -> str | None:
@@ -205,21 +210,23 @@ def observe(target: LoopTarget, options: Options, runtime: Runtime) -> ObservedL
         runs = {run.experiment: run for run in results.runs}
         held = runs.get(HELD_LOOP)
         chosen = runs.get("plain-loop") if held is None or held.outcome == "skipped" else held
-        arrays: dict[str, Array] = {}
-        if kept.is_file():
-            with np.load(kept) as stored:
-                arrays = {name: stored[name] for name in stored.files if name.partition(":")[0] in READ}
+        arrays = _read(kept) if kept.is_file() else {}
         by_checkpoint, uncompared = _ask_checkpoint(kept, arrays, options)
-    cause, plan = runs[LENGTHS].cause if LENGTHS in runs else None, target.plan
-    if cause is not None and cause.name == KEYS_CHANGE:  # from there on keys are not those of a call without a cache
-        plan = replace(plan, context_limit=min(plan.context_limit or cause.from_length, cause.from_length - 1))
-    plan, remarks = without_wrong_uses(plan, runs)
+    plan, remarks = without_wrong_uses(_until_keys_change(target.plan, runs), runs)
     wanted = [ONE, *([SEVERAL] if plan.batch is None else []), *([PADDED] if plan.pads and plan.batch is None else [])]
     vectors = tuple(_vector(name, arrays, plan) for name in wanted if f"{name}:expected" in arrays)
     if by_checkpoint:
         vectors += (replace(_vector(ONE, by_checkpoint, plan), name=f"one sequence by {options.reference}"),)
     obstacle = next(iter((*results.reasons_not_run, *results.crashes)), "")
     return ObservedLoop(chosen, runs.get("plain-loop"), plan, vectors, remarks, obstacle, uncompared)
+
+
+def _until_keys_change(plan: LoopPlan, runs: Mapping[str, Run]) -> LoopPlan:
+    """The plan up to the last length at which the keys in the cache are those of a call without a cache."""
+    cause = runs[LENGTHS].cause if LENGTHS in runs else None
+    if cause is None or cause.name != KEYS_CHANGE:
+        return plan
+    return replace(plan, context_limit=min(plan.context_limit or cause.from_length, cause.from_length - 1))
 
 
 def _ask_checkpoint(kept: Path, arrays: dict[str, Array], options: Options) -> tuple[dict[str, Array], str | None]:
@@ -247,26 +254,40 @@ def _ask_checkpoint(kept: Path, arrays: dict[str, Array], options: Options) -> t
     return arrays | {f"{ONE}:tokens": tokens, f"{ONE}:expected": expected}, None
 
 
+def _read(file: Path) -> dict[str, Array]:
+    with np.load(file) as kept:
+        return {name: kept[name] for name in kept.files if name.partition(":")[0] in (ONE, SEVERAL, PADDED, CHECKPOINT)}
+
+
 def _vector(name: str, arrays: dict[str, Array], plan: LoopPlan) -> Vector:
+    """The call that a run without a cache stands for: its tokens are given one by one, whatever is likeliest."""
     tokens, expected = arrays[f"{name}:tokens"], arrays[f"{name}:expected"]
     start, source = int(arrays[f"{name}:prompt"]), arrays.get(f"{name}:source")
     padding = arrays.get(f"{name}:padding", np.zeros(len(tokens), np.int64))
     sources: Rows = ()
     if source is not None and plan.source is not None and plan.source.dtype in INTEGERS:
-        sources, source = tuple(map(tuple, source.tolist())), None
+        sources, source = _rows(source), None
     tests = ("rewind",) * plan.rewinds + ("reorder",) * (plan.rewinds and plan.reorders)
     rows = tuple(tuple(None if token == UNDECIDED else int(token) for token in row) for row in expected)
     title = "one sequence" if len(tokens) == 1 else f"{len(tokens)} sequences"
     title += " of unequal length" if padding.any() else ""
     return Vector(
         name=title,
-        prompts=tuple(tuple(row[padded:start].tolist()) for row, padded in zip(tokens, padding, strict=True)),
-        follow=tuple(map(tuple, tokens[:, start:].tolist())),
+        prompts=_rows(row[padded:start] for row, padded in zip(tokens, padding, strict=True)),
+        follow=_rows(tokens[:, start:]),
         expected=rows,
         self_tests=tests,
         sources=sources,
         source=None if source is None else source.astype("<f4"),
     )
+
+
+def _rows(numbers: Iterable[Array]) -> Rows:
+    return tuple(tuple(int(number) for number in row) for row in numbers)
+
+
+def _ids(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def differences(vector: Vector, found: Sequence[Sequence[int]]) -> Iterator[str]:

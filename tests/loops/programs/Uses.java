@@ -122,7 +122,7 @@ public final class Uses {
     refused(() -> marian.prefill(PROMPT));
     List<List<Integer>> alone = marian.generate(TWO, SIX);
     marian.reorder(new int[] {1, 0});
-    refused(() -> marian.prefill(TWO));
+    same(marian.generate(TWO, SIX), alone);
     int[][] padded = {{5, 6, 7, 0}, {8, 9, 10, 0}};
     marian.encode(padded, new int[][] {{1, 1, 1, 0}, {1, 1, 1, 0}});
     same(marian.generate(TWO, SIX), alone);

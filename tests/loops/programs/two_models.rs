@@ -60,8 +60,8 @@ fn main() {
 
     let text = std::fs::read_to_string(&given[3]).unwrap();
     for (now, reason) in [
-        (text.replace("kvdoctor/loop/2", "kvdoctor/loop/9"), "unknown variant `kvdoctor/loop/9`"),
-        (text.replace("\"attention-mask\"", "\"image\""), "\"attention_mask\" has a rule that this program does not know"),
+        (text.replace("kvdoctor/loop/3", "kvdoctor/loop/9"), "unknown variant `kvdoctor/loop/9`"),
+        (text.replace("\"feed-back\"", "\"image\""), "unknown variant `image`"),
         (text.replace("\"int64\"", "\"int32\""), "contract.json is of another model"),
     ] {
         let opened = now.parse().and_then(|contract| {

@@ -3,14 +3,12 @@ package decodeloop
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 
 	ort "github.com/yalue/onnxruntime_go"
 )
 
-// source is the name of what Encode was given: no name of a model has a NUL.
-const source = "\x00source"
+const source = "source"
 
 // value is what an input of the cache or of the encoder is fed next: what a call has made of it, else what the encoder has.
 func (d *Decoder) value(name string) ort.Value {
@@ -22,52 +20,46 @@ func (d *Decoder) value(name string) ort.Value {
 
 // begin gives the cache the zeros that the first call is fed.
 func (d *Decoder) begin(batch int64) error {
-	for _, slot := range d.contract.Slots {
-		if slot.Zeros == nil {
-			continue
-		}
-		sizes := map[string]int64{"batch": batch, "batch_heads": batch * slot.Heads, "capacity": d.capacity}
-		shape, err := resolve(slot.Zeros, sizes, 1)
+	for _, one := range d.contract.Zeros {
+		shape, err := resolve(one.Dims, d.sizes(make([][]int64, batch)), 1)
 		if err != nil {
 			return err
 		}
-		value, err := fill(slot.DType, shape, nil)
-		if err != nil {
-			return fmt.Errorf("cache %q: %w", slot.Past, err)
+		if d.cache[one.Value], err = fill(one.DType, shape, nil); err != nil {
+			return fmt.Errorf("%s: %w", one.Value, err)
 		}
-		d.cache[slot.Past] = value
 	}
 	return nil
 }
 
-// carry takes out of the outputs of a call what the cache becomes. Nothing is replaced until all of it is there.
-func (d *Decoder) carry(call *Call, outputs map[string]ort.Value) error {
+// take takes out of the outputs of a call what the cache becomes. Nothing is replaced until all of it is there.
+func (d *Decoder) take(takes []Take, outputs map[string]ort.Value) error {
 	next := map[string]ort.Value{}
-	for _, fill := range call.Fills {
-		value, err := d.next(&d.contract.Slots[fill.Slot], fill.Carry, outputs[fill.Output])
+	for _, one := range takes {
+		value, err := d.next(&one, outputs[one.Output])
 		if err != nil {
 			release(next)
-			return fmt.Errorf("cache %q: %w", d.contract.Slots[fill.Slot].Past, err)
+			return fmt.Errorf("%s: %w", one.Value, err)
 		}
-		if value == outputs[fill.Output] {
-			delete(outputs, fill.Output)
+		if value == outputs[one.Output] {
+			delete(outputs, one.Output)
 		}
 		if value != nil {
-			next[d.contract.Slots[fill.Slot].Past] = value
+			next[one.Value] = value
 		}
 	}
 	d.replace(next)
 	return nil
 }
 
-// next is the next value of a slot: the output itself or what is made of it; nil where it is written into the past.
-func (d *Decoder) next(slot *Slot, carry string, present ort.Value) (ort.Value, error) {
-	if carry == "feed-back" {
+// next is the next value: the output itself or what is made of it; nil where it is written into the past.
+func (d *Decoder) next(one *Take, present ort.Value) (ort.Value, error) {
+	if one.Carry == "feed-back" || one.Axis == nil {
 		return present, nil
 	}
-	past, axis := d.cache[slot.Past], *slot.LengthAxis
+	past, axis := d.cache[one.Value], *one.Axis
 	length, count := past.GetShape()[axis], present.GetShape()[axis]
-	switch carry {
+	switch one.Carry {
 	case "append":
 		return join(axis, part{past, 0, length}, part{present, 0, count})
 	case "shift":
@@ -77,6 +69,21 @@ func (d *Decoder) next(slot *Slot, carry string, present ort.Value) (ort.Value, 
 	}
 	// After the tokens that are there, where nothing is read before the call has succeeded.
 	return nil, overwrite(past, present, axis, d.length)
+}
+
+// change replaces values by parts of them along an axis, all or none.
+func (d *Decoder) change(axes []Axis, parts func(ort.Value, Axis) []part) error {
+	next := map[string]ort.Value{}
+	for _, one := range axes {
+		value, err := join(one.Axis, parts(d.value(one.Value), one)...)
+		if err != nil {
+			release(next)
+			return fmt.Errorf("%s: %w", one.Value, err)
+		}
+		next[one.Value] = value
+	}
+	d.replace(next)
+	return nil
 }
 
 // replace gives the cache other values and destroys those before.
@@ -98,19 +105,12 @@ func (d *Decoder) Rewind(count int64) error {
 	if count < 0 || count >= shortest {
 		return fmt.Errorf("cannot forget %d of %d tokens", count, shortest)
 	}
-	cut := map[string]ort.Value{}
-	for _, slot := range d.contract.Slots {
-		if slot.Rewinds != "cut" || slot.LengthAxis == nil || count == 0 {
-			continue
+	if count > 0 {
+		cut := func(value ort.Value, _ Axis) []part { return []part{{value, 0, d.length - count}} }
+		if err := d.change(d.contract.Cut, cut); err != nil {
+			return err
 		}
-		value, err := join(*slot.LengthAxis, part{d.value(slot.Past), 0, d.length - count})
-		if err != nil {
-			release(cut)
-			return fmt.Errorf("cache %q: %w", slot.Past, err)
-		}
-		cut[slot.Past] = value
 	}
-	d.replace(cut)
 	d.length -= count
 	for row, tokens := range d.history {
 		d.history[row] = tokens[:int64(len(tokens))-count]
@@ -129,27 +129,16 @@ func (d *Decoder) Reorder(rows []int64) error {
 	if worst := slices.Max(rows); worst >= int64(len(d.history)) || slices.Min(rows) < 0 {
 		return fmt.Errorf("the rows %v are not among %d sequences", rows, len(d.history))
 	}
-	all := maps.Clone(d.encoded)
-	maps.Copy(all, d.cache)
-	chosen := map[string]ort.Value{}
-	for name, value := range all {
-		slot := Slot{BatchAxis: new(int), Heads: 1} // encoder states
-		if at := slices.IndexFunc(d.contract.Slots, func(one Slot) bool { return one.Past == name }); at >= 0 {
-			slot = d.contract.Slots[at]
-		} else if name == source {
-			slot.BatchAxis = d.contract.Source.BatchAxis
+	chosen := func(value ort.Value, axis Axis) []part {
+		parts := make([]part, len(rows))
+		for i, row := range rows {
+			parts[i] = part{value, row * axis.Each, (row + 1) * axis.Each}
 		}
-		if slot.BatchAxis == nil {
-			continue
-		}
-		value, err := choose(value, *slot.BatchAxis, rows, slot.Heads)
-		if err != nil {
-			release(chosen)
-			return fmt.Errorf("cache %q: %w", name, err)
-		}
-		chosen[name] = value
+		return parts
 	}
-	d.replace(chosen)
+	if err := d.change(d.contract.Rows, chosen); err != nil {
+		return err
+	}
 	if len(d.mask) == len(d.history) {
 		d.mask = pick(d.mask, rows)
 	}

@@ -1,12 +1,12 @@
 package decodeloop
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 
 	ort "github.com/yalue/onnxruntime_go"
 )
@@ -18,47 +18,42 @@ type graph struct {
 	options         *ort.RunOptions // by which a call is ended
 }
 
-func (c *Call) follows(rule string) bool {
-	return slices.ContainsFunc(c.Inputs, func(one Input) bool { return one.Rule == rule })
-}
-
-// call runs one call on new tokens. The caller owns the outputs that it returns.
-func (d *Decoder) call(ctx context.Context, call *Call, batch int64, tokens [][]int64) (map[string]ort.Value, error) {
-	var embedded map[string]ort.Value
-	if embed := d.contract.Calls.Embed; embed != nil && call.follows("embeddings") {
-		made, err := d.call(ctx, embed, batch, tokens)
+// runCalls runs calls on new tokens and takes what they return of the cache; the logits of the last one, nil without.
+func (d *Decoder) runCalls(ctx context.Context, calls []Call, tokens [][]int64) (logits Logits, err error) {
+	for i := range calls {
+		outputs, err := d.call(ctx, &calls[i], tokens)
 		if err != nil {
 			return nil, err
 		}
-		defer release(made)
-		embedded = made
+		defer release(outputs)
+		if err := d.take(calls[i].Takes, outputs); err != nil {
+			return nil, err
+		}
+		if value := outputs[calls[i].Logits]; value != nil {
+			logits = d.logits(value, int64(len(tokens)))
+		}
 	}
-	sizes := d.sizes(call, batch, tokens)
+	return logits, nil
+}
+
+// call runs one call. The caller owns the outputs that it returns.
+func (d *Decoder) call(ctx context.Context, call *Call, tokens [][]int64) (map[string]ort.Value, error) {
+	sizes := d.sizes(tokens)
+	for name, one := range call.Sizes {
+		sizes[name] = d.value(one.Value).GetShape()[one.Axis]
+	}
 	inputs, made := map[string]ort.Value{}, map[string]ort.Value{} // the others belong to the decoder
 	defer release(made)
-	for i := range call.Inputs {
-		one := &call.Inputs[i]
-		switch {
-		case one.Rule == "embeddings":
-			inputs[one.Name] = embedded[one.Made]
-		case one.Rule == "encoder-input" || one.Rule == "encoder-states":
-			inputs[one.Name] = d.value(cmp.Or(one.Made, source))
-		default:
-			shape, at := d.rule(one, sizes, tokens)
-			value, err := fill(one.DType, shape, at)
-			if err != nil {
-				return nil, fmt.Errorf("input %q: %w", one.Name, err)
-			}
-			inputs[one.Name], made[one.Name] = value, value
-		}
+	for name, value := range call.Values {
+		inputs[name] = d.value(value)
 	}
-	for _, past := range call.Pasts {
-		inputs[past] = d.value(past)
-	}
-	for name, value := range inputs {
-		if value == nil {
-			return nil, fmt.Errorf("input %q: the contract names nothing that makes it", name)
+	for i := range call.Made {
+		one := &call.Made[i]
+		value, err := d.make(one, sizes, tokens)
+		if err != nil {
+			return nil, fmt.Errorf("input %q: %w", one.Name, err)
 		}
+		inputs[one.Name], made[one.Name] = value, value
 	}
 	outputs, err := d.reserve(call, sizes)
 	if err != nil {
@@ -79,37 +74,35 @@ func (d *Decoder) call(ctx context.Context, call *Call, batch int64, tokens [][]
 type room struct {
 	name, dtype string
 	dims        []Dim
-	slot        *Slot
-	carry       string
+	scalar      bool
 }
 
 // rooms are the outputs of a call that need room made for them: those of types that Go does not have, those without
 // axes, and all of a call that returns others than its session: the binding has one list of outputs for a session. It
 // fails where the size of one is not known before the call.
 func (d *Decoder) rooms(call *Call) ([]room, error) {
-	calls := &d.contract.Calls
-	all := []room{{name: call.Logits, dtype: call.LogitsType, dims: call.LogitsDims}}
-	for _, fill := range call.Fills {
-		slot := &d.contract.Slots[fill.Slot]
-		all = append(all, room{fill.Output, slot.DType, slot.Dims, slot, fill.Carry})
+	all := []room{}
+	if call.Logits != "" {
+		all = append(all, room{call.Logits, call.LogitsType, call.LogitsDims, false})
 	}
-	for _, one := range d.contract.inputs() { // what takes an output has its type and shape
-		if call == calls.Encode || call == calls.Embed {
-			all = append(all, room{name: one.Made, dtype: one.DType, dims: one.Dims})
-		}
+	for _, one := range call.Takes {
+		scalar := len(one.Dims) == 0 && strings.HasPrefix(one.Value, "cache ")
+		all = append(all, room{one.Output, one.DType, one.Dims, scalar})
 	}
-	counted := map[string]int64{"batch": 1, "batch_heads": 1, "new": 1, "past": 1, "total": 1, "capacity": 1}
+	counted := d.sizes([][]int64{{0}})
+	maps.Copy(counted, map[string]int64{"encoder": 1, "encoder_input": 1})
 	// An encoder may shorten features; it returns a state for each token of a text.
-	if given := d.contract.Source; given != nil && (call != calls.Encode || given.isIDs()) {
-		counted["encoder"], counted["encoder_input"] = 1, 1
+	for i := range d.contract.Calls.Encode {
+		if !d.contract.Source.isIDs() && call == &d.contract.Calls.Encode[i] {
+			delete(counted, "encoder")
+		}
 	}
 	bound, needed := !slices.Equal(d.graphs[call.File].outputs, call.Outputs), []room{}
 	for _, one := range all {
-		kind, scalar := elements[one.dtype], one.slot != nil && len(one.dims) == 0
-		if !slices.Contains(call.Outputs, one.name) || !bound && !kind.isHalf() && !scalar {
+		if kind := elements[one.dtype]; !bound && !kind.isHalf() && !one.scalar {
 			continue
 		}
-		if _, err := resolve(one.dims, counted, 0); err != nil || len(one.dims) == 0 && one.slot == nil {
+		if _, err := resolve(one.dims, counted, 0); err != nil || len(one.dims) == 0 && !one.scalar {
 			return nil, fmt.Errorf("the binding for Go must know the shape of output %q before a call", one.name)
 		}
 		needed = append(needed, one)
@@ -121,35 +114,16 @@ func (d *Decoder) rooms(call *Call) ([]room, error) {
 func (d *Decoder) reserve(call *Call, sizes map[string]int64) (map[string]ort.Value, error) {
 	made := make(map[string]ort.Value, len(call.Outputs))
 	for _, one := range d.reserved[call] {
-		if made[one.name] != nil {
-			continue
+		shape, err := resolve(one.dims, sizes, 0)
+		if err == nil {
+			made[one.name], err = fill(one.dtype, shape, nil)
 		}
-		value, err := one.make(sizes)
 		if err != nil {
 			release(made)
 			return nil, fmt.Errorf("output %q: %w", one.name, err)
 		}
-		made[one.name] = value
 	}
 	return made, nil
-}
-
-func (r *room) make(sizes map[string]int64) (ort.Value, error) {
-	if r.slot != nil {
-		sizes = maps.Clone(sizes)
-		sizes["past"], sizes["batch_heads"] = sizes["total"], sizes["batch"]*r.slot.Heads
-	}
-	shape, err := resolve(r.dims, sizes, 0)
-	if err != nil {
-		return nil, err
-	}
-	switch r.carry {
-	case "append", "write", "shift":
-		shape[*r.slot.LengthAxis] = sizes["new"]
-	case "drop-oldest":
-		shape[*r.slot.LengthAxis]++
-	}
-	return fill(r.dtype, shape, nil)
 }
 
 // run runs a graph; outputs has those with room made for them, and then all. A context that is done ends the call.
@@ -163,7 +137,7 @@ func (g *graph) run(ctx context.Context, inputs, outputs map[string]ort.Value, n
 	fed, got := make([]ort.Value, len(g.inputs)), make([]ort.Value, len(g.outputs))
 	for i, name := range g.inputs {
 		if fed[i] = inputs[name]; fed[i] == nil {
-			return fmt.Errorf("the contract feeds nothing to input %q in this call", name)
+			return fmt.Errorf("there is no value for input %q", name)
 		}
 	}
 	for i, name := range g.outputs {

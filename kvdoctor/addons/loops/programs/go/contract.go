@@ -10,20 +10,21 @@ import (
 	ort "github.com/yalue/onnxruntime_go"
 )
 
-const contractSchema = "kvdoctor/loop/2"
+const contractSchema = "kvdoctor/loop/3"
 
 // Contract is what contract.json says of a model: its calls, what each is fed, and what becomes of the cache.
 type Contract struct {
 	Schema, Model, Layout string
 	Files                 []File
-	Calls                 struct {
-		Encode, Embed   *Call // nil where the model has none
-		Prefill, Decode Call
+	Calls                 struct{ Encode, Prefill, Decode []Call } // of each phase, in order
+	Zeros                 []struct {                               // the values before the first call
+		Value, DType string
+		Dims         []Dim
 	}
-	Slots            []Slot
+	Cut, Rows        []Axis // what a rewind cuts, and what a reorder changes
+	Heads            int64
+	Source           *Source // what Encode takes; nil where there is nothing to encode
 	Placeholders     []int64 // tokens in whose places an image or sound belongs
-	Source           *Input  // what Encode takes; nil where there is nothing to encode
-	SourceAxis       int     `json:"source_axis"` // counts its tokens or frames
 	Vocabulary       int64   // entries of a row of logits; 0 where nothing says
 	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence; 0 where nothing says
 	OneToken         bool    `json:"one_token"`     // every call takes one new token
@@ -52,49 +53,54 @@ type File struct {
 	Outputs []string
 }
 
-// Call is one kind of call. Logits is the name of an output, empty where it returns none.
+// Source is what the caller gives before the prompts. It may have a mask where it is Masked.
+type Source struct {
+	DType      string
+	Dims       []Dim
+	BatchAxis  *int `json:"batch_axis"`
+	LengthAxis int  `json:"length_axis"`
+	Masked     bool
+}
+
+func (s *Source) isIDs() bool { return s.DType == "int64" || s.DType == "int32" }
+
+// Call is a call of a file. Logits is the name of an output, empty where it returns none.
 type Call struct {
 	File       string
-	Inputs     []Input // without the cache
-	Pasts      []string
+	Values     map[string]string // the names of the values that inputs are fed
+	Made       []Made
 	Outputs    []string
 	Logits     string
 	LogitsType string `json:"logits_type"`
 	LogitsDims []Dim  `json:"logits_dims"`
-	Fills      []Fill
-	Encoder    *struct { // the axis that counts encoder states, of a value of the encoder or the cache, or of the source
-		Name string
-		Axis int
-	}
+	Takes      []Take
+	Sizes      map[string]Axis // those that only values have
 }
 
-// Fill is an output of a call that goes into a slot of the cache.
-type Fill struct {
-	Slot          int
-	Output, Carry string
+// Made is an input that is made for a call, row by row along its last axis. A row has Inside from the column Begin to
+// before End, and Step more for each column, else Outside; what Copy names is written over it. The sums are of numbers
+// with factors.
+type Made struct {
+	Name, DType        string
+	Dims               []Dim
+	BatchAxis          *int `json:"batch_axis"`
+	Copy               string
+	Begin, End, Inside map[string]float64
+	Outside, Step      float64
 }
 
-// Input is an input that is not of the cache, and the rule by which its value is made.
-type Input struct {
-	Name, DType          string
-	Dims                 []Dim
-	Rule, Count          string
-	Value, Shown, Hidden float64
-	FromRight            bool    `json:"from_right"`
-	RowsFrom             *string `json:"rows_from"`
-	BatchAxis            *int    `json:"batch_axis"`
-	Made                 string  // the output of the embed call or of the encoder that it takes
+// Take is an output of a call that becomes a value, by a rule along an axis.
+type Take struct {
+	Output, Value, Carry, DType string
+	Axis                        *int
+	Dims                        []Dim
 }
 
-// Slot is one tensor of the cache. Zeros is the shape of its first value, where the loop makes it.
-type Slot struct {
-	Past, DType string
-	Dims        []Dim
-	BatchAxis   *int `json:"batch_axis"`
-	LengthAxis  *int `json:"length_axis"`
-	Rewinds     string
-	Heads       int64
-	Zeros       []Dim
+// Axis is an axis of a value. A sequence has Each entries of it.
+type Axis struct {
+	Value string
+	Axis  int
+	Each  int64
 }
 
 // Dim is the size of an axis: a number, or the name of what it counts.
@@ -124,8 +130,7 @@ func ReadContract(path string) (*Contract, error) {
 	return contract, nil
 }
 
-// ParseContract reads the text of a contract.json, which a program may embed. What it asks for and this package does
-// not know is an error.
+// ParseContract reads the text of a contract.json, which a program may embed.
 func ParseContract(text []byte) (*Contract, error) {
 	var c Contract
 	if err := json.Unmarshal(text, &c); err != nil {
@@ -134,52 +139,15 @@ func ParseContract(text []byte) (*Contract, error) {
 	if c.Schema != contractSchema {
 		return nil, fmt.Errorf("its schema is %q, and this program reads %q", c.Schema, contractSchema)
 	}
-	for _, call := range c.calls() {
-		for _, one := range call.Inputs {
-			if !slices.Contains(rules, one.Rule) || !slices.Contains(counts, one.Count) || !isMade(one.DType, one.Dims) {
-				return nil, fmt.Errorf("this program cannot make input %q: rule %q, count %q, %s with %d axes",
-					one.Name, one.Rule, one.Count, one.DType, len(one.Dims))
-			}
-		}
-		for _, fill := range call.Fills {
-			if fill.Slot < 0 || fill.Slot >= len(c.Slots) {
-				return nil, fmt.Errorf("output %q goes into no slot of the cache", fill.Output)
-			}
-			slot := c.Slots[fill.Slot]
-			if !slices.Contains(carries, fill.Carry) || !isMade(slot.DType, slot.Dims) {
-				return nil, fmt.Errorf("this program cannot carry on cache %q: %q, %s with %d axes",
-					slot.Past, fill.Carry, slot.DType, len(slot.Dims))
-			}
-		}
-	}
 	return &c, nil
 }
 
-var (
-	rules = []string{
-		"tokens", "embeddings", "attention-mask", "causal-mask", "positions", "number", "encoder-input", "encoder-mask",
-		"encoder-states", "padding-mask", "window-mask", "rows", "token-and-position",
-	}
-	counts  = []string{"constant", "past", "total", "last", "new", "last-new", "batch", "encoder_input"}
-	carries = []string{"feed-back", "append", "shift", "drop-oldest", "write"}
-)
-
-// isMade reports whether the binding makes tensors of a type and shape: those of 16 bits need an axis.
-func isMade(dtype string, dims []Dim) bool {
-	kind, known := elements[dtype]
-	return known && (len(dims) > 0 || !kind.isHalf())
-}
-
 // calls are those that the model has.
-func (c *Contract) calls() []*Call {
-	all := []*Call{&c.Calls.Decode, &c.Calls.Prefill, c.Calls.Encode, c.Calls.Embed}
-	return slices.DeleteFunc(all, func(call *Call) bool { return call == nil })
-}
-
-// inputs are those of all calls.
-func (c *Contract) inputs() (all []Input) {
-	for _, call := range c.calls() {
-		all = append(all, call.Inputs...)
+func (c *Contract) calls() (all []*Call) {
+	for _, phase := range [][]Call{c.Calls.Encode, c.Calls.Prefill, c.Calls.Decode} {
+		for i := range phase {
+			all = append(all, &phase[i])
+		}
 	}
 	return all
 }

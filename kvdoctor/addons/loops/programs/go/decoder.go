@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -95,8 +96,8 @@ func (d *Decoder) open(folder string, call *Call, options *ort.SessionOptions) e
 	if d.graphs[call.File] != nil {
 		return nil
 	}
-	inputs := slices.Clone(call.Pasts)
-	for _, one := range call.Inputs {
+	inputs := slices.Collect(maps.Keys(call.Values))
+	for _, one := range call.Made {
 		inputs = append(inputs, one.Name)
 	}
 	path := filepath.Join(folder, call.File)
@@ -265,25 +266,21 @@ func (d *Decoder) advanceAll(ctx context.Context, tokens [][]int64) (Logits, err
 	return all, nil
 }
 
-// advance runs one call on new tokens and takes what it returns of the cache.
+// advance runs the calls on new tokens.
 func (d *Decoder) advance(ctx context.Context, tokens [][]int64) (Logits, error) {
-	call := &d.contract.Calls.Decode
+	calls := d.contract.Calls.Decode
 	if d.length == 0 {
-		call = &d.contract.Calls.Prefill
+		calls = d.contract.Calls.Prefill
 	}
-	outputs, err := d.call(ctx, call, int64(len(tokens)), tokens)
+	logits, err := d.runCalls(ctx, calls, tokens)
 	if err != nil {
-		return nil, err
-	}
-	defer release(outputs)
-	if err := d.carry(call, outputs); err != nil {
 		return nil, err
 	}
 	d.length += int64(len(tokens[0]))
 	for row := range d.history {
 		d.history[row] = append(d.history[row], tokens[row]...)
 	}
-	return d.logits(outputs[call.Logits], int64(len(tokens))), nil
+	return logits, nil
 }
 
 var loading sync.Mutex

@@ -170,15 +170,6 @@ func overwrite(into, from ort.Value, axis int, start int64) error {
 	return nil
 }
 
-// choose copies entries of a tensor along an axis, each of so many rows.
-func choose(value ort.Value, axis int, entries []int64, rows int64) (ort.Value, error) {
-	parts := make([]part, len(entries))
-	for i, entry := range entries {
-		parts[i] = part{value, entry * rows, (entry + 1) * rows}
-	}
-	return join(axis, parts...)
-}
-
 func release(values map[string]ort.Value) {
 	for _, value := range values {
 		value.Destroy()

@@ -1,12 +1,13 @@
 package decodeloop
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
+
+	ort "github.com/yalue/onnxruntime_go"
 )
 
 // Encode says what the sequences are about, in token ids: it runs the encoder, where the model has one. The mask has 0
@@ -59,11 +60,10 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 		return fmt.Errorf("the source is %v, not %v", given.Dims, shape)
 	}
 	if mask != nil {
-		masked := func(one Input) bool { return one.Rule == "encoder-mask" }
-		if !slices.ContainsFunc(d.contract.inputs(), masked) {
+		if !given.Masked {
 			return errors.New("this model takes no mask of the source")
 		}
-		wanted := []int64{shape[0], shape[d.contract.SourceAxis]}
+		wanted := []int64{shape[0], shape[given.LengthAxis]}
 		if got, err := rectangle(mask); err != nil || !slices.Equal(got, wanted) {
 			return errors.Join(fmt.Errorf("mask: it has shape %v, not %v", wanted, got), err)
 		}
@@ -73,48 +73,27 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 		return fmt.Errorf("source: %w", err)
 	}
 	d.Reset()
-	d.encoded[source], d.sourceMask, d.mask = value, mask, mask
-	if call := d.contract.Calls.Encode; call != nil {
-		batch := shape[0]
-		if given.BatchAxis != nil {
-			batch = shape[*given.BatchAxis]
-		}
-		made, err := d.call(ctx, call, batch, nil)
-		if err != nil {
-			d.Reset()
-			return err
-		}
-		for _, fill := range call.Fills {
-			d.encoded[d.contract.Slots[fill.Slot].Past] = made[fill.Output]
-			delete(made, fill.Output)
-		}
-		maps.Copy(d.encoded, made)
+	batch := int64(1)
+	if given.BatchAxis != nil {
+		batch = shape[*given.BatchAxis]
 	}
+	d.encoded[source], d.sourceMask, d.mask = value, mask, mask
+	if _, err := d.runCalls(ctx, d.contract.Calls.Encode, make([][]int64, batch)); err != nil {
+		d.Reset()
+		return err
+	}
+	maps.Copy(d.encoded, d.cache)
+	clear(d.cache)
 	return nil
 }
 
-func (i *Input) isIDs() bool { return i.DType == "int64" || i.DType == "int32" }
-
-// sizes are what axes and numbers count in a call, by their names.
-func (d *Decoder) sizes(call *Call, batch int64, tokens [][]int64) map[string]int64 {
-	count := int64(0)
-	if len(tokens) > 0 {
-		count = int64(len(tokens[0]))
+// sizes are what axes and sums count in a call.
+func (d *Decoder) sizes(tokens [][]int64) map[string]int64 {
+	batch, count := int64(len(tokens)), int64(len(tokens[0]))
+	return map[string]int64{
+		"one": 1, "batch": batch, "batch_heads": batch * d.contract.Heads, "new": count, "past": d.length,
+		"total": d.length + count, "capacity": d.capacity,
 	}
-	total := d.length + count
-	sizes := map[string]int64{
-		"batch": batch, "new": count, "last-new": count - 1, "past": d.length, "total": total, "last": total - 1,
-		"capacity": d.capacity,
-	}
-	if value := d.encoded[source]; value != nil {
-		sizes["encoder_input"] = value.GetShape()[d.contract.SourceAxis]
-	}
-	if call.Encoder != nil {
-		if value := d.value(cmp.Or(call.Encoder.Name, source)); value != nil {
-			sizes["encoder"] = value.GetShape()[call.Encoder.Axis]
-		}
-	}
-	return sizes
 }
 
 // resolve is a shape with the sizes that are known now. An axis of another name has one entry, or is an error where
@@ -137,59 +116,54 @@ func resolve(dims []Dim, sizes map[string]int64, otherwise int64) ([]int64, erro
 	return shape, nil
 }
 
-// rule is the shape of an input, and its element i as a function of i.
-func (d *Decoder) rule(one *Input, sizes map[string]int64, tokens [][]int64) ([]int64, func(int64) float64) {
+// make makes an input for a call.
+func (d *Decoder) make(one *Made, sizes map[string]int64, tokens [][]int64) (ort.Value, error) {
 	shape, _ := resolve(one.Dims, sizes, 1)
-	past, ids, columns := sizes["past"], slices.Concat(tokens...), int64(1)
-	if len(shape) > 0 {
-		columns = max(shape[len(shape)-1], 1)
+	last, columns, rows, copied := len(shape)-1, int64(1), int64(1), [][]int64(nil)
+	if last >= 0 && (one.BatchAxis == nil || *one.BatchAxis != last) {
+		columns = shape[last]
 	}
-	padding := func(int64) int64 { return 0 } // of the sequence that element i is of
-	if one.BatchAxis != nil && len(d.padding) > 0 {
-		each, batch := max(product(shape[*one.BatchAxis+1:]), 1), shape[*one.BatchAxis]
-		padding = func(i int64) int64 { return d.padding[i/each%min(batch, int64(len(d.padding)))] }
+	if last > 0 {
+		rows = shape[last-1]
 	}
-	switch one.Rule {
+	switch one.Copy {
 	case "tokens":
-		if len(shape) == 1 {
-			return []int64{int64(len(ids))}, func(i int64) float64 { return float64(ids[i]) }
-		}
-		return []int64{int64(len(tokens)), sizes["new"]}, func(i int64) float64 { return float64(ids[i]) }
-	case "token-and-position":
-		return shape, func(i int64) float64 { return float64([]int64{ids[i/2], past}[i%2]) }
-	case "rows":
-		return shape, func(i int64) float64 { return float64(i / max(product(shape[1:]), 1)) }
-	case "attention-mask", "padding-mask", "window-mask", "causal-mask":
-		return shape, one.mask(shape, sizes, padding)
-	case "positions":
-		return shape, func(i int64) float64 { return float64(max(past+i%columns-padding(i), 0)) }
-	case "encoder-mask":
-		if mask := slices.Concat(d.mask...); int64(len(mask)) == product(shape) { // else it belongs to the encoder's input
-			return shape, func(i int64) float64 { return float64(mask[i]) }
-		}
-		return shape, func(int64) float64 { return 1 }
+		copied = tokens
+	case "mask":
+		copied = d.mask
 	}
-	number := float64(sizes[one.Count]) + one.Value
-	return shape, func(int64) float64 { return number }
+	sizes = maps.Clone(sizes)
+	elements := make([]float64, product(shape))
+	for row := int64(0); row*columns < int64(len(elements)); row++ {
+		sequence, padding := int64(0), int64(0)
+		if axis := one.BatchAxis; axis != nil {
+			sequence = row / product(shape[min(*axis+1, last):last]) % shape[*axis]
+			if len(d.padding) > 0 {
+				padding = d.padding[sequence]
+			}
+		}
+		sizes["columns"], sizes["query"], sizes["sequence"], sizes["padding"] = columns, row%rows, sequence, padding
+		begin, end, inside := sum(one.Begin, sizes), sum(one.End, sizes), sum(one.Inside, sizes)
+		of := elements[row*columns : (row+1)*columns]
+		for column := range of {
+			of[column] = one.Outside
+			if at := float64(column); begin <= at && at < end {
+				of[column] = inside + one.Step*at
+			}
+		}
+		if copied != nil && int64(len(copied[sequence])) <= columns { // else it is that of the encoder's input
+			for column, value := range copied[sequence] {
+				of[column] = float64(value)
+			}
+		}
+	}
+	return fill(one.DType, shape, func(i int64) float64 { return elements[i] })
 }
 
-// mask shows what is seen: from the first token to the last one, or in a row to its own token.
-func (i *Input) mask(shape []int64, sizes map[string]int64, padding func(int64) int64) func(int64) float64 {
-	columns, rows, total, oldest := shape[len(shape)-1], int64(1), sizes["total"], int64(0)
-	if i.FromRight { // the last token is in the last column
-		oldest = columns - total
+func sum(terms map[string]float64, sizes map[string]int64) float64 {
+	all := 0.0
+	for name, factor := range terms {
+		all += float64(sizes[name]) * factor
 	}
-	begin, end := padding, func(int64) int64 { return total }
-	if i.RowsFrom != nil {
-		rows = shape[len(shape)-2]
-		before := sizes[*i.RowsFrom]
-		begin = func(int64) int64 { return 0 }
-		end = func(at int64) int64 { return before + at/columns%rows + 1 }
-	}
-	return func(at int64) float64 {
-		if column := at%columns - oldest; begin(at) <= column && column < end(at) {
-			return i.Shown
-		}
-		return i.Hidden
-	}
+	return all
 }

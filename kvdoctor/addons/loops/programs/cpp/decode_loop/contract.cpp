@@ -1,10 +1,7 @@
 #include "decode_loop/contract.hpp"
 
-#include <algorithm>
-#include <array>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <set>
 
 using nlohmann::json;
 
@@ -31,22 +28,7 @@ struct nlohmann::adl_serializer<std::optional<T>> {
 
 namespace decode_loop {
 
-namespace {
-
-using Names = std::set<std::string, std::less<>>;
-
-constexpr std::string_view kSchema = "kvdoctor/loop/2";
-const Names kRules{"tokens",         "token-and-position", "positions",   "rows",        "number",
-                   "attention-mask", "padding-mask",       "window-mask", "causal-mask", "encoder-input",
-                   "encoder-mask",   "encoder-states",     "embeddings"};
-const Names kCarries{"feed-back", "append", "write", "shift", "drop-oldest"};
-
-void refuse_unknown(const Names& known, const std::string& name, const std::string& rule) {
-  if (known.contains(rule)) return;
-  throw ContractError("\"" + name + "\" follows the rule \"" + rule + "\", which this program does not know");
-}
-
-}  // namespace
+static constexpr std::string_view kSchema = "kvdoctor/loop/3";
 
 // The conversions that the library finds by the types.
 
@@ -58,30 +40,19 @@ static void from_json(const json& from, Dim& to) {
   }
 }
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Input, name, dtype, dims, rule, count, value, shown, hidden, from_right, rows_from,
-                                   batch_axis, made)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Fill, slot, output, carry)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EncoderSize, place, name, axis)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Call, file, inputs, pasts, outputs, logits, fills, encoder)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Calls, encode, embed, prefill, decode)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Slot, past, dtype, zeros, batch_axis, length_axis, rewinds, heads)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Made, name, dtype, dims, batch_axis, copy, begin, end, inside, outside, step)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Take, output, value, carry, axis)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Axis, value, axis, each)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Call, file, values, made, outputs, logits, takes, sizes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Calls, encode, prefill, decode)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Zeros, value, dtype, dims)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Source, dtype, dims, batch_axis, length_axis, masked)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Port, dtype, dims)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(File, file, inputs, outputs)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, start, end, padding, suppress, begin_suppress, forced)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Contract, model, files, calls, slots, source, source_axis, vocabulary, context_limit,
-                                   batch, one_token, capacity_is_chosen, pads, chunks, rewinds, reorders, placeholders,
-                                   generation)
-
-bool Call::has(std::string_view rule) const {
-  return std::ranges::any_of(inputs, [rule](const Input& one) { return one.rule == rule; });
-}
-
-std::vector<const Call*> Calls::all() const {
-  std::vector<const Call*> made{&prefill, &decode};
-  if (encode) made.push_back(&*encode);
-  if (embed) made.push_back(&*embed);
-  return made;
-}
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Contract, model, files, calls, zeros, cut, rows, heads, source, vocabulary,
+                                   context_limit, batch, one_token, capacity_is_chosen, pads, chunks, rewinds, reorders,
+                                   placeholders, generation)
 
 Contract Contract::parse(std::string_view text) try {
   const json document = json::parse(text);
@@ -89,12 +60,7 @@ Contract Contract::parse(std::string_view text) try {
     throw ContractError("the schema is " + document.at("schema").dump() + ", and this program reads " +
                         std::string(kSchema));
   }
-  auto contract = document.get<Contract>();
-  for (const Call* call : contract.calls.all()) {
-    for (const Input& one : call->inputs) refuse_unknown(kRules, one.name, one.rule);
-    for (const Fill& one : call->fills) refuse_unknown(kCarries, one.output, one.carry);
-  }
-  return contract;
+  return document.get<Contract>();
 } catch (const json::exception& error) {
   throw ContractError(error.what());
 }

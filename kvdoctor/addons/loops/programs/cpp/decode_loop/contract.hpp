@@ -27,60 +27,66 @@ struct Dim {
 };
 using Dims = std::vector<Dim>;
 
-/// An input that is not of the cache, and the rule by which its value is made.
-struct Input {
+/// A sum: each named number times its factor.
+using Terms = std::map<std::string, double>;
+
+/// An input that is made for a call, row by row along its last axis. A row has `inside` from the column `begin` to
+/// before `end`, and `step` more for each column, else `outside`; what `copy` names is written over it.
+struct Made {
   std::string name;
   ONNXTensorElementDataType dtype;
   Dims dims;
-  std::string rule, count;
-  double value, shown, hidden;
-  bool from_right;
-  std::optional<std::string> rows_from;
   std::optional<std::size_t> batch_axis;
-  std::optional<std::string> made;
+  std::optional<std::string> copy;
+  Terms begin, end, inside;
+  double outside, step;
 };
 
-/// An output that goes into the cache: the number of the slot, and what becomes of it there.
-struct Fill {
-  std::size_t slot;
-  std::string output, carry;
+/// An output of a call that becomes a value, by a rule along an axis.
+struct Take {
+  std::string output, value, carry;
+  std::optional<std::size_t> axis;
 };
 
-/// The axis of a tensor that counts encoder states.
-struct EncoderSize {
-  std::string place;
-  std::optional<std::string> name;
+/// An axis of a value; a sequence has `each` rows of it.
+struct Axis {
+  std::string value;
   std::size_t axis;
+  std::int64_t each = 1;
 };
 
-/// A kind of call.
+/// A call of a file.
 struct Call {
   std::string file;
-  std::vector<Input> inputs;
-  std::vector<std::string> pasts, outputs;
+  /// The names of the values that inputs are fed.
+  std::map<std::string, std::string> values;
+  std::vector<Made> made;
+  std::vector<std::string> outputs;
   std::optional<std::string> logits;
-  std::vector<Fill> fills;
-  std::optional<EncoderSize> encoder;
-
-  bool has(std::string_view rule) const;
+  std::vector<Take> takes;
+  /// The sizes that only values have.
+  std::map<std::string, Axis> sizes;
 };
 
-/// The calls that a model has.
+/// The calls of each phase, in order.
 struct Calls {
-  std::optional<Call> encode, embed;
-  Call prefill, decode;
-
-  std::vector<const Call*> all() const;
+  std::vector<Call> encode, prefill, decode;
 };
 
-/// A tensor of the cache; `zeros` is the shape of the first value that the loop makes.
-struct Slot {
-  std::string past;
+/// A value before the first call.
+struct Zeros {
+  std::string value;
   ONNXTensorElementDataType dtype;
-  std::optional<Dims> zeros;
-  std::optional<std::size_t> batch_axis, length_axis;
-  std::string rewinds;
-  std::int64_t heads;
+  Dims dims;
+};
+
+/// What the caller gives before the prompts; it may have a mask where it is `masked`.
+struct Source {
+  ONNXTensorElementDataType dtype;
+  Dims dims;
+  std::optional<std::size_t> batch_axis;
+  std::size_t length_axis;
+  bool masked;
 };
 
 /// The type and the sizes of an input.
@@ -120,10 +126,11 @@ struct Contract {
   std::string model;
   std::vector<File> files;
   Calls calls;
-  std::vector<Slot> slots;
-  /// What `Decoder::encode` takes, and the axis that is its length.
-  std::optional<Input> source;
-  std::optional<std::size_t> source_axis;
+  std::vector<Zeros> zeros;
+  /// What a rewind cuts, and what a reorder changes.
+  std::vector<Axis> cut, rows;
+  std::int64_t heads;
+  std::optional<Source> source;
   /// Token ids are smaller than `vocabulary`, a sequence has at most `context_limit` tokens.
   std::optional<std::int64_t> vocabulary, context_limit;
   /// The number of sequences, where the graph takes one number only.

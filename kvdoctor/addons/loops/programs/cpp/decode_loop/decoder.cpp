@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -44,24 +43,28 @@ void check(const File& file, const Ort::Session& session) {
   }
 }
 
-/// A shape; an axis that the program does not count has size 1.
-Shape shape_of_dims(const Dims& dims, const std::map<std::string_view, std::int64_t>& sizes) {
+/// A shape; an axis that nothing counts has size 1.
+Shape shape_of_dims(const Dims& dims, const std::map<std::string, double, std::less<>>& sizes) {
   Shape shape;
   for (const Dim& dim : dims) {
     const auto counted = sizes.find(dim.axis);
-    shape.push_back(dim.size >= 0 ? dim.size : counted == sizes.end() ? 1 : counted->second);
+    shape.push_back(dim.size >= 0 ? dim.size : counted == sizes.end() ? 1 : static_cast<std::int64_t>(counted->second));
   }
   return shape;
 }
 
-/// The rows of a tensor, of so many entries each, in another order.
-Ort::Value taken(const Ort::Value& value, std::size_t axis, std::int64_t entries, std::span<const std::size_t> rows) {
-  std::vector<Rows> pieces;
-  for (const std::size_t row : rows) {
-    const auto begin = static_cast<std::int64_t>(row) * entries;
-    pieces.push_back({&value, begin, begin + entries});
-  }
-  return join(axis, pieces);
+double sum(const Terms& terms, const std::map<std::string, double, std::less<>>& sizes) {
+  double sum = 0;
+  for (const auto& [name, factor] : terms) sum += sizes.at(name) * factor;
+  return sum;
+}
+
+/// Some of a list, in another order.
+template <typename List>
+List chosen(const List& list, std::span<const std::size_t> rows) {
+  List made;
+  for (const std::size_t row : rows) made.push_back(list.at(row));
+  return made;
 }
 
 }  // namespace
@@ -75,7 +78,6 @@ Decoder::Decoder(const Ort::Env& env, const std::filesystem::path& folder, Contr
     if (!std::filesystem::exists(path)) throw std::invalid_argument("there is no file " + path.string());
     check(file, sessions_.emplace(file.file, Ort::Session(env, path.c_str(), options)).first->second);
   }
-  for (std::size_t slot = 0; slot < contract_->slots.size(); ++slot) slots_[contract_->slots[slot].past] = slot;
 }
 
 void Decoder::trace_to(Trace trace) { trace_ = std::move(trace); }
@@ -118,24 +120,23 @@ void Decoder::encode(std::span<const float> values, const Shape& shape, const To
 }
 
 void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mask) {
-  const Input& source = *contract_->source;
+  const Source& source = *contract_->source;
   const auto fits = [](std::int64_t size, const Dim& dim) { return dim.size < 0 || size == dim.size; };
   if (!std::ranges::equal(shape, source.dims, fits)) {
     throw std::invalid_argument("the source has other axes than the contract says");
   }
-  const std::int64_t length = shape.at(contract_->source_axis.value());
+  if (!mask.empty() && !source.masked) throw std::invalid_argument("this model takes no mask of its source");
   for (const auto& row : mask) {
-    if (static_cast<std::int64_t>(row.size()) != length) {
-      throw std::invalid_argument("the mask of this source has " + std::to_string(length) + " columns");
+    if (static_cast<std::int64_t>(row.size()) != shape.at(source.length_axis)) {
+      throw std::invalid_argument("the mask of this source has other columns than the source");
     }
   }
   State before = std::exchange(state_, State{});
   try {
-    if (source.batch_axis) state_.sources = static_cast<std::size_t>(shape[*source.batch_axis]);
-    state_.source_length = length;
-    state_.source_mask = std::move(mask);
-    state_.given.emplace("", tensor(shape, source.dtype, at));
-    if (contract_->calls.encode) state_.given.merge(run(*contract_->calls.encode, {}));
+    state_.mask = state_.source_mask = std::move(mask);
+    state_.encoded.emplace("source", tensor(shape, source.dtype, at));
+    run(contract_->calls.encode, Tokens(source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1));
+    state_.encoded.merge(state_.cache);
   } catch (...) {
     state_ = std::move(before);
     throw;
@@ -166,12 +167,12 @@ void Decoder::check_room(std::int64_t total) const {
 }
 
 Logits Decoder::prefill(const Tokens& prompts) {
-  if (contract_->source && (state_.given.empty() || state_.moved)) {
-    throw std::logic_error("begin with encode(), and again after reorder()");
-  }
+  const auto source = state_.encoded.find("source");
+  if (contract_->source && source == state_.encoded.end()) throw std::logic_error("begin with encode()");
   std::size_t longest = 0;
   for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
-  std::vector<std::int64_t> ids, padding;
+  Tokens rows;
+  std::vector<std::int64_t> padding;
   for (const auto& prompt : prompts) {
     if (prompt.empty()) throw std::invalid_argument("a prompt needs at least one token");
     if (prompt.size() != longest && !contract_->pads) {
@@ -179,100 +180,132 @@ Logits Decoder::prefill(const Tokens& prompts) {
     }
     check_ids(prompt);
     padding.push_back(static_cast<std::int64_t>(longest - prompt.size()));
-    ids.insert(ids.end(), longest - prompt.size(), 0);
-    ids.insert(ids.end(), prompt.begin(), prompt.end());
+    rows.emplace_back(longest - prompt.size(), 0).insert(rows.back().end(), prompt.begin(), prompt.end());
   }
-  const std::size_t batch = contract_->batch.value_or(state_.sources > 0 ? state_.sources : prompts.size());
+  const bool counted = contract_->source && contract_->source->batch_axis;
+  const std::size_t sources =
+      counted ? static_cast<std::size_t>(size_of(source->second, *contract_->source->batch_axis)) : prompts.size();
+  const std::size_t batch = contract_->batch.value_or(sources);
   if (prompts.size() != batch || prompts.empty()) {
     throw std::invalid_argument(std::to_string(prompts.size()) + " prompts, but there must be " +
                                 std::to_string(std::max<std::size_t>(batch, 1)));
   }
   check_room(static_cast<std::int64_t>(longest));
-  state_.length = 0;
+  clear();  // releases the values before others are made
   state_.padding = std::move(padding);
-  state_.cache.clear();  // releases the values before others are made
   try {
-    auto sizes = step_of({}).sizes;
-    for (const Slot& slot : contract_->slots) {
-      sizes["batch_heads"] = static_cast<std::int64_t>(batch) * slot.heads;
-      state_.cache.push_back(slot.zeros ? zeros(shape_of_dims(*slot.zeros, sizes), slot.dtype) : Ort::Value{nullptr});
+    for (const Zeros& one : contract_->zeros) {
+      state_.cache.emplace(one.value, zeros(shape_of_dims(one.dims, sizes_of(rows)), one.dtype));
     }
-    if (!contract_->one_token) return advance(ids);
+    if (!contract_->one_token) return advance(rows);
     std::optional<Logits> logits;
-    std::vector<std::int64_t> column(batch);
     for (std::size_t position = 0; position < longest; ++position) {
-      for (std::size_t row = 0; row < batch; ++row) column[row] = ids[row * longest + position];
+      Tokens column;
+      for (const auto& row : rows) column.push_back({row[position]});
       logits = advance(column);
     }
     return std::move(*logits);
   } catch (...) {
-    state_.length = 0;
-    state_.cache.clear();
+    clear();
     throw;
   }
+}
+
+void Decoder::clear() {
+  state_.length = 0;
+  state_.padding.clear();
+  state_.cache.clear();
+  state_.mask = state_.source_mask;
 }
 
 Logits Decoder::step(const Tokens& tokens) {
   if (state_.length == 0) throw std::logic_error("begin with prefill()");
   const std::size_t count = tokens.empty() ? 0 : tokens[0].size();
-  std::vector<std::int64_t> ids;
-  for (const auto& row : tokens) {
-    if (row.size() != count) ids.clear();
-    ids.insert(ids.end(), row.begin(), row.end());
-  }
-  if (tokens.size() != state_.padding.size() || count == 0 || ids.size() != count * tokens.size()) {
+  const bool even = std::ranges::all_of(tokens, [count](const auto& row) { return row.size() == count; });
+  if (tokens.size() != state_.padding.size() || count == 0 || !even) {
     throw std::invalid_argument("a step takes new tokens of " + std::to_string(state_.padding.size()) +
                                 " sequences, the same number of each");
   }
   if (count > 1 && (!contract_->chunks || contract_->one_token)) {
     throw std::invalid_argument("a step of this model takes one token of each sequence");
   }
-  check_ids(ids);
+  for (const auto& row : tokens) check_ids(row);
   check_room(state_.length + static_cast<std::int64_t>(count));
-  return advance(ids);
+  return advance(tokens);
 }
 
-/// The value of a slot: what the loop holds, else what the encoder made.
-const Ort::Value& Decoder::cached(std::size_t slot) const {
-  if (slot < state_.cache.size() && state_.cache[slot]) return state_.cache[slot];
-  if (contract_->calls.encode) {
-    for (const Fill& one : contract_->calls.encode->fills) {
-      if (one.slot == slot) return given(one.output);
-    }
+/// Runs the calls on new tokens.
+Logits Decoder::advance(const Tokens& tokens) {
+  auto logits = run(state_.length == 0 ? contract_->calls.prefill : contract_->calls.decode, tokens);
+  state_.length += static_cast<std::int64_t>(tokens[0].size());
+  return std::move(logits.value());
+}
+
+/// Runs calls, and takes over what they return of the cache; the logits of the last one, if it has some.
+std::optional<Logits> Decoder::run(const std::vector<Call>& calls, const Tokens& tokens) {
+  std::optional<Logits> logits;
+  for (const Call& call : calls) {
+    Values made = run_session(call, tokens);
+    if (call.logits) logits.emplace(std::move(made.at(*call.logits)), tokens.size());
+    take(call.takes, std::move(made));
   }
-  throw std::logic_error("there is nothing to feed to \"" + contract_->slots[slot].past + "\"");
-}
-
-/// The source, or what the encoder made of it.
-const Ort::Value& Decoder::given(const std::optional<std::string>& name) const {
-  const auto found = state_.given.find(name.value_or(""));
-  if (found == state_.given.end()) throw std::logic_error("begin with encode()");
-  return found->second;
-}
-
-/// Runs one call on new tokens, and keeps what it returns of the cache.
-Logits Decoder::advance(std::span<const std::int64_t> ids) {
-  const Call& call = state_.length == 0 ? contract_->calls.prefill : contract_->calls.decode;
-  Values made = run(call, ids);
-  Logits logits(std::move(made.at(call.logits.value())), state_.padding.size());
-  std::vector<std::pair<std::size_t, Ort::Value>> next;
-  for (const Fill& one : call.fills) {
-    if (auto value = next_value(one, std::move(made.at(one.output)))) next.emplace_back(one.slot, std::move(*value));
-  }
-  for (auto& [slot, value] : next) state_.cache[slot] = std::move(value);  // releases the value before
-  state_.length += static_cast<std::int64_t>(ids.size() / state_.padding.size());
   return logits;
 }
 
-/// Runs a call. What it returns belongs to the caller, and stays in the runtime's memory.
-Decoder::Values Decoder::run(const Call& call, std::span<const std::int64_t> ids) {
-  Step step = step_of(ids);
-  if (const auto& encoder = call.encoder) {
-    const auto slot = encoder->name ? slots_.find(*encoder->name) : slots_.end();
-    const Ort::Value& counted = encoder->place == "cache" ? cached(slot->second) : given(encoder->name);
-    step.sizes["encoder"] = size_of(counted, encoder->axis);
+/// What axes and sums count in a call.
+Decoder::Sizes Decoder::sizes_of(const Tokens& tokens) const {
+  const auto batch = static_cast<double>(tokens.size()), count = static_cast<double>(tokens[0].size());
+  const auto past = static_cast<double>(state_.length);
+  return {{"one", 1},
+          {"batch", batch},
+          {"batch_heads", batch * static_cast<double>(contract_->heads)},
+          {"new", count},
+          {"past", past},
+          {"total", past + count},
+          {"capacity", static_cast<double>(capacity_.value_or(1))}};
+}
+
+/// A value: what the loop holds, else what is encoded.
+const Ort::Value& Decoder::value(const std::string& name) const {
+  if (const auto found = state_.cache.find(name); found != state_.cache.end()) return found->second;
+  if (const auto found = state_.encoded.find(name); found != state_.encoded.end()) return found->second;
+  throw std::logic_error("there is no value " + name + ": begin with encode()");
+}
+
+/// An input that is made for a call.
+Ort::Value Decoder::make(const Made& made, Sizes sizes, const Tokens& tokens) const {
+  const Shape shape = shape_of_dims(made.dims, sizes);
+  const std::size_t last = shape.empty() ? 0 : shape.size() - 1;
+  const auto size = [&shape](std::size_t axis) { return static_cast<std::size_t>(shape[axis]); };
+  const std::size_t columns = shape.empty() || made.batch_axis == last ? 1 : size(last);
+  std::size_t each = 1;  // rows from one sequence to the next
+  for (std::size_t axis = made.batch_axis.value_or(last) + 1; axis < last; ++axis) each *= size(axis);
+  const Tokens& copied = made.copy == "tokens" ? tokens : state_.mask;
+  std::vector<double> elements(elements_of(shape), made.outside);
+  sizes["columns"] = static_cast<double>(columns);
+  for (std::size_t row = 0; row * columns < elements.size(); ++row) {
+    const std::size_t sequence = made.batch_axis ? row / each % size(*made.batch_axis) : 0;
+    const bool padded = made.batch_axis && !state_.padding.empty();
+    sizes["sequence"] = static_cast<double>(sequence);
+    sizes["padding"] = padded ? static_cast<double>(state_.padding.at(sequence)) : 0;
+    sizes["query"] = static_cast<double>(last > 0 ? row % size(last - 1) : 0);
+    const double end = std::min(sum(made.end, sizes), sizes["columns"]), inside = sum(made.inside, sizes);
+    double* const first = &elements[row * columns];
+    for (auto at = static_cast<std::size_t>(std::max(sum(made.begin, sizes), 0.0)); static_cast<double>(at) < end;
+         ++at) {
+      first[at] = inside + made.step * static_cast<double>(at);
+    }
+    if (made.copy && !copied.empty() && copied[sequence].size() <= columns) {
+      std::ranges::transform(copied[sequence], first, [](std::int64_t one) { return static_cast<double>(one); });
+    }
   }
-  const Values embedded = call.has("embeddings") ? run(contract_->calls.embed.value(), ids) : Values{};
+  return tensor(shape, made.dtype, [&elements](std::size_t i) { return elements[i]; });
+}
+
+/// Runs a call. What it returns belongs to the caller, and stays in the runtime's memory.
+Decoder::Values Decoder::run_session(const Call& call, const Tokens& tokens) {
+  Sizes sizes = sizes_of(tokens);
+  for (const auto& [name, of] : call.sizes) sizes[name] = static_cast<double>(size_of(value(of.value), of.axis));
   std::vector<const char*> names, outputs;
   std::vector<const OrtValue*> fed;
   std::vector<Ort::Value> own;  // for this call alone; the others are borrowed
@@ -280,17 +313,8 @@ Decoder::Values Decoder::run(const Call& call, std::span<const std::int64_t> ids
     names.push_back(name.c_str());
     fed.push_back(value);
   };
-  for (const Input& one : call.inputs) {
-    if (one.rule == "embeddings") {
-      feed(one.name, embedded.at(one.made.value()));
-    } else if (one.rule == "encoder-input" || one.rule == "encoder-states") {
-      feed(one.name, given(one.made));
-    } else {
-      const Shape shape = shape_of_dims(one.dims, step.sizes);
-      feed(one.name, own.emplace_back(tensor(shape, one.dtype, elements(one, shape, step))));
-    }
-  }
-  for (const std::string& past : call.pasts) feed(past, cached(slots_.at(past)));
+  for (const auto& [name, held] : call.values) feed(name, value(held));
+  for (const Made& made : call.made) feed(made.name, own.emplace_back(make(made, sizes, tokens)));
   for (const std::string& output : call.outputs) outputs.push_back(output.c_str());
   std::vector<OrtValue*> got(outputs.size(), nullptr);
   const Ort::Status status{Ort::GetApi().Run(sessions_.at(call.file), run_options_, names.data(), fed.data(),
@@ -310,19 +334,28 @@ Decoder::Values Decoder::run(const Call& call, std::span<const std::int64_t> ids
   return values;
 }
 
-/// The next value of a slot: the output itself, or what is made of it; none where it is written into the past.
-std::optional<Ort::Value> Decoder::next_value(const Fill& fill, Ort::Value made) {
-  if (fill.carry == "feed-back") return made;
-  const std::size_t axis = contract_->slots[fill.slot].length_axis.value();
-  const std::int64_t count = size_of(made, axis);
-  if (fill.carry == "drop-oldest") return join(axis, {{&made, 1, count}});
-  if (fill.carry == "write") {
-    write_rows(state_.cache[fill.slot], axis, state_.length, made);
+/// Takes over what a call returned, after all that could fail.
+void Decoder::take(const std::vector<Take>& takes, Values made) {
+  Values next;
+  for (const Take& one : takes) {
+    if (auto value = next_value(one, std::move(made.at(one.output)))) next.emplace(one.value, std::move(*value));
+  }
+  next.merge(state_.cache);  // what is not replaced
+  state_.cache = std::move(next);
+}
+
+/// The next value: the output itself, or what is made of it; none where it is written into the past.
+std::optional<Ort::Value> Decoder::next_value(const Take& take, Ort::Value made) {
+  if (take.carry == "feed-back" || !take.axis) return made;
+  const std::int64_t count = size_of(made, *take.axis);
+  if (take.carry == "drop-oldest") return join(*take.axis, {{&made, 1, count}});
+  if (take.carry == "write") {
+    write_rows(state_.cache.at(take.value), *take.axis, state_.length, made);
     return std::nullopt;
   }
-  const Ort::Value& past = cached(fill.slot);
-  const std::int64_t length = size_of(past, axis), leaving = fill.carry == "shift" ? std::min(count, length) : 0;
-  return join(axis, {{&past, leaving, length}, {&made, 0, count}});
+  const Ort::Value& past = value(take.value);
+  const std::int64_t length = size_of(past, *take.axis), leaving = take.carry == "shift" ? std::min(count, length) : 0;
+  return join(*take.axis, {{&past, leaving, length}, {&made, 0, count}});
 }
 
 void Decoder::rewind(std::int64_t count) {
@@ -332,10 +365,12 @@ void Decoder::rewind(std::int64_t count) {
     throw std::invalid_argument("cannot forget " + std::to_string(count) + " of " +
                                 std::to_string(state_.length - padded) + " tokens");
   }
-  replace([&](const Slot& slot, const Ort::Value& value) {
-    const bool cut = slot.rewinds == "cut";
-    return cut ? join(slot.length_axis.value(), {{&value, 0, state_.length - count}}) : Ort::Value{nullptr};
-  });
+  Values cut;
+  for (const Axis& one : contract_->cut) {
+    cut.emplace(one.value, join(one.axis, {{&value(one.value), 0, state_.length - count}}));
+  }
+  cut.merge(state_.cache);
+  state_.cache = std::move(cut);
   state_.length -= count;
 }
 
@@ -346,35 +381,19 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
   if (rows.empty() || std::any_of(rows.begin(), rows.end(), [batch](std::size_t row) { return row >= batch; })) {
     throw std::invalid_argument("these are not rows of " + std::to_string(batch));
   }
-  replace([&](const Slot& slot, const Ort::Value& value) {
-    return slot.batch_axis ? taken(value, *slot.batch_axis, slot.heads, rows) : Ort::Value{nullptr};
-  });
-  for (const Input& one : contract_->calls.decode.inputs) {
-    if (one.rule == "encoder-states") {
-      Ort::Value& states = state_.given.at(one.made.value_or(""));
-      states = taken(states, 0, 1, rows);
+  Values made;
+  for (const Axis& one : contract_->rows) {
+    std::vector<Rows> pieces;
+    for (const std::size_t row : rows) {
+      const auto begin = static_cast<std::int64_t>(row) * one.each;
+      pieces.push_back({&value(one.value), begin, begin + one.each});
     }
+    made.emplace(one.value, join(one.axis, pieces));
   }
-  std::vector<std::int64_t> padding;
-  Tokens mask;
-  for (const std::size_t row : rows) {
-    padding.push_back(state_.padding[row]);
-    if (!state_.source_mask.empty()) mask.push_back(state_.source_mask[row]);
-  }
-  state_.padding = std::move(padding);
-  state_.source_mask = std::move(mask);
-  state_.moved = true;
-}
-
-/// Replaces the values of the cache by what a function makes of them, all or none; an empty handle leaves a value.
-void Decoder::replace(const std::function<Ort::Value(const Slot&, const Ort::Value&)>& make) {
-  std::vector<Ort::Value> made;
-  for (std::size_t slot = 0; slot < state_.cache.size(); ++slot) {
-    made.push_back(make(contract_->slots[slot], cached(slot)));
-  }
-  for (std::size_t slot = 0; slot < made.size(); ++slot) {
-    if (made[slot]) state_.cache[slot] = std::move(made[slot]);
-  }
+  made.merge(state_.cache);
+  state_.cache = std::move(made);
+  state_.padding = chosen(state_.padding, rows);
+  if (!state_.mask.empty()) state_.mask = chosen(state_.mask, rows);
 }
 
 }  // namespace decode_loop

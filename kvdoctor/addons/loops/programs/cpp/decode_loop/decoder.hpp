@@ -111,43 +111,34 @@ class Decoder {
                   const OnToken& on_token = {}, const std::stop_token& stop = {});
 
  private:
-  using Values = std::map<std::string_view, Ort::Value>;
+  using Values = std::map<std::string, Ort::Value, std::less<>>;
+  using Sizes = std::map<std::string, double, std::less<>>;
   // What the calls of a batch of sequences depend on.
   struct State {
     std::int64_t length = 0;
     std::vector<std::int64_t> padding;  // of each sequence, on the left
-    // By slot: what is fed next; an empty handle where it is what the encoder made.
-    std::vector<Ort::Value> cache;
-    // The source, without a name, and what the encoder made of it. They outlive the sequences.
-    Values given;
-    std::size_t sources = 0;  // how many sequences the source is for; 0 where it does not say
-    std::int64_t source_length = 0;
+    Values cache;                       // what is fed next; where there is none it is the encoded value
+    Values encoded;                     // the source, and what the encoder made of it: they outlive the sequences
+    Tokens mask;                        // of the source, in the order of the sequences
     Tokens source_mask;
-    bool moved = false;
-  };
-  // What the values of a call are made from: ids of its tokens, and what each axis and each number counts.
-  struct Step {
-    std::span<const std::int64_t> ids;
-    std::map<std::string_view, std::int64_t> sizes;
   };
 
   void encode_elements(const Shape& shape, const Elements& at, Tokens mask);
   bool source_is_ids() const;
   void check_ids(std::span<const std::int64_t> ids) const;
   void check_room(std::int64_t total) const;
-  Logits advance(std::span<const std::int64_t> ids);
-  Values run(const Call& call, std::span<const std::int64_t> ids);
-  Step step_of(std::span<const std::int64_t> ids) const;
-  Elements elements(const Input& one, const Shape& shape, const Step& step) const;
-  Elements mask(const Input& one, const Shape& shape, const Step& step) const;
-  const Ort::Value& cached(std::size_t slot) const;
-  const Ort::Value& given(const std::optional<std::string>& name) const;
-  std::optional<Ort::Value> next_value(const Fill& fill, Ort::Value made);
-  void replace(const std::function<Ort::Value(const Slot&, const Ort::Value&)>& make);
+  Logits advance(const Tokens& tokens);
+  std::optional<Logits> run(const std::vector<Call>& calls, const Tokens& tokens);
+  Values run_session(const Call& call, const Tokens& tokens);
+  Sizes sizes_of(const Tokens& tokens) const;
+  Ort::Value make(const Made& made, Sizes sizes, const Tokens& tokens) const;
+  const Ort::Value& value(const std::string& name) const;
+  void take(const std::vector<Take>& takes, Values made);
+  std::optional<Ort::Value> next_value(const Take& take, Ort::Value made);
+  void clear();
 
   std::shared_ptr<const Contract> contract_;
   std::map<std::string, Ort::Session> sessions_;
-  std::map<std::string_view, std::size_t> slots_;  // by the names of their inputs
   Ort::RunOptions run_options_;
   Trace trace_;
   std::optional<std::int64_t> capacity_;

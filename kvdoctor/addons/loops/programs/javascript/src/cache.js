@@ -1,171 +1,118 @@
-// The cache of one batch of sequences: what a call returns becomes what the next one is fed.
+// The values of one batch of sequences: what a call returns becomes what the next one is fed.
 
-import { shapeOf } from "./inputs.js";
-import { SOURCE } from "./model.js";
-import { ARRAYS, join, product, tensor, typeName, write } from "./tensors.js";
+import { copy, join, shapeOf, tensor } from "./tensors.js";
 
-/** @import { Model } from "./model.js" */
-/** @import { Tensor } from "./tensors.js" */
-/** @import { Call, Values } from "./types.js" */
+/** @import { Runtime, Tensor } from "./tensors.js" */
+/** @import { Contract, Moment, Take, Values } from "./types.js" */
 
-/** A value is disposed of as soon as another one has replaced it. */
+/** Values by the names that the contract has for them; one is disposed of as soon as another one has replaced it. */
 export class Cache {
-  /** @type {Model} */ #model;
-  /** @type {Map<string, Tensor>} what the next call is fed */ #values = new Map();
-  /** @type {Map<string, Tensor>} what `encode` made, for each prefill */ #encoded = new Map();
+  /** @type {Map<string, Tensor>} */ #values = new Map();
 
-  /** @param {Model} model */
-  constructor(model) {
-    this.#model = model;
+  /** @param {Runtime} ort @param {Cache} [encoded] - values that are there until others replace them, and stay */
+  constructor(ort, encoded) {
+    this.ort = ort;
+    this.encoded = encoded;
   }
 
-  /** @returns {ReadonlyMap<string, Tensor>} */
-  get values() {
-    return this.#values;
+  /** @param {string} name @returns {Tensor | undefined} */
+  get(name) {
+    return this.#values.get(name) ?? this.encoded?.get(name);
   }
 
-  /** The shape of the source; undefined before `encode`. */
-  get source() {
-    return this.#encoded.get(SOURCE)?.dims;
-  }
-
-  /** Hold a source or what `encode` made of it, for every prefill after it. @param {Values} values */
-  hold(values) {
-    const { calls, slots } = this.#model.contract;
-    const pasts = new Map(calls.encode?.fills.map(({ output, slot }) => [output, slots[slot].past]));
-    Object.entries(values).forEach(([name, value]) => this.#encoded.set(pasts.get(name) ?? name, value));
-    this.clear();
-  }
-
-  /** Forget the sequences. */
-  clear() {
-    const before = [...this.#values.values()];
-    this.#values = new Map(this.#encoded);
-    before.forEach((value) => this.#release(value));
-  }
-
-  /** Forget the sequences and the source. */
-  forget() {
-    const encoded = [...this.#encoded.values()];
-    this.#encoded.clear();
-    this.clear();
-    encoded.forEach((value) => value.dispose());
-  }
-
-  /** Fill what the first call is fed with zeros. @param {number} batch */
-  begin(batch) {
-    const { capacity, contract, ort } = this.#model;
-    for (const { past, dtype, zeros, heads } of contract.slots) {
-      if (zeros !== null) {
-        const shape = shapeOf(zeros, { batch, batch_heads: batch * heads, capacity });
-        this.#values.set(past, tensor(ort, typeName(dtype), new ARRAYS[dtype](product(shape)), shape));
+  /** Replace values by others. @param {Iterable<readonly [name: string, value: Tensor]>} next */
+  set(next) {
+    for (const [name, value] of next) {
+      const before = this.#values.get(name);
+      this.#values.set(name, value);
+      if (before !== value) {
+        before?.dispose();
       }
     }
   }
 
+  /** Forget all values. */
+  clear() {
+    const values = [...this.#values.values()];
+    this.#values.clear();
+    values.forEach((value) => value.dispose());
+  }
+
+  /** Take zeros, before the first call. @param {Contract["zeros"]} zeros @param {Moment["sizes"]} sizes */
+  begin(zeros, sizes) {
+    this.set(zeros.map(({ value, dtype, dims }) => [value, tensor(this.ort, dtype, shapeOf(dims, sizes))]));
+  }
+
   /**
-   * Take over what a call returned of the cache.
+   * Take over what a call returned, after all that could fail.
    *
-   * @param {Call} call
+   * @param {readonly Take[]} takes
    * @param {Values} outputs
    * @param {number} length - tokens before the call
    */
-  async carry({ fills }, outputs, length) {
-    const { slots } = this.#model.contract;
-    const next = fills.map(({ slot, output, carry }) => {
-      const { past, length_axis: axis } = slots[slot];
-      return /** @type {const} */ ([past, this.#next(this.#values.get(past), outputs[output], carry, axis, length)]);
-    });
-    await this.#replace(next);
+  async take(takes, outputs, length) {
+    await this.#change(takes, (take, past) => this.#next(take, past, outputs[take.output], length));
   }
 
-  /** Cut the cache to its first tokens. @param {number} length */
-  async cut(length) {
-    const slots = this.#model.contract.slots.filter(({ rewinds }) => rewinds === "cut");
-    await this.#replace(slots.map((slot) => this.#chosen(slot.past, slot.length_axis, [[0, length]])));
+  /** Cut values to their first entries along an axis. @param {Contract["cut"]} axes @param {number} length */
+  async cut(axes, length) {
+    await this.#change(axes, ({ axis }, past) => join(this.ort, axis, [[past, 0, length]]));
   }
 
-  /** Make row i of the batch a copy of what row `rows[i]` was. @param {readonly number[]} rows */
-  async reorder(rows) {
-    const { slots, source } = this.#model.contract;
-    const next = [...this.#values.keys()].map((past) => {
-      const ofEncoder = { batch_axis: past === SOURCE ? (source?.batch_axis ?? 0) : 0, heads: 1 };
-      const { batch_axis, heads } = slots.find((slot) => slot.past === past) ?? ofEncoder;
-      const entries = rows.map((row) => /** @type {const} */ ([row * heads, (row + 1) * heads]));
-      return this.#chosen(past, batch_axis, entries);
-    });
-    await this.#replace(next);
+  /** Make row i of each value a copy of what row `rows[i]` was. @param {Contract["rows"]} axes @param {readonly number[]} rows */
+  async reorder(axes, rows) {
+    await this.#change(axes, ({ axis, each }, past) =>
+      join(
+        this.ort,
+        axis,
+        rows.map((row) => [past, row * each, (row + 1) * each]),
+      ),
+    );
   }
 
   /**
-   * A value with entries of its own along an axis, where it is there and has one.
+   * Replace values by what a function makes of them.
    *
-   * @param {string} past
-   * @param {number | null} axis
-   * @param {readonly (readonly [from: number, to: number])[]} entries
+   * @template {{ value: string }} Change
+   * @param {readonly Change[]} changes
+   * @param {(change: Change, past: Tensor) => Tensor | Promise<Tensor>} make
    */
-  #chosen(past, axis, entries) {
-    const value = this.#values.get(past);
-    const pieces = entries.map(([from, to]) => /** @type {const} */ ([/** @type {Tensor} */ (value), from, to]));
-    return /** @type {const} */ ([past, value && axis !== null ? this.#join(axis, pieces) : undefined]);
+  async #change(changes, make) {
+    const made = changes.map((change) => make(change, /** @type {Tensor} */ (this.get(change.value))));
+    const values = await Promise.all(made);
+    this.set(changes.map(({ value }, at) => [value, values[at]]));
   }
 
   /**
-   * Replace the values for which there are others, after all that could fail.
+   * The next value: the output itself, or what the loop makes of it.
    *
-   * @param {readonly (readonly [past: string, value: Tensor | Promise<Tensor> | undefined])[]} next
-   */
-  async #replace(next) {
-    const values = await Promise.all(next.map(([, value]) => value));
-    for (const [at, value] of values.entries()) {
-      const [past] = next[at];
-      const before = this.#values.get(past);
-      if (value !== undefined && value !== before) {
-        this.#values.set(past, value);
-        this.#release(before);
-      }
-    }
-  }
-
-  /**
-   * The next past of a slot: the output itself, or what the loop makes of it.
-   *
-   * @param {Tensor | undefined} past
+   * @param {Take} take
+   * @param {Tensor} past
    * @param {Tensor} present
-   * @param {string} carry
-   * @param {number | null} axis
    * @param {number} length - tokens before the call
    */
-  #next(past, present, carry, axis, length) {
-    if (past === undefined || axis === null || carry === "feed-back") {
+  #next({ carry, axis }, past, present, length) {
+    if (axis === null || carry === "feed-back") {
       return present;
     }
-    const [size, count] = [past.dims[axis], present.dims[axis]];
-    const added = /** @type {const} */ ([present, 0, count]);
-    switch (carry) {
-      case "append":
-        return this.#join(axis, [[past, 0, size], added]);
-      case "shift": // the oldest entries leave on one side, the new ones come in on the other
-        return this.#join(axis, [[past, count, size], added]);
-      case "drop-oldest":
-        return this.#join(axis, [[present, 1, count]]);
+    const count = present.dims[axis];
+    if (carry === "drop-oldest") {
+      return join(this.ort, axis, [[present, 1, count]]);
+    }
+    const size = past.dims[axis];
+    if (carry !== "write") {
+      // Of a window the oldest entries leave on one side, as the new ones come in on the other.
+      const kept = /** @type {const} */ ([past, carry === "shift" ? count : 0, size]);
+      return join(this.ort, axis, [kept, [present, 0, count]]);
     }
     if (past.location === "cpu" && present.location === "cpu") {
-      write(past, present, axis, length);
+      copy(axis, past, length, present, 0, count);
       return past;
     }
-    return this.#join(axis, [[past, 0, length], added, [past, length + count, size]]);
-  }
-
-  /** @param {number} axis @param {Parameters<typeof join>[2]} pieces */
-  #join(axis, pieces) {
-    return join(this.#model.ort, axis, pieces);
-  }
-
-  /** Give back a value, unless `encode` made it. @param {Tensor | undefined} value */
-  #release(value) {
-    if (![...this.#encoded.values()].includes(/** @type {Tensor} */ (value))) {
-      value?.dispose();
-    }
+    return join(this.ort, axis, [
+      [past, 0, length],
+      [present, 0, count],
+      [past, length + count, size],
+    ]);
   }
 }

@@ -1,15 +1,15 @@
 // A decode loop over ONNX Runtime. What is fed, fed back and held comes from contract.json, which kvdoctor writes.
 
 import { Cache } from "./cache.js";
-import { shapeOf } from "./inputs.js";
-import { Model, SOURCE } from "./model.js";
+import { check } from "./check.js";
+import { Model } from "./model.js";
 import { sampler } from "./sampling.js";
-import { ARRAYS, element, numbers, product, tensor, typeName } from "./tensors.js";
+import { ARRAYS, element, numbers, product, tensor } from "./tensors.js";
 
 export { likeliest, sampler } from "./sampling.js";
 
 /** @import { Runtime, Tensor } from "./tensors.js" */
-/** @import { Call, CallOptions, Contract, Logits, Source, Tokens } from "./types.js" */
+/** @import { CallOptions, Contract, Logits, Source, Tokens } from "./types.js" */
 /** @typedef {import("./types.js").DecodeOptions} DecodeOptions How to decode. */
 /** @typedef {import("./types.js").OpenOptions} OpenOptions How to open a model. */
 
@@ -27,13 +27,13 @@ export class Decoder {
   #length = 0;
   /** @type {readonly number[]} */ #padding = [];
   /** @type {number[][]} without padding */ #tokens = [];
-  /** @type {Tokens | undefined} of the source */ #givenMask;
+  /** @type {Tokens | undefined} of the source */ #sourceMask;
   /** @type {Tokens | undefined} of the source, in the order of the rows */ #mask;
 
   /** @param {Model} model */
   constructor(model) {
     this.#model = model;
-    this.#cache = new Cache(model);
+    this.#cache = new Cache(model.ort, new Cache(model.ort));
   }
 
   /**
@@ -81,32 +81,32 @@ export class Decoder {
    */
   async encode(source, mask) {
     const { contract, ort } = this.#model;
-    const { encode } = contract.calls;
-    const input = contract.source;
-    if (input === null) {
-      throw new Error("the model reads no source");
-    }
-    const { data, shape, padding } =
-      "shape" in source ? { ...source, padding: undefined } : padSources(source, contract);
-    const expected = input.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
-    if (shape.length !== input.dims.length || !expected || product(shape) !== data.length || data.length === 0) {
-      throw new RangeError(`the source is ${input.dtype}[${input.dims}]; got ${data.length} numbers as [${shape}]`);
-    }
-    const sizes = this.#sizes(shape[input.batch_axis ?? 0], 0, encode, shape);
-    const masked = encode?.inputs.find(({ rule }) => rule === "encoder-mask");
+    const { source: expected } = contract;
+    check(expected !== null, "the model reads no source");
+    const { data, shape, padding } = {
+      padding: undefined,
+      ...("shape" in source ? source : padSources(source, expected)),
+    };
+    const fits = expected.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
+    check(
+      shape.length === expected.dims.length && fits && product(shape) === data.length && data.length > 0,
+      `the source is ${expected.dtype}[${expected.dims}]; got ${data.length} numbers as [${shape}]`,
+    );
+    const batch = shape[expected.batch_axis ?? 0];
+    const masked = [batch, shape[expected.length_axis]];
     const given = mask && sameLength(mask, "the mask");
-    if (given && masked && String(given) !== String(shapeOf(masked.dims, sizes))) {
-      throw new RangeError(`the mask has shape [${shapeOf(masked.dims, sizes)}]; got [${given}]`);
-    }
+    check(
+      !given || (expected.masked && String(given) === String(masked)),
+      `the mask has shape [${expected.masked ? masked : ""}]; got [${given}]`,
+    );
     await this.#alone(async () => {
       this.#forget();
-      const array = new ARRAYS[input.dtype](data.length);
-      data.forEach((value, at) => (array[at] = element(input.dtype, value)));
-      this.#cache.hold({ [SOURCE]: tensor(ort, typeName(input.dtype), array, shape) });
-      this.#givenMask = this.#mask = mask ?? padding;
+      const array = new ARRAYS[expected.dtype](data.length);
+      data.forEach((value, at) => (array[at] = element(expected.dtype, value)));
+      this.#encoded.set([["source", tensor(ort, expected.dtype, shape, array)]]);
+      this.#sourceMask = this.#mask = mask ?? padding;
       try {
-        const moment = { sizes, tokens: [], padding: [], mask: this.#mask };
-        this.#cache.hold(encode === null ? {} : await this.#model.run(encode, moment, this.#cache.values));
+        await this.#run("encode", this.#encoded, Array(batch).fill([]));
       } catch (error) {
         this.#forget();
         throw error;
@@ -125,24 +125,20 @@ export class Decoder {
    */
   async prefill(prompts, { every = false, signal } = {}) {
     const { batch, one_token, pads, source } = this.#model.contract;
-    const shape = this.#cache.source;
-    if (source !== null && shape === undefined) {
-      throw new Error("begin with encode()");
-    }
-    if (prompts.length === 0 || prompts.some((prompt) => prompt.length === 0)) {
-      throw new RangeError("every sequence begins with at least one token");
-    }
+    const shape = this.#encoded.get("source")?.dims;
+    check(source === null || shape !== undefined, "begin with encode()");
+    check(
+      prompts.length > 0 && prompts.every((prompt) => prompt.length > 0),
+      "every sequence begins with at least one token",
+    );
     const sources = source?.batch_axis == null ? undefined : shape?.[source.batch_axis];
-    if (prompts.length !== (batch ?? sources ?? prompts.length)) {
-      throw new RangeError(
-        `${prompts.length} prompts for ${batch === null ? `${sources} sources` : `a batch of ${batch}`}`,
-      );
-    }
+    check(
+      prompts.length === (batch ?? sources ?? prompts.length),
+      `${prompts.length} prompts for ${batch === null ? `${sources} sources` : `a batch of ${batch}`}`,
+    );
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
     const padding = prompts.map((prompt) => longest - prompt.length);
-    if (!pads && Math.max(...padding) > 0) {
-      throw new RangeError("the prompts of a batch must have the same length");
-    }
+    check(pads || Math.max(...padding) === 0, "the prompts of a batch must have the same length");
     this.#checkTokens(prompts, longest);
     signal?.throwIfAborted();
     const rows = prompts.map((prompt, row) => [...Array(padding[row]).fill(0), ...prompt]);
@@ -151,7 +147,7 @@ export class Decoder {
       this.#clear();
       this.#padding = padding;
       this.#tokens = prompts.map(() => []);
-      this.#cache.begin(prompts.length);
+      this.#cache.begin(this.#model.contract.zeros, this.#sizes(rows));
       try {
         /** @type {Logits[][]} of each call, a row for each sequence */
         const found = [];
@@ -160,7 +156,7 @@ export class Decoder {
           const added = rows.map((row) => row.slice(at, at + size));
           found.push(await this.#advance(added, every));
         }
-        return prompts.map((_, row) => joined((every ? found : found.slice(-1)).map((logits) => logits[row])));
+        return every ? prompts.map((_, row) => joined(found.map((logits) => logits[row]))) : found[found.length - 1];
       } catch (error) {
         this.#clear();
         throw error;
@@ -176,16 +172,15 @@ export class Decoder {
    * @returns {Promise<Logits[]>}
    */
   async step(tokens, { every = false, signal } = {}) {
-    if (this.#length === 0) {
-      throw new Error("begin with prefill()");
-    }
+    check(this.#length > 0, "begin with prefill()");
     const [rows, count] = sameLength(tokens, "the tokens of a step");
     const { chunks, one_token } = this.#model.contract;
     const several = chunks && !one_token;
-    if (rows !== this.#padding.length || (count > 1 && !several)) {
-      const wanted = several ? "tokens" : "one token";
-      throw new RangeError(`a step takes ${wanted} of each of ${this.#padding.length} sequences`);
-    }
+    const wanted = several ? "tokens" : "one token";
+    check(
+      rows === this.#padding.length && (count === 1 || several),
+      `a step takes ${wanted} of each of ${this.#padding.length} sequences`,
+    );
     this.#checkTokens(tokens, this.#length + count);
     signal?.throwIfAborted();
     return this.#alone(() => this.#advance(tokens, every));
@@ -198,14 +193,10 @@ export class Decoder {
    */
   async rewind(count) {
     const shortest = this.#length - Math.max(0, ...this.#padding);
-    if (!this.#model.contract.rewinds) {
-      throw new Error("a part of the cache of this model cannot go back");
-    }
-    if (!Number.isInteger(count) || count < 0 || count >= shortest) {
-      throw new RangeError(`cannot forget ${count} of ${shortest} tokens`);
-    }
+    check(this.#model.contract.rewinds, "a part of the cache of this model cannot go back");
+    check(Number.isInteger(count) && count >= 0 && count < shortest, `cannot forget ${count} of ${shortest} tokens`);
     await this.#alone(async () => {
-      await this.#cache.cut(this.#length - count);
+      await this.#cache.cut(this.#model.contract.cut, this.#length - count);
       this.#length -= count;
       this.#tokens = this.#tokens.map((row) => row.slice(0, row.length - count));
     });
@@ -217,14 +208,13 @@ export class Decoder {
    * @param {readonly number[]} rows
    */
   async reorder(rows) {
-    if (!this.#model.contract.reorders) {
-      throw new Error("the sequences of this model cannot change places");
-    }
-    if (rows.length === 0 || rows.some((row) => !(row in this.#padding))) {
-      throw new RangeError(`there are ${this.#padding.length} sequences, not all of: ${rows}`);
-    }
+    check(this.#model.contract.reorders, "the sequences of this model cannot change places");
+    check(
+      rows.length > 0 && rows.every((row) => row in this.#padding),
+      `there are ${this.#padding.length} sequences, not all of: ${rows}`,
+    );
     await this.#alone(async () => {
-      await this.#cache.reorder(rows);
+      await this.#cache.reorder(this.#model.contract.rows, rows);
       const mask = this.#mask;
       this.#mask = mask && rows.map((row) => mask[row]);
       this.#padding = rows.map((row) => this.#padding[row]);
@@ -259,9 +249,7 @@ export class Decoder {
   async *stream(tokens, options = {}) {
     const { end, forced, padding, suppress, begin_suppress } = this.#model.contract.generation;
     const { most = 20, stop = end, continued = false, choose = sampler(options), signal } = options;
-    if (!(most >= 1)) {
-      throw new RangeError(`most is 1 or more; got ${most}`);
-    }
+    check(most >= 1, `most is 1 or more; got ${most}`);
     const running = tokens.map(() => true);
     let logits = await (continued ? this.step(tokens, { signal }) : this.prefill(tokens, { signal }));
     for (let count = 1; ; count++) {
@@ -285,55 +273,48 @@ export class Decoder {
       if (!running.includes(true) || count >= most || this.#length >= this.#model.most) {
         return;
       }
-      if (this.#calls !== calls) {
-        throw new Error("another call of this decoder was made while it gave tokens");
-      }
+      check(this.#calls === calls, "another call of this decoder was made while it gave tokens");
       const added = chosen.map((token) => [token]);
       logits = await this.step(added, { signal });
     }
   }
 
-  /** Run one call on new tokens. @param {Tokens} tokens @param {boolean} every */
+  /** Run the calls on new tokens. @param {Tokens} tokens @param {boolean} every */
   async #advance(tokens, every) {
-    const { calls } = this.#model.contract;
-    const [length, count] = [this.#length, tokens[0].length];
-    const call = length === 0 ? calls.prefill : calls.decode;
-    const sizes = this.#sizes(tokens.length, count, call, this.#cache.source);
-    const moment = { sizes, tokens, padding: this.#padding, mask: this.#mask };
-    const outputs = await this.#model.run(call, moment, this.#cache.values);
-    const logits = outputs[call.logits ?? ""];
-    const rows = await this.#readLogits(logits, tokens, every);
-    await this.#cache.carry(call, outputs, length);
-    logits.dispose();
+    const length = this.#length;
+    const logits = await this.#run(length === 0 ? "prefill" : "decode", this.#cache, tokens, every);
     tokens.forEach((row, at) => this.#tokens[at].push(...row.slice(Math.max(this.#padding[at] - length, 0))));
-    this.#length += count;
-    return rows;
+    this.#length += tokens[0].length;
+    return logits;
   }
 
   /**
-   * What axes and numbers count in a call on `added` tokens of each sequence.
+   * Run the calls of a phase, and take over what they return; the logits of the last one.
    *
-   * @param {number} batch
-   * @param {number} added
-   * @param {Call | null} call
-   * @param {readonly number[]} [source] - its shape
+   * @param {keyof Contract["calls"]} phase
+   * @param {Cache} cache
+   * @param {Tokens} tokens
+   * @param {boolean} [every]
    */
-  #sizes(batch, added, call, source) {
+  async #run(phase, cache, tokens, every = false) {
+    const moment = { sizes: this.#sizes(tokens), rows: { tokens, mask: this.#mask }, padding: this.#padding };
+    /** @type {Logits[]} */
+    let rows = [];
+    for (const call of this.#model.contract.calls[phase]) {
+      const outputs = await this.#model.run(call, moment, cache);
+      const logits = outputs[call.logits ?? ""];
+      rows = logits === undefined ? [] : await this.#readLogits(logits, tokens, every);
+      await cache.take(call.takes, outputs, this.#length);
+      logits?.dispose();
+    }
+    return rows;
+  }
+
+  /** What axes and terms count in a call. @param {Tokens} tokens @returns {Record<string, number>} */
+  #sizes(tokens) {
     const { capacity, contract } = this.#model;
-    const { name, axis = 0 } = call?.encoder ?? {};
-    const states = name == null ? source : this.#cache.values.get(name)?.dims;
-    return {
-      batch,
-      new: added,
-      "last-new": added - 1,
-      past: this.#length,
-      total: this.#length + added,
-      last: this.#length + added - 1,
-      capacity,
-      constant: 0,
-      encoder: states?.[axis] ?? 0,
-      encoder_input: source?.[contract.source_axis ?? 0] ?? 0,
-    };
+    const [batch, added, past] = [tokens.length, tokens[0].length, this.#length];
+    return { one: 1, batch, batch_heads: batch * contract.heads, new: added, past, total: past + added, capacity };
   }
 
   /**
@@ -346,9 +327,7 @@ export class Decoder {
   async #readLogits(logits, tokens, every) {
     const data = await logits.getData();
     const count = logits.dims.length === 3 && logits.dims[0] === tokens.length ? logits.dims[1] : 1;
-    if (every && count !== tokens[0].length) {
-      throw new Error("the graph returns the logits of the last token alone");
-    }
+    check(!every || count === tokens[0].length, "the graph returns the logits of the last token alone");
     const width = data.length / tokens.length / count;
     return tokens.map((_, row) => {
       const skipped = every ? Math.min(Math.max(this.#padding[row] - this.#length, 0), count) : count - 1;
@@ -358,24 +337,26 @@ export class Decoder {
     });
   }
 
+  get #encoded() {
+    return /** @type {Cache} */ (this.#cache.encoded);
+  }
+
   #forget() {
-    this.#givenMask = undefined;
+    this.#sourceMask = undefined;
     this.#clear();
-    this.#cache.forget();
+    this.#encoded.clear();
   }
 
   #clear() {
     this.#length = 0;
     this.#padding = [];
     this.#tokens = [];
-    this.#mask = this.#givenMask;
+    this.#mask = this.#sourceMask;
     this.#cache.clear();
   }
 
   #refuseWhileBusy() {
-    if (this.#busy) {
-      throw new Error("another call of this decoder is under way: await each before the next");
-    }
+    check(!this.#busy, "another call of this decoder is under way: await each before the next");
   }
 
   /**
@@ -405,16 +386,13 @@ export class Decoder {
     const { most, contract } = this.#model;
     const { vocabulary, placeholders } = contract;
     const end = vocabulary ?? Number.MAX_SAFE_INTEGER;
-    if (!rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < end)) {
-      throw new RangeError(`token ids are whole numbers, 0 ${vocabulary === null ? "or more" : `to ${end - 1}`}`);
-    }
+    check(
+      rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < end),
+      `token ids are whole numbers, 0 ${vocabulary === null ? "or more" : `to ${end - 1}`}`,
+    );
     const stand = placeholders.find((id) => rows.some((row) => row.includes(id)));
-    if (stand !== undefined) {
-      throw new RangeError(`token ${stand} stands for an image or audio, which this program does not take`);
-    }
-    if (length > most) {
-      throw new RangeError(`a sequence has at most ${most} tokens here`);
-    }
+    check(stand === undefined, `token ${stand} stands for an image or audio, which this program does not take`);
+    check(length <= most, `a sequence has at most ${most} tokens here`);
   }
 }
 
@@ -422,20 +400,19 @@ export class Decoder {
  * Rows of ids as one array, with their mask: padded on the right where the model takes a mask.
  *
  * @param {Tokens} rows
- * @param {Contract} contract
+ * @param {NonNullable<Contract["source"]>} source
  */
-function padSources(rows, { calls, source }) {
-  if (!source?.dtype.startsWith("int")) {
-    throw new RangeError("the source is numbers with their shape");
-  }
-  const masked = [calls.encode, calls.prefill].some((call) => call?.inputs.some(({ rule }) => rule === "encoder-mask"));
+function padSources(rows, { dtype, masked }) {
+  check(dtype.startsWith("int"), "the source is numbers with their shape");
   const longest = Math.max(0, ...rows.map((row) => row.length));
-  if (rows.length === 0 || rows.some((row) => row.length === 0 || (row.length < longest && !masked))) {
-    throw new RangeError("the source: give rows of the same length, at least 1");
-  }
-  if (!rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0)) {
-    throw new RangeError("the ids of the source are whole numbers, 0 or more");
-  }
+  check(
+    rows.length > 0 && rows.every((row) => row.length > 0 && (row.length === longest || masked)),
+    "the source: give rows of the same length, at least 1",
+  );
+  check(
+    rows.flat().every((id) => Number.isSafeInteger(id) && id >= 0),
+    "the ids of the source are whole numbers, 0 or more",
+  );
   const columns = [...Array(longest).keys()];
   const data = rows.flatMap((row) => columns.map((column) => row[column] ?? 0));
   const padding = rows.map((row) => columns.map((column) => Number(column < row.length)));
@@ -451,17 +428,15 @@ function padSources(rows, { calls, source }) {
  */
 function sameLength(rows, name) {
   const columns = rows[0]?.length ?? 0;
-  if (columns === 0 || rows.some((row) => row.length !== columns)) {
-    throw new RangeError(`${name}: give rows of the same length, at least 1`);
-  }
+  check(
+    columns > 0 && rows.every((row) => row.length === columns),
+    `${name}: give rows of the same length, at least 1`,
+  );
   return [rows.length, columns];
 }
 
 /** Arrays, one after the other. @param {Float32Array[]} parts */
 function joined(parts) {
-  if (parts.length === 1) {
-    return parts[0];
-  }
   const all = new Float32Array(parts.reduce((size, part) => size + part.length, 0));
   parts.reduce((end, part) => (all.set(part, end), end + part.length), 0);
   return all;

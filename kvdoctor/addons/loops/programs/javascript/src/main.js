@@ -5,6 +5,7 @@ import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 import * as ort from "onnxruntime-node";
+import { check } from "./check.js";
 import { Decoder } from "./decoder.js";
 import { floatsOf, playRuns } from "./runs.js";
 
@@ -43,35 +44,33 @@ async function main() {
   }
   /** @param {string} name */
   const required = (name) => {
-    if (given[name] === undefined) {
-      throw new Error(`--${name} is missing\n\n${USAGE}`);
-    }
+    check(given[name] !== undefined, `--${name} is missing\n\n${USAGE}`);
     return given[name];
   };
-  /** @param {string} name @param {number} least */
-  const number = (name, least) => {
-    const value = Number(given[name]);
-    if (given[name] !== undefined && !(given[name].trim() !== "" && Number.isFinite(value) && value >= least)) {
-      throw new Error(`--${name} takes a number, ${least} or more, not ${given[name]}`);
-    }
-    return given[name] === undefined ? undefined : value;
+  /** @param {string} name @param {number} least @param {number} [otherwise] */
+  const number = (name, least, otherwise) => {
+    const text = given[name] ?? String(otherwise);
+    const value = Number(text);
+    check(
+      text.trim() !== "" && Number.isFinite(value) && value >= least,
+      `--${name} takes a number, ${least} or more, not ${text}`,
+    );
+    return value;
   };
   const model = required("model");
   const contract = JSON.parse(readFileSync(given["contract"] ?? join(HERE, "contract.json"), "utf8"));
   const session = {
     executionProviders: [provider(given["provider"] ?? "cpu")],
-    intraOpNumThreads: number("threads", 0) ?? 0,
+    intraOpNumThreads: number("threads", 0, 0),
   };
-  const capacity = number("capacity", 1);
+  const capacity = number("capacity", 1, 512);
   /** @param {OpenOptions["trace"]} [trace] */
   const open = (trace) => Decoder.open(ort, model, contract, { capacity, session, trace });
 
   if (given["record"] !== undefined) {
     const [runs, record] = [given["runs"] ?? join(HERE, "vectors.json"), given["record"]];
     const vectors = JSON.parse(readFileSync(runs, "utf8"));
-    if (existsSync(record) && realpathSync(record) === realpathSync(runs)) {
-      throw new Error("--record is the file of --runs itself");
-    }
+    check(!existsSync(record) || realpathSync(record) !== realpathSync(runs), "--record is the file of --runs itself");
     writeFileSync(record, "");
     const good = await playRuns(vectors, {
       open,
@@ -85,14 +84,14 @@ async function main() {
 
   const prompts = required("prompt").map(readIds);
   const decoding = {
-    most: number("most", 1),
+    most: number("most", 1, 20),
     stop: given["stop"] === undefined ? undefined : readIds(given["stop"]),
-    temperature: number("temperature", 0),
-    topK: number("top-k", 1) ?? 50,
-    topP: number("top-p", 0),
-    minP: number("min-p", 0),
-    repetitionPenalty: number("repetition-penalty", 0),
-    seed: number("seed", 0),
+    temperature: number("temperature", 0, 0),
+    topK: number("top-k", 1, 50),
+    topP: number("top-p", 0, 1),
+    minP: number("min-p", 0, 0),
+    repetitionPenalty: number("repetition-penalty", 0, 1),
+    seed: number("seed", 0, 0),
   };
   const decoder = await open();
   if (contract.source !== null) {
@@ -110,18 +109,17 @@ function readIds(text) {
   const parts = text.split(",").filter(Boolean);
   const numbers = parts.map(Number);
   // Number takes 5.0, 0x5 and 1e1 as well, which are no ids.
-  if (!parts.every((part) => /^\s*-?\d+\s*$/.test(part)) || !numbers.every(Number.isSafeInteger)) {
-    throw new Error(`not integers with commas: ${text}`);
-  }
+  check(
+    parts.every((part) => /^\s*-?\d+\s*$/.test(part)) && numbers.every(Number.isSafeInteger),
+    `not integers with commas: ${text}`,
+  );
   return numbers;
 }
 
 /** An execution provider of this runtime. @param {string} name */
 function provider(name) {
   const known = ort.listSupportedBackends().map((backend) => backend.name);
-  if (!known.includes(name)) {
-    throw new Error(`there is no provider ${name}; onnxruntime-node has ${known.join(", ")}`);
-  }
+  check(known.includes(name), `there is no provider ${name}; onnxruntime-node has ${known.join(", ")}`);
   return name;
 }
 

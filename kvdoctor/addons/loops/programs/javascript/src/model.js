@@ -1,15 +1,14 @@
 // The sessions of a model, and its calls by the contract.
 
-import { checkContract, checkSession } from "./contract.js";
-import { makeInput } from "./inputs.js";
-import { sample, tensor, typeName, useBits } from "./tensors.js";
+import { check } from "./check.js";
+import { makeInput, sample, typeName, useBits } from "./tensors.js";
 
 /** @import { InferenceSession } from "onnxruntime-common" */
+/** @import { Cache } from "./cache.js" */
 /** @import { Runtime, Tensor } from "./tensors.js" */
-/** @import { Call, Contract, Moment, OpenOptions, TracedTensor, Values } from "./types.js" */
+/** @import { Call, Contract, ModelFile, Moment, OpenOptions, TracedTensor, Values } from "./types.js" */
 
-/** The source in the cache of a decoder: no name of a model has a NUL. */
-export const SOURCE = "\0source";
+const SCHEMA = "kvdoctor/loop/3";
 
 /** A model that is open: decoders share it. */
 export class Model {
@@ -18,9 +17,8 @@ export class Model {
   /** @param {Runtime} ort @param {Contract} contract @param {OpenOptions} options */
   constructor(ort, contract, options) {
     const { capacity = 512 } = options;
-    if (!Number.isInteger(capacity) || capacity < 1) {
-      throw new RangeError(`the capacity is a whole number above 0; got ${capacity}`);
-    }
+    check(contract?.schema === SCHEMA, `the contract has schema ${contract?.schema}; this program reads ${SCHEMA}`);
+    check(Number.isInteger(capacity) && capacity >= 1, `the capacity is a whole number above 0; got ${capacity}`);
     this.ort = ort;
     this.contract = contract;
     this.options = options;
@@ -40,7 +38,7 @@ export class Model {
    * @param {OpenOptions} options
    */
   static async open(ort, folder, contract, options) {
-    const model = new Model(ort, checkContract(contract), options);
+    const model = new Model(ort, /** @type {Contract} */ (contract), options);
     /** @param {string} name */
     const path = (name) => `${folder.replace(/\/+$/, "")}/${name}`;
     try {
@@ -51,7 +49,7 @@ export class Model {
         const more = given ? { externalData } : {};
         const session = await ort.InferenceSession.create(path(file.file), { ...options.session, ...more });
         model.#sessions.set(file.file, session);
-        checkSession(file, session);
+        compare(file, session);
       }
     } catch (error) {
       await model.close();
@@ -70,36 +68,25 @@ export class Model {
    *
    * @param {Call} call
    * @param {Moment} moment
-   * @param {ReadonlyMap<string, Tensor>} cache
-   * @returns {Promise<Values>}
+   * @param {Cache} cache
    */
-  async run(call, moment, cache) {
-    const { embed } = this.contract.calls;
-    const embeds = embed !== null && call.inputs.some(({ rule }) => rule === "embeddings");
-    const embedded = embeds ? await this.run(embed, moment, cache) : {};
-    /** @type {Record<string, any>} a value that is missing is an error of the runtime, with its name */
-    const feeds = Object.fromEntries(call.pasts.map((name) => [name, cache.get(name)]));
-    for (const input of call.inputs) {
-      const { name, rule, made, dtype } = input;
-      if (rule === "embeddings") {
-        feeds[name] = embedded[made ?? ""];
-      } else if (rule === "encoder-input" || rule === "encoder-states") {
-        feeds[name] = cache.get(made ?? SOURCE);
-      } else {
-        feeds[name] = tensor(this.ort, typeName(dtype), ...makeInput(input, moment));
-      }
+  async run({ file, values, made, outputs, sizes }, moment, cache) {
+    for (const [name, { value, axis }] of Object.entries(sizes)) {
+      moment.sizes[name] = cache.get(value)?.dims[axis] ?? 0;
     }
+    const feeds = Object.fromEntries([
+      ...Object.entries(values).map(([name, value]) => [name, cache.get(value)]),
+      ...made.map((input) => [input.name, makeInput(this.ort, input, moment)]),
+    ]);
     useBits(feeds);
-    const session = /** @type {InferenceSession} */ (this.#sessions.get(call.file));
+    const session = /** @type {InferenceSession} */ (this.#sessions.get(file));
     try {
-      const outputs = await session.run(feeds, call.outputs);
-      await this.#note(call.file, feeds, outputs, null);
-      return outputs;
+      const got = await session.run(feeds, outputs);
+      await this.#note(file, feeds, got, null);
+      return got;
     } catch (error) {
-      await this.#note(call.file, feeds, {}, String(error));
+      await this.#note(file, feeds, {}, String(error));
       throw error;
-    } finally {
-      Object.values(embedded).forEach((value) => value.dispose());
     }
   }
 
@@ -120,5 +107,37 @@ export class Model {
       described[name] = { dtype: value.type, shape: value.dims, ...part };
     }
     return described;
+  }
+}
+
+/**
+ * Refuse a model that differs from the one of the contract: in a name, an element type or a fixed size.
+ *
+ * @param {ModelFile} file
+ * @param {InferenceSession} session
+ */
+function compare({ file, inputs, outputs }, { inputNames, inputMetadata, outputNames }) {
+  const of = `contract.json is of another model: ${file}`;
+  const expected = Object.keys(inputs);
+  for (const name of expected) {
+    check(inputNames.includes(name), `${of} has no ${name}`);
+  }
+  for (const name of outputs) {
+    check(outputNames.includes(name), `${of} has no ${name}`);
+  }
+  for (const name of inputNames) {
+    check(expected.includes(name), `${of} has the input ${name} as well`);
+  }
+  for (const found of inputMetadata) {
+    if (found.isTensor) {
+      const { name, shape, type } = found;
+      const { dtype, dims } = inputs[name];
+      const agree = dims.every((dim, axis) => {
+        const size = shape[axis]; // the name of an axis in both, or -1 for any size
+        return typeof dim === "string" || typeof size === "string" || size < 0 || dim === size;
+      });
+      const fits = type === typeName(dtype) && shape.length === dims.length && agree;
+      check(fits, `${of} declares ${name} as ${type}[${shape}], not as ${typeName(dtype)}[${dims}]`);
+    }
   }
 }

@@ -1,6 +1,7 @@
 // The page that plays the runs of vectors.json in a browser. In its address: ?provider=wasm, webgpu or webnn,
 // &model=URL of the model's folder, &post=URL for the trace; &outputs=gpu-buffer leaves the cache on a WebGPU device.
 
+import { check } from "./check.js";
 import { Decoder } from "./decoder.js";
 import { playRuns } from "./runs.js";
 import { ARRAYS } from "./tensors.js";
@@ -113,9 +114,7 @@ function report(name, outcome, good) {
  */
 async function fetched(file, options) {
   const response = await fetch(file, options);
-  if (!response.ok) {
-    throw new Error(`${file}: ${response.status} ${response.statusText}`);
-  }
+  check(response.ok, `${file}: ${response.status} ${response.statusText}`);
   return response;
 }
 
@@ -124,12 +123,11 @@ async function main() {
   const asked = new URLSearchParams(location.search);
   const [provider, outputs] = [asked.get("provider") ?? "wasm", asked.get("outputs") ?? "cpu"];
   const [model, post] = [asked.get("model") ?? "model", asked.get("post")];
-  if (!PROVIDERS.includes(provider)) {
-    throw new Error(`there is no provider ${provider}; a browser has ${PROVIDERS.join(", ")}`);
-  }
-  if (outputs !== "cpu" && (outputs !== "gpu-buffer" || provider !== "webgpu")) {
-    throw new Error(`outputs are cpu, with webgpu also gpu-buffer; not ${outputs}`);
-  }
+  check(PROVIDERS.includes(provider), `there is no provider ${provider}; a browser has ${PROVIDERS.join(", ")}`);
+  check(
+    outputs === "cpu" || (outputs === "gpu-buffer" && provider === "webgpu"),
+    `outputs are cpu, with webgpu also gpu-buffer; not ${outputs}`,
+  );
   /** @type {Runtime} */
   const ort = await import(RUNTIME.href).catch((error) => {
     throw new Error(`${error.message}; install it: npm install onnxruntime-web@1.30.0`);
@@ -155,9 +153,7 @@ async function main() {
   });
   if (provider in WORK) {
     element("provider").textContent = `${device}, ${counted.pieces} kernels; nodes without one ran as WebAssembly`;
-    if (good && counted.pieces === 0) {
-      throw new Error(`nothing ran on ${provider}: all nodes were computed as WebAssembly`);
-    }
+    check(!good || counted.pieces > 0, `nothing ran on ${provider}: all nodes were computed as WebAssembly`);
   }
   const trace = new Blob(lines, { type: "application/jsonl" });
   element("trace").setAttribute("href", URL.createObjectURL(trace));

@@ -1,5 +1,6 @@
 // The runs of vectors.json, played and recorded. Without Node, so that a browser has them too.
 
+import { check } from "./check.js";
 import { likeliest } from "./decoder.js";
 import { product } from "./tensors.js";
 
@@ -23,9 +24,10 @@ import { product } from "./tensors.js";
  * @param {Host} host
  */
 export async function playRuns(vectors, host) {
-  if (vectors?.schema !== "kvdoctor/loop-vectors/1" || vectors.runs.length === 0) {
-    throw new Error("the file of runs has another schema than kvdoctor/loop-vectors/1, or no run");
-  }
+  check(
+    vectors?.schema === "kvdoctor/loop-vectors/1" && vectors.runs.length > 0,
+    "the file of runs has another schema than kvdoctor/loop-vectors/1, or no run",
+  );
   host.write(JSON.stringify(vectors)); // what is due, so that a run that is missing is seen
   let name = "";
   let good = true;
@@ -78,9 +80,7 @@ async function play(decoder, { prompts, follow, source, self_test: test }, host)
     }
     const got = (await decoder.step(order.map((row) => follow[row].slice(-1)))).map(likeliest);
     const expected = order.map((row) => made[row].at(-1));
-    if (String(got) !== String(expected)) {
-      throw new Error(`${test}: ${got} in place of ${expected}`);
-    }
+    check(String(got) === String(expected), `${test}: ${got} in place of ${expected}`);
   }
   return made;
 }
@@ -93,9 +93,7 @@ async function play(decoder, { prompts, follow, source, self_test: test }, host)
  * @returns {Source}
  */
 export function floatsOf(bytes, shape) {
-  if (bytes.length !== product(shape) * 4) {
-    throw new Error(`the source has ${bytes.length} bytes, which is not float32[${shape}]`);
-  }
+  check(bytes.length === product(shape) * 4, `the source has ${bytes.length} bytes, which is not float32[${shape}]`);
   return { data: new Float32Array(Uint8Array.from(bytes).buffer), shape }; // a copy begins where a float may
 }
 

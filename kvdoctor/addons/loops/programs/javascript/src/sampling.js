@@ -1,5 +1,7 @@
 // How a token is chosen from its logits.
 
+import { check } from "./check.js";
+
 /** @import { Choose, Logits, Sampling } from "./types.js" */
 
 /** The index of the largest value. @param {Logits} logits */
@@ -22,11 +24,10 @@ export function likeliest(logits) {
  */
 export function sampler(how) {
   const { temperature = 0, topK = Infinity, topP = 1, minP = 0, repetitionPenalty: penalty = 1, seed = 0 } = how;
-  if (!(temperature >= 0 && topK >= 1 && topP > 0 && minP >= 0 && minP <= 1 && penalty > 0)) {
-    throw new RangeError(
-      "temperature is 0 or more, topK 1 or more, topP above 0, minP 0 to 1, repetitionPenalty above 0",
-    );
-  }
+  check(
+    temperature >= 0 && topK >= 1 && topP > 0 && minP >= 0 && minP <= 1 && penalty > 0,
+    "temperature is 0 or more, topK 1 or more, topP above 0, minP 0 to 1, repetitionPenalty above 0",
+  );
   const random = randomNumbers(seed);
   return (logits, tokens) => {
     const scores = logits.slice();

@@ -1,5 +1,6 @@
-// Arrays of tensors: their element types, and the parts of them that a loop moves.
+// Tensors: their element types, those that are made for a call, and the parts that a loop moves.
 
+/** @import { Dim, Made, Moment, Terms } from "./types.js" */
 /** @typedef {import("onnxruntime-common").Tensor} Tensor */
 /** @typedef {typeof import("onnxruntime-common")} Runtime onnxruntime-node, or onnxruntime-web. */
 /** @typedef {import("onnxruntime-common").Tensor.DataType} Data */
@@ -34,67 +35,96 @@ export const element = (dtype, value) =>
 /** The number of elements of a shape. @param {readonly number[]} shape */
 export const product = (shape) => shape.reduce((elements, size) => elements * size, 1);
 
+/** A shape; an axis that nothing counts has size 1. @param {readonly Dim[]} dims @param {Moment["sizes"]} sizes */
+export const shapeOf = (dims, sizes) => dims.map((dim) => (typeof dim === "number" ? dim : (sizes[dim] ?? 1)));
+
 /**
- * A tensor of the runtime.
+ * A tensor of the runtime; of zeros without data.
  *
  * @param {Runtime} ort
- * @param {string} type - as the runtime spells it
- * @param {any} data
+ * @param {string} dtype - as the contract spells it
  * @param {readonly number[]} shape
+ * @param {any} [data]
  * @returns {Tensor}
  */
-export function tensor(ort, type, data, shape) {
-  return new ort.Tensor(/** @type {"float32"} */ (type), data, shape);
+export function tensor(ort, dtype, shape, data = new ARRAYS[dtype](product(shape))) {
+  return new ort.Tensor(/** @type {"float32"} */ (typeName(dtype)), data, shape);
 }
 
 /**
- * A tensor of pieces of others, one after the other along an axis: bytes are copied, whatever their type.
+ * The value of an input that is made for a call.
+ *
+ * @param {Runtime} ort
+ * @param {Made} made
+ * @param {Moment} moment
+ */
+export function makeInput(ort, { dtype, dims, batch_axis: axis, ...made }, { sizes, rows, padding }) {
+  const shape = shapeOf(dims, sizes);
+  const data = new ARRAYS[dtype](product(shape));
+  const last = shape.length - 1;
+  const columns = last < 0 || axis === last ? 1 : shape[last];
+  const each = axis === null ? 0 : product(shape.slice(axis + 1, last));
+  const copied = made.copy === null ? undefined : rows[made.copy];
+  for (let row = 0; row * columns < data.length; row++) {
+    const sequence = axis === null ? 0 : Math.floor(row / each) % shape[axis];
+    const padded = (axis !== null && padding[sequence]) || 0;
+    const of = { ...sizes, columns, query: row % (shape[last - 1] ?? 1), sequence, padding: padded };
+    const [begin, end] = [made.begin, made.end].map((terms) => Math.min(Math.max(sum(terms, of), 0), columns));
+    const [first, inside] = [row * columns, sum(made.inside, of)];
+    data.fill(element(dtype, made.outside), first, first + columns);
+    data.fill(element(dtype, inside), first + begin, first + end);
+    for (let column = begin; made.step !== 0 && column < end; column++) {
+      data[first + column] = element(dtype, inside + made.step * column);
+    }
+    if (copied !== undefined && copied[sequence].length <= columns) {
+      copied[sequence].forEach((value, column) => (data[first + column] = element(dtype, value)));
+    }
+  }
+  return tensor(ort, dtype, shape, data);
+}
+
+/** @param {Terms} terms @param {Readonly<Record<string, number>>} sizes */
+const sum = (terms, sizes) => Object.entries(terms).reduce((sum, [name, factor]) => sum + sizes[name] * factor, 0);
+
+/**
+ * A tensor of pieces of others, one after the other along an axis.
  *
  * @param {Runtime} ort
  * @param {number} axis
  * @param {readonly (readonly [value: Tensor, from: number, to: number])[]} pieces
  */
 export async function join(ort, axis, pieces) {
-  const [{ type, dims }] = pieces[0];
-  const parts = [];
-  for (const [value, from, to] of pieces) {
-    // One after the other: a tensor may be in several pieces, and is taken off a device only once.
-    const data = /** @type {Uint8Array} */ (await value.getData());
-    parts.push({ data, bytes: bytesOf(data), from, to, size: value.dims[axis] });
+  for (const [value] of pieces) {
+    await value.getData(); // off a device, if it is there; in turn, as one tensor may be in several pieces
   }
-  const size = parts.reduce((sum, { from, to }) => sum + to - from, 0);
+  const [{ type, dims, data }] = pieces[0];
+  const size = pieces.reduce((sum, [, from, to]) => sum + to - from, 0);
   const shape = dims.map((dim, at) => (at === axis ? size : dim));
-  const Elements = /** @type {Uint8ArrayConstructor} */ (parts[0].data.constructor);
-  const joined = new Elements(product(shape));
-  const bytes = bytesOf(joined);
-  const width = Elements.BYTES_PER_ELEMENT * product(dims.slice(axis + 1));
-  let end = 0;
-  for (let block = 0; block < product(dims.slice(0, axis)); block++) {
-    for (const part of parts) {
-      const start = block * part.size;
-      const piece = part.bytes.subarray((start + part.from) * width, (start + part.to) * width);
-      bytes.set(piece, end);
-      end += piece.length;
-    }
-  }
-  return tensor(ort, type, joined, shape);
+  const Elements = /** @type {Uint8ArrayConstructor} */ (data.constructor);
+  /** @type {Tensor} */
+  const joined = new ort.Tensor(/** @type {"uint8"} */ (type), new Elements(product(shape)), shape);
+  pieces.reduce((at, [value, from, to]) => (copy(axis, joined, at, value, from, to), at + to - from), 0);
+  return joined;
 }
 
 /**
- * Write a tensor into another one, from a place of an axis on; both are in the memory of JavaScript.
+ * Copy entries of a tensor along an axis into another one, from a place on: their bytes, whatever their type. Both are
+ * in the memory of JavaScript.
  *
- * @param {Tensor} into
- * @param {Tensor} value
  * @param {number} axis
+ * @param {Tensor} target
+ * @param {number} at
+ * @param {Tensor} value
  * @param {number} from
+ * @param {number} to
  */
-export function write(into, value, axis, from) {
-  const [target, bytes] = [into, value].map(({ data }) => bytesOf(/** @type {Uint8Array} */ (data)));
-  const blocks = product(into.dims.slice(0, axis));
-  const [stride, size] = [target.length / blocks, bytes.length / blocks];
-  const start = (stride / into.dims[axis]) * from;
+export function copy(axis, target, at, value, from, to) {
+  const [into, bytes] = [target, value].map(({ data }) => bytesOf(/** @type {Uint8Array} */ (data)));
+  const blocks = product(target.dims.slice(0, axis));
+  const width = into.length / blocks / target.dims[axis];
   for (let block = 0; block < blocks; block++) {
-    target.set(bytes.subarray(block * size, (block + 1) * size), block * stride + start);
+    const start = block * value.dims[axis];
+    into.set(bytes.subarray((start + from) * width, (start + to) * width), (block * target.dims[axis] + at) * width);
   }
 }
 
@@ -163,8 +193,7 @@ export function useBits(values) {
 /** The number of the bits of a float16. @param {number} bits */
 function fromHalf(bits) {
   const sign = bits & 0x8000 ? -1 : 1;
-  const exponent = (bits >> 10) & 0x1f;
-  const fraction = (bits & 0x3ff) / 1024;
+  const [exponent, fraction] = [(bits >> 10) & 0x1f, (bits & 0x3ff) / 1024];
   if (exponent === 0x1f) {
     return fraction ? NaN : sign * Infinity;
   }

@@ -5,49 +5,40 @@ import type { InferenceSession, Tensor } from "onnxruntime-common";
 /** A size, or the name of the axis that has it. */
 export type Dim = number | string;
 
-/** One input of a call that is not the cache. */
-export interface Input {
+/** A sum: each named number times its factor. */
+export type Terms = Readonly<Record<string, number>>;
+
+/** An input that is made for a call, row by row; README.md has what its parts mean. */
+export interface Made {
   name: string;
   dtype: string;
   dims: readonly Dim[];
-  rule: string;
-  count: string;
-  value: number;
-  shown: number;
-  hidden: number;
-  from_right: boolean;
-  rows_from: string | null;
   batch_axis: number | null;
-  made: string | null;
+  copy: "tokens" | "mask" | null;
+  begin: Terms;
+  end: Terms;
+  inside: Terms;
+  outside: number;
+  step: number;
 }
 
-/** One kind of call. */
+/** An output that becomes a value. */
+export interface Take {
+  output: string;
+  value: string;
+  carry: string;
+  axis: number | null;
+}
+
+/** One call of a file. `values` names what is fed to an input; `sizes` are those that only values have. */
 export interface Call {
   file: string;
-  inputs: readonly Input[];
-  pasts: readonly string[];
+  values: Readonly<Record<string, string>>;
+  made: readonly Made[];
   outputs: readonly string[];
   logits: string | null;
-  fills: readonly Fill[];
-  encoder: { place: string; name: string | null; axis: number } | null;
-}
-
-/** An output of a call that goes into a slot of the cache. */
-export interface Fill {
-  slot: number;
-  output: string;
-  carry: string;
-}
-
-/** One tensor of the cache. */
-export interface Slot {
-  past: string;
-  dtype: string;
-  batch_axis: number | null;
-  length_axis: number | null;
-  rewinds: string;
-  heads: number;
-  zeros: readonly Dim[] | null;
+  takes: readonly Take[];
+  sizes: Readonly<Record<string, { value: string; axis: number }>>;
 }
 
 /** What a session of a file must have. */
@@ -63,10 +54,18 @@ export interface Contract {
   schema: string;
   model: string;
   files: readonly ModelFile[];
-  calls: { encode: Call | null; embed: Call | null; prefill: Call; decode: Call };
-  slots: readonly Slot[];
-  source: Input | null;
-  source_axis: number | null;
+  calls: Readonly<Record<"encode" | "prefill" | "decode", readonly Call[]>>;
+  zeros: readonly { value: string; dtype: string; dims: readonly Dim[] }[];
+  cut: readonly { value: string; axis: number }[];
+  rows: readonly { value: string; axis: number; each: number }[];
+  heads: number;
+  source: {
+    dtype: string;
+    dims: readonly Dim[];
+    batch_axis: number | null;
+    length_axis: number;
+    masked: boolean;
+  } | null;
   vocabulary: number | null;
   context_limit: number | null;
   one_token: boolean;
@@ -90,15 +89,11 @@ export interface Contract {
 /** Token ids, a list for each sequence of the batch. */
 export type Tokens = readonly (readonly number[])[];
 
-/** The sizes of axes, by their names. */
-export type Sizes = Readonly<Record<string, number>>;
-
-/** What a call is made for; `mask` is the caller's, of the source, and `padding` that of each sequence, on the left. */
+/** What a call is made for: the rows that its inputs copy, and the padding on the left of each sequence. */
 export interface Moment {
-  sizes: Sizes;
-  tokens: Tokens;
+  sizes: Record<string, number>;
+  rows: { tokens: Tokens; mask?: Tokens };
   padding: readonly number[];
-  mask?: Tokens;
 }
 
 /** Tensors by their names. */

@@ -1,85 +1,74 @@
-"""The cache of one batch of sequences: its first values, the next ones, and those after a rewind or a reorder.
+"""The values that go from call to call, of one batch of sequences.
 
 A tensor that the runtime returned is passed on as it is. What the program puts together itself is copied once, and a
 buffer is written in place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from .contract import Fill, Slot
+from .contract import Axis, Take, Zeros
 from .values import Array, as_value, numpy_type, shape_of
-
-CARRIES = ("feed-back", "append", "write", "shift", "drop-oldest")
-"""What becomes of an output and the value before it."""
-
-Values = dict[str | None, ort.OrtValue]
-"""Tensors by their names. The source of an encoder has none."""
 
 
 class Cache:
-    """The values of the slots by the names of their inputs, `values`."""
+    """Values by the names that the contract has for them."""
 
-    def __init__(self, slots: Sequence[Slot], sizes: Mapping[str, int]) -> None:
-        """Zeros where the first call takes them."""
-        self._slots = slots
+    def __init__(self, values: Mapping[str, ort.OrtValue] | None = None) -> None:
+        self.values = dict(values or {})
         self._arrays: dict[str, Array] = {}
         """The memory of the values that the program puts together."""
-        self.values: Values = {}
-        for slot in slots:
-            if slot.zeros is not None:
-                shape = shape_of(slot.zeros, {**sizes, "batch_heads": sizes["batch"] * slot.heads})
-                self._hold(slot, np.zeros(shape, numpy_type(slot.dtype)))
 
-    def take(self, fills: Sequence[Fill], outputs: Values, length: int) -> None:
+    def fill(self, zeros: Iterable[Zeros], sizes: Mapping[str, int]) -> None:
+        """Take zeros, before the first call."""
+        for one in zeros:
+            self.hold(one.value, np.zeros(shape_of(one.dims, sizes), numpy_type(one.dtype)))
+
+    def take(self, takes: Sequence[Take], outputs: Mapping[str, ort.OrtValue], length: int) -> None:
         """Take over what a call returned; `length` tokens were there before it."""
-        for fill in fills:
-            slot = self._slots[fill.slot]
-            if fill.carry == "feed-back":
-                self.values[slot.past] = outputs[fill.output]
-                self._arrays.pop(slot.past, None)
+        for one in takes:
+            if one.carry == "feed-back" or one.axis is None:
+                self.values[one.value] = outputs[one.output]
+                self._arrays.pop(one.value, None)
             else:
-                self._join(slot, fill.carry, outputs[fill.output].numpy(), length)
+                self._join(one, one.axis, outputs[one.output].numpy(), length)
 
-    def cut(self, length: int) -> None:
+    def cut(self, axes: Iterable[Axis], length: int) -> None:
         """Go back to an earlier length."""
-        for slot in self._slots:
-            if slot.rewinds == "cut":
-                self._hold(slot, self._array(slot)[_at(slot, slice(length))])
+        for one in axes:
+            self.hold(one.value, self._array(one.value)[_at(one.axis, slice(length))])
 
-    def reorder(self, rows: Sequence[int]) -> None:
+    def reorder(self, axes: Iterable[Axis], rows: Sequence[int]) -> None:
         """Hold some of the sequences, in that order."""
-        for slot in self._slots:
-            if slot.batch_axis is not None:
-                entries = [row * slot.heads + head for row in rows for head in range(slot.heads)]
-                self._hold(slot, self._array(slot).take(entries, slot.batch_axis))
+        for one in axes:
+            entries = [row * one.each + entry for row in rows for entry in range(one.each)]
+            self.hold(one.value, self._array(one.value).take(entries, one.axis))
 
-    def _join(self, slot: Slot, carry: str, entries: Array, length: int) -> None:
-        """Make the next value of the one before and what was returned."""
-        axis = slot.length_axis or 0
-        count = entries.shape[axis]
-        if carry == "write":
-            self._array(slot)[_at(slot, slice(length, length + count))] = entries
-        elif carry == "append":
-            self._hold(slot, np.concatenate([self._array(slot), entries], axis))
-        elif carry == "shift":
-            self._hold(slot, np.concatenate([self._array(slot)[_at(slot, slice(count, None))], entries], axis))
-        else:  # drop-oldest
-            self._hold(slot, entries[_at(slot, slice(1, None))])
-
-    def _array(self, slot: Slot) -> Array:
-        made = self._arrays.get(slot.past)
-        return np.asarray(self.values[slot.past].numpy()) if made is None else made
-
-    def _hold(self, slot: Slot, array: Array) -> None:
+    def hold(self, name: str, array: Array) -> None:
+        """Hold the elements of an array as the value of a name."""
         array = np.ascontiguousarray(array) if array.ndim else array
-        self.values[slot.past] = as_value(array)
-        self._arrays[slot.past] = array
+        self.values[name] = as_value(array)
+        self._arrays[name] = array
+
+    def _join(self, one: Take, axis: int, entries: Array, length: int) -> None:
+        """Make the next value of the one before and what was returned."""
+        count = entries.shape[axis]
+        if one.carry == "write":
+            self._array(one.value)[_at(axis, slice(length, length + count))] = entries
+        elif one.carry == "drop-oldest":
+            self.hold(one.value, entries[_at(axis, slice(1, None))])
+        else:
+            before = self._array(one.value)[_at(axis, slice(count if one.carry == "shift" else 0, None))]
+            self.hold(one.value, np.concatenate([before, entries], axis))
+
+    def _array(self, name: str) -> Array:
+        made = self._arrays.get(name)
+        return np.asarray(self.values[name].numpy()) if made is None else made
 
 
-def _at(slot: Slot, part: slice) -> tuple[Any, ...]:
-    """The index of a part of the entries."""
-    return (*[slice(None)] * (slot.length_axis or 0), part)
+def _at(axis: int, part: slice) -> tuple[Any, ...]:
+    """The index of a part of an axis."""
+    return (*[slice(None)] * axis, part)

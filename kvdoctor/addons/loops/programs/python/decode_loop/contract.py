@@ -9,83 +9,87 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import onnxruntime as ort
 
-SCHEMA = "kvdoctor/loop/2"
+SCHEMA = "kvdoctor/loop/3"
 Dims = tuple[int | str, ...]
 """Sizes of a tensor: numbers, or the names of what an axis counts."""
+Terms = Mapping[str, float]
+"""A sum: each named number times its factor."""
 
 
 class ContractError(ValueError):
-    """The contract is of another schema or model, or asks for what this program does not do."""
+    """The contract is of another schema or model."""
 
 
 @dataclass(frozen=True)
-class Input:
-    """An input of a call that is no part of the cache, with the rule by which its value is made.
+class Made:
+    """An input that is made for a call, row by row along its last axis.
 
-    A mask has `shown` in the columns that are seen, else `hidden`; they count from the end where `from_right`. A mask
-    with `rows_from` has a row for each new token. `made` is the output of another call that the value is.
+    A row has `inside` from the column `begin` to before `end`, plus `step` for each column, and `outside` elsewhere.
+    What `copy` names is written over it: "tokens" or "mask". `batch_axis` is that of the sequences.
     """
 
     name: str
     dtype: str
     dims: Dims
-    rule: str
-    count: str
-    value: float
-    shown: float
-    hidden: float
-    from_right: bool
-    rows_from: str | None
     batch_axis: int | None
-    made: str | None
+    copy: str | None
+    begin: Terms
+    end: Terms
+    inside: Terms
+    outside: float
+    step: int
 
 
 @dataclass(frozen=True)
-class Fill:
-    """An output that goes into the cache, into the slot of this number: as it is, or joined with what is there."""
+class Take:
+    """An output that becomes a value: by `carry`, with what is there along the axis."""
 
-    slot: int
     output: str
+    value: str
     carry: str
+    axis: int | None
 
 
 @dataclass(frozen=True)
-class EncoderSize:
-    """The axis of a tensor that counts encoder states: of the cache, or of what the encoder read or made."""
+class Axis:
+    """An axis of a value. A sequence has `each` entries of it."""
 
-    place: str
-    name: str | None
+    value: str
     axis: int
+    each: int = 1
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """The value before the first call."""
+
+    value: str
+    dtype: str
+    dims: Dims
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A kind of call: the file, its inputs, those of the cache (`pasts`), and the outputs that are used."""
+    """A call of a file. `values` names what is fed to an input; `sizes` are those that only values have."""
 
     file: str
-    inputs: tuple[Input, ...]
-    pasts: tuple[str, ...]
+    values: Mapping[str, str]
+    made: tuple[Made, ...]
     outputs: tuple[str, ...]
     logits: str | None
-    fills: tuple[Fill, ...]
-    encoder: EncoderSize | None
+    takes: tuple[Take, ...]
+    sizes: Mapping[str, Axis]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor of the cache, fed to the input `past`; `zeros` is the shape of its first value where none is made.
+class Source:
+    """What the caller gives before the prompts. `masked`: with a mask, where it is padded on the right."""
 
-    `rewinds` says how it goes back: "cut", "stays" or "impossible". A sequence has `heads` entries of the batch axis.
-    """
-
-    past: str
     dtype: str
-    zeros: Dims | None
-    carry: str
+    dims: Dims
     batch_axis: int | None
-    length_axis: int | None
-    rewinds: str
-    heads: int
+    length_axis: int
+    masked: bool
 
 
 @dataclass(frozen=True)
@@ -111,17 +115,19 @@ class File:
 
 @dataclass(frozen=True)
 class Contract:
-    """All that the program knows of a model. The names are those of `contract.json`, which docs/loops.md describes."""
+    """All that the program knows of a model, by the names of `contract.json`, which docs/loops.md describes.
+
+    `calls` are those of each phase (encode, prefill, decode) in order. A rewind cuts `cut`, a reorder changes `rows`.
+    """
 
     model: str
     files: tuple[File, ...]
-    encode: Call | None
-    embed: Call | None
-    prefill: Call
-    decode: Call
-    slots: tuple[Slot, ...]
-    source: Input | None
-    source_axis: int | None
+    calls: Mapping[str, tuple[Call, ...]]
+    zeros: tuple[Zeros, ...]
+    cut: tuple[Axis, ...]
+    rows: tuple[Axis, ...]
+    heads: int
+    source: Source | None
     vocabulary: int | None
     context_limit: int | None
     one_token: bool
@@ -145,7 +151,7 @@ def read_contract(path: str | Path) -> Contract:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if (schema := document.get("schema")) != SCHEMA:
             raise ContractError(f"{path} has schema {schema!r}; this program reads {SCHEMA!r}")
-        contract: Contract = _read(Contract, document | document["calls"])
+        contract: Contract = _read(Contract, document)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ContractError(f"{path} is no contract: {type(error).__name__} {error}") from None
     return contract
@@ -155,12 +161,14 @@ def _read(kind: Any, value: Any) -> Any:
     """A value of JSON in the type of a field; members that a class does not have are left out."""
     hints = get_type_hints(kind) if is_dataclass(kind) else None
     if hints is not None:
-        return kind(**{one.name: _read(hints[one.name], value[one.name]) for one in fields(kind)})
+        return kind(**{one.name: _read(hints[one.name], value[one.name]) for one in fields(kind) if one.name in value})
     parts = get_args(kind)
     if NoneType in parts:
         return None if value is None else _read(parts[0], value)
     if get_origin(kind) in (tuple, frozenset):
         return get_origin(kind)(_read(parts[0], one) for one in value)
+    if get_origin(kind) is Mapping:
+        return {name: _read(parts[1], one) for name, one in value.items()}
     return value
 
 

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from .cache import CARRIES, Cache, Values
-from .contract import Call, Contract, ContractError, File, compare, read_contract
+from .cache import Cache
+from .contract import Contract, File, compare, read_contract
 from .sampling import Choose, constrain, likeliest
-from .values import GIVEN, Array, Step, Value, as_float32, as_value, numpy_type
+from .values import Array, Step, Value, as_float32, numpy_type
 
 Tokens = Sequence[Sequence[int]]
 """Token ids, a list for each sequence of the batch."""
 Trace = Callable[[Mapping[str, Any]], None]
 """Takes a call: its `file`, the tensors `fed` and `got` by name, and the `error` or None."""
+
+
+Feeds = dict[str, ort.OrtValue]
+"""Tensors by the names of inputs or outputs."""
 
 
 class Decoder:
@@ -50,12 +54,12 @@ class Decoder:
             capacity: Room for tokens in a cache whose length the caller chooses.
 
         Raises:
-            ContractError: the contract is of another schema or model, or asks for what this program does not do.
+            ContractError: the contract is of another schema or model.
             FileNotFoundError: a file is missing.
         """
         self.contract = contract if isinstance(contract, Contract) else read_contract(contract)
-        calls = (self.contract.encode, self.contract.embed, self.contract.prefill, self.contract.decode)
-        self._values = {id(call): _make_values(call) for call in calls if call}
+        calls = [call for phase in self.contract.calls.values() for call in phase]
+        self._made = {id(call): {one.name: Value(one) for one in call.made} for call in calls}
         self._sessions = {
             file.file: _open(Path(folder), file, providers, options or ort.SessionOptions())
             for file in self.contract.files
@@ -68,18 +72,16 @@ class Decoder:
 
     def reset(self) -> None:
         """Begin anew: no sequences, and nothing encoded."""
-        self._given: Values = {}
-        """The source, without a name, and what the encoder made of it."""
-        self._mask: Array | None = None
-        self._source: tuple[int, int] | None = None
-        """Its sequences, 0 where it has no axis of them, and its length."""
-        self._moved = False
-        self._clear(())
+        self._encoded = Cache()
+        """What every prefill begins with: the source, and what the encoder made of it."""
+        self._source_mask: Array | None = None
+        self._clear()
 
-    def _clear(self, padding: Sequence[int]) -> None:
+    def _clear(self, padding: Sequence[int] = ()) -> None:
         self.length = 0
         self._padding = tuple(padding)
-        self._cache: Cache | None = None
+        self._mask = self._source_mask
+        self._cache = Cache(self._encoded.values)
         self._logits: ort.OrtValue | None = None
 
     def encode(self, source: Array, mask: Array | None = None) -> None:
@@ -104,15 +106,16 @@ class Decoder:
         if given.dtype.kind in "iu" and given.min() < 0:  # a Gather counts it from the end
             raise ValueError("the ids of the source are 0 or more")
         self.reset()
-        batch = 0 if due.batch_axis is None else given.shape[due.batch_axis]
-        shape = (batch, given.shape[self.contract.source_axis or 0])
+        batch = 1 if due.batch_axis is None else given.shape[due.batch_axis]
+        shape = (batch, given.shape[due.length_axis])
         if mask is not None and np.shape(mask) != shape:
             raise ValueError(f"the mask has shape {list(shape)}; got {list(np.shape(mask))}")
-        self._mask = None if mask is None else np.asarray(mask)
-        self._given, self._source = {None: as_value(given)}, shape
-        if self.contract.encode is not None:
-            step = Step(given, {"batch": batch or 1, "encoder_input": shape[1]}, (), self._mask)
-            self._given |= self._call(self.contract.encode, step)
+        if mask is not None and not due.masked:
+            raise ValueError("this model takes no mask of its source")
+        self._mask = self._source_mask = None if mask is None else np.asarray(mask)
+        self._encoded.hold("source", given)
+        self._run("encode", self._encoded, np.empty((batch, 0), np.int64))
+        self._clear()
 
     def prefill(self, prompts: Tokens) -> Array:
         """Begin sequences with their prompts; the last logits of each, float32[batch, vocabulary].
@@ -122,20 +125,23 @@ class Decoder:
         Raises:
             ValueError: the prompts do not fit the model or each other, or there is no source yet.
         """
-        if self.contract.source is not None and (self._source is None or self._moved):
-            raise ValueError("encode() first, and again after reorder()")
         tokens, padding = self._pad(prompts)
-        if self._source and self._source[0] not in (0, len(tokens)):
-            raise ValueError(f"there are {self._source[0]} sources: give a prompt for each; got {len(tokens)}")
+        if (source := self.contract.source) is not None:
+            if "source" not in self._encoded.values:
+                raise ValueError("encode() first")
+            sources = self._encoded.values["source"].shape()[source.batch_axis or 0]
+            if source.batch_axis is not None and sources != len(tokens):
+                raise ValueError(f"there are {sources} sources: give a prompt for each; got {len(tokens)}")
         if self.contract.batch not in (None, len(tokens)):
             raise ValueError(f"this model takes a batch of {self.contract.batch}; got {len(tokens)} prompts")
         self._refuse_length(tokens.shape[1])
         self._clear(padding)
+        self._cache.fill(self.contract.zeros, self._sizes(tokens))
         parts = np.split(tokens, tokens.shape[1], axis=1) if self.contract.one_token else [tokens]
         try:
             return [self._advance(np.ascontiguousarray(part)) for part in parts][-1]
         except BaseException:
-            self._clear(())
+            self._clear()
             raise
 
     def step(self, tokens: Tokens) -> Array:
@@ -174,8 +180,8 @@ class Decoder:
         if not self.contract.rewinds or not 0 <= count < shortest:
             reason = f"the shortest sequence has {shortest}" if self.contract.rewinds else "this cache cannot go back"
             raise ValueError(f"cannot forget {count} tokens: {reason}")
-        if self._cache is not None and count:
-            self._cache.cut(self.length - count)
+        if count:
+            self._cache.cut(self.contract.cut, self.length - count)
         self.length -= count
 
     def reorder(self, rows: Sequence[int]) -> None:
@@ -186,15 +192,12 @@ class Decoder:
         """
         if not self.contract.reorders:
             raise ValueError("the sequences of this model cannot change places")
-        if self._cache is None or not rows or not all(0 <= row < len(self._padding) for row in rows):
+        if not self.length or not rows or not all(0 <= row < len(self._padding) for row in rows):
             raise ValueError(f"rows {list(rows)} of {len(self._padding)} sequences cannot be taken")
-        self._cache.reorder(rows)
+        self._cache.reorder(self.contract.rows, rows)
         self._padding = tuple(self._padding[row] for row in rows)
-        states = {one.made for one in self.contract.decode.inputs if one.rule == "encoder-states"}
-        self._given |= {name: as_value(self._given[name].numpy()[list(rows)]) for name in states}
         if self._mask is not None:
             self._mask = self._mask[list(rows)]
-        self._moved = True
 
     def stream(
         self,
@@ -253,45 +256,45 @@ class Decoder:
         return made
 
     def _advance(self, tokens: Array) -> Array:
-        """Run one call on new tokens, int64[batch, new], and take over what it returns of the cache."""
-        batch, new = tokens.shape
-        past, total = self.length, self.length + new
-        sizes = {"batch": batch, "new": new, "past": past, "total": total, "last": total - 1, "last-new": new - 1}
-        sizes |= {"constant": 0, "capacity": self._capacity, "encoder_input": self._source[1] if self._source else 0}
-        call = self.contract.decode if past else self.contract.prefill
-        cache = self._cache or Cache(self.contract.slots, sizes)
-        if self._cache is None and self.contract.encode is not None:
-            cache.take(self.contract.encode.fills, self._given, 0)
-        step = Step(tokens, sizes, self._padding if any(self._padding) else (), self._mask)
-        outputs = self._call(call, step, cache.values)
-        cache.take(call.fills, outputs, past)
-        self._cache, self.length, self._logits = cache, total, outputs[call.logits]
+        """Run the calls on new tokens, int64[batch, new], and take over what they return of the cache."""
+        self._logits = self._run("decode" if self.length else "prefill", self._cache, tokens)
+        self.length += tokens.shape[1]
         return self.logits[:, -1]
 
-    def _call(self, call: Call, step: Step, cache: Values | None = None) -> Values:
-        if call.encoder is not None:
-            values = cache if cache is not None and call.encoder.place == "cache" else self._given
-            step.sizes["encoder"] = values[call.encoder.name].shape()[call.encoder.axis]
-        given = self._given
-        if self.contract.embed is not None and any(one.rule == "embeddings" for one in call.inputs):
-            given = {**given, **self._call(self.contract.embed, step)}
-        feeds = {past: cache[past] for past in call.pasts} if cache is not None else {}
-        for one, value in zip(call.inputs, self._values[id(call)], strict=True):
-            feeds[one.name] = given[one.made] if value is None else value.make(step)
-        return self._run(call, feeds)
+    def _sizes(self, tokens: Array) -> dict[str, int]:
+        """What axes and terms count in a call."""
+        batch, new = tokens.shape
+        sizes = {"one": 1, "batch": batch, "new": new, "past": self.length, "total": self.length + new}
+        return sizes | {"batch_heads": batch * self.contract.heads, "capacity": self._capacity}
 
-    def _run(self, call: Call, feeds: dict[str, ort.OrtValue]) -> Values:
-        outputs: Values = {}
+    def _run(self, phase: str, cache: Cache, tokens: Array) -> ort.OrtValue | None:
+        """Run the calls of a phase; returns the logits of the last one, where it has some."""
+        padding = self._padding if any(self._padding) else ()
+        step = Step({"tokens": tokens}, self._sizes(tokens), padding)
+        if self._mask is not None:
+            step.rows["mask"] = self._mask
+        logits = None
+        for call in self.contract.calls[phase]:
+            for name, of in call.sizes.items():
+                step.sizes[name] = cache.values[of.value].shape()[of.axis]
+            feeds = {name: cache.values[value] for name, value in call.values.items()}
+            feeds |= {name: value.make(step) for name, value in self._made[id(call)].items()}
+            outputs = self._run_session(call.file, feeds, call.outputs)
+            cache.take(call.takes, outputs, self.length)
+            logits = outputs.get(call.logits or "")
+        return logits
+
+    def _run_session(self, file: str, feeds: Feeds, names: Sequence[str]) -> Feeds:
+        outputs: Feeds = {}
         error = None
         try:
-            values = self._sessions[call.file].run_with_ort_values(call.outputs, feeds)
-            outputs = dict(zip(call.outputs, values, strict=True))
+            outputs = dict(zip(names, self._sessions[file].run_with_ort_values(names, feeds), strict=True))
         except Exception as raised:
             error = str(raised)
             raise
         finally:
             if self.trace is not None:
-                self.trace({"file": call.file, "fed": feeds, "got": outputs, "error": error})
+                self.trace({"file": file, "fed": feeds, "got": outputs, "error": error})
         return outputs
 
     def _refuse_length(self, total: int) -> None:
@@ -328,14 +331,6 @@ class Decoder:
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
             raise ValueError("token ids are whole numbers, a list for each sequence")
         return ids.astype(np.int64, copy=False)
-
-
-def _make_values(call: Call) -> list[Value | None]:
-    """What makes each input; None for those that a graph or the caller made."""
-    for fill in call.fills:
-        if fill.carry not in CARRIES:
-            raise ContractError(f"{fill.output!r} is carried by {fill.carry!r}, which this program does not know")
-    return [None if one.rule in GIVEN else Value(one) for one in call.inputs]
 
 
 def _open(folder: Path, file: File, providers: Sequence[str], options: ort.SessionOptions) -> ort.InferenceSession:

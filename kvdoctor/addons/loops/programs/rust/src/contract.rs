@@ -1,4 +1,4 @@
-//! `contract.json`: what each call is fed, and what becomes of its outputs.
+//! `contract.json`: what each call is fed, and what becomes of its outputs. Made by kvdoctor, it needs no check of its own.
 
 use std::{collections::HashMap, fs, path::Path, str::FromStr};
 
@@ -14,8 +14,13 @@ pub struct Contract {
     pub model: String,
     pub(crate) files: Vec<File>,
     pub(crate) calls: Calls,
-    pub(crate) slots: Vec<Slot>,
-    pub(crate) source: Option<Input>,
+    /// The values before the first call.
+    pub(crate) zeros: Vec<Zeros>,
+    /// What a rewind cuts, and what a reorder changes.
+    pub(crate) cut: Vec<Axis>,
+    pub(crate) rows: Vec<Axis>,
+    pub(crate) heads: usize,
+    pub(crate) source: Option<Source>,
     /// Token ids are smaller than this.
     pub vocabulary: Option<i64>,
     /// The most tokens of a sequence.
@@ -37,8 +42,8 @@ pub struct Contract {
 
 #[derive(Clone, Debug, Deserialize)]
 enum Schema {
-    #[serde(rename = "kvdoctor/loop/2")]
-    Second,
+    #[serde(rename = "kvdoctor/loop/3")]
+    Third,
 }
 
 /// Where a text ends, and what is left out of it: at first the ids of the model's configs.
@@ -76,80 +81,105 @@ pub(crate) struct Port {
     pub dims: Vec<Dim>,
 }
 
+/// The calls of each phase, in order.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Calls {
-    pub encode: Option<Call>,
-    pub embed: Option<Call>,
-    pub prefill: Call,
-    pub decode: Call,
-}
-
-impl Calls {
-    pub fn iter(&self) -> impl Iterator<Item = &Call> {
-        self.encode.iter().chain(&self.embed).chain([&self.prefill, &self.decode])
-    }
-
-    /// Whether any call has an input of a rule.
-    pub fn follow(&self, rule: Rule) -> bool {
-        self.iter().flat_map(|call| &call.inputs).any(|input| input.rule == rule)
-    }
+    pub encode: Vec<Call>,
+    pub prefill: Vec<Call>,
+    pub decode: Vec<Call>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Call {
     pub file: String,
-    pub inputs: Vec<Input>,
-    pub pasts: Vec<String>,
+    /// The names of the values that inputs are fed.
+    pub values: HashMap<String, String>,
+    pub made: Vec<Made>,
     pub outputs: Vec<String>,
     pub logits: Option<String>,
-    pub fills: Vec<Fill>,
-    pub encoder: Option<EncoderSize>,
+    pub takes: Vec<Take>,
+    /// The sizes that only values have.
+    pub sizes: HashMap<String, Axis>,
 }
 
-/// An output that goes into a slot of the cache.
-#[derive(Clone, Debug, Deserialize)]
-pub(crate) struct Fill {
-    pub slot: usize,
-    pub output: String,
-    pub carry: Carry,
-}
+/// A sum: each named number times its factor.
+pub(crate) type Terms = HashMap<String, f64>;
 
-/// The axis that counts encoder states, of a value of the encoder or of the cache; without a name of the source.
+/// An input that is made for a call, row by row along its last axis. A row has `inside` from the column `begin` to before
+/// `end`, and `step` more for each column, else `outside`; what `copy` names is written over it.
 #[derive(Clone, Debug, Deserialize)]
-pub(crate) struct EncoderSize {
-    pub name: Option<String>,
-    pub axis: usize,
-}
-
-/// One input that is not the cache.
-#[derive(Clone, Debug, Deserialize)]
-pub(crate) struct Input {
+pub(crate) struct Made {
     pub name: String,
     #[serde(with = "Dtype")]
     pub dtype: TensorElementType,
     pub dims: Vec<Dim>,
-    pub rule: Rule,
-    pub count: Axis,
-    pub value: f64,
-    pub shown: f64,
-    pub hidden: f64,
-    pub from_right: bool,
-    pub rows_from: Option<Axis>,
     pub batch_axis: Option<usize>,
-    pub made: Option<String>,
+    pub copy: Option<Copied>,
+    pub begin: Terms,
+    pub end: Terms,
+    pub inside: Terms,
+    pub outside: f64,
+    pub step: f64,
 }
 
-/// One tensor of the cache.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Copied {
+    Tokens,
+    /// Of the source.
+    Mask,
+}
+
+/// An output of a call that becomes a value.
 #[derive(Clone, Debug, Deserialize)]
-pub(crate) struct Slot {
-    pub past: String,
+pub(crate) struct Take {
+    pub output: String,
+    pub value: String,
+    pub carry: Carry,
+    pub axis: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Carry {
+    /// It is the next value.
+    FeedBack,
+    /// Its rows follow those that are there.
+    Append,
+    /// Its rows are written after those of the tokens before.
+    Write,
+    /// Its rows come in on one side, and the oldest leave on the other.
+    Shift,
+    /// It is the next value without its oldest row.
+    DropOldest,
+}
+
+/// An axis of a value; a sequence has `each` rows of it.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Axis {
+    pub value: String,
+    pub axis: usize,
+    #[serde(default)]
+    pub each: usize,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Zeros {
+    pub value: String,
     #[serde(with = "Dtype")]
     pub dtype: TensorElementType,
+    pub dims: Vec<Dim>,
+}
+
+/// What the caller gives before the prompts; it may have a mask where it is `masked`.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Source {
+    #[serde(with = "Dtype")]
+    pub dtype: TensorElementType,
+    pub dims: Vec<Dim>,
     pub batch_axis: Option<usize>,
-    pub length_axis: Option<usize>,
-    pub rewinds: String,
-    pub heads: usize,
-    pub zeros: Option<Vec<Dim>>,
+    pub length_axis: usize,
+    pub masked: bool,
 }
 
 /// The element types of the contract, by its names.
@@ -169,43 +199,12 @@ enum Dtype {
     Bool,
 }
 
-/// Enums whose variants are names in the contract; `Other` is a name that this program does not know.
-macro_rules! names {
-    ($($(#[$about:meta])* $name:ident { $($(#[$attribute:meta])* $variant:ident),* })*) => {
-        $($(#[$about])*
-        #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-        #[serde(rename_all = "kebab-case")]
-        pub(crate) enum $name {
-            $($(#[$attribute])* $variant,)*
-            #[serde(other)]
-            Other,
-        })*
-    };
-}
-
-names! {
-    /// What an axis or a number counts; another axis has size 1.
-    Axis {
-        Batch, #[serde(alias = "batch_heads")] BatchHeads, New, Past, Total, Capacity, Encoder,
-        #[serde(alias = "encoder_input")] EncoderInput, Last, LastNew, Constant
-    }
-    /// Where the value of an input comes from.
-    Rule {
-        Tokens, TokenAndPosition, Embeddings, Positions, Rows, Number, EncoderInput, EncoderMask, EncoderStates,
-        #[serde(alias = "attention-mask", alias = "padding-mask", alias = "window-mask", alias = "causal-mask")] Mask
-    }
-    /// What becomes of an output of the cache. FeedBack: it is the next value. Hold: the first value stays. Append: its
-    /// rows follow those that are there. Write: its rows are written after those of the tokens before. Shift: its rows
-    /// come in on one side, and the oldest leave on the other. DropOldest: it is the next value without its oldest row.
-    Carry { FeedBack, Hold, Append, Write, Shift, DropOldest }
-}
-
 /// A number, or what an axis counts.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Dim {
     Size(usize),
-    Axis(Axis),
+    Axis(String),
 }
 
 impl Contract {
@@ -219,7 +218,7 @@ impl Contract {
 
     /// Whether the source is ids; `None` where the model has none.
     pub fn source_is_ids(&self) -> Option<bool> {
-        let is_ids = |source: &Input| matches!(source.dtype, TensorElementType::Int64 | TensorElementType::Int32);
+        let is_ids = |source: &Source| matches!(source.dtype, TensorElementType::Int64 | TensorElementType::Int32);
         self.source.as_ref().map(is_ids)
     }
 }
@@ -227,17 +226,7 @@ impl Contract {
 impl FromStr for Contract {
     type Err = Error;
 
-    /// Reads a contract; what it asks for and this program does not know is an error, with the name of the tensor.
     fn from_str(text: &str) -> Result<Self> {
-        let contract: Self = serde_json::from_str(text).map_err(|error| Error::Contract(error.to_string()))?;
-        let unknown = |input: &&Input| input.rule == Rule::Other || input.count == Axis::Other;
-        let inputs = contract.calls.iter().flat_map(|call| &call.inputs).filter(unknown).map(|input| &input.name);
-        let fills = contract.calls.iter().flat_map(|call| &call.fills);
-        let unknown = |fill: &&Fill| fill.carry == Carry::Other || fill.slot >= contract.slots.len();
-        let fills = fills.filter(unknown).map(|fill| &fill.output);
-        if let Some(name) = inputs.chain(fills).next() {
-            return Err(Error::Contract(format!("{name:?} has a rule that this program does not know")));
-        }
-        Ok(contract)
+        serde_json::from_str(text).map_err(|error| Error::Contract(error.to_string()))
     }
 }

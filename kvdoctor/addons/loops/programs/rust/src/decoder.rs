@@ -6,13 +6,12 @@ use std::sync::Arc;
 
 use ort::environment::Environment;
 use ort::ep::ExecutionProviderDispatch;
-use ort::value::DynTensor;
 
-use crate::contract::{Axis, Carry, Contract, Dim, Rule};
-use crate::graphs::{Graphs, Tensors};
-use crate::inputs::State;
-use crate::tensors::{join, size, tensor, write, zeros};
-use crate::{Error, Logits, Result, Trace, refuse};
+use crate::contract::{Contract, Dim};
+use crate::graphs::Graphs;
+use crate::state::State;
+use crate::tensors::{size, tensor};
+use crate::{Logits, Result, Trace, refuse};
 
 /// How a model is opened.
 #[derive(Clone)]
@@ -39,8 +38,6 @@ pub struct Decoder {
     contract: Arc<Contract>,
     graphs: Graphs,
     state: State,
-    /// The number of sequences that the source is for, where it has an axis for them.
-    sources: Option<usize>,
 }
 
 impl Decoder {
@@ -55,7 +52,7 @@ impl Decoder {
         let graphs = Graphs::open(environment, folder.as_ref(), &contract, &settings)?;
         let capacity = if contract.capacity_is_chosen { Some(settings.capacity) } else { contract.context_limit };
         let state = State { capacity, ..State::default() };
-        Ok(Self { contract: Arc::new(contract), graphs, state, sources: None })
+        Ok(Self { contract: Arc::new(contract), graphs, state })
     }
 
     pub fn contract(&self) -> &Contract {
@@ -117,34 +114,20 @@ impl Decoder {
         if shape.len() != source.dims.len() || shape.contains(&0) || shape.iter().zip(&source.dims).any(fixed) {
             return refuse(format!("the source cannot have shape {shape:?}: it is {:?}", source.dims));
         }
-        let axis = |axis: Axis| source.dims.iter().position(|dim| *dim == Dim::Axis(axis));
-        let length = shape[axis(Axis::EncoderInput).or(axis(Axis::Encoder)).unwrap_or(shape.len() - 1)];
-        if mask.is_some() && !contract.calls.follow(Rule::EncoderMask) {
+        let rows = source.batch_axis.map_or(1, |axis| shape[axis]);
+        let length = shape[source.length_axis];
+        if mask.is_some() && !source.masked {
             return refuse("this model takes no mask of the source: the sources must have the same length");
         }
-        let rows = shape[source.batch_axis.unwrap_or(0)];
         if mask.as_ref().is_some_and(|mask| mask.len() != rows || mask.iter().any(|row| row.len() != length)) {
             return refuse(format!("the mask of this source has {rows} rows of {length}"));
         }
-        let value = tensor(source.dtype, shape, &values)?;
-        let mut state = State {
-            capacity: self.state.capacity,
-            encoded: Tensors::from([(source.name.clone(), value)]),
-            rows: (0..rows).collect(),
-            source_length: length,
-            source_mask: mask,
-            ..State::default()
-        };
-        if let Some(call) = &contract.calls.encode {
-            let nothing = Tensors::new();
-            state.encoded = self.graphs.run(call, state.feeds(call, &[], &nothing)?)?;
-            for fill in &call.fills {
-                if let Some(value) = state.encoded.remove(&fill.output) {
-                    state.encoded.insert(contract.slots[fill.slot].past.clone(), value);
-                }
-            }
-        }
-        (self.state, self.sources) = (state, source.batch_axis.map(|axis| shape[axis]));
+        let mut state = State { capacity: self.state.capacity, ..State::default() };
+        state.encoded.insert("source".into(), tensor(source.dtype, shape, &values)?);
+        (state.mask, state.source_mask) = (mask.clone(), mask);
+        state.run(&mut self.graphs, &contract, &contract.calls.encode, &vec![Vec::new(); rows])?;
+        state.encoded.extend(state.cache.drain());
+        self.state = state;
         Ok(())
     }
 
@@ -164,34 +147,27 @@ impl Decoder {
         if !self.contract.pads && padding.iter().any(|padded| *padded > 0) {
             return refuse("this model takes no padding: the prompts must have the same length");
         }
-        for (wanted, what) in [(self.contract.batch, "the graph takes"), (self.sources, "the source is for")] {
+        let source = self.contract.source.as_ref().and_then(|source| source.batch_axis);
+        let sources = source.zip(self.state.encoded.get("source")).map(|(axis, value)| size(value, axis));
+        for (wanted, what) in [(self.contract.batch, "the graph takes"), (sources, "the source is for")] {
             if let Some(wanted) = wanted.filter(|wanted| *wanted != batch) {
                 return refuse(format!("{batch} prompts, but {what} {wanted}"));
             }
         }
         self.check_tokens(prompts, longest)?;
         let padded = prompts.iter().zip(&padding);
-        let ids: Vec<i64> = padded.flat_map(|(row, padded)| [&vec![0; *padded], row.as_ref()].concat()).collect();
-        let state = &mut self.state;
-        (state.length, state.rows, state.padding) = (0, (0..batch).collect(), padding);
-        state.cache.clear(); // releases the values before others are made
-        for slot in &self.contract.slots {
-            if let Some(dims) = &slot.zeros {
-                let value = zeros(slot.dtype, &state.sizes(0, 0, slot.heads).shape(dims))?;
-                state.cache.insert(slot.past.clone(), value);
-            }
-        }
-        let calls = if self.contract.one_token { longest } else { 1 };
+        let rows: Vec<_> = padded.map(|(row, padded)| [&vec![0; *padded], row.as_ref()].concat()).collect();
+        self.state.begin(&self.contract, padding)?;
+        let calls: Vec<Vec<Vec<i64>>> = if self.contract.one_token {
+            (0..longest).map(|at| rows.iter().map(|row| vec![row[at]]).collect()).collect()
+        } else {
+            vec![rows]
+        };
         let mut logits = refuse("there are no tokens");
-        for first in 0..calls {
-            let new: Vec<i64> = match calls {
-                1 => ids.clone(),
-                _ => ids.iter().skip(first).step_by(longest).copied().collect(),
-            };
-            logits = self.advance(&new);
+        for tokens in calls {
+            logits = self.advance(&tokens);
             if logits.is_err() {
-                self.state.length = 0;
-                self.state.cache.clear();
+                self.state.clear();
                 break;
             }
         }
@@ -201,7 +177,7 @@ impl Decoder {
     /// Continues each sequence with new tokens, the same number of each; returns their logits.
     pub fn step(&mut self, tokens: &[impl AsRef<[i64]>]) -> Result<Logits> {
         self.check_begun()?;
-        let (batch, count) = (self.state.rows.len(), tokens.first().map_or(0, |row| row.as_ref().len()));
+        let (batch, count) = (self.state.padding.len(), tokens.first().map_or(0, |row| row.as_ref().len()));
         if tokens.len() != batch || tokens.iter().any(|row| row.as_ref().len() != count) || count == 0 {
             return refuse(format!("a step takes new tokens of {batch} sequences, the same number of each"));
         }
@@ -209,8 +185,7 @@ impl Decoder {
             return refuse("a step of this model takes one token of each sequence");
         }
         self.check_tokens(tokens, self.state.length + count)?;
-        let ids: Vec<i64> = tokens.iter().flat_map(AsRef::as_ref).copied().collect();
-        self.advance(&ids)
+        self.advance(&tokens.iter().map(|row| row.as_ref().to_vec()).collect::<Vec<_>>())
     }
 
     fn check_begun(&self) -> Result<()> {
@@ -235,33 +210,13 @@ impl Decoder {
         }
     }
 
-    /// Runs one call on new tokens, and keeps what it returns of the cache.
-    fn advance(&mut self, ids: &[i64]) -> Result<Logits> {
-        let contract = Arc::clone(&self.contract);
-        let (state, nothing) = (&mut self.state, Tensors::new());
-        let call = if state.length == 0 { &contract.calls.prefill } else { &contract.calls.decode };
-        let embed = contract.calls.embed.as_ref();
-        let embed = embed.filter(|_| call.inputs.iter().any(|input| input.rule == Rule::Embeddings));
-        let embedded = match embed {
-            Some(embed) => self.graphs.run(embed, state.feeds(embed, ids, &nothing)?)?,
-            None => Tensors::new(),
-        };
-        let mut made = self.graphs.run(call, state.feeds(call, ids, &embedded)?)?;
-        let logits = call.logits.as_ref().and_then(|name| made.remove(name));
-        let logits = logits.ok_or_else(|| Error::Contract(format!("{} returns no logits", call.file)))?;
-        let logits = Logits::new(logits, state.rows.len())?;
-        let mut next = Vec::with_capacity(call.fills.len());
-        for fill in &call.fills {
-            let slot = &contract.slots[fill.slot];
-            if let Some(present) = made.remove(&fill.output) {
-                let past = state.cache.get_mut(&slot.past);
-                let value = next_value(fill.carry, slot.length_axis.zip(past), present, state.length)?;
-                next.extend(value.map(|value| (slot.past.clone(), value)));
-            }
-        }
-        state.cache.extend(next); // releases the values before
-        state.length += ids.len() / state.rows.len();
-        Ok(logits)
+    /// Runs the calls on new tokens.
+    fn advance(&mut self, tokens: &[Vec<i64>]) -> Result<Logits> {
+        let calls = &self.contract.calls;
+        let calls = if self.state.length == 0 { &calls.prefill } else { &calls.decode };
+        let logits = self.state.run(&mut self.graphs, &self.contract, calls, tokens)?;
+        self.state.length += tokens[0].len();
+        logits.map_or_else(|| refuse("the last call returns no logits"), Ok)
     }
 
     /// Forgets the last tokens of every sequence. At least one must stay.
@@ -273,16 +228,7 @@ impl Decoder {
         if count >= shortest {
             return refuse(format!("cannot forget {count} of {shortest} tokens"));
         }
-        let length = self.state.length - count;
-        let mut cut = Tensors::new();
-        for slot in self.contract.slots.iter().filter(|slot| slot.rewinds == "cut") {
-            if let (Some(value), Some(axis)) = (self.state.value(&slot.past), slot.length_axis) {
-                cut.insert(slot.past.clone(), join(axis, &[(value, 0..length)])?);
-            }
-        }
-        self.state.cache.extend(cut);
-        self.state.length = length;
-        Ok(())
+        self.state.cut(&self.contract.cut, self.state.length - count)
     }
 
     /// Makes row i of the batch a copy of what row `order[i]` was, as a beam search needs it.
@@ -291,45 +237,10 @@ impl Decoder {
         if !self.contract.reorders {
             return refuse("the sequences of this model cannot be reordered");
         }
-        let (contract, state) = (&self.contract, &mut self.state);
-        if order.is_empty() || order.iter().any(|row| *row >= state.rows.len()) {
-            return refuse(format!("{order:?} are not rows of {}", state.rows.len()));
+        let rows = self.state.padding.len();
+        if order.is_empty() || order.iter().any(|row| *row >= rows) {
+            return refuse(format!("{order:?} are not rows of {rows}"));
         }
-        let mut chosen = Tensors::new();
-        let encoded = state.encoded.iter().filter(|(name, _)| !state.cache.contains_key(*name));
-        for (name, value) in encoded.chain(&state.cache) {
-            let slot = contract.slots.iter().find(|slot| slot.past == *name);
-            let source = contract.source.as_ref().filter(|source| source.name == *name);
-            let axis = slot.map_or(source.map_or(Some(0), |source| source.batch_axis), |slot| slot.batch_axis);
-            let heads = slot.map_or(1, |slot| slot.heads);
-            if let Some(axis) = axis {
-                let pieces = order.iter().map(|row| (value, row * heads..(row + 1) * heads));
-                chosen.insert(name.clone(), join(axis, &pieces.collect::<Vec<_>>())?);
-            }
-        }
-        state.cache.extend(chosen);
-        state.rows = order.iter().map(|row| state.rows[*row]).collect();
-        state.padding = order.iter().map(|row| state.padding[*row]).collect();
-        Ok(())
-    }
-}
-
-/// The next value of a slot: the output itself, or what is made of it; `None` where it is written into the past.
-fn next_value(
-    carry: Carry,
-    past: Option<(usize, &mut DynTensor)>,
-    present: DynTensor,
-    length: usize,
-) -> Result<Option<DynTensor>> {
-    let Some((axis, past)) = past else {
-        return Ok(Some(present));
-    };
-    let (held, count) = (size(past, axis), size(&present, axis));
-    match carry {
-        Carry::Append => join(axis, &[(past, 0..held), (&present, 0..count)]).map(Some),
-        Carry::Shift => join(axis, &[(past, count.min(held)..held), (&present, 0..count)]).map(Some),
-        Carry::DropOldest => join(axis, &[(&present, 1..count)]).map(Some),
-        Carry::Write => write(past, axis, length, &present).map(|()| None),
-        _ => Ok(Some(present)),
+        self.state.reorder(&self.contract.rows, order)
     }
 }

@@ -21,8 +21,8 @@ mod contract;
 mod decoder;
 mod generate;
 mod graphs;
-mod inputs;
 mod sampling;
+mod state;
 mod tensors;
 
 pub use contract::{Contract, Generation};

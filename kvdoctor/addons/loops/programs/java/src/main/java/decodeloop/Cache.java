@@ -2,123 +2,130 @@ package decodeloop;
 
 import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtException;
-import decodeloop.Contract.Fill;
-import decodeloop.Contract.Slot;
+import decodeloop.Contract.Axis;
+import decodeloop.Contract.Take;
+import decodeloop.Contract.Zeros;
 import decodeloop.Tensors.Part;
+import java.util.ArrayList;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
-import java.util.Set;
+import java.util.Objects;
+import java.util.function.Function;
+import java.util.stream.IntStream;
 
-/** The tensors that go from call to call. One is closed as soon as the next one is there. */
+/** The values that go from call to call. One is closed as soon as the next one is there. */
 final class Cache {
-  static final Set<String> CARRIES = Set.of("feed-back", "append", "shift", "drop-oldest", "write");
+  private final Map<String, OnnxTensor> values = new HashMap<>();
+  private final Cache encoded;
 
-  private final List<Slot> slots;
-  private final Map<String, OnnxTensor> tensors = new HashMap<>();
-  private Map<String, OnnxTensor> lent = Map.of();
-
-  Cache(List<Slot> slots) {
-    this.slots = slots;
+  /** A cache over what was encoded, which is there until it is replaced, or null. */
+  Cache(Cache encoded) {
+    this.encoded = encoded;
   }
 
-  OnnxTensor get(String past) {
-    return tensors.get(past);
+  OnnxTensor get(String name) {
+    OnnxTensor value = values.get(name);
+    return value == null && encoded != null ? encoded.get(name) : value;
   }
 
-  /**
-   * Makes what the first call is fed: what the encoder made of a slot, else zeros.
-   *
-   * @param encoded what the encoder made; the next sequences begin with the same tensors
-   */
-  void begin(Map<String, Long> sizes, List<Fill> fills, Map<String, OnnxTensor> encoded)
-      throws OrtException {
-    lent = encoded;
-    for (Slot slot : slots) {
-      if (slot.zeros() != null) {
-        Map<String, Long> first = new HashMap<>(sizes);
-        first.put("batch_heads", sizes.get("batch") * slot.heads());
-        long[] shape = Inputs.resolve(slot.zeros(), first);
-        replace(slot.past(), Tensors.fill(slot.dtype(), shape, null));
-      }
-    }
-    fills.forEach(one -> replace(slots.get(one.slot()).past(), encoded.get(one.output())));
-  }
-
-  /**
-   * Takes what a call returned. Nothing is replaced until all of it is there.
-   *
-   * @param outputs those that are taken are removed
-   * @param length tokens before the call
-   */
-  void take(List<Fill> fills, Map<String, OnnxTensor> outputs, int length) throws OrtException {
-    Map<String, OnnxTensor> next = new HashMap<>();
-    try {
-      for (Fill one : fills) {
-        Slot slot = slots.get(one.slot());
-        if (one.carry().equals("feed-back")) {
-          next.put(slot.past(), outputs.remove(one.output()));
-        } else if (one.carry().equals("write")) {
-          // After the tokens that are there, where nothing is read before the call has succeeded.
-          OnnxTensor past = tensors.get(slot.past());
-          Tensors.overwrite(past, outputs.get(one.output()), slot.lengthAxis(), length);
-        } else {
-          next.put(slot.past(), joined(slot, one.carry(), outputs.get(one.output())));
-        }
-      }
-      next.forEach(this::replace);
-      next.clear();
-    } finally {
-      next.values().forEach(OnnxTensor::close);
-    }
-  }
-
-  private OnnxTensor joined(Slot slot, String carry, OnnxTensor value) throws OrtException {
-    int axis = slot.lengthAxis();
-    Part rows = Part.of(value, axis);
-    if (carry.equals("drop-oldest")) {
-      return Tensors.join(value, axis, List.of(rows.range(1, rows.count())));
-    }
-    OnnxTensor before = tensors.get(slot.past());
-    Part past = slot.zeros() == null ? Part.of(before, axis) : Part.ofMade(before, axis);
-    int leaving = carry.equals("shift") ? Math.min(rows.count(), past.count()) : 0;
-    return Tensors.join(value, axis, List.of(past.range(leaving, past.count()), rows));
-  }
-
-  /** Cuts what grows to a length. */
-  void cut(int length) throws OrtException {
-    for (Slot slot : slots) {
-      if (slot.rewinds().equals("cut")) {
-        OnnxTensor value = tensors.get(slot.past());
-        int axis = slot.lengthAxis();
-        List<Part> part = List.of(Part.of(value, axis).range(0, length));
-        replace(slot.past(), Tensors.join(value, axis, part));
-      }
-    }
-  }
-
-  /** Makes sequence i a copy of what {@code rows[i]} was. */
-  void reorder(int[] rows) throws OrtException {
-    for (Slot slot : slots) {
-      if (slot.batchAxis() != null) {
-        OnnxTensor value = tensors.get(slot.past());
-        replace(slot.past(), Tensors.choose(value, slot.batchAxis(), rows, slot.heads()));
-      }
-    }
-  }
-
-  private void replace(String past, OnnxTensor value) {
-    free(tensors.put(past, value));
-  }
-
-  private void free(OnnxTensor tensor) {
-    if (tensor != null && !lent.containsValue(tensor)) {
-      tensor.close();
+  void put(String name, OnnxTensor value) {
+    OnnxTensor before = values.put(name, value);
+    if (before != null) {
+      before.close();
     }
   }
 
   void clear() {
-    tensors.values().forEach(this::free);
-    tensors.clear();
+    values.values().forEach(OnnxTensor::close);
+    values.clear();
+  }
+
+  /** Makes the zeros that the first call is fed. */
+  void begin(List<Zeros> zeros, Map<String, Long> sizes) throws OrtException {
+    for (Zeros one : zeros) {
+      put(one.value(), Tensors.zeros(one.dtype(), Tensors.resolve(one.dims(), sizes)));
+    }
+  }
+
+  /**
+   * Takes what a call returned.
+   *
+   * @param outputs those that are taken are removed
+   * @param length tokens before the call
+   */
+  void take(List<Take> takes, Map<String, OnnxTensor> outputs, int length) throws OrtException {
+    replace(
+        takes,
+        Take::value,
+        one -> {
+          if (one.carry().equals("feed-back") || one.axis() == null) {
+            return outputs.remove(one.output());
+          }
+          OnnxTensor value = outputs.get(one.output());
+          if (one.carry().equals("write")) {
+            // After the tokens that are there, where nothing is read before the call has succeeded.
+            Tensors.overwrite(get(one.value()), value, one.axis(), length);
+            return null;
+          }
+          Part rows = Part.of(value, one.axis());
+          if (one.carry().equals("drop-oldest")) {
+            return Tensors.join(value, one.axis(), List.of(rows.range(1, rows.count())));
+          }
+          Part past = Part.ofMade(get(one.value()), one.axis()); // it began with zeros
+          int leaving = one.carry().equals("shift") ? Math.min(rows.count(), past.count()) : 0;
+          Part staying = past.range(leaving, past.count());
+          return Tensors.join(value, one.axis(), List.of(staying, rows));
+        });
+  }
+
+  /** Cuts what grows to a length. */
+  void cut(List<Axis> axes, int length) throws OrtException {
+    replace(
+        axes,
+        Axis::value,
+        one -> {
+          OnnxTensor value = get(one.value());
+          Part part = Part.of(value, one.axis()).range(0, length);
+          return Tensors.join(value, one.axis(), List.of(part));
+        });
+  }
+
+  /** Makes sequence i a copy of what {@code rows[i]} was. */
+  void reorder(List<Axis> axes, int[] rows) throws OrtException {
+    replace(
+        axes,
+        Axis::value,
+        one -> {
+          OnnxTensor value = get(one.value());
+          Part all = Part.of(value, one.axis());
+          int each = one.each();
+          List<Part> parts =
+              IntStream.of(rows).mapToObj(i -> all.range(i * each, (i + 1) * each)).toList();
+          return Tensors.join(value, one.axis(), parts);
+        });
+  }
+
+  private interface Change<T> {
+    OnnxTensor make(T one) throws OrtException;
+  }
+
+  /** Replaces values by what is made of them, all or none; null leaves a value. */
+  private <T> void replace(List<T> all, Function<T, String> name, Change<T> change)
+      throws OrtException {
+    List<OnnxTensor> made = new ArrayList<>();
+    try {
+      for (T one : all) {
+        made.add(change.make(one));
+      }
+      for (T one : all) {
+        OnnxTensor value = made.remove(0);
+        if (value != null) {
+          put(name.apply(one), value);
+        }
+      }
+    } finally {
+      made.stream().filter(Objects::nonNull).forEach(OnnxTensor::close);
+    }
   }
 }

@@ -15,15 +15,15 @@ import java.nio.file.Path;
 import java.util.List;
 import java.util.Locale;
 import java.util.Map;
-import java.util.Objects;
 import java.util.Set;
-import java.util.stream.Stream;
 
 /**
- * What contract.json says of a model: its calls, what each is fed, and what becomes of the cache.
+ * What contract.json says of a model: its calls, what each is fed, and what becomes of the outputs.
  *
+ * @param calls of each phase (encode, prefill, decode), in order
+ * @param zeros the values before the first call
+ * @param cut the axes that a rewind cuts, and {@code rows} those that a reorder changes
  * @param source what {@link Decoder#encode} takes, or null
- * @param sourceAxis the axis of the source that is its length
  * @param vocabulary entries of a row of logits, or null
  * @param contextLimit the most tokens of a sequence, or null
  * @param oneToken whether every call takes one new token
@@ -37,10 +37,12 @@ public record Contract(
     String schema,
     String model,
     List<ModelFile> files,
-    Calls calls,
-    List<Slot> slots,
-    Input source,
-    Integer sourceAxis,
+    Map<String, List<Call>> calls,
+    List<Zeros> zeros,
+    List<Axis> cut,
+    List<Axis> rows,
+    int heads,
+    Source source,
     Integer vocabulary,
     Integer contextLimit,
     boolean oneToken,
@@ -53,15 +55,12 @@ public record Contract(
     Set<Integer> placeholders,
     Ids generation) {
 
-  private static final String SCHEMA = "kvdoctor/loop/2";
+  private static final String SCHEMA = "kvdoctor/loop/3";
   static final Gson GSON =
       new GsonBuilder()
           .setFieldNamingPolicy(FieldNamingPolicy.LOWER_CASE_WITH_UNDERSCORES)
           .serializeNulls()
           .create();
-
-  /** The calls that a model has; {@code encode} and {@code embed} may be null. */
-  public record Calls(Call encode, Call embed, Call prefill, Call decode) {}
 
   /** A file of the model, with its inputs and the outputs that are used. */
   public record ModelFile(String file, Map<String, Type> inputs, List<String> outputs) {}
@@ -69,50 +68,51 @@ public record Contract(
   /** The element type of a tensor and its sizes: numbers, or the names of what an axis counts. */
   public record Type(String dtype, List<JsonPrimitive> dims) {}
 
-  /** A kind of call. {@code encoder} is where it finds the number of encoder states, or null. */
+  /**
+   * A call of a file.
+   *
+   * @param values the names of the values that inputs are fed
+   * @param logits the output of which the next token is made, or null
+   * @param sizes those that only values have
+   */
   public record Call(
       String file,
-      List<Input> inputs,
-      List<String> pasts,
+      Map<String, String> values,
+      List<Made> made,
       Set<String> outputs,
       String logits,
-      List<Fill> fills,
-      EncoderSize encoder) {
-    boolean follows(String rule) {
-      return inputs.stream().anyMatch(one -> one.rule.equals(rule));
-    }
-  }
+      List<Take> takes,
+      Map<String, Axis> sizes) {}
 
-  /** An output that goes into the cache: the number of the slot, and what becomes of it there. */
-  public record Fill(int slot, String output, String carry) {}
+  /** An output that becomes a value, by a rule along an axis. */
+  public record Take(String output, String value, String carry, Integer axis) {}
 
-  /** The axis of a tensor that counts encoder states. */
-  public record EncoderSize(String place, String name, int axis) {}
+  /** An axis of a value; a sequence has {@code each} entries of it. */
+  public record Axis(String value, int axis, int each) {}
 
-  /** An input that is not of the cache, and the rule by which its value is made. */
-  public record Input(
+  /** A value before the first call. */
+  public record Zeros(String value, String dtype, List<JsonPrimitive> dims) {}
+
+  /** What the caller gives before the prompts; it may have a mask where it is {@code masked}. */
+  public record Source(
+      String dtype, List<JsonPrimitive> dims, Integer batchAxis, int lengthAxis, boolean masked) {}
+
+  /**
+   * An input that is made for a call, row by row along its last axis. A row has {@code inside} from
+   * the column {@code begin} to before {@code end}, and {@code step} more for each column, else
+   * {@code outside}; what {@code copy} names is written over it. Each sum has numbers with factors.
+   */
+  public record Made(
       String name,
       String dtype,
       List<JsonPrimitive> dims,
-      String rule,
-      String count,
-      double value,
-      double shown,
-      double hidden,
-      boolean fromRight,
-      String rowsFrom,
       Integer batchAxis,
-      String made) {}
-
-  /** A tensor of the cache; {@code zeros} is the shape of the first value that the loop makes. */
-  public record Slot(
-      String past,
-      String dtype,
-      List<JsonPrimitive> zeros,
-      Integer batchAxis,
-      Integer lengthAxis,
-      String rewinds,
-      int heads) {}
+      String copy,
+      Map<String, Double> begin,
+      Map<String, Double> end,
+      Map<String, Double> inside,
+      double outside,
+      double step) {}
 
   /**
    * Ids of the configs; each of {@code forced} is a position, from the prompt's first, and an id.
@@ -130,30 +130,16 @@ public record Contract(
     return parse(Files.readString(file));
   }
 
-  /** Reads the text of a contract.json. What this program does not know is refused. */
+  /** Reads the text of a contract.json. */
   public static Contract parse(String text) {
     Contract contract = GSON.fromJson(text, Contract.class);
     String schema = contract == null ? null : contract.schema;
     String other = "the contract has schema " + schema + ", and this program reads " + SCHEMA;
     require(SCHEMA.equals(schema), other);
-    Calls calls = contract.calls;
-    Stream.of(calls.encode, calls.embed, calls.prefill, calls.decode)
-        .filter(Objects::nonNull)
-        .forEach(
-            call -> {
-              for (Input one : call.inputs) {
-                boolean known = Inputs.RULES.contains(one.rule);
-                require(known, one.name + " follows an unknown rule: " + one.rule);
-              }
-              for (Fill one : call.fills) {
-                boolean known = Cache.CARRIES.contains(one.carry);
-                require(known, one.output + " is carried by an unknown rule: " + one.carry);
-              }
-            });
     return contract;
   }
 
-  private static void require(boolean holds, String otherwise) {
+  static void require(boolean holds, String otherwise) {
     if (!holds) {
       throw new IllegalArgumentException(otherwise);
     }

@@ -1,13 +1,14 @@
 package decodeloop;
 
+import static decodeloop.Contract.require;
+
 import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.OrtSession;
 import com.google.gson.JsonPrimitive;
 import decodeloop.Contract.Call;
-import decodeloop.Contract.Calls;
-import decodeloop.Contract.EncoderSize;
-import decodeloop.Contract.Input;
+import decodeloop.Contract.Source;
+import decodeloop.Tensors.Step;
 import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.Arrays;
@@ -45,18 +46,16 @@ public final class Decoder implements AutoCloseable {
   private final Contract contract;
   private final int capacity;
   private final Sessions sessions;
-  private final Cache cache;
 
-  // The source under the name null, and what the encoder made of it.
-  private final Map<String, OnnxTensor> given = new HashMap<>();
-  private long sources;
-  private long sourceLength;
-  private int[][] mask;
-  private boolean moved;
+  // The source and what the encoder made of it: every prefill begins with these.
+  private final Cache encoded = new Cache(null);
+  private int[][] sourceMask;
 
-  // The sequences.
+  // The sequences; the mask of the source has their order.
+  private final Cache cache = new Cache(encoded);
   private int length;
   private int[] padding = {};
+  private int[][] mask;
 
   /** Opens the files of a model in a folder, on the CPU. */
   public static Decoder open(Path folder, Contract contract) throws OrtException {
@@ -77,7 +76,6 @@ public final class Decoder implements AutoCloseable {
     this.contract = contract;
     int limit = Objects.requireNonNullElse(contract.contextLimit(), 0);
     this.capacity = contract.capacityIsChosen() ? capacity : limit;
-    cache = new Cache(contract.slots());
     sessions = new Sessions(folder, contract, options);
   }
 
@@ -112,17 +110,16 @@ public final class Decoder implements AutoCloseable {
 
   /** Begins anew: no sequences, and nothing encoded. */
   public void reset() {
+    sourceMask = null;
     clear();
-    given.values().forEach(OnnxTensor::close);
-    given.clear();
-    mask = null;
-    moved = false;
+    encoded.clear();
   }
 
   private void clear() {
     cache.clear();
     length = 0;
     padding = new int[0];
+    mask = sourceMask;
   }
 
   /** Releases the cache and the models. */
@@ -153,7 +150,7 @@ public final class Decoder implements AutoCloseable {
   }
 
   private void encode(long[] shape, int[][] mask, IntToDoubleFunction at) throws OrtException {
-    Input source = contract.source();
+    Source source = contract.source();
     require(source != null, "this model takes no source");
     List<JsonPrimitive> dims = source.dims();
     boolean fits =
@@ -162,20 +159,18 @@ public final class Decoder implements AutoCloseable {
                 .allMatch(i -> !dims.get(i).isNumber() || dims.get(i).getAsLong() == shape[i]);
     require(fits, "the source has the shape " + dims + ", not " + Arrays.toString(shape));
     long rows = source.batchAxis() == null ? 1 : shape[source.batchAxis()];
-    long columns = shape[contract.sourceAxis()];
+    long columns = shape[source.lengthAxis()];
     require(
         mask == null
             || mask.length == rows && Arrays.stream(mask).allMatch(row -> row.length == columns),
         "the mask of this source has the shape [" + rows + ", " + columns + "]");
+    require(mask == null || source.masked(), "this model takes no mask of its source");
     reset();
+    sourceMask = mask;
     this.mask = mask;
-    sources = source.batchAxis() == null ? 0 : rows;
-    sourceLength = columns;
     try {
-      given.put(null, Tensors.fill(source.dtype(), shape, at));
-      if (contract.calls().encode() != null) {
-        given.putAll(call(contract.calls().encode(), new int[(int) rows][0]));
-      }
+      encoded.put("source", Tensors.fill(source.dtype(), shape, at));
+      run("encode", encoded, new int[(int) rows][0]);
     } catch (OrtException | RuntimeException failed) {
       reset();
       throw failed;
@@ -198,14 +193,17 @@ public final class Decoder implements AutoCloseable {
     requireRectangle(tokens, "prompts");
     boolean fits = contract.batch() == null || contract.batch() == prompts.length;
     require(fits, "the graph takes a batch of " + contract.batch());
-    boolean ready = contract.source() == null || !given.isEmpty() && !moved;
-    require(ready, "begin with encode(), and again after reorder()");
-    boolean same = contract.source() == null || sources == 0 || sources == prompts.length;
-    require(same, prompts.length + " prompts for " + sources + " sources");
+    OnnxTensor source = encoded.get("source");
+    require(contract.source() == null || source != null, "begin with encode()");
+    if (source != null && contract.source().batchAxis() != null) {
+      long sources = size(source, contract.source().batchAxis());
+      require(sources == prompts.length, prompts.length + " prompts for " + sources + " sources");
+    }
     requireRoom(longest);
     clear();
     padding = Arrays.stream(prompts).mapToInt(prompt -> longest - prompt.length).toArray();
     try {
+      cache.begin(contract.zeros(), sizes(tokens));
       if (!contract.oneToken()) {
         return advance(tokens);
       }
@@ -232,12 +230,6 @@ public final class Decoder implements AutoCloseable {
     require(fits, "a step takes " + some + " for each of " + padding.length + " sequences");
     requireRoom(length + tokens[0].length);
     return advance(tokens);
-  }
-
-  private static void require(boolean holds, String otherwise) {
-    if (!holds) {
-      throw new IllegalArgumentException(otherwise);
-    }
   }
 
   private void requireRoom(int total) {
@@ -270,7 +262,7 @@ public final class Decoder implements AutoCloseable {
     boolean fits = 0 <= count && count < shortest;
     require(fits, "cannot forget " + count + " of " + shortest + " tokens");
     if (count > 0) {
-      cache.cut(length - count);
+      cache.cut(contract.cut(), length - count);
     }
     length -= count;
   }
@@ -280,19 +272,13 @@ public final class Decoder implements AutoCloseable {
     require(contract.reorders(), "the sequences of this model cannot change places");
     require(length > 0 && rows.length > 0, "there are no rows to take");
     IntStream.of(rows).forEach(row -> Objects.checkIndex(row, padding.length));
-    cache.reorder(rows);
-    for (Input one : contract.calls().decode().inputs()) {
-      if (one.rule().equals("encoder-states")) {
-        given.put(one.made(), Tensors.choose(given.get(one.made()), 0, rows, 1));
-      }
-    }
+    cache.reorder(contract.rows(), rows);
     if (mask != null) {
-      int[][] before = mask;
-      mask = IntStream.of(rows).mapToObj(row -> before[row]).toArray(int[][]::new);
+      int[][] masks = mask;
+      mask = IntStream.of(rows).mapToObj(row -> masks[row]).toArray(int[][]::new);
     }
     int[] before = padding;
     padding = IntStream.of(rows).map(row -> before[row]).toArray();
-    moved = true;
   }
 
   /** Decodes until every sequence has ended; the new tokens of each. */
@@ -315,78 +301,64 @@ public final class Decoder implements AutoCloseable {
   /** A new token of a sequence. */
   public record Token(int sequence, int id) {}
 
-  /** Runs one call on new tokens and takes what it returns of the cache. */
+  /** Runs the calls on new tokens. */
   private Logits advance(int[][] tokens) throws OrtException {
-    Calls calls = contract.calls();
-    if (length == 0) {
-      boolean encodes = calls.encode() != null;
-      cache.begin(sizes(tokens), encodes ? calls.encode().fills() : List.of(), given);
-    }
-    Call call = length == 0 ? calls.prefill() : calls.decode();
-    Map<String, OnnxTensor> outputs = call(call, tokens);
-    try {
-      Logits logits = new Logits(outputs.get(call.logits()), tokens.length);
-      cache.take(call.fills(), outputs, length);
-      length += tokens[0].length;
-      return logits;
-    } finally {
-      outputs.values().forEach(OnnxTensor::close);
-    }
+    Logits logits = run(length == 0 ? "prefill" : "decode", cache, tokens);
+    length += tokens[0].length;
+    return logits;
   }
 
+  /** Runs the calls of a phase and takes what they return; the logits of the last one, or null. */
+  private Logits run(String phase, Cache values, int[][] tokens) throws OrtException {
+    Map<String, int[][]> rows = new HashMap<>(Map.of("tokens", tokens));
+    rows.put("mask", mask);
+    Step step = new Step(sizes(tokens), rows, padding);
+    Logits logits = null;
+    for (Call call : contract.calls().get(phase)) {
+      call.sizes()
+          .forEach((name, of) -> step.sizes().put(name, size(values.get(of.value()), of.axis())));
+      Map<String, OnnxTensor> outputs = call(call, values, step);
+      try {
+        String name = call.logits();
+        logits = name == null ? null : new Logits(outputs.get(name), tokens.length);
+        values.take(call.takes(), outputs, length);
+      } finally {
+        outputs.values().forEach(OnnxTensor::close);
+      }
+    }
+    return logits;
+  }
+
+  private static long size(OnnxTensor value, int axis) {
+    return value.getInfo().getShape()[axis];
+  }
+
+  /** What axes and sums count in a call. */
   private Map<String, Long> sizes(int[][] tokens) {
-    long count = tokens[0].length;
-    return new HashMap<>(
-        Map.of(
-            "batch",
-            (long) tokens.length,
-            "new",
-            count,
-            "last-new",
-            count - 1,
-            "past",
-            (long) length,
-            "total",
-            length + count,
-            "last",
-            length + count - 1,
-            "capacity",
-            (long) capacity,
-            "encoder_input",
-            sourceLength));
+    Map<String, Long> sizes = new HashMap<>();
+    sizes.put("one", 1L);
+    sizes.put("batch", (long) tokens.length);
+    sizes.put("batch_heads", (long) tokens.length * contract.heads());
+    sizes.put("new", (long) tokens[0].length);
+    sizes.put("past", (long) length);
+    sizes.put("total", (long) length + tokens[0].length);
+    sizes.put("capacity", (long) capacity);
+    return sizes;
   }
 
   /** Runs one call; the caller owns the outputs. */
-  private Map<String, OnnxTensor> call(Call call, int[][] tokens) throws OrtException {
-    Map<String, Long> sizes = sizes(tokens);
-    EncoderSize encoder = call.encoder();
-    if (encoder != null) {
-      boolean cached = encoder.place().equals("cache");
-      OnnxTensor counted = cached ? cache.get(encoder.name()) : given.get(encoder.name());
-      sizes.put("encoder", counted.getInfo().getShape()[encoder.axis()]);
-    }
-    Map<String, OnnxTensor> made = new HashMap<>(); // for this call alone
+  private Map<String, OnnxTensor> call(Call call, Cache values, Step step) throws OrtException {
+    Map<String, OnnxTensor> fed = new HashMap<>();
+    List<OnnxTensor> made = new ArrayList<>(); // for this call alone
     try {
-      if (call.follows("embeddings")) {
-        made.putAll(call(contract.calls().embed(), tokens));
-      }
-      Map<String, OnnxTensor> fed = new HashMap<>();
-      call.pasts().forEach(past -> fed.put(past, cache.get(past)));
-      Inputs inputs = new Inputs(sizes, tokens, padding, mask);
-      for (Input one : call.inputs()) {
-        if (!Inputs.GIVEN.contains(one.rule())) {
-          long[] shape = Inputs.resolve(one.dims(), sizes);
-          OnnxTensor value = Tensors.fill(one.dtype(), shape, inputs.element(one, shape));
-          fed.put(one.name(), value);
-          made.put("input " + one.name(), value);
-        } else {
-          boolean embedded = one.rule().equals("embeddings");
-          fed.put(one.name(), (embedded ? made : given).get(one.made()));
-        }
+      call.values().forEach((input, value) -> fed.put(input, values.get(value)));
+      for (Contract.Made one : call.made()) {
+        made.add(Tensors.make(one, step));
+        fed.put(one.name(), made.get(made.size() - 1));
       }
       return sessions.run(call, fed);
     } finally {
-      made.values().forEach(OnnxTensor::close);
+      made.forEach(OnnxTensor::close);
     }
   }
 }

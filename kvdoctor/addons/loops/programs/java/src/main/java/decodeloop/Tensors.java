@@ -5,36 +5,101 @@ import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.platform.Fp16Conversions;
+import com.google.gson.JsonPrimitive;
+import decodeloop.Contract.Made;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.util.Arrays;
+import java.util.HashMap;
 import java.util.List;
+import java.util.Map;
 import java.util.function.IntToDoubleFunction;
-import java.util.stream.IntStream;
 import java.util.stream.LongStream;
 
-/** Tensors from functions and from parts of others, and their elements. */
+/** Tensors that are made for a call, and from parts of others; their elements. */
 final class Tensors {
   private static final OrtEnvironment ENVIRONMENT = OrtEnvironment.getEnvironment();
 
   private Tensors() {}
 
-  /** A tensor whose element i is {@code at(i)}; zeros where that is null. */
+  /** A shape with the sizes that are known; an axis that nothing counts has one entry. */
+  static long[] resolve(List<JsonPrimitive> dims, Map<String, Long> sizes) {
+    return dims.stream()
+        .mapToLong(d -> d.isNumber() ? d.getAsLong() : sizes.getOrDefault(d.getAsString(), 1L))
+        .toArray();
+  }
+
+  static OnnxTensor zeros(String dtype, long[] shape) throws OrtException {
+    OnnxJavaType type = Contract.typeOf(dtype);
+    return OnnxTensor.createTensor(ENVIRONMENT, buffer(count(shape) * type.size), shape, type);
+  }
+
+  /** A tensor whose element i is {@code at(i)}. */
   static OnnxTensor fill(String dtype, long[] shape, IntToDoubleFunction at) throws OrtException {
     OnnxJavaType type = Contract.typeOf(dtype);
-    int size = count(shape);
-    ByteBuffer data = buffer(size * type.size);
-    for (int i = 0; at != null && i < size; i++) {
-      write(data, type, i * type.size, at.applyAsDouble(i));
+    ByteBuffer data = buffer(count(shape) * type.size);
+    for (int i = 0; i < count(shape); i++) {
+      write(data, type, i, at.applyAsDouble(i));
     }
     return OnnxTensor.createTensor(ENVIRONMENT, data, shape, type);
+  }
+
+  /**
+   * What inputs are made for.
+   *
+   * @param sizes what axes and sums count
+   * @param rows what inputs copy: tokens, and the mask of the source
+   * @param padding of each sequence, on the left
+   */
+  record Step(Map<String, Long> sizes, Map<String, int[][]> rows, int[] padding) {}
+
+  /** An input of a call. */
+  static OnnxTensor make(Made made, Step step) throws OrtException {
+    long[] shape = resolve(made.dims(), step.sizes);
+    int last = shape.length - 1;
+    Integer axis = made.batchAxis();
+    int columns = last < 0 || axis != null && axis == last ? 1 : (int) shape[last];
+    // Rows from one sequence to the next.
+    int each = axis == null || axis >= last ? 1 : count(Arrays.copyOfRange(shape, axis + 1, last));
+    int[][] rows = made.copy() == null ? null : step.rows.get(made.copy());
+    OnnxJavaType type = Contract.typeOf(made.dtype());
+    ByteBuffer data = buffer(count(shape) * type.size);
+    Map<String, Long> sizes = new HashMap<>(step.sizes);
+    sizes.put("columns", (long) columns);
+    for (int row = 0; row * columns < count(shape); row++) {
+      int sequence = axis == null ? 0 : row / each % Math.toIntExact(shape[axis]);
+      boolean padded = axis != null && step.padding.length > 0;
+      sizes.put("sequence", (long) sequence);
+      sizes.put("padding", padded ? step.padding[sequence] : 0L);
+      sizes.put("query", last < 1 ? 0 : row % shape[last - 1]);
+      double begin = sum(made.begin(), sizes);
+      double end = sum(made.end(), sizes);
+      double inside = sum(made.inside(), sizes);
+      int[] copied = rows == null || rows[sequence].length > columns ? new int[0] : rows[sequence];
+      for (int column = 0; column < columns; column++) {
+        boolean in = begin <= column && column < end;
+        double value = in ? inside + made.step() * column : made.outside();
+        value = column < copied.length ? copied[column] : value;
+        write(data, type, row * columns + column, value);
+      }
+    }
+    return OnnxTensor.createTensor(ENVIRONMENT, data, shape, type);
+  }
+
+  private static double sum(Map<String, Double> terms, Map<String, Long> sizes) {
+    double sum = 0;
+    for (Map.Entry<String, Double> term : terms.entrySet()) {
+      sum += sizes.get(term.getKey()) * term.getValue();
+    }
+    return sum;
   }
 
   private static ByteBuffer buffer(int bytes) {
     return ByteBuffer.allocateDirect(bytes).order(ByteOrder.nativeOrder());
   }
 
-  private static void write(ByteBuffer data, OnnxJavaType type, int at, double value) {
+  private static void write(ByteBuffer data, OnnxJavaType type, int index, double value) {
+    int at = index * type.size;
     switch (type) {
       case FLOAT -> data.putFloat(at, (float) value);
       case DOUBLE -> data.putDouble(at, value);
@@ -89,9 +154,8 @@ final class Tensors {
     }
 
     Part range(int first, int end) {
-      if (first < 0 || first > end || end > all) {
-        throw new IllegalArgumentException("entries " + first + " to " + end + " of " + all);
-      }
+      String other = "entries " + first + " to " + end + " of " + all;
+      Contract.require(0 <= first && first <= end && end <= all, other);
       return new Part(bytes, all, first, end);
     }
 
@@ -104,41 +168,32 @@ final class Tensors {
   static OnnxTensor join(OnnxTensor like, int axis, List<Part> parts) throws OrtException {
     OnnxJavaType type = like.getInfo().type;
     long[] shape = like.getInfo().getShape();
-    int blocks = count(Arrays.copyOf(shape, axis));
-    int row = count(Arrays.copyOfRange(shape, axis + 1, shape.length)) * type.size;
     shape[axis] = parts.stream().mapToInt(Part::count).sum();
     ByteBuffer joined = buffer(count(shape) * type.size);
-    for (int block = 0; block < blocks; block++) {
-      for (Part part : parts) {
-        int from = (block * part.all() + part.from()) * row;
-        joined.put(joined.position(), part.bytes(), from, part.count() * row);
-        joined.position(joined.position() + part.count() * row);
-      }
+    int start = 0;
+    for (Part part : parts) {
+      copy(part, joined, shape, axis, start, type.size);
+      start += part.count();
     }
-    return OnnxTensor.createTensor(ENVIRONMENT, joined.rewind(), shape, type);
+    return OnnxTensor.createTensor(ENVIRONMENT, joined, shape, type);
   }
 
-  /** Writes the entries of a tensor into another, which this program made, from a place on. */
+  /** Writes the entries of a tensor into another, which this class has made, from a place on. */
   static void overwrite(OnnxTensor into, OnnxTensor from, int axis, int start) {
-    long[] shape = into.getInfo().getShape();
-    int blocks = count(Arrays.copyOf(shape, axis));
-    int row = count(Arrays.copyOfRange(shape, axis + 1, shape.length)) * into.getInfo().type.size;
     Part source = Part.of(from, axis);
     Part target = Part.ofMade(into, axis).range(start, start + source.count());
-    for (int block = 0; block < blocks; block++) {
-      int at = (block * target.all() + start) * row;
-      int size = source.count() * row;
-      target.bytes().put(at, source.bytes(), block * size, size);
-    }
+    int width = into.getInfo().type.size;
+    copy(source, target.bytes(), into.getInfo().getShape(), axis, start, width);
   }
 
-  /** A tensor of chosen entries along an axis, each of so many rows. */
-  static OnnxTensor choose(OnnxTensor tensor, int axis, int[] entries, int rows)
-      throws OrtException {
-    Part all = Part.of(tensor, axis);
-    return join(
-        tensor,
-        axis,
-        IntStream.of(entries).mapToObj(i -> all.range(i * rows, (i + 1) * rows)).toList());
+  private static void copy(
+      Part part, ByteBuffer target, long[] shape, int axis, int start, int width) {
+    int blocks = count(Arrays.copyOf(shape, axis));
+    int row = count(Arrays.copyOfRange(shape, axis + 1, shape.length)) * width;
+    for (int block = 0; block < blocks; block++) {
+      int at = (block * (int) shape[axis] + start) * row;
+      int from = (block * part.all() + part.from()) * row;
+      target.put(at, part.bytes(), from, part.count() * row);
+    }
   }
 }
