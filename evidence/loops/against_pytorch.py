@@ -14,8 +14,8 @@ from support.loop_programs import materials, program
 
 from evidence.loops.pytorch_tokens import MOST
 from evidence.zoo.making import ENVIRONMENTS
+from kvdoctor.addons.loops.contract_file import CONTRACT_FILE, VECTORS_FILE
 from kvdoctor.addons.loops.languages import LANGUAGES
-from kvdoctor.addons.loops.project import CONTRACT_FILE, VECTORS_FILE
 
 SCRIPT = Path(__file__).parent / "pytorch_tokens.py"
 ARCHITECTURES = {

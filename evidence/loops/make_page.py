@@ -16,8 +16,8 @@ from support.loop_programs import COMMITTED, materials, played
 from support.text_fixtures import load_all
 
 from evidence.loops import against_pytorch
+from kvdoctor.addons.loops.contract_file import VECTORS_FILE
 from kvdoctor.addons.loops.languages import LANGUAGES
-from kvdoctor.addons.loops.project import VECTORS_FILE
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 

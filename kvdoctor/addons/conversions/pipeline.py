@@ -28,7 +28,7 @@ from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.repair.fix_report import report_fix, report_nothing_done, report_refused, report_unproved
-from kvdoctor.repair.pipeline import diagnose_copy, diagnose_original, repair_and_prove
+from kvdoctor.repair.pipeline import diagnose, diagnose_copy, repair_and_prove
 from kvdoctor.repair.proof import prove_loops
 from kvdoctor.repair.session import (
     Applied,
@@ -96,7 +96,7 @@ def convert(request: ConvertRequest, options: Options) -> Report:
 def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert | None) -> Report:
     path = request.path
     with Runtime(options.limits) as runtime, scratch_folder() as scratch:
-        before = diagnose_original(path, options, runtime, Path(scratch, "before"))
+        before = diagnose(path, options, runtime, Path(scratch, "before"))
         folder = open_folder(path)
         first = apply_repairs(folder, before.report, RepairChoice(), runtime, options)
         if refusal is not None and not first.applied:

@@ -13,8 +13,8 @@ import numpy as np
 from kvdoctor.addons.loops.plan import INTEGERS, LoopPlan
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.experiments.against_checkpoint import NAME as CHECKPOINT
-from kvdoctor.decode.experiments.expected_tokens import ONE, PADDED, SEVERAL, UNDECIDED, decide
+from kvdoctor.decode.experiments.compared_elsewhere import NAME as CHECKPOINT
+from kvdoctor.decode.experiments.compared_elsewhere import ONE, PADDED, SEVERAL, UNDECIDED, decide
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import HELD_LOOP, KEYS_CHANGE, LOOPS, WRONG, Run
 from kvdoctor.decode.tolerances import TOLERANCES

@@ -40,7 +40,11 @@ def cut_back(moment: StepContext) -> SequenceState | None:
         return None
     cut = [(slot, fed) for slot, fed in moment.slots if slot.carry != "hold"]
     for slot, fed in cut:  # each keeps an entry for each token, and was fed the first ones
-        grows = (slot.growth, slot.carry) in (("grow", "feed-back"), ("delta", "append")) and slot.window is None and not slot.prepended
+        grows = (
+            (slot.growth, slot.carry) in (("grow", "feed-back"), ("delta", "append"))
+            and slot.window is None
+            and not slot.prepended
+        )
         if not grows or size_of(slot.axes, fed.shape, "past") != length:
             return None
     agree = [*_compare_values(moment, cut, length), *compare_with_length(moment, length)]

@@ -12,7 +12,8 @@ import numpy as np
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, same_values
 from kvdoctor.contract import CacheContract, PhaseName, Role, with_reading
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Past, Value, as_array, take_sample
-from kvdoctor.decode.experiments.cache_entries import as_probe, growing, same_entries, same_logits
+from kvdoctor.decode.experiments import as_probe
+from kvdoctor.decode.experiments.cache_entries import growing, same_entries, same_logits
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import CALLER_ROUNDS, Cause
