@@ -23,7 +23,7 @@ from kvdoctor.errors import CannotCheck
 
 LEVELS = ("basic", "extended", "all")
 MOST_VALUES = 200
-MOST_SECONDS, CRASH_SECONDS = 120.0, 300.0
+MOST_SECONDS = 300.0
 """A provider may compile a program for each part of a graph, and each trial that crashes needs a new process."""
 FACTOR = 10.0
 """How much farther off than the tolerance an operator alone must be: its outputs have units of their own."""
@@ -32,7 +32,7 @@ FACTOR = 10.0
 def locate_crash(run: Run, context: LocateContext, job: ExperimentJob) -> FaultLocation:
     """The node in which the process ends, with the shapes that it was fed; raises `CannotCheck` where none is found."""
     phase, feeds = _save_call(run.experiment, run.failed_step or 0, context, job)
-    runner = _make_runner(context, CRASH_SECONDS)
+    runner = _make_runner(context)
     file, taken = file_of(context, phase), branches_taken(context, phase)
     flat, node = FailureSearch(runner, file, feeds, taken).node()
     fed = [name for name in node.reads if name in flat.producers or name not in flat.constants]
@@ -49,7 +49,7 @@ def locate_departure(run: Run, step: int, context: LocateContext, job: Experimen
     Raises:
         CannotCheck: no call of these steps differs when both are given the same pasts.
     """
-    runner = _make_runner(context, MOST_SECONDS)
+    runner = _make_runner(context)
     for phase, feeds in _list_calls(run.experiment, step, context, replace(job, provider=CPU)):
         search = _Departure(runner, context, phase, feeds)
         found = search.find_operator() or search.find_level()
@@ -69,9 +69,9 @@ def _list_calls(
     yield from (_save_call(experiment, at, context, job) for at in range(step))
 
 
-def _make_runner(context: LocateContext, seconds: float) -> GraphRunner:
-    deadline = time.monotonic() + seconds
-    return GraphRunner(context.runtime, context.calls, context.provider, deadline, crashes=True, seconds=seconds)
+def _make_runner(context: LocateContext) -> GraphRunner:
+    deadline = time.monotonic() + MOST_SECONDS
+    return GraphRunner(context.runtime, context.calls, context.provider, deadline, crashes=True, seconds=MOST_SECONDS)
 
 
 def _save_call(experiment: str, step: int, context: LocateContext, job: ExperimentJob) -> tuple[PhaseName, Path]:
