@@ -131,10 +131,11 @@ def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Secti
 
 def _list_parts(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Section]:
     """The parts of a stack that both sides have; a contract says nothing of graph, weights and behavior."""
-    parts = {"contract": _contract_rows(stack)}
+    same = _make_row("same", "contract", "a loop written for A works with B")
+    parts: dict[str, Iterable[Row]] = {"contract": list(map(_row, stack.contract)) or [same]}
     if diff.a.source != "contract":
         parts["graph"] = _graph_rows(stack, everything)
-        parts["weights"] = iter(()) if stack.weights is None else _weight_rows(stack.weights, everything)
+        parts["weights"] = () if stack.weights is None else _weight_rows(stack.weights, everything)
         parts["behavior"] = _run_rows(stack, diff, everything)
     for title, found in parts.items():
         if rows := tuple(found):
@@ -159,13 +160,6 @@ def _list_not_compared(diff: DiffReport) -> Iterator[tuple[str, bool]]:
     for (what, reason, essential), stacks in groups.items():
         named = f" ({', '.join(stacks)})" if stacks else ""
         yield f"not compared: {what}{named}: {reason}", essential
-
-
-def _contract_rows(stack: StackDiff) -> Iterator[Row]:
-    if not stack.contract:
-        yield _make_row("same", "contract", "a loop written for A works with B")
-    for change in stack.contract:
-        yield _row(change)
 
 
 def _row(change: Difference) -> Row:
@@ -211,22 +205,16 @@ def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
     ranked = sorted(found.changed, key=lambda one: (one.relative is not None, -(one.relative or 0.0)))
     for one in ranked[:most]:
         name = one.name if one.name == one.other else f"{one.name} -> {one.other}"
-        yield _make_row("changed", "weight", f"{name} {one.type}: {_describe_change(one)}")
+        off = [one.reason] if one.reason or one.largest is None else [f"off by at most {one.largest:.2g}"]
+        off += [f"{one.relative:.2g} of its root mean square"] if one.relative is not None else []
+        off += [f"correlation {one.correlation:.6g}"] if one.correlation is not None else []
+        yield _make_row("changed", "weight", f"{name} {one.type}: {', '.join(off)}")
     if len(ranked) > most:
         yield _make_row("changed", "weight", f"and {len(ranked) - most} more (all with -v)")
     sides: tuple[tuple[State, tuple[str, ...]], ...] = (("gone", found.only_a), ("new", found.only_b))
     for state, names in sides:
         if names:
             yield _make_row(state, "weights", _list_names(names) if not everything else ", ".join(names))
-
-
-def _describe_change(one: WeightDifference) -> str:
-    if one.reason or one.largest is None:
-        return one.reason
-    parts = [f"off by at most {one.largest:.2g}"]
-    parts += [f"{one.relative:.2g} of its root mean square"] if one.relative is not None else []
-    parts += [f"correlation {one.correlation:.6g}"] if one.correlation is not None else []
-    return ", ".join(parts)
 
 
 def _list_layers(changed: Iterable[WeightDifference]) -> Iterator[str]:

@@ -196,24 +196,20 @@ def describe_trace(held: "TraceCheck", run: Run | None, path: str, stack: str) -
         text += "" if held.cached or held.sequences < 2 else "; no step used the cache"
     if held.also:
         text += f" (it fits {', '.join(held.also)} as well)"
-    parts = [text, *_describe_outputs(held)]
+    parts = [text]
+    if held.untrue is not None and held.step is None:
+        wrong, declared = held.untrue, f"where the graph declares {held.untrue.declared}"
+        returned = f"step {wrong.step} returned {wrong.output} as {wrong.observed}"
+        parts.append(f"with the right feeds, {returned}, {declared}")
+    if held.failed is not None:
+        step = f"step {held.failed.number} ({held.failed.place})"
+        parts.append(f"{step} failed in the caller's runtime although its feeds are right")
     if held.step is None and run is not None:
         parts += describe_replay(run, held.failed.number if held.failed is not None else None, None)
     if held.blind:
         shown = ", ".join(held.blind[:4]) + (f" and {len(held.blind) - 4} more" if len(held.blind) > 4 else "")
         parts.append(f"not decided by shapes: the values of {shown} (give their data, or .npz)")
     return f"trace {path}: {'; '.join(parts)}"
-
-
-def _describe_outputs(held: "TraceCheck") -> Iterator[str]:
-    if held.untrue is not None and held.step is None:
-        yield (
-            f"with the right feeds, step {held.untrue.step} returned {held.untrue.output} as {held.untrue.observed}, "
-            f"where the graph declares {held.untrue.declared}"
-        )
-    if held.failed is not None:
-        step = f"step {held.failed.number} ({held.failed.place})"
-        yield f"{step} failed in the caller's runtime although its feeds are right"
 
 
 def describe_replay(run: Run | None, failed: int | None, broken: int | None) -> Iterator[str]:
