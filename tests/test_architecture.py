@@ -44,7 +44,7 @@ BUDGET = {
     "addons/loops": 2_200,
     "addons/reproducer": 2_500,
     "addons/traces": 4_100,
-    "analysis": 14_700,
+    "analysis": 14_475,
     "cli": 1_400,
     "decode": 9_350,
     "diagnose": 13_525,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 451, 32_000, 17_675
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 436, 32_000, 17_675
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.axes import WIDTHS, as_number
-from kvdoctor.analysis.completeness import add_missing_parts
+from kvdoctor.analysis.completeness import add_missing_parts, find_absent_entries, find_unpaired
 from kvdoctor.analysis.configs import MOST_CODEBOOKS, MOST_COUNTED
-from kvdoctor.analysis.contract_entries import find_absent_entries, find_unpaired
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.feature_encoders import ROLES
 from kvdoctor.analysis.model_folder import ModelFolder

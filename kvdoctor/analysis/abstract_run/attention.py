@@ -8,13 +8,15 @@ import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import combine
 from kvdoctor.analysis.abstract_run.combining import multiply, softmax
-from kvdoctor.analysis.abstract_run.reading import Reading, Rule, Shape
 from kvdoctor.analysis.abstract_run.shaping import join
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     UNKNOWN,
     Abstract,
     NotKnown,
+    Reading,
+    Rule,
+    Shape,
     as_weight,
     known,
     number_for,

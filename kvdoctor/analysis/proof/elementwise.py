@@ -14,14 +14,14 @@ from kvdoctor.analysis.proof.masks import (
     find_regions,
     is_plain,
 )
-from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
-    UNKNOWN,
     Lengths,
     Linear,
+    Term,
     Type,
     constant_of,
     linear_of,
+    number,
     plain_number,
 )
 from kvdoctor.model.operators import has, operators_with
@@ -58,8 +58,6 @@ def elementwise(call: Reading) -> Made:
     if has(call.op, "cast"):
         taken = taken[:1]
     shape = call.broadcast(taken)
-    if shape is None:
-        return Made(UNKNOWN)
     if _wraps(call, kind):
         return Made(Type(kind, shape))
     items = _compute_items(call, taken, kind) if kind != "f" and all(one.kind != "f" for one in taken) else None

@@ -256,8 +256,10 @@ class ModuleSearch:
         if before is not None and not self._differs(before):
             sudden = not 0 <= first.relative <= SUDDEN * max(before, NOISE)
             return self._describe(first, first.module, placed, sudden)
-        around = [one for one in self.call.modules if one.name != first.module.name and _contains(one, first.module)]
-        for module in around:  # inner ones end before outer ones
+        for module in self.call.modules:  # inner ones end before outer ones
+            around = (not one or name.startswith(f"{one}.") for one in module.names for name in first.module.names)
+            if module.name == first.module.name or not any(around):
+                continue
             before = self._off_before(module)
             if before is not None and not self._differs(before):
                 return self._describe(first, module, placed, sudden=True)
@@ -294,10 +296,6 @@ def _around(scope: str) -> Iterable[str]:
     """A scope and those around it."""
     parts = scope.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-
-
-def _contains(outer: Module, inner: Module) -> bool:
-    return any(not one or two.startswith(f"{one}.") for one in outer.names for two in inner.names)
 
 
 def _rank(relative: float) -> float:

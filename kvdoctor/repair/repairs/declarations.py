@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvdoctor.analysis.wrong_lengths import StaleShape, find_stale_shapes
+from kvdoctor.analysis.proof.prove import StaleShape, find_stale_shapes
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.checks.duplicate_weights import alike, locate_weight
 from kvdoctor.model.edit import describe_graph, fresh_name, keep_only, new_name, node_order, rename_reads, sort_nodes

@@ -18,7 +18,7 @@ from kvdoctor.addons.conversions.new_cache.key_sides import MASK, Labels, is_cau
 from kvdoctor.addons.conversions.new_cache.rewrite import Rewriter
 from kvdoctor.addons.conversions.new_cache.sizes import Inputs, read_inputs, read_sizes
 from kvdoctor.addons.conversions.new_cache.token_axes import TokenAxes, label_tokens
-from kvdoctor.analysis.lost_caches import is_cacheless
+from kvdoctor.analysis.completeness import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.calls import Array
