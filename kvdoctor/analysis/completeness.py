@@ -95,7 +95,6 @@ def as_no_decoder(contract: CacheContract) -> CacheContract:
 
 
 def _find_open_widths(contract: CacheContract) -> Iterator[MissingPart]:
-    """Widths of slots that are no numbers."""
     for slot in contract.slots:
         open_sizes = {a for d, a in zip(slot.shape, slot.axes, strict=True) if not isinstance(d, int)}
         if unknown := {"kv_heads", "head_dim", "channels", "state", "layers"} & open_sizes:

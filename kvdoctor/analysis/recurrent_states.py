@@ -18,13 +18,11 @@ from kvdoctor.analysis.dataflow.axis_walks import DeclaredSizes
 from kvdoctor.analysis.dataflow.states import Dataflow, StateFlow
 from kvdoctor.analysis.dataflow.walks import BLENDS
 from kvdoctor.analysis.dialects.dialect import CACHE_LIKE
-from kvdoctor.analysis.port_roles import InputFlow
+from kvdoctor.analysis.port_roles import INTEGERS, InputFlow
 from kvdoctor.analysis.slot_rules import pair_by_name, share_words
 from kvdoctor.analysis.stacks import FLOATS
 from kvdoctor.contract import Slot, SlotKind
 from kvdoctor.model.view import Declared
-
-COUNTERS = ("int64", "int32")
 
 
 def is_convolved(dataflow: Dataflow, name: str, rank: int) -> bool:
@@ -83,7 +81,7 @@ class ReplacedStates:
             given = {port.name for port in self.outputs if port.fixed == kind}
             if kind is None or not given:
                 continue
-            if kind[0] in COUNTERS and len(kind[1]) < 2:
+            if kind[0] in INTEGERS and len(kind[1]) < 2:
                 yield from self._read_counters(found, given)
                 continue
             if kind[0] not in FLOATS:

@@ -248,7 +248,6 @@ class NewEntries:
 
     @cached_property
     def _token_sizes(self) -> set[str]:
-        """Names of the axes of the tokens."""
         sizes = (size for name in self.tokens for size in self.view.inputs[name].shape or ())
         return {size for size in sizes if isinstance(size, str)}
 

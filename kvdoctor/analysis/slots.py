@@ -88,7 +88,6 @@ class SlotReader:
 
     @cached_property
     def _dialect_names(self) -> list[SlotName]:
-        """Past inputs as the dialect names them."""
         dialect = self.parts.dialect
         return list(dialect.find_slots(self.decode.graph.inputs)) if dialect is not None else []
 

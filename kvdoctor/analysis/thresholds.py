@@ -19,6 +19,7 @@ constants that the number of tokens selects.
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
@@ -66,43 +67,26 @@ class FixedNumbers:
 
     def _compute(self, name: str, left: int) -> "Abstract | None":
         """A value; None where it is not known. `left` is the number of nodes that may still come before it."""
-        if name not in self._known:
-            self._known[name] = None  # of a value that depends on itself
-            tensor, node = self.flow.constants.get(name), self.flow.producers.get(name)
-            if tensor is not None:
-                self._known[name] = _read(tensor)
-            elif node is not None and name in self.flow.fixed and left and len(self._known) < MOST_NODES:
-                given = [self._compute(one, left - 1) if one else None for one in node.inputs]
-                self._known[name] = _apply(node, given, name)
+        # Loaded here, with numpy: most graphs compare lengths with constants, or with other lengths.
+        import numpy as np
+
+        from kvdoctor.analysis.abstract_run.graph_run import RULES
+        from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, Reading, read_tensor
+
+        if name in self._known:
+            return self._known[name]
+        self._known[name] = None  # of a value that depends on itself
+        tensor, node = self.flow.constants.get(name), self.flow.producers.get(name)
+        if tensor is not None:
+            small = prod(tensor.dims) <= MOST_LISTED
+            self._known[name] = read_tensor(tensor, "") if small else Abstract(tuple(tensor.dims))
+        elif node is not None and name in self.flow.fixed and left and len(self._known) < MOST_NODES:
+            given = [(self._compute(one, left - 1) or UNKNOWN) if one else None for one in node.inputs]
+            rule = RULES.get(node.op)
+            with suppress(CannotRun), np.errstate(all="ignore"):
+                made = Reading(node.proto, given, np.random.default_rng(0)).compute(rule) if rule is not None else []
+                self._known[name] = dict(zip(node.outputs, made, strict=False)).get(name)
         return self._known[name]
-
-
-# What computes is loaded here, with numpy: most graphs compare lengths with constants, or with other lengths.
-def _read(tensor: TensorProto) -> "Abstract":
-    """A constant: its numbers where it is small, the shape of any other."""
-    from kvdoctor.analysis.abstract_run.values import Abstract, read_tensor
-
-    small = math.prod(tensor.dims) <= MOST_LISTED
-    return read_tensor(tensor, "") if small else Abstract(tuple(tensor.dims))
-
-
-def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abstract | None":
-    """One output of a node."""
-    import numpy as np
-
-    from kvdoctor.analysis.abstract_run.graph_run import RULES
-    from kvdoctor.analysis.abstract_run.values import UNKNOWN, CannotRun, Reading
-
-    rule = RULES.get(node.op)
-    if rule is None:
-        return None
-    inputs = [value or UNKNOWN if name else None for name, value in zip(node.inputs, given, strict=True)]
-    try:
-        with np.errstate(all="ignore"):
-            made = Reading(node.proto, inputs, np.random.default_rng(0)).compute(rule)
-    except CannotRun:
-        return None
-    return dict(zip(node.outputs, made, strict=False)).get(output)
 
 
 COUNTS = ("position_ids", "cache_position", "write_index", "past_length", "total_length", "last_index", "new_length")
@@ -315,8 +299,6 @@ def _axis_of(scope: Scope, node: NodeProto, index: int) -> int | None:
 
 MOST_BEFORE = 2_000
 """Nodes before the first layer's keys that are looked at, at most."""
-NEAR = 32
-"""Nodes between a length and the selection, at most."""
 ONE_NUMBER = frozenset(COUNTS) - {"position_ids", "cache_position"}
 """Roles of inputs with a number for the whole call."""
 KEEPS = operators_with("arithmetic", "copy", "cast", "view", "pick", "repeat", "logic", "clamp")

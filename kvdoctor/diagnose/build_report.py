@@ -72,7 +72,6 @@ def _weaken(finding: Finding) -> Finding:
 
 
 def _with_issues(finding: Finding, folder: ModelFolder) -> Finding:
-    """The finding with the public issues of other projects that concern it."""
     views = [file.view for file in folder.files if file.view is not None and finding.file in (None, file.name)]
     operators = {name for view in views for name in view.operators}
     producer = " ".join(view.producer or "" for view in views)

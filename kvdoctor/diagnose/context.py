@@ -179,11 +179,12 @@ class ContractContext:
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
-        if self.stack.stages or self.stack.operator:  # a repair knows graphs that are one file
-            return Advice("re-export", text)
         options = "".join(f" --target {target.asked}" for target in self.targets)
         command = f"kvdoctor re-export {as_argument(self.folder.shown)} -o {self.folder.out}{options}"
-        return Advice("graph", text, command)
+        advice = Advice("graph", text, command)
+        if self.stack.stages or self.stack.operator:  # a repair knows graphs that are one file
+            return Advice("re-export", advice.instead)
+        return advice
 
 
 @record(slots=False, kw_only=True)

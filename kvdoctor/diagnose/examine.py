@@ -90,7 +90,6 @@ def examine(context: ContractContext, options: Options, runtime: Runtime, files:
 
 
 def _run(context: ContractContext, options: Options, runtime: Runtime, files: WorkerFiles) -> StackObservation:
-    """Run all experiments on one stack by its contract."""
     name, contract = context.stack.name, context.contract
     context = replace(context, proof=find_proof(context.stack, contract))
     ran, search, shown = context, None, dict[str, str]()

@@ -242,7 +242,6 @@ def part_of(file: OnnxFile) -> str:
 
 
 def _find_commonest_type(view: GraphView) -> str:
-    """The element type with the most weights."""
     sizes: Counter[str] = Counter()
     for tensor in view.model.graph.initializer:
         sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += math.prod(tensor.dims)

@@ -175,7 +175,6 @@ class AbstractGraph:
         into.update(zip(reading.outputs, self.settled[key][1], strict=False))
 
     def _apply(self, reading: Reading, rule: Rule, values: Mapping[str, Abstract], into: dict[str, Abstract]) -> None:
-        """Compute a node, and put its outputs into a dictionary by their names."""
         outputs = reading.outputs
         reading.inputs = [values.get(name, UNKNOWN) if name else None for name in reading.names]
         try:

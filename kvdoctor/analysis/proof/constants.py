@@ -64,7 +64,6 @@ def read_constant(tensor: TensorProto, table: Any) -> Type:
 
 
 def _list_values(tensor: TensorProto) -> tuple[float, ...] | None:
-    """The elements of a small constant."""
     if tensor.data_type != TensorProto.BOOL:
         return read_numbers(tensor)
     listed = tuple(tensor.raw_data) or tuple(tensor.int32_data)

@@ -94,7 +94,6 @@ def _wraps(call: Reading, kind: str) -> bool:
 
 
 def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:
-    """The integers of a small result."""
     if any(one.items is None or one.shape is None for one in taken) or call.op not in COMPUTED:
         return None
     count = max((len(one.items or ()) for one in taken), default=0)
@@ -176,7 +175,6 @@ def _as_term(value: Term | float) -> Term | None:
 
 
 def _compute_linear(call: Reading, taken: Sequence[Type], kind: str) -> Linear | None:
-    """The linear function of a result."""
     parts = [linear_of(one) for one in taken]
     if has(call.op, "select"):
         return _choose(call, parts)
@@ -197,7 +195,6 @@ def _choose(call: Reading, parts: Sequence[Linear | None]) -> Linear | None:
 
 
 def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) -> Linear | None:
-    """One number of numbers."""
     plain = [plain_number(value) for value in values]
     if all(value is not None for value in plain) and call.op in NUMERIC:
         found = compute(call.op, [value for value in plain if value is not None])
@@ -222,7 +219,6 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
 
 
 def _compute_sum(op: str, parts: Sequence[Linear], kind: str, rounds_nothing: bool) -> Linear | None:
-    """A linear function of linear functions."""
     if has(op, "cast"):
         return parts[0] if kind != "b" and rounds_nothing else None
     starts = [_as_term(start) for start, _ in parts]

@@ -285,7 +285,6 @@ class Prover:
         return value
 
     def _check(self, walk: Walk, phase: PhaseName) -> None:
-        """The outputs of the decode graph."""
         logits = self._logits(walk, phase)
         axes = logits.type.shape or ()
         if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):

@@ -142,7 +142,6 @@ class Walk:
         self.values[node.outputs[0]] = made
 
     def _ask(self, node: FlatNode, taken: Sequence[Typed | None]) -> tuple[list[Made], list[tuple[int, int]]]:
-        """What the rule of a node says."""
         call = Reading(node, [one.type if one else None for one in taken], self.lengths)
         rule = RULES.get(node.op)
         if node.has("fill"):

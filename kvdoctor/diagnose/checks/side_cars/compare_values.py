@@ -11,7 +11,7 @@ from typing import Any
 
 from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
 from kvdoctor.analysis.arithmetic.rotary import Declared, are_close, divides_positions
-from kvdoctor.analysis.arithmetic.scores import Attention
+from kvdoctor.analysis.arithmetic.scores import LONGEST, Attention
 from kvdoctor.analysis.configs import declared_windows, decoder_config, is_count
 from kvdoctor.analysis.thresholds import find_thresholds
 from kvdoctor.diagnose.checks.side_cars import values
@@ -262,8 +262,6 @@ def _seen_windows(one: Attention, growth: str) -> frozenset[int] | None:
 
 GROWING = ("grow", "shared")
 KINDS = {"full_attention", "sliding_attention"}
-LONGEST = 1 << 17
-"""Windows from here on are those that no sequence reaches."""
 
 
 def _tied(sides: Sides) -> Disagreements:
