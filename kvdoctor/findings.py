@@ -58,7 +58,7 @@ class Fault:
         evidence: What the location of the fault showed.
         use: The documented use that does not work: for a user who requires it the fault is an error.
         apart: Separates faults of one check with the same subject, by an experiment or a target
-            (`diagnose.fingerprints`).
+            (`diagnose.run_checks`).
         nodes: The nodes that it names, each by its name in the graph, or by the first value that it makes.
     """
 

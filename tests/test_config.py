@@ -20,7 +20,7 @@ from support.text_fixtures import FOLDER, compile_text, load_all
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, SideCars, open_folder
 from kvdoctor.diagnose.checks.config_disagrees import config_disagrees
-from kvdoctor.diagnose.checks.side_cars.claims import claims
+from kvdoctor.diagnose.checks.side_cars.numbers import claims
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.findings import Fault

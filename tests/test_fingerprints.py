@@ -10,8 +10,8 @@ import onnx
 import pytest
 from support.text_fixtures import FOLDER, compile_text, read
 
-from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
 from kvdoctor.diagnose.inspection import inspect
+from kvdoctor.diagnose.run_checks import with_distinct_fingerprints
 from kvdoctor.report.document import Report
 
 EXPORT = FOLDER.parent / "exports" / "marian-4.46.3"

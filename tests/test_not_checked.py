@@ -13,8 +13,8 @@ from support.text_fixtures import load_all
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import SlotKind
 from kvdoctor.decode.experiments import load
+from kvdoctor.diagnose.build_report import find_short_ground
 from kvdoctor.diagnose.context import RunContext, extend_context
-from kvdoctor.diagnose.ground import find_short_ground
 from kvdoctor.diagnose.inspection import build_context, inspect
 from kvdoctor.diagnose.not_checked import REPORTED_REQUESTS, why_unfit
 from kvdoctor.diagnose.pipeline import step_test

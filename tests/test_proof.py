@@ -17,10 +17,22 @@ from kvdoctor import api
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.proof import Proof
-from kvdoctor.analysis.proof.call import Reading
+from kvdoctor.analysis.proof.call import NotKnown, Reading
 from kvdoctor.analysis.proof.prove import Prover, prove
-from kvdoctor.analysis.proof.terms import BATCH, NEW, PAST, Term, number, symbol
-from kvdoctor.analysis.proof.types import HIDDEN, HIDE, Axis, Lengths, Type, axis_of
+from kvdoctor.analysis.proof.types import (
+    BATCH,
+    HIDDEN,
+    HIDE,
+    NEW,
+    PAST,
+    Axis,
+    Lengths,
+    Term,
+    Type,
+    axis_of,
+    number,
+    symbol,
+)
 from kvdoctor.analysis.proof.walk import Typed, Walk
 from kvdoctor.contract import CacheContract
 from kvdoctor.diagnose.not_checked import PROVED
@@ -248,8 +260,9 @@ def test_factors_of_an_axis_in_another_order_are_another_axis() -> None:
     by_head, by_token = (
         (Type("f", (axis_of(*factors),))) for factors in ((number(4), symbol(NEW)), (symbol(NEW), number(4)))
     )
-    assert call.broadcast([by_head, by_head]) is not None
-    assert call.broadcast([by_head, by_token]) is None
+    assert call.broadcast([by_head, by_head])
+    with pytest.raises(NotKnown):
+        call.broadcast([by_head, by_token])
 
 
 def test_a_proved_model_without_padding_is_inspected_without_abstract_runs() -> None:

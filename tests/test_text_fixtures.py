@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from support.text_fixtures import Expected, Fixture, load_all
 
-from kvdoctor.diagnose.ground import LEAST
+from kvdoctor.diagnose.build_report import LEAST
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.findings import all_checks

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdoctor.analysis.axes import WIDTHS, as_number
-from kvdoctor.analysis.completeness import add_missing_parts
+from kvdoctor.analysis.axes import STATES, WIDTHS, as_number
+from kvdoctor.analysis.completeness import add_missing_parts, find_absent_entries, find_unpaired
 from kvdoctor.analysis.configs import MOST_CODEBOOKS, MOST_COUNTED
-from kvdoctor.analysis.contract_entries import find_absent_entries, find_unpaired
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.feature_encoders import ROLES
 from kvdoctor.analysis.model_folder import ModelFolder
@@ -50,7 +49,6 @@ LENGTHS: tuple[Axis, ...] = ("batch", "batch_heads", "batch_codebooks", "new", "
 """Axes whose size a contract must leave open where the graph does."""
 TOKEN_AXES = (("batch", "new"), ("batch_codebooks", "new"), ("new",), ("batch", "fixed"), ("fixed",))
 IN_BUFFERS = ("shift", "write", "drop-oldest")
-STATES = ("conv-state", "recurrent-state", "counter")
 
 
 def is_contract(file: str) -> bool:
@@ -234,7 +232,6 @@ def find_conflicts(contract: CacheContract, views: dict[str, GraphView]) -> Iter
 
 
 def _find_slot_conflicts(slot: Slot, contract: CacheContract, view: GraphView) -> Iterator[str]:
-    """Where one slot contradicts the graphs, or itself."""
     filling = {name for phase in ("prefill", "encode") for name in _outputs(contract, phase)}
     if len(slot.axes) != len(slot.shape):
         yield f"slot {slot.past!r} has {len(slot.shape)} sizes and {len(slot.axes)} axes"

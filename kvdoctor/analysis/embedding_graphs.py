@@ -69,7 +69,13 @@ def read_embedding_graph(file: OnnxFile, decoders: Iterable[Graph]) -> Graph | N
             return None
         taken |= set((pairs or {}).values())
     ports = (p if p.name in taken else replace(p, role="auxiliary") for p in outputs)
-    return Graph(file.name, tuple(map(_input, file.graph.inputs.values())), tuple(ports))
+    inputs = (
+        Port(port.name, port.dtype, port.shape, "token_ids", ("batch", "new"))
+        if port.dtype in INTEGERS
+        else plain_port(port, "features")
+        for port in file.graph.inputs.values()
+    )
+    return Graph(file.name, tuple(map(convert_sizes, inputs)), tuple(ports))
 
 
 def _is_embedding_graph(file: OnnxFile) -> bool:
@@ -92,12 +98,6 @@ def _token_ids(view: GraphView) -> Declared | None:
     """The only input of integers, which has an entry for each token."""
     integers = [port for port in view.inputs.values() if port.dtype in INTEGERS]
     return integers[0] if len(integers) == 1 and len(integers[0].shape or ()) == WIDTH_AXIS else None
-
-
-def _input(port: Declared) -> Port:
-    if port.dtype in INTEGERS:
-        return convert_sizes(Port(port.name, port.dtype, port.shape, "token_ids", ("batch", "new")))
-    return convert_sizes(plain_port(port, "features"))
 
 
 def _output(port: Declared) -> Port:

@@ -200,7 +200,6 @@ def fixed_batch(contract: CacheContract) -> int | None:
 
 
 def _write_notes(contract: CacheContract, load: Workload, measure: SizeValues, slots: list[SlotBytes]) -> Iterator[str]:
-    """Notes for the reader: assumptions, limits, and figures that could mislead."""
     yield from _note_batch(slots, load.batch, fixed_batch(contract))
     context, limit = measure.context, counted_or_none(contract.context_limit)
     if context and limit and context > limit:

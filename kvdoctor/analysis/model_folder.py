@@ -67,15 +67,11 @@ def read_adapter(path: Path) -> AdapterFile:
             if content[4:8] != IDENTIFIER:
                 return AdapterFile(path.name, problem="it does not have the identifier of an adapter (TORT)")
             root = Table(content, encode.Get(number_types.UOffsetTFlags.packer_type, content, 0))
-            return AdapterFile(path.name, tuple(_read_parameters(root)))
+            start, count = _find_vector(root, PARAMETERS, MOST_PARAMETERS)
+            tables = (Table(content, root.Indirect(start + 4 * number)) for number in range(count))
+            return AdapterFile(path.name, tuple(map(_read_parameter, tables)))
     except DAMAGE as error:
         return AdapterFile(path.name, problem=f"it is damaged ({type(error).__name__})")
-
-
-def _read_parameters(root: "Table") -> list[AdapterParameter]:
-    start, count = _find_vector(root, PARAMETERS, MOST_PARAMETERS)
-    tables = (type(root)(root.Bytes, root.Indirect(start + 4 * number)) for number in range(count))
-    return [_read_parameter(table) for table in tables]
 
 
 def _read_parameter(table: "Table") -> AdapterParameter:

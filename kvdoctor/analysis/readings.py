@@ -313,7 +313,6 @@ def _demand(name: str, ports: Mapping[str, Port], option: str, kind: str) -> Por
 def _give(
     contract: CacheContract, feed: Mapping[str, float], logits: str | None, arrays: Collection[str]
 ) -> CacheContract:
-    """One contract with what the caller gives."""
     given = [one for name, graph in contract.graphs.items() for one in _list_given(name, graph, feed, logits)]
     for name, graph in contract.graphs.items():
         whole = (_as_condition(port) for port in graph.inputs if port.name in arrays)

@@ -14,17 +14,46 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvdoctor.analysis.axes import slot_axes, unequal_axes
-from kvdoctor.analysis.dataflow.entries import is_convolved
+from kvdoctor.analysis.dataflow.axis_walks import DeclaredSizes
 from kvdoctor.analysis.dataflow.states import Dataflow, StateFlow
 from kvdoctor.analysis.dataflow.walks import BLENDS
 from kvdoctor.analysis.dialects.dialect import CACHE_LIKE
-from kvdoctor.analysis.port_roles import InputFlow
+from kvdoctor.analysis.port_roles import INTEGERS, InputFlow
 from kvdoctor.analysis.slot_rules import pair_by_name, share_words
 from kvdoctor.analysis.stacks import FLOATS
 from kvdoctor.contract import Slot, SlotKind
 from kvdoctor.model.view import Declared
 
-COUNTERS = ("int64", "int32")
+
+def is_convolved(dataflow: Dataflow, name: str, rank: int) -> bool:
+    """Whether the entries of an input and new ones are added up along their axis, each with a weight of its own."""
+    for value, path in dataflow.walk(name, rank, computed=True):
+        takers = dataflow.flow.consumers.get(value, ()) if path.join is not None and path.axes is not None else ()
+        if sum(node.has("pick") for node, _ in takers) > 1:
+            return True
+        if any(
+            n.has("reduce") and path.axis not in (dataflow.axes.axes_after(n, i, path.axes) or ()) for n, i in takers
+        ):
+            return True
+    return False
+
+
+def find_masked_axis(dataflow: Dataflow, name: str, rank: int) -> int | None:
+    """The axis of an input along which it is multiplied by a mask, or selected by one, before it is written."""
+    declared = tuple(dataflow.shapes.get(name) or ())
+    for value, path in dataflow.walk(name, rank):
+        for node, index in dataflow.flow.consumers.get(value, ()) if (path.join, path.place) == (None, None) else ():
+            if not node.has("select") and not node.has("multiply"):
+                continue
+            mask = node.input(0 if node.has("select") else 1 - index)
+            sizes = DeclaredSizes(dataflow.flow, {**dataflow.shapes}).shape(mask) or ()
+            axes = path.axes or tuple(declared.index(size) if declared.count(size) == 1 else -1 for size in sizes)
+            places = [(axes[at - len(sizes)], size) for at, size in enumerate(sizes) if at >= len(sizes) - len(axes)]
+            for narrow in ((1,), (1, None)):  # each row may have a mask of its own
+                found = [axis for axis, size in places if size not in narrow]
+                if len(found) == 1 and found[0] in range(rank):
+                    return found[0]
+    return None
 
 
 @dataclass(eq=False, repr=False)
@@ -52,7 +81,7 @@ class ReplacedStates:
             given = {port.name for port in self.outputs if port.fixed == kind}
             if kind is None or not given:
                 continue
-            if kind[0] in COUNTERS and len(kind[1]) < 2:
+            if kind[0] in INTEGERS and len(kind[1]) < 2:
                 yield from self._read_counters(found, given)
                 continue
             if kind[0] not in FLOATS:

@@ -10,15 +10,14 @@ from itertools import count
 
 from kvdoctor.analysis import slot_rules
 from kvdoctor.analysis.axes import WIDTHS, as_number, find_head_dim, likely_length, slot_axes
-from kvdoctor.analysis.cache_scales import fill_scales, find_stored, mark_scales, name_scales
-from kvdoctor.analysis.dataflow.entries import find_masked_axis, is_convolved
 from kvdoctor.analysis.dataflow.states import StateFlow
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse
 from kvdoctor.analysis.dataflow.walks import skip_copies
 from kvdoctor.analysis.dialects.dialect import SlotName
 from kvdoctor.analysis.port_roles import InputFlow
-from kvdoctor.analysis.recurrent_states import ReplacedStates, find_computed
+from kvdoctor.analysis.recurrent_states import ReplacedStates, find_computed, find_masked_axis, is_convolved
 from kvdoctor.analysis.slot_init import SlotInit
+from kvdoctor.analysis.slot_rules import fill_scales, find_stored, mark_scales, name_scales
 from kvdoctor.analysis.stacks import FLOATS, StackParts
 from kvdoctor.contract import Axis, Dim, Growth, MissingPart, Slot, SlotKind
 from kvdoctor.model.view import Declared, GraphView
@@ -89,7 +88,6 @@ class SlotReader:
 
     @cached_property
     def _dialect_names(self) -> list[SlotName]:
-        """Past inputs as the dialect names them."""
         dialect = self.parts.dialect
         return list(dialect.find_slots(self.decode.graph.inputs)) if dialect is not None else []
 

@@ -9,11 +9,17 @@ is no threshold of a length may be among them: it costs a few steps, and decides
 
 An exporter writes the end of a table as `Shape(table)[0] - 1` where another writes 99. The rules of an abstract run
 compute it (abstract_run/graph_run.py); no weights are read for it.
+
+Two faults are found by lengths. A count of padding may see the columns of the new tokens alone: positions are made
+inside, as the number of a token less the padding before it. Where the mask is cut to the new tokens first, and counted
+along afterwards, the prefill is right, and each later step is as many positions too far. And keys may be made of
+constants that the number of tokens selects.
 """
 
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
@@ -21,9 +27,10 @@ from typing import TYPE_CHECKING
 from kvdoctor.contract import Graph
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
-from kvdoctor.model.operators import operator_of, operators_with, ports_of
-from kvdoctor.model.proto import TensorProto
-from kvdoctor.model.view import integers
+from kvdoctor.model.operators import has, operator_of, operators_with, ports_of
+from kvdoctor.model.proto import NodeProto, TensorProto
+from kvdoctor.model.traverse import find_attribute, input_of, output_of, readers
+from kvdoctor.model.view import GraphView, Scope, integers
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
@@ -60,44 +67,26 @@ class FixedNumbers:
 
     def _compute(self, name: str, left: int) -> "Abstract | None":
         """A value; None where it is not known. `left` is the number of nodes that may still come before it."""
-        if name not in self._known:
-            self._known[name] = None  # of a value that depends on itself
-            tensor, node = self.flow.constants.get(name), self.flow.producers.get(name)
-            if tensor is not None:
-                self._known[name] = _read(tensor)
-            elif node is not None and name in self.flow.fixed and left and len(self._known) < MOST_NODES:
-                given = [self._compute(one, left - 1) if one else None for one in node.inputs]
-                self._known[name] = _apply(node, given, name)
+        # Loaded here, with numpy: most graphs compare lengths with constants, or with other lengths.
+        import numpy as np
+
+        from kvdoctor.analysis.abstract_run.graph_run import RULES
+        from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, Reading, read_tensor
+
+        if name in self._known:
+            return self._known[name]
+        self._known[name] = None  # of a value that depends on itself
+        tensor, node = self.flow.constants.get(name), self.flow.producers.get(name)
+        if tensor is not None:
+            small = prod(tensor.dims) <= MOST_LISTED
+            self._known[name] = read_tensor(tensor, "") if small else Abstract(tuple(tensor.dims))
+        elif node is not None and name in self.flow.fixed and left and len(self._known) < MOST_NODES:
+            given = [(self._compute(one, left - 1) or UNKNOWN) if one else None for one in node.inputs]
+            rule = RULES.get(node.op)
+            with suppress(CannotRun), np.errstate(all="ignore"):
+                made = Reading(node.proto, given, np.random.default_rng(0)).compute(rule) if rule is not None else []
+                self._known[name] = dict(zip(node.outputs, made, strict=False)).get(name)
         return self._known[name]
-
-
-# What computes is loaded here, with numpy: most graphs compare lengths with constants, or with other lengths.
-def _read(tensor: TensorProto) -> "Abstract":
-    """A constant: its numbers where it is small, the shape of any other."""
-    from kvdoctor.analysis.abstract_run.values import Abstract, read_tensor
-
-    small = math.prod(tensor.dims) <= MOST_LISTED
-    return read_tensor(tensor, "") if small else Abstract(tuple(tensor.dims))
-
-
-def _apply(node: FlatNode, given: "list[Abstract | None]", output: str) -> "Abstract | None":
-    """One output of a node."""
-    import numpy as np
-
-    from kvdoctor.analysis.abstract_run.graph_run import RULES
-    from kvdoctor.analysis.abstract_run.reading import Reading
-    from kvdoctor.analysis.abstract_run.values import UNKNOWN, CannotRun
-
-    rule = RULES.get(node.op)
-    if rule is None:
-        return None
-    inputs = [value or UNKNOWN if name else None for name, value in zip(node.inputs, given, strict=True)]
-    try:
-        with np.errstate(all="ignore"):
-            made = Reading(node.proto, inputs, np.random.default_rng(0)).compute(rule)
-    except CannotRun:
-        return None
-    return dict(zip(node.outputs, made, strict=False)).get(output)
 
 
 COUNTS = ("position_ids", "cache_position", "write_index", "past_length", "total_length", "last_index", "new_length")
@@ -122,7 +111,7 @@ ROUNDS: dict[int, tuple[int, ...]] = {TensorProto.FLOAT16: (1 << 11,), TensorPro
 LEAST, MOST = 2, 1 << 17
 """Bounds of a number that is taken for a length in tokens; larger ones mean "to the end" in most graphs."""
 NEAR = 32
-"""Nodes that are looked at for where a place comes from."""
+"""Nodes that are looked at for where a place comes from, or between a length and the selection by it."""
 MOST_FOUND = 64
 """Thresholds of a graph up to which they are listed, the smallest first."""
 
@@ -252,3 +241,121 @@ def whole_numbers(tensor: TensorProto | None) -> Sequence[int]:
         value = struct.unpack("<f", tensor.raw_data[:4])[0] if len(tensor.raw_data) >= 4 else sum(tensor.float_data)
         return (int(value),) if abs(value) <= MOST and value == int(value) else ()  # not for a NaN
     return integers(tensor) or ()
+
+
+MOST_BETWEEN = 8
+"""Nodes between a mask and a count along it that are followed."""
+
+
+@record(slots=False)
+class SlicedCount:
+    """A node that counts along a mask which was cut before; `between` stand after the cut, the last one first."""
+
+    scope: Scope
+    count: NodeProto
+    cut: NodeProto
+    between: tuple[NodeProto, ...]
+
+
+def find_sliced_counts(view: GraphView, mask: str) -> Iterator[SlicedCount]:
+    """The counts of padding along a mask [batch, total] that was cut along the same axis, and that are subtracted."""
+    for scope in view.scopes():
+        users = readers(scope.graph)
+        for node in scope.graph.node:
+            subtracted = any(has(user.op_type, "subtract") and at == 1 for user, at in users.get(output_of(node), ()))
+            if has(node.op_type, "accumulate") and subtracted and not find_attribute(node, "exclusive"):
+                found = _follow_back(scope, node, mask)
+                yield from (found,) if found is not None else ()
+
+
+def _follow_back(scope: Scope, count: NodeProto, mask: str) -> SlicedCount | None:
+    """The cut between a mask and a count along it; None where there is none, or more than the mask comes in."""
+    cut, between, name = None, list[NodeProto](), input_of(count, 0)
+    for _ in range(MOST_BETWEEN):
+        if name == mask:
+            return SlicedCount(scope, count, cut, tuple(between)) if cut is not None else None
+        node = scope.producers.get(name)
+        if node is None:
+            return None
+        if node.op_type == "Slice" and cut is None:
+            if _axis_of(scope, node, 3) is None or _axis_of(scope, node, 3) != _axis_of(scope, count, 1):
+                return None
+            cut, name = node, input_of(node, 0)
+            continue
+        values = [each for each in node.input if scope.constant(each) is None]
+        if len(values) != 1 or not has(node.op_type, "copy", "cast", "elementwise"):
+            return None
+        between += [node] if cut is None else []
+        name = values[0]
+    return None
+
+
+def _axis_of(scope: Scope, node: NodeProto, index: int) -> int | None:
+    """The axis that an input says, of the two of a mask."""
+    tensor = scope.constant(input_of(node, index)) if input_of(node, index) else None
+    numbers = integers(tensor) if tensor is not None else None
+    return numbers[0] % 2 if numbers is not None and len(numbers) == 1 else None
+
+
+MOST_BEFORE = 2_000
+"""Nodes before the first layer's keys that are looked at, at most."""
+ONE_NUMBER = frozenset(COUNTS) - {"position_ids", "cache_position"}
+"""Roles of inputs with a number for the whole call."""
+KEEPS = operators_with("arithmetic", "copy", "cast", "view", "pick", "repeat", "logic", "clamp")
+
+
+def find_selected_constants(flow: Flow, graph: Graph, key: str) -> Threshold | None:
+    """The first selection of constants by the number of tokens before the output `key`, and its length.
+
+    The output is the present of the first layer's keys. A model of two sets of rotary factors (LongRoPE) compares the
+    total length with `original_max_position_embeddings` and rotates all keys by the short or by the long set: with a
+    Where, or with an If that returns tables of cosines and sines. Keys in the cache that were rotated by the other set
+    are not those that a call without a cache computes. A selection by the position of each token is none of these.
+    """
+    numbers = FixedNumbers(flow)
+    for node in islice(flow.before(flow.results.get(key, key)), MOST_BEFORE):
+        if node.has("select"):
+            conditions, chosen = {node.input(0)}, node.inputs[1:3]
+        elif node.has("copy") and len(node.inputs) > 1:  # the outputs of an If, whose conditions are apart
+            conditions, chosen = flow.decides, node.inputs
+        else:
+            continue
+        if not _are_tables(flow, chosen):
+            continue
+        lengths = {length for one in conditions for length in _compared(flow, graph, one, numbers)}
+        if len(lengths) == 1:
+            kind = node.op if node.has("select") else "an If"
+            return Threshold(lengths.pop(), f'{kind} "{node.proto.name}"' if node.proto.name else kind)
+    return None
+
+
+def _are_tables(flow: Flow, names: tuple[str, ...]) -> bool:
+    """Whether all values are constants, or computed of constants alone, and differ."""
+    if len(names) < 2 or not all(name in flow.constants or name in flow.fixed for name in names):
+        return False
+    tensors = [flow.constants.get(name) for name in names]
+    contents = {(tuple(one.dims), one.raw_data, *one.float_data) for one in tensors if one is not None}
+    return len(contents) > 1 or None in tensors
+
+
+def _compared(flow: Flow, graph: Graph, condition: str, numbers: FixedNumbers) -> Iterator[int]:
+    """The numbers with which a length of the whole call is compared, for a condition."""
+    for node in islice(flow.before(condition), NEAR):
+        if node.has("compare"):
+            for one, other in (node.inputs[:2], node.inputs[1::-1]):
+                found = whole_numbers(flow.constant(one)) or numbers.of(one)
+                if len(found) == 1 and _is_one_number(flow, graph, other):
+                    yield found[0]
+
+
+def _is_one_number(flow: Flow, graph: Graph, name: str) -> bool:
+    """Whether a value is a length of the whole call, and not a position of each token."""
+    numbers = {port.name for port in graph.inputs if port.role in ONE_NUMBER}
+    waiting = [name]
+    for value in islice(waiting, NEAR):
+        node = flow.producers.get(value)
+        if value in numbers or (node is not None and node.has("measure", "reduce")):
+            return True
+        if node is not None and node.op in KEEPS:
+            waiting += [one for one in node.inputs if one and one not in waiting]
+    return False

@@ -1,4 +1,7 @@
-"""The report of a diagnosis: what is known of its files and stacks, and the findings."""
+"""The report of a diagnosis: what is known of its files and stacks, the findings, and the ground of the verdict.
+
+The ground: the pasts, new tokens, rows and lengths of the runs that passed, and what is proved.
+"""
 
 import contextlib
 import math
@@ -6,27 +9,29 @@ import platform
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvdoctor.analysis.completeness import is_cacheless
 from kvdoctor.analysis.configs import declared_windows, encoder_length
-from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.memory import plan_memory
 from kvdoctor.analysis.model_folder import ModelFolder, SideCars
+from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.slot_memory import Workload
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract
-from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
-from kvdoctor.diagnose.run_checks import CheckResults
-from kvdoctor.findings import Finding
+from kvdoctor.decode.runs import PAGED_LOOP, Run
+from kvdoctor.diagnose.context import RunContext
+from kvdoctor.diagnose.run_checks import CheckResults, with_distinct_fingerprints
+from kvdoctor.findings import Finding, NotChecked
 from kvdoctor.model.files import sha256
 from kvdoctor.model.proto import onnx_version
 from kvdoctor.model.traverse import STANDARD
 from kvdoctor.model.view import ELEMENT_TYPES, Declared, GraphView
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report, decide, worst_first
-from kvdoctor.report.facts import FileFacts, GraphFacts, ModelFacts, StackFacts
+from kvdoctor.report.facts import FileFacts, GraphFacts, Ground, ModelFacts, StackFacts
 from kvdoctor.report.known_messages import find_issues
 from kvdoctor.runtime.targets.limits import find_oldest
 
@@ -67,7 +72,6 @@ def _weaken(finding: Finding) -> Finding:
 
 
 def _with_issues(finding: Finding, folder: ModelFolder) -> Finding:
-    """The finding with the public issues of other projects that concern it."""
     views = [file.view for file in folder.files if file.view is not None and finding.file in (None, file.name)]
     operators = {name for view in views for name in view.operators}
     producer = " ".join(view.producer or "" for view in views)
@@ -146,3 +150,69 @@ def stack_facts(
     names = tuple(file.name for file in stack.members)
     cache = plan_memory(contract, load, encoder_length(side_cars.config), declared_windows(side_cars.config))
     return StackFacts(stack.name, contract.layout, names, contract, cache)
+
+
+LEAST = 16
+"""Tokens without which no model is called healthy that takes more."""
+
+
+def find_ground(runs: Iterable[Run], contracts: Mapping[str, CacheContract], sides: tuple[str, ...]) -> Ground | None:
+    """What the runs that passed went over; of several stacks the fewest tokens. None where none passed."""
+    passed = [run for run in runs if run.shows == "passed" and run.steps]
+    steps = [(step, contracts[run.stack]) for run in passed for step in run.steps if step.phase != "reference"]
+    if not steps:
+        return None
+    pasts, stacks = [step.past_length for step, _ in steps], {run.stack for run in passed}
+    chunks = tuple(sorted({step.new_tokens for step, _ in steps if step.past_length}))
+    rows = set()
+    for step, contract in steps:
+        first = (port.name for port in contract.graph("decode").inputs if port.axes[:1] == ("batch",))
+        rows |= {step.fed[name].shape[0] for name in [name for name in first if name in step.fed][:1]}
+    tokens = min(_count_tokens(run for run in passed if run.stack == stack) for stack in stacks)
+    return Ground(pasts=(min(pasts), max(pasts)), chunks=chunks, batch=tuple(sorted(rows)), tokens=tokens, sides=sides)
+
+
+def find_proof(stack: StackFiles, contract: CacheContract) -> Proof | None:
+    """What the graph alone decides about a stack; None where it is no decoder."""
+    # Loaded here: most commands ask for no proof.
+    from kvdoctor.analysis.proof.prove import prove
+
+    try:
+        return prove(stack, contract)
+    except Exception as error:  # an error of kvdoctor here must not cost what files and runs show
+        return Proof(exceptions=(f"the proof crashed ({type(error).__name__}: {error}); please report it",))
+
+
+def without_faults(proof: Proof | None, stack: str, findings: Iterable[Finding]) -> Proof | None:
+    """A proof to report; None where it holds of a stack that has an error."""
+    faulty = any(one.severity == "error" and one.stack in (stack, None) for one in findings)
+    return None if proof is None or (proof.holds and faulty) else proof
+
+
+def sum_up_proofs(stacks: Iterable[StackFacts]) -> dict[str, Any] | None:
+    """What is proved of all stacks: the least lengths, and all exceptions. None where one was not tried."""
+    proofs = [stack.proof for stack in stacks]
+    if not proofs or None in proofs:
+        return None
+    known = [proof for proof in proofs if proof is not None]
+    limits = [proof.up_to for proof in known if proof.up_to is not None]
+    left = dict.fromkeys(reason for proof in known for reason in proof.exceptions)
+    return {"up_to": min(limits, default=None), "except": list(left)}
+
+
+def find_short_ground(context: RunContext) -> Iterator[NotChecked]:
+    """A loop that passed, where no sequence was long: that is no health, unless the model takes no more tokens."""
+    loop, contract = context.checked_loop, context.contract
+    if loop is None or loop.shows != "passed" or loop.experiment == PAGED_LOOP or contract.frozen_past is not None:
+        return
+    tokens = _count_tokens(run for run in context.runs if run.shows == "passed")
+    # A buffer that no attention reads is no cache with a place for each token.
+    attended = contract.context_limit is not None or contract.of_kind("self-attention")
+    limit = contract.usable_length if attended else None
+    if tokens < LEAST and (limit is None or limit >= LEAST):
+        reason = f"no run that passed goes beyond {tokens} tokens, where the model may take more"
+        yield NotChecked(context.stack.name, "KV301", reason, essential=True)
+
+
+def _count_tokens(runs: Iterable[Run]) -> int:
+    return max((step.past_length + step.new_tokens for run in runs for step in run.steps), default=0)

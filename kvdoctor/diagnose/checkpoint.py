@@ -5,7 +5,6 @@ logits in another, and the two are compared here. Where they differ, the feeds o
 checkpoint gave are brought together for `locate.modules`, which finds the first module that differs.
 """
 
-import json
 import re
 import time
 import weakref
@@ -16,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES
+from kvdoctor.analysis.model_folder import read_object
 from kvdoctor.decode.parity import Verdict, compare, judge
 from kvdoctor.decode.runs import Outcome, Run, Step
-from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner
@@ -101,7 +99,9 @@ class Checkpoint:
         try:
             if self._script is None:
                 given = {"checkpoint": self._path, "local": self.is_folder or self.offline}
-                self._script = ScriptProcess(SCRIPT, given, transformers_for(self._config()), self.offline)
+                # What cannot be read is left to transformers to refuse.
+                config = read_object(Path(self.name) / "config.json")[0] if self.is_folder else {}
+                self._script = ScriptProcess(SCRIPT, given, transformers_for(config), self.offline)
                 weakref.finalize(self, self._script.stop)
             answer = self._script.ask(question)
         except EnvironmentUnavailable as error:
@@ -117,16 +117,6 @@ class Checkpoint:
     @property
     def _path(self) -> str:
         return str(Path(self.name).absolute()) if self.is_folder else self.name
-
-    def _config(self) -> dict[str, Any]:
-        """The config of a folder; what cannot be read is left to transformers to refuse."""
-        if not self.is_folder:
-            return {}
-        try:
-            read = json.loads(read_side_file(Path(self.name) / "config.json", MOST_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return read if isinstance(read, dict) else {}
 
 
 def compare_with_checkpoint(
@@ -180,7 +170,6 @@ def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) 
 
 
 def _load(file: Path, experiment: str = "") -> dict[str, Any]:
-    """The arrays of an experiment in a file."""
     start = f"{experiment}:" if experiment else ""
     with np.load(file) as held:
         return {name.removeprefix(start): held[name] for name in held.files if name.startswith(start)}
@@ -252,7 +241,8 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
     if outcome == "passed" and "ambiguous" in verdicts.values():
         outcome = "ambiguous"
     text = f"{_list_compared(held, wholes, total)} against {model}: {_describe_difference(held, at)}; {limit}"
-    text += _describe_encoder(stored, found)
+    apart = _compare_states(stored, found)
+    text += f"; encoder states within {apart:.1e} standard deviations" if apart is not None else ""
     failed = run.failed_step if at is None else at
     return replace(run, outcome=outcome, failed_step=failed, reason=text, steps=tuple(held))
 
@@ -307,16 +297,6 @@ def _list_compared(steps: list[Step], wholes: int, total: int) -> str:
     return ", ".join(parts) or "no step"
 
 
-def _describe_encoder(stored: dict[str, Any], found: dict[str, Any]) -> str:
-    """The difference of the states of the two encoders, if both are known."""
-    mine, theirs = stored.get("states"), found.get("states")
-    if mine is None or theirs is None or mine.shape != theirs.shape:
-        return ""
-    width = max(float(np.std(theirs.astype(np.float64))), 1e-12)
-    apart = float(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)) / width
-    return f"; encoder states within {apart:.1e} standard deviations"
-
-
 def locate_in_modules(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> Run:
@@ -327,7 +307,8 @@ def locate_in_modules(
 def _locate(run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic) -> Run:
     found = _compare(run, context, checkpoint, saved, arithmetic)
     missing = found.reason
-    if missing is not None and (apart := _compare_states(saved)) is not None and apart > arithmetic.tolerance.passes:
+    apart = _compare_states(_load(saved, NAME), _load(saved.with_suffix(".checkpoint.npz"))) if missing else None
+    if apart is not None and apart > arithmetic.tolerance.passes:
         missing = f"the encoder differs: its states are off by {apart:.2g} standard deviations; on the same states the "
         missing += "modules of the decoder agree"
     return replace(run, parts=found.parts, location=found.location, no_location=missing)
@@ -351,10 +332,9 @@ def _compare(
     return ModuleSearch(runner, flat, call, arithmetic.tolerance.passes).compare()
 
 
-def _compare_states(saved: Path) -> float | None:
+def _compare_states(stored: Mapping[str, Any], found: Mapping[str, Any]) -> float | None:
     """How far the states of the two encoders are apart; None where they are not both known."""
-    states = _load(saved, NAME).get("states")
-    expected = _load(saved.with_suffix(".checkpoint.npz")).get("states")
+    states, expected = stored.get("states"), found.get("states")
     if states is None or expected is None or states.shape != expected.shape:
         return None
     apart = measure(states, expected)

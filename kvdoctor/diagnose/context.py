@@ -40,7 +40,7 @@ class FileContext:
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
-        return _advise_graph_repair(self.folder, (), text)
+        return Advice("graph", text, f"kvdoctor re-export {as_argument(self.folder.shown)} -o {self.folder.out}")
 
 
 @record(slots=False)
@@ -179,7 +179,9 @@ class ContractContext:
 
     def advise_graph_repair(self, text: str) -> Advice:
         """Advice to let kvdoctor repair the graph; `text` is the alternative, as in `or export again`."""
-        advice = _advise_graph_repair(self.folder, self.targets, text)
+        options = "".join(f" --target {target.asked}" for target in self.targets)
+        command = f"kvdoctor re-export {as_argument(self.folder.shown)} -o {self.folder.out}{options}"
+        advice = Advice("graph", text, command)
         if self.stack.stages or self.stack.operator:  # a repair knows graphs that are one file
             return Advice("re-export", advice.instead)
         return advice
@@ -254,11 +256,6 @@ class SpeedContext(ContractContext):
 
     speed: "SpeedFacts"
     differences: "tuple[SpeedDifference, ...]" = ()
-
-
-def _advise_graph_repair(folder: ModelFolder, targets: "tuple[Target, ...]", text: str) -> Advice:
-    options = "".join(f" --target {target.asked}" for target in targets)
-    return Advice("graph", text, f"kvdoctor re-export {as_argument(folder.shown)} -o {folder.out}{options}")
 
 
 Extended = TypeVar("Extended", bound=ContractContext)

@@ -12,18 +12,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdoctor import addons
+from kvdoctor.analysis.completeness import is_cacheless
 from kvdoctor.analysis.contract_reader import add_observed_sizes, read_contract
 from kvdoctor.analysis.lm_head import NoHead, find_heads
-from kvdoctor.analysis.lost_caches import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import CPU
 from kvdoctor.contract import DECODING, CacheContract, Role
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
-from kvdoctor.diagnose.build_report import build_report, stack_facts
+from kvdoctor.diagnose.build_report import build_report, find_proof, stack_facts, without_faults
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
-from kvdoctor.diagnose.ground import find_proof, without_faults
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import as_argument, free_name

@@ -20,7 +20,15 @@ from kvdoctor.decode.messages import AddedExperiment
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import list_loosened
 from kvdoctor.diagnose import not_checked
-from kvdoctor.diagnose.build_report import build_report, stack_facts
+from kvdoctor.diagnose.build_report import (
+    build_report,
+    find_ground,
+    find_proof,
+    find_short_ground,
+    stack_facts,
+    sum_up_proofs,
+    without_faults,
+)
 from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import (
     ContractContext,
@@ -33,7 +41,6 @@ from kvdoctor.diagnose.context import (
 )
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
-from kvdoctor.diagnose.ground import find_ground, find_proof, find_short_ground, sum_up_proofs, without_faults
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck, UsageError

@@ -1,14 +1,36 @@
-"""Runs the checks of one round, and returns what they found."""
+"""Runs the checks of one round, and returns what they found, each finding with its fingerprint.
 
-from dataclasses import replace
+The fingerprint lets a baseline, and code scanning, recognize a fault. It is made of what the fault is, and of nothing
+that may change while the fault stays:
+
+1. the name of its check;
+2. the graph it is in: the *part* that the file plays, read from its graph (`merged`; `step` takes a past, `first-step`
+   makes one, ...), the kind of the stack (merged, pair, ...), and how the weights of the file are stored (`float16`;
+   `uint8` and MatMulNBits), which separates the variants of a model;
+3. its `subject` (names of inputs, outputs, nodes, tensors), sorted; a file stands there as the part that it plays;
+4. `Fault.apart` (an experiment, a target), where the subject does not separate two faults of one check.
+
+So it survives renamed or moved files, folders and stacks, other wording and numbers, another severity, and another
+order of nodes or findings. It changes when the fault affects more or fewer layers, and when the exporter renames nodes.
+A fault whose subject is a whole file has the fingerprint of every such fault of that file. Two findings of one model
+with the same one are numbered by the names of their stacks and files. A baseline for several models adds their paths.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles, takes_past
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
-from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.diagnose.not_checked import find_obstacle
 from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Check, Fault, Faults, Finding, NotChecked, Round, Selection, checks_of
+from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
 
@@ -32,6 +54,15 @@ class CheckResults:
             self.absent + other.absent,
             self.notes + other.notes,
         )
+
+
+@record
+class FindingOrigin:
+    """Where a finding comes from: its file and its stack, None where it has none, and all files of the model."""
+
+    file: OnnxFile | None = None
+    stack: StackFiles | None = None
+    files: tuple[OnnxFile, ...] = ()
 
 
 def leave_open(stack: str | None, code: str, reason: str, *, essential: bool = True) -> CheckResults:
@@ -147,3 +178,71 @@ def _find_origin(fault: Fault, context: Context) -> FindingOrigin:
         files = (*context.folder.files, *context.stack.members, *context.stack.files.values())
     named = next((file for file in files if file.name == fault.file), None)
     return FindingOrigin(named or own, stack, tuple(files))
+
+
+FINGERPRINT_LENGTH = 16
+"""Hexadecimal digits, that is 64 bits: enough that no two of some millions coincide by chance."""
+PACKED = ("NBits", "Bnb4", "Quantize", "Integer", "QLinear")
+"""Parts of the names of operators that compute with packed or rounded weights."""
+NAMED_ALONE = ("encoder", "embedding", "other")
+"""Roles of files that only their names identify."""
+
+
+def make_finding(one: Check, fault: Fault, origin: FindingOrigin) -> Finding:
+    """The finding of a fault: with the code and name of its check, its stack and its fingerprint."""
+    shared = {field.name for field in fields(Fault)} & {field.name for field in fields(Finding)}
+    facts: dict[str, Any] = {name: getattr(fault, name) for name in shared}
+    identity = compute_fingerprint(one.name, fault.subject, fault.apart, origin)
+    if (run := fault.run) is not None:
+        step = run.wrong_step
+        facts |= {"experiment": run.experiment, "step": run.failed_step}
+        facts |= {"past_length": step.past_length, "new_tokens": step.new_tokens} if step is not None else {}
+    stack = origin.stack.name if origin.stack else None
+    return Finding(code=one.code, name=one.name, stack=stack, fingerprint=identity, **facts)
+
+
+def with_distinct_fingerprints(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The findings of one model, each with a fingerprint of its own."""
+    by_name = sorted(range(len(findings)), key=lambda at: (findings[at].stack or "", findings[at].file or "", at))
+    distinct = dict(zip(by_name, number_repeated([findings[at].fingerprint for at in by_name]), strict=True))
+    return tuple(replace(finding, fingerprint=distinct[at]) for at, finding in enumerate(findings))
+
+
+def compute_fingerprint(check: str, subject: Iterable[str], apart: Sequence[str], origin: FindingOrigin) -> str:
+    """The fingerprint of one finding, by the rules above."""
+    parts, view = {one.name: part_of(one) for one in origin.files}, origin.file.view if origin.file else None
+    graph = [part_of(origin.file) if origin.file else "", origin.stack.kind if origin.stack else ""]
+    if view is not None:  # how most weights are stored, and the operators that read packed or rounded ones
+        graph += [_find_commonest_type(view), *sorted(op for op in view.operators if any(one in op for one in PACKED))]
+    about = sorted(parts.get(name, name) for name in subject)
+    return _digest(json.dumps([check, graph, about, [parts.get(name, name) for name in apart]]))
+
+
+def number_repeated(fingerprints: Sequence[str]) -> list[str]:
+    """The fingerprints without repetition: the second of two equal ones, and each later one, gets another value."""
+    counts: Counter[str] = Counter()
+    distinct = []
+    for one in fingerprints:
+        counts[one] += 1
+        distinct.append(one if counts[one] == 1 else _digest(f"{one} {counts[one]}"))
+    return distinct
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode("ascii")).hexdigest()[:FINGERPRINT_LENGTH]
+
+
+def part_of(file: OnnxFile) -> str:
+    """The part that a file plays, by its graph alone."""
+    if file.view is None or file.role in ("generator", "unreadable"):
+        return file.role
+    if takes_past(file.view):
+        return "merged" if file.view.branches is not None else "step"
+    return "beside" if file.role in NAMED_ALONE else "first-step"
+
+
+def _find_commonest_type(view: GraphView) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in view.model.graph.initializer:
+        sizes[ELEMENT_TYPES.get(tensor.data_type, "")] += math.prod(tensor.dims)
+    return min(sizes, key=lambda kind: (-sizes[kind], kind), default="")

@@ -8,10 +8,9 @@ import threading
 from dataclasses import replace
 
 from kvdoctor.diagnose.build_report import environment
-from kvdoctor.diagnose.fingerprints import FindingOrigin, make_finding
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
-from kvdoctor.diagnose.run_checks import CheckResults
+from kvdoctor.diagnose.run_checks import CheckResults, FindingOrigin, make_finding
 from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied
 from kvdoctor.findings import Advice, Fault, NotChecked, find_check
 from kvdoctor.gating.jobs import WORKERS_LOST, GateJob

@@ -16,8 +16,8 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import ExperimentJob
-from kvdoctor.diagnose.fingerprints import with_distinct_fingerprints
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
+from kvdoctor.diagnose.run_checks import with_distinct_fingerprints
 from kvdoctor.errors import UsageError
 from kvdoctor.model.files import SIDE_CARS
 from kvdoctor.model.output_folder import copy_whole, refuse_unfit, whole_folder

@@ -17,7 +17,7 @@ from kvdoctor.addons.conversions.graphs.cache_axes import Inputs, Labels, read_i
 from kvdoctor.addons.conversions.graphs.new_cache import Rewriter
 from kvdoctor.addons.conversions.graphs.token_axes import MASK, TokenAxes, is_causal, label_tokens
 from kvdoctor.addons.conversions.messages import NewCacheDone, NewCacheJob
-from kvdoctor.analysis.lost_caches import is_cacheless
+from kvdoctor.analysis.completeness import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.calls import Array

@@ -20,10 +20,9 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.diagnose.examine import list_thresholds
+from kvdoctor.diagnose.examine import list_thresholds, settle_unknown
 from kvdoctor.diagnose.inspection import build_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
-from kvdoctor.diagnose.settle import settle_unknown
 from kvdoctor.errors import UsageError, as_argument, did_you_mean
 from kvdoctor.model.output_folder import LOOP_MARK, refuse_unfit, whole_folder
 from kvdoctor.options import Options

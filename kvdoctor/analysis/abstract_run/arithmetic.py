@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.reading import Reading, Rule
 from kvdoctor.analysis.abstract_run.shaping import plan_broadcast
 from kvdoctor.analysis.abstract_run.values import (
     IS_EXACT,
@@ -17,6 +16,8 @@ from kvdoctor.analysis.abstract_run.values import (
     UNKNOWN,
     Abstract,
     CannotRun,
+    Reading,
+    Rule,
     as_weight,
     exactly,
     known,
@@ -62,15 +63,6 @@ def _divide(left: Array, right: Array) -> Array:
     return np.divide(left, right)
 
 
-def _power(left: Array, right: Array) -> Array:
-    found: Array = np.power(left, right if left.dtype.kind == "f" else right.astype(left.dtype))
-    return found
-
-
-def _where(chosen: Array, left: Array, right: Array) -> Array:
-    return np.where(chosen.astype(bool), left, right)
-
-
 def _mod(r: Reading) -> Abstract:
     divide = np.fmod if r.number("fmod", 0) else np.mod
     right = r.at(1).data
@@ -100,8 +92,8 @@ ELEMENTWISE: dict[str, Any] = {
     "Sub": np.subtract,
     "Mul": np.multiply,
     "Div": _divide,
-    "Pow": _power,
-    "Where": _where,
+    "Pow": lambda left, right: np.power(left, right if left.dtype.kind == "f" else right.astype(left.dtype)),
+    "Where": lambda chosen, left, right: np.where(chosen.astype(bool), left, right),
     "And": np.logical_and,
     "Or": np.logical_or,
     "Xor": np.logical_xor,

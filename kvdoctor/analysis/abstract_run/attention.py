@@ -8,13 +8,15 @@ import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import combine
 from kvdoctor.analysis.abstract_run.combining import multiply, softmax
-from kvdoctor.analysis.abstract_run.reading import Reading, Rule, Shape
 from kvdoctor.analysis.abstract_run.shaping import join
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     UNKNOWN,
     Abstract,
     NotKnown,
+    Reading,
+    Rule,
+    Shape,
     as_weight,
     known,
     number_for,
@@ -104,9 +106,13 @@ def _hide(rows: int, columns: int, start: int, window: int = -1) -> Array:
 
 def _rotate(rows: Array, positions: Array) -> Array:
     """Numbers rotated by their position, as a rotary embedding does."""
-    turned = np.broadcast_to(positions, (rows.shape[0], rows.shape[2])).astype(np.float64)[:, None, :, None]
-    found: Array = rows * (np.cos(0.7 * turned) + 0.6 * np.sin(0.7 * turned))
+    found: Array = rows * (np.cos(0.7 * positions) + 0.6 * np.sin(0.7 * positions))
     return found
+
+
+def _joined(shape: Shape, out: Array | None) -> Abstract:
+    """The result of an attention, float[batch, 1, new, 1], with the heads in one row."""
+    return Abstract(shape, None if out is None else out[:, 0])
 
 
 def _group_query(r: Reading) -> list[Abstract]:
@@ -133,7 +139,8 @@ def _group_query(r: Reading) -> list[Abstract]:
     q, k, v = (row * (number_for(f"packed {n}") if packed else 1) for n, row in enumerate(rows))
     if r.number("do_rotary", 0):
         at = r.at(9).numbers if r.has(9) else None
-        positions = at if at is not None else start + np.arange(new)
+        positions = np.broadcast_to(at if at is not None else start + np.arange(new), (batch, new))
+        positions = positions.astype(np.float64)[:, None, :, None]
         q, k = _rotate(q, positions), _rotate(k, positions)
     caches = []
     for value, added in ((past, k), (r.at(4), v)):
@@ -142,7 +149,7 @@ def _group_query(r: Reading) -> list[Abstract]:
     seen = [cache[:, :, :total] for cache in caches]
     bias = r.at(10) if r.has(10) else None
     out = attend(Heads(q, *seen), bias, _hide(new, total, start, r.number("local_window_size", -1)))
-    return [Abstract(shapes[0], None if out is None else out[:, 0]), *(Abstract(present, cache) for cache in caches)]
+    return [_joined(shapes[0], out), *(Abstract(present, cache) for cache in caches)]
 
 
 def _multi_head(r: Reading) -> list[Abstract]:
@@ -158,16 +165,13 @@ def _multi_head(r: Reading) -> list[Abstract]:
         offset = number_for(r.at(3).key or "bias")
         q, k, v = q + offset, k + offset * 0.5, v + offset * 0.25
     start, k, v = _with_past(r, 6, (k, v), shape)
-    out = attend(
-        Heads(q, k, v),
-        r.at(5) if r.has(5) else None,
-        _hide(shape[1], k.shape[2], start) if r.number("unidirectional", 0) else None,
-    )
+    hidden = _hide(shape[1], k.shape[2], start) if r.number("unidirectional", 0) else None
+    out = attend(Heads(q, k, v), r.at(5) if r.has(5) else None, hidden)
     heads = r.number("num_heads", 1)
     present = (shape[0], heads, k.shape[2], shape[2] // max(heads, 1))
     if out is not None:
         shape = (*shape[:2], value.shape[-1] if len(value.shape) == 3 else shape[2])
-    return [Abstract(shape, None if out is None else out[:, 0]), Abstract(present, k), Abstract(present, v)]
+    return [_joined(shape, out), Abstract(present, k), Abstract(present, v)]
 
 
 def _contrib_attention(r: Reading) -> list[Abstract]:
@@ -190,14 +194,11 @@ def _contrib_attention(r: Reading) -> list[Abstract]:
         start = past.shape[3]
         halves = [_rows(Abstract(past.shape[1:], past.data[at]), start, shape) for at in range(2)]
         k, v = (np.concatenate([one, two], axis=2) for one, two in zip(halves, (k, v), strict=True))
-    out = attend(
-        Heads(q, k, v),
-        r.at(5) if r.has(5) else None,
-        _hide(new, k.shape[2], start) if r.number("unidirectional", 0) else None,
-    )
+    hidden = _hide(new, k.shape[2], start) if r.number("unidirectional", 0) else None
+    out = attend(Heads(q, k, v), r.at(5) if r.has(5) else None, hidden)
     heads = r.number("num_heads", 1)
     present = (2, batch, heads, k.shape[2], width // max(heads, 1))
-    return [Abstract(shape, None if out is None else out[:, 0]), Abstract(present, np.stack([k, v]))]
+    return [_joined(shape, out), Abstract(present, np.stack([k, v]))]
 
 
 def _standard_attention(r: Reading) -> list[Abstract]:
@@ -217,7 +218,7 @@ def _standard_attention(r: Reading) -> list[Abstract]:
         presents = [Abstract((*past[:2], row.shape[2], past[3]), row) for row in (k, v)]
     hidden = _hide(new, k.shape[2], start) if r.number("is_causal", 0) else None
     out = attend(Heads(q, k, v), r.at(3) if r.has(3) else None, hidden)
-    return [Abstract(shape, out if out is None or four else out[:, 0]), *presents]
+    return [Abstract(shape, out) if four else _joined(shape, out), *presents]
 
 
 def _rotary(r: Reading) -> Abstract:
@@ -232,7 +233,7 @@ def _rotary(r: Reading) -> Abstract:
     turned = at[:, None, :, None] if four else at[:, :, None]
     if at.shape[-1] != new or size_of(np.broadcast_shapes(data.shape, turned.shape)) > MOST_ELEMENTS:
         return Abstract(shape)
-    return Abstract(shape, data * (np.cos(0.7 * turned) + 0.6 * np.sin(0.7 * turned)))
+    return Abstract(shape, _rotate(data, turned))
 
 
 ATTENTIONS: dict[str, Rule] = {

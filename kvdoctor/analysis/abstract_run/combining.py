@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import combine, sigmoid
-from kvdoctor.analysis.abstract_run.reading import PLANS, Reading, Rule
 from kvdoctor.analysis.abstract_run.shaping import broadcast_shapes
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
+    PLANS,
     UNKNOWN,
     Abstract,
     CannotRun,
+    Reading,
+    Rule,
     as_weight,
     known,
     number_for,

@@ -15,9 +15,17 @@ from kvdoctor.analysis.abstract_run.arithmetic import COMPUTING
 from kvdoctor.analysis.abstract_run.attention import ATTENTIONS
 from kvdoctor.analysis.abstract_run.combining import COMBINING
 from kvdoctor.analysis.abstract_run.indexing import INDEXING
-from kvdoctor.analysis.abstract_run.reading import Reading, Rule
 from kvdoctor.analysis.abstract_run.shaping import SHAPING
-from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, read_tensor
+from kvdoctor.analysis.abstract_run.values import (
+    UNKNOWN,
+    Abstract,
+    CannotRun,
+    Reading,
+    Rule,
+    TooMuchWork,
+    exactly,
+    read_tensor,
+)
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.operators import CONTRIB, has, operators_with, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
@@ -132,7 +140,9 @@ class AbstractGraph:
         for node in graph.node:
             reading = Reading(node, [], self.random, not self.returned.isdisjoint(node.output))
             if has(reading.kind, "constant"):
-                known.update(dict.fromkeys(reading.outputs, self._constant(node)))
+                tensor = constant_value(node)
+                value = UNKNOWN if tensor is None else self._read(output_of(node), tensor)
+                known.update(dict.fromkeys(reading.outputs, value))
                 continue
             rule = RULES.get(node.op_type) if node.domain in STANDARD or node.domain == CONTRIB else None
             given = [name for name in reading.names if name]
@@ -147,7 +157,8 @@ class AbstractGraph:
     def _read(self, name: str, tensor: TensorProto) -> Abstract:
         table = self.tables.get(name)
         if table is None or table.shape != tuple(tensor.dims):
-            return read_tensor(tensor, self._key(name, tensor.data_type, tensor.dims))
+            # Another body of the stack may have another name for a weight that is not of the outermost graph.
+            return read_tensor(tensor, name if name in self.names else f"{tensor.data_type} {sorted(tensor.dims)}")
         return self.read.setdefault(id(table), exactly(table))
 
     def _settle(self, reading: Reading, rule: Rule, here: dict[str, Abstract], into: dict[str, Abstract]) -> None:
@@ -163,12 +174,7 @@ class AbstractGraph:
             self.settled[key] = here, list(made.values())  # the inputs as well: their ids stay theirs
         into.update(zip(reading.outputs, self.settled[key][1], strict=False))
 
-    def _key(self, name: str, kind: int, dims: Iterable[int]) -> str:
-        """The name of a weight, or its type and sizes where another body of the stack may have another name for it."""
-        return name if name in self.names else f"{kind} {sorted(dims)}"
-
     def _apply(self, reading: Reading, rule: Rule, values: Mapping[str, Abstract], into: dict[str, Abstract]) -> None:
-        """Compute a node, and put its outputs into a dictionary by their names."""
         outputs = reading.outputs
         reading.inputs = [values.get(name, UNKNOWN) if name else None for name in reading.names]
         try:
@@ -178,10 +184,6 @@ class AbstractGraph:
             raise CannotRun(reason.words, name, reading.kind) from None
         self.budget.spend(sum([value.data.size for value in found if value.data is not None]))
         into.update(zip(outputs, [*found, *[UNKNOWN] * (len(outputs) - len(found))], strict=False))
-
-    def _constant(self, node: NodeProto) -> Abstract:
-        tensor = constant_value(node)
-        return UNKNOWN if tensor is None else self._read(output_of(node), tensor)
 
     def _branch(self, reading: Reading, values: dict[str, Abstract], prepared: "_Prepared") -> list[Abstract]:
         self.budget.spend()

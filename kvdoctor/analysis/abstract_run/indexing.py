@@ -4,12 +4,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.reading import Reading, Rule
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
     UNKNOWN,
     Abstract,
     CannotRun,
+    Reading,
+    Rule,
     exactly,
     fold_axis,
     known,

@@ -7,14 +7,16 @@ from math import isfinite
 import numpy as np
 
 from kvdoctor.analysis.abstract_run.indexing import cut_axis
-from kvdoctor.analysis.abstract_run.reading import PLANS, Reading, Rule
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
+    PLANS,
     RELATIVE_ROUNDING,
     ROUNDING,
     UNKNOWN,
     Abstract,
     CannotRun,
+    Reading,
+    Rule,
     exactly,
     fold_axis,
     known,
@@ -76,14 +78,12 @@ def _fold(data: Array) -> Array:
     """Numbers with the axes collapsed again along which all are equal, as those of heads that were joined to rows."""
     for axis, size in enumerate(data.shape):
         # Most differ in the first two numbers already, which is found out faster than whether all are equal.
-        if size > 1 and not _differ(data.item(0), data.item(size_of(data.shape[axis + 1 :]))):
-            data = fold_axis(data, axis)
+        if size > 1:
+            one, other = data.item(0), data.item(size_of(data.shape[axis + 1 :]))
+            near = abs(one - other) <= ROUNDING + RELATIVE_ROUNDING * abs(other)
+            if near or not (isfinite(one) and isfinite(other)):
+                data = fold_axis(data, axis)
     return data
-
-
-def _differ(one: float, other: float) -> bool:
-    """Whether two finite numbers differ by more than rounding."""
-    return abs(one - other) > ROUNDING + RELATIVE_ROUNDING * abs(other) and isfinite(one) and isfinite(other)
 
 
 def _reshape(r: Reading) -> Abstract:

@@ -6,11 +6,12 @@ from math import prod
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from kvdoctor.analysis.arithmetic.bends import Bend, Bends
 from kvdoctor.analysis.arithmetic.numbers import (
     MOST_NUMBERS,
     MOST_STEPS,
     WIDTHS,
+    Bend,
+    Bends,
     FixedValues,
     Numbers,
     decode_numbers,
@@ -95,11 +96,25 @@ class Head:
     node: FlatNode
 
 
-class Blocks:
-    """Reads one flow; `head_dim` is the width of a head, where the graph shows it."""
+SAMPLES = 8
+"""Columns of two weights that are compared, at two rows each."""
+SAME = 2e-2
+"""Products of two elements are equal up to this part of the larger one: one weight may be in half precision."""
 
-    def __init__(self, flow: Flow, head_dim: int | None) -> None:
+
+class Arithmetic:
+    """The constants that a decoder computes with.
+
+    `file` is its file, of which a few elements of large tables are read; None where it is not one file. `head_dim` is
+    the width of a head, where the graph shows it.
+    """
+
+    def __init__(self, flow: Flow, file: OnnxFile | None, head_dim: int | None) -> None:
         self.flow, self.fixed = flow, FixedValues(flow, head_dim)
+        self.path = file.path if file is not None else None
+        self.external = file.external if file is not None else ()
+        self._payloads: dict[str, tuple[int, int]] | None = None
+        self._places: dict[int, tuple[Path, int, int] | None] = {}
 
     @cached_property
     def bends(self) -> Bends:
@@ -264,28 +279,6 @@ class Blocks:
                 found.setdefault(factor, node)
         return found
 
-
-SAMPLES = 8
-"""Columns of two weights that are compared, at two rows each."""
-SAME = 2e-2
-"""Products of two elements are equal up to this part of the larger one: one weight may be in half precision."""
-
-
-class Arithmetic(Blocks):
-    """The constants that a decoder computes with.
-
-    `file` is its file, of which a few elements of large tables are read; None where it is not one file. `head_dim` is
-    the width of a head, where the graph shows it.
-    """
-
-    def __init__(self, flow: Flow, file: OnnxFile | None, head_dim: int | None) -> None:
-        super().__init__(flow, head_dim)
-        self.path = file.path if file is not None else None
-        self.external = file.external if file is not None else ()
-        self._embeddings: dict[frozenset[str], Embedding | None] = {}
-        self._payloads: dict[str, tuple[int, int]] | None = None
-        self._places: dict[int, tuple[Path, int, int] | None] = {}
-
     @cached_property
     def attentions(self) -> list[Attention]:
         """The attentions in the order of the graph."""
@@ -295,12 +288,6 @@ class Arithmetic(Blocks):
     def frequencies(self) -> tuple[list[Frequencies], bool]:
         """The rotations, and whether all of them could be read."""
         return find_frequencies(self.flow, self.fixed, self._row)
-
-    def embedding(self, tokens: frozenset[str]) -> Embedding | None:
-        """The table of the tokens, given the inputs that take them."""
-        if tokens not in self._embeddings:
-            self._embeddings[tokens] = self.find_embedding(tokens)
-        return self._embeddings[tokens]
 
     def are_tied(self, embedding: Embedding, head: Head) -> bool | None:
         """Whether table and head are one weight, or hold equal elements at a few places; None where not known.

@@ -135,13 +135,14 @@ def _are_frequencies(numbers: Numbers) -> bool:
 
 def _rows(flow: Flow, node: FlatNode, read_row: ReadRow) -> Iterator[Numbers | None]:
     """The frequencies in the tables of an operator; where a branch chooses between tables, those of each."""
-    cosines, sines = (_tables(flow, node.input(at)) for at in TABLES[node.domain, node.op])
+    cosines, sines = (list_tables(flow, node.input(at)) for at in TABLES[node.domain, node.op])
     for cosine, sine in zip(cosines, sines, strict=False):
         rows = (read_row(cosine, 1), read_row(sine, 1)) if cosine is not None and sine is not None else (None, None)
         yield None if rows[0] is None or rows[1] is None else tuple(map(math.atan2, rows[1], rows[0]))
 
 
-def _tables(flow: Flow, name: str) -> list[TensorProto | None]:
+def list_tables(flow: Flow, name: str) -> list[TensorProto | None]:
+    """A constant table, or those that a branch chooses between; None for what is no constant."""
     made = flow.producers.get(name)
     names = made.inputs if made is not None and made.has("copy") else (name,)
     return [flow.constant(one) for one in names]

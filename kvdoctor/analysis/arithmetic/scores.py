@@ -6,8 +6,7 @@ product of all factors on queries, keys and scores: exporters split it over quer
 
 from math import prod
 
-from kvdoctor.analysis.arithmetic.bends import Bends
-from kvdoctor.analysis.arithmetic.numbers import MOST_STEPS, FixedValues
+from kvdoctor.analysis.arithmetic.numbers import MOST_STEPS, Bends, FixedValues
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB, operators_with
@@ -75,14 +74,13 @@ class Scores:
 
     def list_attentions(self) -> list[Attention]:
         """The attentions in the order of the nodes."""
-        operators = operators_with("softmax") | {name for _, name in MASKS}
-        found = (self._read(node) for node in self.fixed.nodes(operators))
+        found: list[Attention | None] = []
+        for node in self.fixed.nodes(operators_with("softmax") | {name for _, name in MASKS}):
+            if node.has("softmax"):
+                found.append(self._read_softmax(node))
+            elif (node.domain, node.op) in MASKS:
+                found.append(self._read_operator(node))
         return [one for one in found if one is not None]
-
-    def _read(self, node: FlatNode) -> Attention | None:
-        if node.has("softmax"):
-            return self._read_softmax(node)
-        return self._read_operator(node) if (node.domain, node.op) in MASKS else None
 
     def _read_operator(self, node: FlatNode) -> Attention:
         whole = (node.domain, node.op) == WHOLE

@@ -291,7 +291,6 @@ class Dataflow:
         return replace(found, proven=False) if found is not None else None
 
     def _new_entries(self, name: str, join: FlatNode) -> Iterator[str]:
-        """The values that a node joins to a state."""
         new = join.inputs if join.has("join") else join.inputs[1:]
         return (value for value in new if value and value != name and value not in self.flow.fixed)
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from kvdoctor.analysis.proof.terms import ONE, Term
 from kvdoctor.analysis.proof.types import (
     MODERATE,
+    ONE,
     UNKNOWN,
     Axis,
     Lengths,
     Region,
+    Term,
     Type,
     axis_of,
     constant_of,
@@ -33,6 +34,18 @@ class Made:
 
 
 Rule = Callable[["Reading"], "Made | list[Made]"]
+T = TypeVar("T")
+
+
+class NotKnown(Exception):
+    """What a rule needs is not known; then neither is the result."""
+
+
+def known(found: T | None) -> T:
+    """What was found; raises `NotKnown` where that is None."""
+    if found is None:
+        raise NotKnown
+    return found
 
 
 @dataclass
@@ -58,6 +71,11 @@ class Reading:
         """An input; an unknown value where there is none."""
         found = self.inputs[index] if index < len(self.inputs) else None
         return UNKNOWN if found is None else found
+
+    def axes(self, index: int, least: int = 0) -> tuple[Axis, ...]:
+        """The axes of an input; raises `NotKnown` where there are fewer than `least`, or none that are known."""
+        shape = known(self.input(index).shape)
+        return known(shape if len(shape) >= least else None)
 
     def has(self, index: int) -> bool:
         """Whether there is an input of that number."""
@@ -94,27 +112,15 @@ class Reading:
             uniform = uniform and all(one.last or not any(map(self.lengths.counts, one.shape or ())) for one in taken)
         return Type(kind, axes, uniform=uniform, calm=calm, regions=regions if uniform else (), last=last)
 
-    def broadcast(self, taken: Sequence[Type]) -> tuple[Axis, ...] | None:
-        """The axes of inputs, broadcast to each other."""
-        shapes = [one.shape for one in taken if one.shape is not None]
-        if len(shapes) < len(taken):
-            return None
-        rank = max(map(len, shapes), default=0)
+    def broadcast(self, taken: Sequence[Type]) -> tuple[Axis, ...]:
+        """The axes of inputs, broadcast to each other; raises `NotKnown` where that is not known."""
+        shapes = [known(one.shape) for one in taken]
         found: list[Axis] = []
-        for at in range(-rank, 0):
-            axis: Axis = ()
-            for shape in shapes:
-                other = shape[at] if -at <= len(shape) else ()
-                joined = self._joined(axis, other)
-                if joined is None:
-                    return None
-                axis = joined
-            found.append(axis)
+        for at in range(-max(map(len, shapes), default=0), 0):
+            # Factors in another order are other entries at each place, though the length is the same.
+            long = {shape[at] for shape in shapes if -at <= len(shape)} - {()}
+            found.append(known(next(iter(long), ()) if len(long) < 2 else None))
         return tuple(found)
-
-    def _joined(self, one: Axis, other: Axis) -> Axis | None:
-        """Two axes as one. Factors in another order are other entries at each place, though the length is the same."""
-        return (one or other) if not one or not other or one == other else None
 
 
 def is_calm(one: Type) -> bool:

@@ -8,20 +8,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvdoctor.analysis.proof.call import Made, Reading, is_calm
+from kvdoctor.analysis.proof.call import Made, Reading, is_calm, known
 from kvdoctor.analysis.proof.masks import hides_later
-from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
     FINITE,
     UNKNOWN,
     Axis,
     Mark,
     Region,
+    Term,
     Type,
     axis_of,
     constant_of,
     is_fixed,
     linear_of,
+    number,
+    plain_number,
     size_of,
 )
 from kvdoctor.model.operators import CONTRIB, has, operators_with
@@ -48,41 +50,36 @@ def _may_combine(call: Reading, taken: Type, at: int) -> bool:
 
 def matmul(call: Reading) -> Made:
     """MatMul: rows of the first times columns of the second."""
-    one, other = call.input(0), call.input(1)
-    if one.shape is None or other.shape is None or not one.shape or not other.shape:
+    (one, other), left, right = call.inputs[:2], call.axes(0, 1), call.axes(1, 1)
+    rows, columns = left[-2:-1], right[-1:] if len(right) > 1 else ()
+    inner = right[-2] if columns else right[0]
+    shape = (*call.broadcast([Type("f", left[:-2]), Type("f", right[:-2])]), *rows, *columns)
+    if left[-1] != inner or one is None or other is None:
         return Made(UNKNOWN)
-    left = one.shape if len(one.shape) > 1 else ((), *one.shape)
-    right = other.shape if len(other.shape) > 1 else (*other.shape, ())
-    outer = call.broadcast([Type("f", left[:-2]), Type("f", right[:-2])])
-    if outer is None or left[-1] != right[-2]:
-        return Made(UNKNOWN)
-    rows = (left[-2],) if len(one.shape) > 1 else ()
-    columns = (right[-1],) if len(other.shape) > 1 else ()
-    shape = (*outer, *rows, *columns)
-    combined = _may_combine(call, one, -1) or (not is_fixed(left[-1]) and _may_combine_right(call, other))
-    return Made(call.opaque(shape, [one, other], "f", True) if combined else Type("f", shape))
+    # Where the weights are the second factor, the keys are its rows, the queries its columns.
+    turned = bool(columns) and not call.lengths.single and not is_fixed(inner)
+    combined = _may_combine(call, one, -1) or (turned and _may_combine(call, other, -2))
+    return _made(call, combined, shape, [one, other])
 
 
-def _may_combine_right(call: Reading, other: Type) -> bool:
-    """The same where the weights are the second factor: the keys are its rows, the queries its columns."""
-    return len(other.shape or ()) > 1 and not call.lengths.single and _may_combine(call, other, -2)
+def _made(call: Reading, combined: bool, shape: tuple[Axis, ...], taken: Sequence[Type], kind: str = "f") -> Made:
+    """A value that was combined rightly, or one of which nothing but its axes is known."""
+    return Made(call.opaque(shape, taken, kind, True) if combined else Type(kind, shape))
 
 
 def gemm(call: Reading) -> Made:
     """Gemm: a product of matrices, and a bias."""
-    one, other = call.input(0).shape, call.input(1).shape
-    if one is None or other is None or len(one) != 2 or len(other) != 2 or call.node.number("transA", 0):
+    one, other = call.axes(0, 2), call.axes(1, 2)
+    if len(one) != 2 or len(other) != 2 or call.node.number("transA", 0):
         return Made(UNKNOWN)
     columns = other[0] if call.node.number("transB", 0) else other[1]
-    shape = (one[0], columns)
-    fixed = is_fixed(one[1])
-    return Made(call.opaque(shape, call.given, "f", True) if fixed else Type("f", shape))
+    return _made(call, is_fixed(one[1]), (one[0], columns), call.given)
 
 
 def rows_times_weights(call: Reading) -> Made:
     """Products with packed weights: the last axis of the first input with weights of the graph."""
-    shape = call.input(0).shape
-    if not shape or not is_fixed(shape[-1]) or not call.node.number("N", 0):
+    shape = call.axes(0, 1)
+    if not is_fixed(shape[-1]) or not call.node.number("N", 0):
         return Made(UNKNOWN)
     return Made(call.opaque((*shape[:-1], axis_of(number(call.node.number("N", 0)))), call.given, "f", True))
 
@@ -113,31 +110,25 @@ def einsum(call: Reading) -> Made:
         )
         for name in gone
     )
-    return Made(call.opaque(shape, taken, "f", True) if combined else Type("f", tuple(shape)))
+    return _made(call, combined, tuple(shape), taken)
 
 
 def softmax(call: Reading) -> Made:
     """Softmax: over all tokens only where a mask hides the later ones, and leaves the token itself."""
-    taken = call.input(0)
-    if not taken.shape:
-        return Made(UNKNOWN)
-    rank = len(taken.shape)
-    if call.node.attribute("axis") is None and call.lengths.opset < AXIS_IS_LAST:
-        return Made(Type("f", taken.shape))
-    at = call.node.number("axis", -1) % rank - rank
-    axis = taken.shape[at]
-    if at != -1:
-        return Made(Type("f", taken.shape))
-    if is_fixed(axis):
-        return Made(call.opaque(taken.shape, call.given, "f", True))
-    if not call.lengths.is_total(axis):
-        return Made(Type("f", taken.shape))
-    rows = [row - rank for row, one in enumerate(taken.shape) if call.lengths.is_row(one) and row - rank != at]
-    hidden = [row for row in rows if hides_later(taken, row, at)]
-    if not hidden and not (call.lengths.single and len(rows) == 1 and is_calm(taken)):
-        return Made(Type("f", taken.shape))
-    regions: tuple[Region, ...] = tuple(((row, at), (0.0, None, None)) for row in hidden)
-    return Made(call.opaque(taken.shape, call.given, "f", True, regions))
+    taken, shape = call.input(0), call.axes(0, 1)
+    rank = len(shape)
+    first = call.node.attribute("axis") is None and call.lengths.opset < AXIS_IS_LAST
+    if first or (call.node.number("axis", -1) + 1) % rank:
+        return Made(Type("f", shape))
+    if is_fixed(shape[-1]):
+        return Made(call.opaque(shape, call.given, "f", True))
+    rows = [row - rank for row, one in enumerate(shape[:-1]) if call.lengths.is_row(one)]
+    hidden = [row for row in rows if hides_later(taken, row, -1)]
+    alone = call.lengths.single and len(rows) == 1 and is_calm(taken)
+    if not call.lengths.is_total(shape[-1]) or not (hidden or alone):
+        return Made(Type("f", shape))
+    regions: tuple[Region, ...] = tuple(((row, -1), (0.0, None, None)) for row in hidden)
+    return Made(call.opaque(shape, call.given, "f", True, regions))
 
 
 EXTREMES = {"ReduceMax": True, "ReduceMin": False}
@@ -146,25 +137,19 @@ EXTREMES = {"ReduceMax": True, "ReduceMin": False}
 
 def reduce(call: Reading) -> Made:
     """Reductions: along axes that are the same in all calls; of numbers that count, the extreme."""
-    taken, axes = call.input(0), call.numbers(1, "axes")
-    if taken.shape is None:
-        return Made(UNKNOWN)
-    rank = len(taken.shape)
-    if axes is None:
-        if call.has(1) or call.node.number("noop_with_empty_axes", 0):
-            return Made(UNKNOWN)
-        axes = list(range(rank))
+    taken, whole, axes = call.input(0), call.axes(0), call.numbers(1, "axes")
+    rank, every = len(whole), not call.has(1) and not call.node.number("noop_with_empty_axes", 0)
+    axes = list(range(rank)) if axes is None and every else axes
     if not axes:  # none listed: all, or none at all
         return Made(UNKNOWN)
     gone, keeps = {axis % rank for axis in axes}, call.node.number("keepdims", 1)
-    shape = tuple(() if at in gone else axis for at, axis in enumerate(taken.shape) if at not in gone or keeps)
+    shape = tuple(() if at in gone else axis for at, axis in enumerate(whole) if at not in gone or keeps)
     linear = linear_of(taken)
-    if linear is not None and isinstance(linear[0], Term):
-        found = _reduce_linear(call, linear, gone, taken.shape)
-        if found is not None:
-            return Made(Type(taken.kind, shape, linear=(found, ())))
+    found = _reduce_linear(call, linear, gone, whole) if linear is not None else None
+    if found is not None:
+        return Made(Type(taken.kind, shape, linear=(found, ())))
     combined = all(_may_combine(call, replace(taken, regions=()), at - rank) for at in gone)
-    return Made(call.opaque(shape, [taken], taken.kind, True) if combined else Type(taken.kind, shape))
+    return _made(call, combined, shape, [taken], taken.kind)
 
 
 def _reduce_linear(
@@ -188,34 +173,29 @@ def _reduce_linear(
 
 def accumulate(call: Reading) -> Made:
     """CumSum from the first element on: a number that counts, or a sum of all tokens so far."""
-    taken, axes = call.input(0), call.numbers(1)
-    if taken.shape is None or not axes or call.node.number("reverse", 0):
+    taken, shape, axes = call.input(0), call.axes(0), call.numbers(1)
+    if not axes or call.node.number("reverse", 0):
         return Made(UNKNOWN)
-    rank, exclusive = len(taken.shape), call.node.number("exclusive", 0)
+    rank, exclusive = len(shape), call.node.number("exclusive", 0)
     at = axes[0] % rank - rank
     value = constant_of(taken)
     by = value.number if isinstance(value, Term) else None
     if by is not None:
         start = number(0 if exclusive else by)
-        return Made(Type(taken.kind, taken.shape, linear=(start, ((at, by),) if by else ())))
-    whole = is_fixed(taken.shape[at]) or call.lengths.is_total(taken.shape[at])
-    return Made(call.opaque(taken.shape, [taken], taken.kind) if whole else Type(taken.kind, taken.shape))
+        return Made(Type(taken.kind, shape, linear=(start, ((at, by),) if by else ())))
+    whole = is_fixed(shape[at]) or call.lengths.is_total(shape[at])
+    return Made(call.opaque(shape, [taken], taken.kind) if whole else Type(taken.kind, shape))
 
 
 def triangle(call: Reading) -> Made:
     """Trilu: elements on one side of a diagonal become 0."""
-    taken = call.input(0)
-    shape, lengths = taken.shape, call.lengths
-    diagonal = call.input(1).items if call.has(1) else (number(0),)
-    if shape is None or len(shape) < 2 or diagonal is None:
-        return Made(UNKNOWN)
+    taken, shape, lengths = call.input(0), call.axes(0, 2), call.lengths
+    diagonal = known(call.input(1).items) if call.has(1) else (number(0),)
     first, second = lengths.offset(shape[-2]), lengths.offset(shape[-1])
-    if first is None or second is None:
+    if first is None or second is None or not lengths.is_uniform(taken):
         return Made(Type(taken.kind, shape))
     # The absolute position of the column minus that of the row is the diagonal, plus so much.
     value = diagonal[0] + second - first
-    if not lengths.is_uniform(taken):
-        return Made(Type(taken.kind, shape))
     upper = bool(call.node.number("upper", 1))
     marks: list[Mark] = []
     for least, most in ((1, None), (0, 0), (None, -1)):
@@ -223,40 +203,28 @@ def triangle(call: Reading) -> Made:
         over = least is not None and lengths.at_least(number(least - 1) - value, 0)
         stays = least is not None and lengths.at_least(number(least) - value, 0)
         stays = stays if upper else most is not None and lengths.at_least(value - number(most), 0)
-        known = _region_of(taken, len(marks))
-        finite = FINITE if isinstance(known, float) and math.isfinite(known) else None
-        marks.append(known if stays else 0.0 if (under if upper else over) else finite)
+        parts = dict(taken.regions).get((-2, -1))
+        mark = plain_number(constant_of(taken)) if parts is None else parts[len(marks)]
+        finite = FINITE if isinstance(mark, float) and math.isfinite(mark) else None
+        marks.append(mark if stays else 0.0 if (under if upper else over) else finite)
     regions: tuple[Region, ...] = (((-2, -1), (marks[0], marks[1], marks[2])),)
     if value.number is None:
         return Made(Type(taken.kind, shape, regions=regions))
     return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken), regions), ("triangle", upper, value.number))
 
 
-def _region_of(taken: Type, part: int) -> Mark:
-    marks = dict(taken.regions).get((-2, -1))
-    if marks is not None:
-        return marks[part]
-    value = constant_of(taken)
-    value = value.number if isinstance(value, Term) else value
-    return None if value is None else float(value)
-
-
 def normalize(call: Reading) -> Made:
     """Norms along the last axes."""
-    shape = call.input(0).shape
-    if not shape:
-        return Made(UNKNOWN)
+    shape = call.axes(0, 1)
     first = call.node.number("axis", -1) % len(shape)
-    fixed = all(is_fixed(axis) for axis in shape[first:])
-    return Made(call.opaque(shape, call.given, "f", True) if fixed else Type("f", shape))
+    return _made(call, all(map(is_fixed, shape[first:])), shape, call.given)
 
 
 def skip_normalize(call: Reading) -> list[Made]:
     """A norm of a sum, which is an output as well."""
-    taken = [one for one in call.given if one.shape is not None]
     shape = call.broadcast(call.given[:2])
-    if not shape or len(taken) != len(call.given) or not is_fixed(shape[-1]):
-        return [Made(UNKNOWN)] * len(call.node.outputs)
+    if any(one.shape is None for one in call.given) or not is_fixed(shape[-1]):
+        return []
     made = call.opaque(shape, call.given, "f", True)
     return [Made(made, None if not at else ("output", at)) for at in range(len(call.node.outputs))]
 
@@ -280,61 +248,49 @@ COUNTED = (number(0), ((-1, 1),))
 
 def grouped_attention(call: Reading) -> list[Made]:
     """GroupQueryAttention of ONNX Runtime, with lengths as they are, without padding and masks."""
-    unknown, lengths = [Made(UNKNOWN)] * len(call.node.outputs), call.lengths
-    query, past = call.input(0), [call.input(3), call.input(4)]
+    lengths, query, past = call.lengths, call.input(0), [call.input(3), call.input(4)]
     windowed = call.node.number("local_window_size", -1) > 0 or call.node.number("kv_cache_bit_width", 0)
-    if any(call.has(index) for index in range(10, 15)) or windowed:
-        return unknown
     last, total = constant_of(call.input(5)), constant_of(call.input(6))
-    whole = last is lengths.total - number(1) and total is lengths.total
-    if not whole or not query.shape or len(query.shape) != 3 or not all(one.past for one in past):
-        return unknown
-    shapes = [one.shape for one in past]
-    axes = [shape is not None and len(shape) == 4 and shape[2] == (lengths.past,) for shape in shapes]
-    taken = [one for at, one in enumerate(call.inputs) if one is not None and at in (0, 1, 2, 7, 8)]
-    if not all(axes) or query.shape[1] != (lengths.new,) or not is_fixed(query.shape[2]):
-        return unknown
+    whole = last is lengths.total - number(1) and total is lengths.total and all(one.past for one in past)
+    if any(call.has(index) for index in range(10, 15)) or windowed or not whole:
+        return []
+    shapes, taken = [call.axes(3), call.axes(4)], [call.input(at) for at in (0, 1, 2, 7, 8) if call.has(at)]
+    joined = [call.axes(at) for at in (0, 1, 2) if call.has(at)]
+    if any(len(shape) != 4 or shape[2] != (lengths.past,) for shape in shapes) or not query.shape:
+        return []
+    if any(len(shape) != 3 or shape[1] != (lengths.new,) for shape in joined) or not is_fixed(query.shape[2]):
+        return []
     if call.has(9) and lengths.absolute(call.input(9)) != COUNTED:
-        return unknown
-    joined = [call.input(at).shape or () for at in (1, 2) if call.has(at)]
-    if any(len(shape) != 3 or shape[1] != (lengths.new,) for shape in joined):
-        return unknown
+        return []
     if call.node.number("do_rotary", 0):
-        rows = size_of((call.input(7).shape or ((),))[0]).number
-        if rows is None:
-            return unknown
-        call.limits.append((rows, 7))
+        call.limits.append((known(size_of((call.input(7).shape or ((),))[0]).number), 7))
     heads, groups = call.node.number("num_heads", 1), call.node.number("kv_num_heads", 1)
     width = size_of(query.shape[2]).number
     if not call.has(1):
         heads += 2 * groups
     if not width or width % heads:
-        return unknown
+        return []
     columns = width // heads * call.node.number("num_heads", 1)
     out = call.opaque((*query.shape[:2], axis_of(number(columns))), taken, "f", True)
-    presents = [
-        call.opaque((*shape[:2], (lengths.total,), shape[3]), taken, "f", True) for shape in shapes if shape is not None
-    ]
-    made = [Made(out), Made(presents[0], ("attended", 3, 1)), Made(presents[1], ("attended", 4, 2))]
-    return made[: len(call.node.outputs)]
+    presents = [call.opaque((*shape[:2], (lengths.total,), shape[3]), taken, "f", True) for shape in shapes]
+    return [Made(out), Made(presents[0], ("attended", 3, 1)), Made(presents[1], ("attended", 4, 2))]
 
 
 def rotary(call: Reading) -> Made:
     """RotaryEmbedding of ONNX Runtime: a rotation by positions, with a row of its tables for each."""
-    taken, places, lengths = call.input(0), call.input(1), call.lengths
-    rows = size_of((call.input(2).shape or ((),))[0]).number
-    if call.node.domain != CONTRIB or not taken.shape or rows is None or not is_fixed(taken.shape[-1]):
+    taken, shape, places, lengths = call.input(0), call.axes(0, 1), call.input(1), call.lengths
+    rows = known(size_of((call.input(2).shape or ((),))[0]).number)
+    if call.node.domain != CONTRIB or not is_fixed(shape[-1]):
         return Made(UNKNOWN)
-    absolute = lengths.absolute(places)
-    counts = absolute is not None and absolute == COUNTED
+    counts = lengths.absolute(places) == COUNTED
     starts = places.shape in ((), ((),)) and constant_of(places) is lengths.past
     # [batch, tokens, heads x width], or [batch, heads, tokens, width].
-    tokens = {3: 1, 4: 2}.get(len(taken.shape))
-    if tokens is None or taken.shape[tokens] != (lengths.new,) or not (counts or starts):
-        return Made(Type("f", taken.shape))
+    tokens = {3: 1, 4: 2}.get(len(shape))
+    if tokens is None or shape[tokens] != (lengths.new,) or not (counts or starts):
+        return Made(Type("f", shape))
     call.limits.append((rows, 2))
     used = [taken, call.input(2), call.input(3)]
-    return Made(call.opaque(taken.shape, used, "f", is_calm(taken)), ("rotated", 0, 2, 3))
+    return Made(call.opaque(shape, used, "f", is_calm(taken)), ("rotated", 0, 2, 3))
 
 
 RULES: dict[str, Callable[[Reading], Made | list[Made]]] = {

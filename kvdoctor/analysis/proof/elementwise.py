@@ -14,14 +14,14 @@ from kvdoctor.analysis.proof.masks import (
     find_regions,
     is_plain,
 )
-from kvdoctor.analysis.proof.terms import Term, number
 from kvdoctor.analysis.proof.types import (
-    UNKNOWN,
     Lengths,
     Linear,
+    Term,
     Type,
     constant_of,
     linear_of,
+    number,
     plain_number,
 )
 from kvdoctor.model.operators import has, operators_with
@@ -58,8 +58,6 @@ def elementwise(call: Reading) -> Made:
     if has(call.op, "cast"):
         taken = taken[:1]
     shape = call.broadcast(taken)
-    if shape is None:
-        return Made(UNKNOWN)
     if _wraps(call, kind):
         return Made(Type(kind, shape))
     items = _compute_items(call, taken, kind) if kind != "f" and all(one.kind != "f" for one in taken) else None
@@ -96,7 +94,6 @@ def _wraps(call: Reading, kind: str) -> bool:
 
 
 def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:
-    """The integers of a small result."""
     if any(one.items is None or one.shape is None for one in taken) or call.op not in COMPUTED:
         return None
     count = max((len(one.items or ()) for one in taken), default=0)
@@ -178,7 +175,6 @@ def _as_term(value: Term | float) -> Term | None:
 
 
 def _compute_linear(call: Reading, taken: Sequence[Type], kind: str) -> Linear | None:
-    """The linear function of a result."""
     parts = [linear_of(one) for one in taken]
     if has(call.op, "select"):
         return _choose(call, parts)
@@ -199,7 +195,6 @@ def _choose(call: Reading, parts: Sequence[Linear | None]) -> Linear | None:
 
 
 def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) -> Linear | None:
-    """One number of numbers."""
     plain = [plain_number(value) for value in values]
     if all(value is not None for value in plain) and call.op in NUMERIC:
         found = compute(call.op, [value for value in plain if value is not None])
@@ -224,7 +219,6 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
 
 
 def _compute_sum(op: str, parts: Sequence[Linear], kind: str, rounds_nothing: bool) -> Linear | None:
-    """A linear function of linear functions."""
     if has(op, "cast"):
         return parts[0] if kind != "b" and rounds_nothing else None
     starts = [_as_term(start) for start, _ in parts]

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Sequence
 
 from kvdoctor.analysis.proof.call import Reading, is_calm
-from kvdoctor.analysis.proof.terms import Term
 from kvdoctor.analysis.proof.types import (
     BURIED,
     BURY,
@@ -16,6 +15,7 @@ from kvdoctor.analysis.proof.types import (
     SMALLEST,
     Mark,
     Region,
+    Term,
     Type,
     constant_of,
     plain_number,
@@ -138,7 +138,9 @@ def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
     """What is known of a region of a result, by what is known of it in the inputs."""
     numbers = [mark for mark in marks if isinstance(mark, float)]
     if has(op, "cast"):
-        return _cast(marks[0], kind)
+        if kind == "f" or not numbers:
+            return marks[0]
+        return float(bool(numbers[0])) if kind == "b" else float(int(numbers[0])) if math.isfinite(numbers[0]) else None
     if has(op, "select"):
         chosen = marks[0]
         return _either(marks[1], marks[2]) if not isinstance(chosen, float) else marks[1] if chosen else marks[2]
@@ -149,12 +151,6 @@ def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
     if len(numbers) == len(marks):
         return compute(op, numbers)
     return _combine_scores(op, marks, kind)
-
-
-def _cast(mark: Mark, kind: str) -> Mark:
-    if kind == "f" or not isinstance(mark, float):
-        return mark
-    return float(bool(mark)) if kind == "b" else float(int(mark)) if math.isfinite(mark) else None
 
 
 def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:

@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm
-from kvdoctor.analysis.proof.terms import ONE, ZERO, Term, number
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known
 from kvdoctor.analysis.proof.types import (
+    ONE,
     UNKNOWN,
+    ZERO,
     Axis,
     Lengths,
     Linear,
+    Term,
     Type,
     axis_of,
     constant_of,
     is_fixed,
     linear_of,
+    number,
     plain_number,
     size_of,
 )
@@ -48,9 +51,7 @@ def _every_so_many(call: Reading) -> Made:
         return Made(UNKNOWN)
     (start,), (end,), (axis,), (step,) = [part for part in parts if part is not None]
     at = axis % len(taken.shape)
-    whole = size_of(taken.shape[at]).number
-    if whole is None:
-        return Made(UNKNOWN)
+    whole = known(size_of(taken.shape[at]).number)
     count = len(range(whole)[slice(start, end if -whole <= end < 1 << 31 else None if step > 0 else end, step)])
     shape = (*taken.shape[:at], axis_of(number(count)), *taken.shape[at + 1 :])
     where = (at - len(shape), start, end, step)
@@ -153,19 +154,17 @@ def _limit(call: Reading, rows: int, end: Term) -> bool:
 
 def gather(call: Reading) -> Made:
     """Gather: entries along an axis."""
-    data, places = call.input(0), call.input(1)
-    if not data.shape or places.shape is None:
-        return Made(UNKNOWN)
-    at = call.node.number("axis", 0) % len(data.shape)
-    shape = (*data.shape[:at], *places.shape, *data.shape[at + 1 :])
+    data, places, axes = call.input(0), call.input(1), call.axes(0, 1)
+    at = call.node.number("axis", 0) % len(axes)
+    shape = (*axes[:at], *call.axes(1), *axes[at + 1 :])
     value = constant_of(data)
     if value is not None:
         return Made(Type(data.kind, shape, linear=(value, ())))
-    if data.items is not None and len(data.shape) == 1 and places.items is not None:
+    if data.items is not None and len(axes) == 1 and places.items is not None:
         picked = [one.number for one in places.items]
         if all(one is not None and -len(data.items) <= one < len(data.items) for one in picked):
             return Made(Type(data.kind, shape, items=tuple(data.items[one] for one in picked if one is not None)))
-    if is_fixed(data.shape[at]):
+    if is_fixed(axes[at]):
         return _gather_rows(call, data, at, shape)
     index = linear_of(places)
     if index is not None and not places.shape:
@@ -201,18 +200,16 @@ def _is_within(call: Reading, place: Term | float, axis: Axis) -> bool:
 
 def gather_elements(call: Reading) -> Made:
     """GatherElements: rows of a table by position or token, where all other axes are those of the places."""
-    data, places = call.input(0), call.input(1)
-    if not data.shape or not places.shape or len(data.shape) != len(places.shape):
-        return Made(UNKNOWN)
-    at = call.node.number("axis", 0) % len(data.shape)
-    others = all(one == other for n, (one, other) in enumerate(zip(data.shape, places.shape, strict=True)) if n != at)
+    data, places, axes, shape = call.input(0), call.input(1), call.axes(0, 1), call.axes(1, 1)
+    at = call.node.number("axis", 0) % len(axes)
+    others = all(one == other for n, (one, other) in enumerate(zip(axes, shape, strict=True)) if n != at)
     index = linear_of(places)
     if index is not None and index[1]:
-        absolute, rows = call.lengths.absolute(places), size_of(data.shape[at]).number
+        absolute, rows = call.lengths.absolute(places), size_of(axes[at]).number
         others = others and absolute is not None and rows is not None and _limits_rows(call, absolute, rows)
-    if not others or not is_fixed(data.shape[at]):
-        return Made(Type(data.kind, places.shape))
-    return Made(call.opaque(places.shape, [data, places], data.kind, is_calm(data)))
+    if not others or not is_fixed(axes[at]):
+        return Made(Type(data.kind, shape))
+    return Made(call.opaque(shape, [data, places], data.kind, is_calm(data)))
 
 
 def _gather_linear(data: Type, index: Linear, at: int, shape: tuple[Axis, ...]) -> Made:
@@ -262,27 +259,15 @@ def _limits_rows(call: Reading, absolute: Linear, rows: int) -> bool:
 def concat(call: Reading) -> Made:
     """Concat: values one after another along an axis."""
     taken = call.given
-    shapes = [one.shape for one in taken]
-    if not taken or any(shape is None for shape in shapes):
+    shapes = [known(one.shape) for one in taken]
+    at, kind = call.node.number("axis", 0) % max(len(shapes[0]), 1), taken[0].kind
+    if all(one.items is not None for one in taken) and len(shapes[0]) == 1:
+        items = tuple(item for one in taken for item in one.items or ())
+        return Made(Type(kind, (axis_of(number(len(items))),), items=items))
+    size = sum((size_of(shape[at]) for shape in shapes), ZERO)
+    if any(len(shape) != len(shapes[0]) for shape in shapes):
         return Made(UNKNOWN)
-    known = [shape for shape in shapes if shape is not None]
-    at, kind = call.node.number("axis", 0) % max(len(known[0]), 1), taken[0].kind
-    if all(one.items is not None for one in taken) and len(known[0]) == 1:
-        return Made(
-            Type(
-                kind,
-                (axis_of(number(sum(len(one.items or ()) for one in taken))),),
-                items=tuple(item for one in taken for item in one.items or ()),
-            )
-        )
-    size = ZERO
-    for shape in known:
-        size = size + size_of(shape[at])
-    if any(len(shape) != len(known[0]) for shape in known):
-        return Made(UNKNOWN)
-    others = call.broadcast([Type(kind, (*shape[:at], (), *shape[at + 1 :])) for shape in known])
-    if others is None:
-        return Made(UNKNOWN)
+    others = call.broadcast([Type(kind, (*shape[:at], (), *shape[at + 1 :])) for shape in shapes])
     shape = (*others[:at], axis_of(size), *others[at + 1 :])
     values = {constant_of(one) for one in taken}
     value = constant_of(taken[0])
@@ -290,10 +275,10 @@ def concat(call: Reading) -> Made:
         return Made(Type(kind, shape, linear=(value, ())))
     if len(taken) == 1:
         return Made(taken[0], 0)
-    if all(is_fixed(one[at]) for one in known):
-        made = call.opaque(shape, taken, kind, all(is_calm(one) for one in taken))
+    if all(is_fixed(one[at]) for one in shapes):
+        made = call.opaque(shape, taken, kind, all(map(is_calm, taken)))
         return Made(replace(made, grid=_grid(taken)) if at == len(shape) - 1 and kind == "i" else made)
-    return _join_tokens(call, taken, known, at, shape)
+    return _join_tokens(call, taken, shapes, at, shape)
 
 
 def _grid(taken: Sequence[Type]) -> tuple[Linear, ...]:
@@ -338,18 +323,15 @@ def _join_tokens(
 
 def split(call: Reading) -> Made | list[Made]:
     """Split: parts along an axis that is the same in all calls."""
-    taken = call.input(0)
-    count = len(call.node.outputs)
-    if taken.shape is None:
-        return [Made(UNKNOWN)] * count
-    at = call.node.number("axis", 0) % len(taken.shape)
-    whole, sizes = size_of(taken.shape[at]).number, call.numbers(1, "split")
-    if whole is None or (sizes is None and (call.has(1) or whole % count)):
-        return [Made(UNKNOWN)] * count
+    taken, axes, count = call.input(0), call.axes(0), len(call.node.outputs)
+    at = call.node.number("axis", 0) % len(axes)
+    whole, sizes = known(size_of(axes[at]).number), call.numbers(1, "split")
+    if sizes is None and (call.has(1) or whole % count):
+        return []
     sizes, found, begin = sizes or [whole // count] * count, [], 0
     for size in sizes:
         cut = _cut(call, replace(taken, regions=()), at, number(begin), number(begin + size))
-        bounds = (at - len(taken.shape), number(begin).parts, number(begin + size).parts)
+        bounds = (at - len(axes), number(begin).parts, number(begin + size).parts)
         found.append(Made(cut[0], ("slice", bounds)) if cut is not None else Made(UNKNOWN))
         begin += size
     return found

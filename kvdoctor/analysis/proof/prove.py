@@ -4,26 +4,36 @@ Each output of the decode graph must be uniform: the same function of absolute p
 each past are by definition what the step of their token returned; every concatenation of a past and new entries must
 join entries of that function. Where another graph or branch serves the first step, its outputs must be the same
 functions, with an empty past. Rows with padding, rounding, and what a runtime does are not part of the proof.
+
+The types also show stale shapes: a tool that keeps the last token before the output head leaves the names of all tokens
+in the shapes that the file declares. ONNX Runtime computes shapes itself; compilers, and loops that allocate outputs,
+take them from the file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvdoctor.analysis.proof import Proof
-from kvdoctor.analysis.proof.constants import digest_weights, has_one_float, identify, read_constant
-from kvdoctor.analysis.proof.inputs import input_type, slot_shape
+from kvdoctor.analysis.proof.constants import (
+    digest_weights,
+    has_one_float,
+    identify,
+    input_type,
+    read_constant,
+    slot_shape,
+)
 from kvdoctor.analysis.proof.masks import is_weak
-from kvdoctor.analysis.proof.terms import BATCH, ENCODER, NEW, PAST
-from kvdoctor.analysis.proof.types import Lengths, Type, size_of
+from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Lengths, Type, size_of
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
-from kvdoctor.contract import CacheContract, Graph, PhaseName, Slot
+from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.traverse import describe_node
-from kvdoctor.model.view import GraphView
+from kvdoctor.model.view import GraphView, declared
+from kvdoctor.records import record
 
 KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
 
@@ -81,6 +91,53 @@ def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[i
     return found
 
 
+Shape = tuple[int, ...]
+
+
+@record
+class StaleShape:
+    """A value of the main graph with the shape that it declares and the one that it has in a step; `axes` differ."""
+
+    name: str
+    dtype: str
+    declared: tuple[Dim, ...]
+    found: Shape
+    axes: tuple[int, ...]
+
+
+def find_stale_shapes(stack: StackFiles, contract: CacheContract) -> tuple[StaleShape, ...]:
+    """The values that a decode step computes in other shapes than declared, by types alone; presents are left out."""
+    graph, read = stack.main.graph.model.graph, {port.name for port in contract.graph("decode").inputs}
+    if contract.missing or len({value.name for value in graph.input} & read) < len(read):
+        return ()
+    found = find_shapes(stack, contract)
+    return tuple(compare_declared(stack.main.graph, contract, found, found))
+
+
+def compare_declared(
+    view: GraphView, contract: CacheContract, fed: Mapping[str, Shape], found: Mapping[str, Shape]
+) -> Iterator[StaleShape]:
+    """The values whose declared axes have the name of an input's axis, and another length than that in one call."""
+    presents = {port.name for port in contract.graph("decode").outputs if port.role == "present"}
+    lengths: dict[str, set[int]] = {}
+    for name, port in view.inputs.items():
+        for size, length in zip(port.shape or (), fed.get(name, ()), strict=False):
+            if isinstance(size, str):
+                lengths.setdefault(size, set()).add(length)
+    known = {size: next(iter(those)) for size, those in lengths.items() if len(those) == 1}
+    graph = view.model.graph
+    for value in (*graph.output, *graph.value_info):
+        shape, one = found.get(value.name), declared(value)
+        if shape is None or one.shape is None or len(shape) != len(one.shape) or value.name in presents:
+            continue
+        if 0 in shape:  # an output that one branch leaves empty
+            continue
+        pairs = enumerate(zip(one.shape, shape, strict=True))
+        axes = tuple(at for at, (size, length) in pairs if known.get(str(size), length) != length)
+        if axes:
+            yield StaleShape(value.name, one.dtype, one.shape, shape, axes)
+
+
 @dataclass
 class Prover:
     """The proof of one stack; what it reads of the files is read once.
@@ -130,10 +187,11 @@ class Prover:
         self.keys = Keys()
         if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
             first = self.walk("prefill", self._lengths("prefill", first=True), {})
-            held = [slot for slot in self.contract.slots if slot.growth == "constant"]
-            given = {slot.past: self._filled(first, slot) for slot in held}
-            lengths = self._lengths("decode", single=single)
-            decode = self.walk("decode", lengths, {name: one for name, one in given.items() if one})
+            slots = self.contract.slots
+            held = [slot for slot in slots if slot.growth == "constant" and slot.filled_in == "prefill"]
+            filled = {slot.past: self._output(first, slot.filled_by) for slot in held if slot.filled_by}
+            given = {name: replace(one, type=replace(one.type, regions=())) for name, one in filled.items()}
+            decode = self.walk("decode", self._lengths("decode", single=single), given)
             self._check(decode, "decode")
             self._compare(first, decode)
             walks = [first, decode]
@@ -190,7 +248,9 @@ class Prover:
         if file.name not in self.tables:
             self.tables[file.name] = read_tables(file.graph, file.path)
         tables, outer = self.tables[file.name], {one.name for one in file.graph.model.graph.initializer}
-        weights = self._compared(file) if self.stack.is_pair else {}
+        if self.stack.is_pair and file.name not in self.weights:  # the files have other names for the same weights
+            self.weights[file.name] = digest_weights(file.graph, file.path)
+        weights = self.weights.get(file.name, {})
         for name, tensor in constants.items():
             payload = tensor.raw_data or tuple(tensor.int64_data) or tuple(tensor.float_data)
             table, content = tables.get(name), (tensor.data_type, tuple(tensor.dims), payload)
@@ -204,15 +264,7 @@ class Prover:
                 self.constants[content] = read_constant(tensor, None)
             yield name, Typed(self.constants[content], self.keys.of("constant", content))
 
-    def _compared(self, file: OnnxFile) -> dict[str, bytes]:
-        """Digests of the weights of one file of a pair: the other file has them under names of its own."""
-        if file.name not in self.weights:
-            self.weights[file.name] = digest_weights(file.graph, file.path)
-        return self.weights[file.name]
-
-    def _inputs(
-        self, graph: Graph, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]
-    ) -> Iterator[tuple[str, Typed]] | dict[str, Typed]:
+    def _inputs(self, graph: Graph, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> dict[str, Typed]:
         found: dict[str, Typed] = {}
         slots = {slot.past: slot for slot in self.contract.slots}
         for port in graph.inputs:
@@ -230,13 +282,6 @@ class Prover:
                 found[port.name] = Typed(kind, self.keys.of("input", port.role, port.name))
         return found
 
-    def _filled(self, walk: Walk, slot: Slot) -> Typed | None:
-        """What the first step returns for a slot that is then held."""
-        if slot.filled_by is None or slot.filled_in != "prefill":
-            return None
-        found = self._output(walk, slot.filled_by)
-        return replace(found, type=replace(found.type, regions=()))
-
     def _output(self, walk: Walk, name: str) -> Typed:
         """An output that is uniform.
 
@@ -251,26 +296,22 @@ class Prover:
         return value
 
     def _check(self, walk: Walk, phase: PhaseName) -> None:
-        """The outputs of the decode graph."""
         logits = self._logits(walk, phase)
         axes = logits.type.shape or ()
         if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):
             raise NotProved("the logits, which have no axis of new tokens")
         for slot in self.contract.slots:
-            if slot.growth == "constant":
-                self._check_held(walk, slot)
+            if slot.growth == "constant" and (slot.present is None or slot.emptied):
                 continue
             present = self._output(walk, slot.present or "")
+            if slot.growth == "constant":
+                if present.key != walk.values[slot.past].key:
+                    raise NotProved(f"output {slot.present!r} (not the past {slot.past!r})")
+                continue
             if present.type.shape != slot_shape(slot, walk.lengths.total, self.contract) or present.type.last:
                 raise NotProved(f"output {slot.present!r} (not an entry for each token)")
             if walk.streams.get(slot.past, set()) - {present.key}:
                 raise NotProved(f"past {slot.past!r} (joined with other entries than {slot.present!r} has)")
-
-    def _check_held(self, walk: Walk, slot: Slot) -> None:
-        if slot.present is not None and not slot.emptied:
-            present = self._output(walk, slot.present)
-            if present.key != walk.values[slot.past].key:
-                raise NotProved(f"output {slot.present!r} (not the past {slot.past!r})")
 
     def _logits(self, walk: Walk, phase: PhaseName) -> Typed:
         port = self.contract.graph(phase).port("logits")

@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, regroup
-from kvdoctor.analysis.proof.terms import ONE, ZERO, Term, number
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known, regroup
 from kvdoctor.analysis.proof.types import (
     MOST_ITEMS,
+    ONE,
     UNKNOWN,
+    ZERO,
     Axis,
     Region,
+    Term,
     Type,
     axis_of,
     constant_of,
     is_fixed,
     linear_of,
+    number,
     size_of,
 )
 
@@ -37,16 +40,12 @@ def moved(call: Reading, shape: Sequence[Axis], axes: dict[int, int], taken: Typ
 
 def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
     """A value under another shape, with as many elements."""
-    old = taken.shape
-    if old is None:
-        return Made(UNKNOWN)
+    old = known(taken.shape)
     shape = regroup(old, targets)
     if shape is None:
-        if constant_of(taken) is None:
-            return Made(UNKNOWN)
-        shape = tuple(axis_of(target) for target in targets)
-    axes = _match(old, shape)
-    made = moved(call, shape, axes, taken)
+        known(constant_of(taken))
+        shape = tuple(map(axis_of, targets))
+    made = moved(call, shape, _match(old, shape), taken)
     same, canonical = _stripped(old) == _stripped(shape), call.lengths.canonical
     return Made(made, 0 if same else ("view", canonical(old), canonical(shape)))
 
@@ -74,10 +73,7 @@ def _match(old: Sequence[Axis], new: Sequence[Axis]) -> dict[int, int]:
 
 def reshape(call: Reading) -> Made:
     """Reshape: 0 takes the size of the input, -1 what is left."""
-    taken, targets = call.input(0), call.input(1).items
-    if targets is None or taken.shape is None:
-        return Made(UNKNOWN)
-    sizes = [size_of(axis) for axis in taken.shape]
+    targets, sizes = known(call.input(1).items), [size_of(axis) for axis in call.axes(0)]
     found: list[Term] = []
     for at, target in enumerate(targets):
         copies = at < len(sizes) and not call.node.number("allowzero", 0)
@@ -91,11 +87,8 @@ def reshape(call: Reading) -> Made:
         return Made(UNKNOWN)
     if opened:
         whole, rest = _product(sizes), _product([one for at, one in enumerate(found) if at != opened[0]])
-        left = whole.divided(rest) if rest.parts else None
-        if left is None:
-            return Made(UNKNOWN)
-        found[opened[0]] = left
-    return viewed(call, taken, found)
+        found[opened[0]] = known(whole.divided(rest) if rest.parts else None)
+    return viewed(call, call.input(0), found)
 
 
 def _product(sizes: Sequence[Term]) -> Term:
@@ -107,19 +100,13 @@ def _product(sizes: Sequence[Term]) -> Term:
 
 def flatten(call: Reading) -> Made:
     """Flatten: two axes."""
-    shape = call.input(0).shape
-    if shape is None:
-        return Made(UNKNOWN)
-    at = call.node.number("axis", 1)
-    sizes = [size_of(axis) for axis in shape]
+    at, sizes = call.node.number("axis", 1), [size_of(axis) for axis in call.axes(0)]
     return viewed(call, call.input(0), [_product(sizes[:at]), _product(sizes[at:])])
 
 
 def unsqueeze(call: Reading) -> Made:
     """Unsqueeze: axes of one element."""
-    shape, axes = call.input(0).shape, call.numbers(1, "axes")
-    if shape is None or axes is None:
-        return Made(UNKNOWN)
+    shape, axes = call.axes(0), known(call.numbers(1, "axes"))
     rank = len(shape) + len(axes)
     added, left = {axis % rank for axis in axes}, iter(shape)
     return viewed(call, call.input(0), [ONE if at in added else size_of(next(left)) for at in range(rank)])
@@ -127,8 +114,9 @@ def unsqueeze(call: Reading) -> Made:
 
 def squeeze(call: Reading) -> Made:
     """Squeeze: axes of one element go."""
-    shape, axes = call.input(0).shape, call.numbers(1, "axes")
-    if shape is None or (axes is None and (call.has(1) or any(axis and is_open(axis) for axis in shape))):
+    shape, axes = call.axes(0), call.numbers(1, "axes")
+    # The length of an axis that is no number may be 1.
+    if axes is None and (call.has(1) or any(factor.number is None for axis in shape for factor in axis)):
         return Made(UNKNOWN)
     gone = {axis % len(shape) for axis in axes} if axes is not None else {a for a, axis in enumerate(shape) if not axis}
     if any(shape[at] for at in gone):
@@ -136,26 +124,18 @@ def squeeze(call: Reading) -> Made:
     return viewed(call, call.input(0), [size_of(axis) for at, axis in enumerate(shape) if at not in gone])
 
 
-def is_open(axis: Axis) -> bool:
-    """Whether the length of an axis is no number: it may be 1."""
-    return any(factor.number is None for factor in axis)
-
-
 def transpose(call: Reading) -> Made:
     """Transpose: axes in another order."""
-    taken = call.input(0)
-    if taken.shape is None:
-        return Made(UNKNOWN)
-    rank = len(taken.shape)
+    taken, shape = call.input(0), call.axes(0)
+    rank = len(shape)
     order = call.node.numbers("perm") or tuple(reversed(range(rank)))
     if sorted(order) != list(range(rank)):
         return Made(UNKNOWN)
-    axes = {old - rank: new - rank for new, old in enumerate(order)}
-    counted = [new - rank for new, old in enumerate(order) if call.lengths.counts(taken.shape[old])]
-    if call.lengths.first and [order[at] for at in counted] != sorted(order[at] for at in counted):
-        # In the first call queries and keys are known by their order alone.
-        return Made(Type(taken.kind, tuple(taken.shape[old] for old in order)))
-    made = moved(call, [taken.shape[old] for old in order], axes, replace(taken, items=None))
+    axes, shape = {old - rank: new - rank for new, old in enumerate(order)}, tuple(shape[old] for old in order)
+    counted = [old for old, axis in zip(order, shape, strict=True) if call.lengths.counts(axis)]
+    if call.lengths.first and counted != sorted(counted):
+        return Made(Type(taken.kind, shape))  # in the first call queries and keys are known by their order alone
+    made = moved(call, shape, axes, replace(taken, items=None))
     if taken.items is not None:
         made = replace(made, items=taken.items) if rank < 2 else UNKNOWN
     return Made(made, ("permute", order))
@@ -163,14 +143,8 @@ def transpose(call: Reading) -> Made:
 
 def expand(call: Reading) -> Made:
     """Expand: broadcast to a shape."""
-    taken, targets = call.input(0), call.input(1).items
-    if targets is None or taken.shape is None:
-        return Made(UNKNOWN)
-    wanted = Type("i", tuple(axis_of(target) for target in targets))
-    shape = call.broadcast([taken, wanted])
-    if shape is None:
-        return Made(UNKNOWN)
-    return Made(_broadcast(call, taken, shape), 0)
+    taken, wanted = call.input(0), Type("i", tuple(map(axis_of, known(call.input(1).items))))
+    return Made(_broadcast(call, taken, call.broadcast([taken, wanted])), 0)
 
 
 def _broadcast(call: Reading, taken: Type, shape: tuple[Axis, ...]) -> Type:
@@ -183,10 +157,8 @@ def _broadcast(call: Reading, taken: Type, shape: tuple[Axis, ...]) -> Type:
 
 def tile(call: Reading) -> Made:
     """Tile: axes of one element are repeated; others where they are the same in all calls."""
-    taken, repeats = call.input(0), call.input(1).items
-    if repeats is None or taken.shape is None or len(repeats) != len(taken.shape):
-        return Made(UNKNOWN)
-    pairs = list(zip(taken.shape, repeats, strict=True))
+    taken = call.input(0)
+    pairs = list(zip(call.axes(0), known(call.input(1).items), strict=True))
     shape = tuple(axis_of(times, *axis) for axis, times in pairs)
     if all(not axis or times is ONE for axis, times in pairs):
         return Made(_broadcast(call, taken, shape), 0)
@@ -198,19 +170,14 @@ def tile(call: Reading) -> Made:
 
 def shape_of(call: Reading) -> Made:
     """Shape: the lengths of the axes."""
-    shape = call.input(0).shape
-    if shape is None:
-        return Made(UNKNOWN)
-    rank = len(shape)
-    start, end = call.node.number("start", 0), call.node.number("end", rank)
-    sizes = tuple(size_of(axis) for axis in shape[slice(start, end)])
+    shape = call.axes(0)
+    sizes = tuple(map(size_of, shape[slice(call.node.number("start", 0), call.node.number("end", len(shape)))]))
     return Made(Type("i", (axis_of(number(len(sizes))),), items=sizes))
 
 
 def size(call: Reading) -> Made:
     """Size: the number of elements."""
-    shape = call.input(0).shape
-    return Made(UNKNOWN if shape is None else Type("i", (), items=(_product([size_of(axis) for axis in shape]),)))
+    return Made(Type("i", (), items=(_product([size_of(axis) for axis in call.axes(0)]),)))
 
 
 def range_(call: Reading) -> Made:
@@ -238,13 +205,8 @@ def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
     return Made(Type(kind, tuple(axis_of(one) for one in targets), linear=(value, ())))
 
 
-def identity(call: Reading) -> Made:
-    """Identity: the same value."""
-    return Made(call.input(0), 0)
-
-
 RULES: dict[str, Rule] = {
-    "Identity": identity,
+    "Identity": lambda call: Made(call.input(0), 0),
     "Reshape": reshape,
     "Flatten": flatten,
     "Unsqueeze": unsqueeze,

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdoctor.analysis.proof import combining, elementwise, parts, shaping
-from kvdoctor.analysis.proof.call import Made, Reading, Rule
-from kvdoctor.analysis.proof.terms import Term
-from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Type, settled
+from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule
+from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, settled
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB
 from kvdoctor.records import record
 
-UNFIT = (ArithmeticError, LookupError, ValueError, TypeError, StopIteration)
-"""What a rule raises on too few inputs, on axes beyond the rank, or on attributes of another type."""
+UNFIT = (NotKnown, ArithmeticError, LookupError, ValueError, TypeError, StopIteration)
+"""What a rule raises on what is not known, too few inputs, axes beyond the rank, or attributes of another type."""
 RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **parts.RULES, **combining.RULES}
 
 
@@ -123,7 +122,8 @@ class Walk:
             found = self.known[key] = ([Made(UNKNOWN)], []) if missing else self._ask(node, taken)
         made, limits = found
         for limit, index in limits:
-            self._limit(node, index, limit)
+            ending = inputs[index] if index < len(inputs) else ""
+            self.limits[ending] = min(limit, self.limits.get(ending, limit))
         for at, name in enumerate(node.outputs):
             if name:
                 one = made[at] if at < len(made) else Made(UNKNOWN)
@@ -142,7 +142,6 @@ class Walk:
         self.values[node.outputs[0]] = made
 
     def _ask(self, node: FlatNode, taken: Sequence[Typed | None]) -> tuple[list[Made], list[tuple[int, int]]]:
-        """What the rule of a node says."""
         call = Reading(node, [one.type if one else None for one in taken], self.lengths)
         rule = RULES.get(node.op)
         if node.has("fill"):
@@ -157,17 +156,14 @@ class Walk:
         listed = made if isinstance(made, list) else [made]
         return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits
 
-    def _limit(self, node: FlatNode, index: int, limit: int) -> None:
-        name = node.input(index)
-        self.limits[name] = min(limit, self.limits.get(name, limit))
-
     def _name(self, node: FlatNode, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> Typed:
         """The key of a result, and the node that broke its type."""
         kind = one.type
         if kind.linear is not None or kind.items is not None:
             return Typed(kind, self._number_of(kind))
         if kind.uniform:
-            return Typed(kind, self._key(mark, at, one, taken))
+            keys = [t.key if t else -1 for t in taken]
+            return Typed(kind, self._key_of(one.how, mark, at, keys))
         broken = next((t.broken for t in taken if t is not None and t.broken is not None), node)
         return Typed(kind, self.keys.of("broken", node.index, at), broken)
 
@@ -180,15 +176,13 @@ class Walk:
             found = self.numbers[id(kind)] = self.keys.of(kind.kind, *what)
         return found
 
-    def _key(self, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> int:
-        inputs = [t.key if t else -1 for t in taken]
-        if one.how is None:
-            return self.keys.of("node", mark, at, *inputs)
-        return inputs[one.how] if isinstance(one.how, int) else self._key_of(one.how, mark, inputs)
-
-    def _key_of(self, how: tuple[Any, ...], mark: Any, inputs: list[int]) -> int:
+    def _key_of(self, how: int | tuple[Any, ...] | None, mark: Any, at: int, inputs: list[int]) -> int:
         """The key of what a rule says was done."""
         keys = self.keys
+        if how is None:
+            return keys.of("node", mark, at, *inputs)
+        if isinstance(how, int):
+            return inputs[how]
         if how[0] == "view":
             return keys.viewed(inputs[0], how[1], how[2])
         if how[0] == "permute":

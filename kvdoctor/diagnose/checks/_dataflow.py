@@ -2,18 +2,22 @@
 
 from collections.abc import Collection, Iterator
 
-from kvdoctor.analysis.dataflow import entries
+from kvdoctor.analysis.completeness import find_unread_loops
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.dataflow.walks import skip_copies
-from kvdoctor.analysis.lost_caches import find_unread_loops
+from kvdoctor.analysis.dataflow.walks import outputs_with_content, skip_copies
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.flatten import FlatNode
-from kvdoctor.model.operators import has
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.report.wording import shorten_names
 
 MOST_NODES = 3
+VIEWS = operators_with("copy", "cast", "view", "permute", "repeat")
+"""Operators that leave entries what they are: they may stand before one of two joins alone."""
+
+MOST_ALIKE = 8
+"""Nodes that are compared before two values that may be the same."""
 
 
 def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
@@ -31,9 +35,9 @@ def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
     flow, rank = _follow(context), len(slot.shape)
     if flow is None or slot.present is None:
         return None
-    if slot.growth == "replace" and entries.returns_turned(flow, slot.past, rank, slot.present):
+    if slot.growth == "replace" and _returns_turned(flow, slot.past, rank, slot.present):
         return f"{slot.present} is returned with the axes of {slot.past} in another order"
-    found = entries.find_other_entries(flow, slot.past, rank, slot.present)
+    found = _find_joins(flow, slot.past, rank, slot.present)
     if found is None:
         return None
     return f"{slot.present} is joined by {_name(found[0])}, and what the step itself uses by {_name(found[1])}"
@@ -72,7 +76,7 @@ def find_exchanged_entries(context: ContractContext) -> Iterator[tuple[Slot, Slo
         return
     slots = [slot for slot in context.contract.slots if slot.present is not None]
     for slot in slots:
-        found = entries.find_other_entries(flow, slot.past, len(slot.shape), slot.present or "")
+        found = _find_joins(flow, slot.past, len(slot.shape), slot.present or "")
         joined = None if found is not None else flow.find_joined(slot.past, len(slot.shape))
         stored[slot.past] = set(found[0].inputs) if found is not None else set()
         for name in set(found[1].inputs) if found is not None else {joined[0]} if joined is not None else ():
@@ -114,6 +118,55 @@ def refuse_unread(unread: dict[str, str], left_out: Collection[str]) -> None:
         which = f"which output returns {shorten_names(tuple(left_out))} cannot be read from the graph"
         why = f"the cache passes through {loop}; `step-test --contract FILE` takes a contract that says it"
         raise CannotCheck(f"{which}, because {why}", essential=True)
+
+
+def _find_joins(dataflow: Dataflow, name: str, rank: int, output: str) -> tuple[FlatNode, FlatNode] | None:
+    """Where a graph joins new entries to an input that it returns, and where other ones for its own use.
+
+    None where both are joined by the same entries, but for operators that move the past as well.
+    """
+    walked = [(value, path) for value, path in dataflow.walk(name, rank) if path.place is None]
+    own = {value for value, path in walked if path.join is None}
+    returned, used = dict[int, FlatNode](), dict[int, FlatNode]()
+    for value, path in walked:
+        if path.join is None or not path.join.has("join"):
+            continue
+        if output in dataflow.flow.outputs_of.get(value, ()):
+            returned[path.join.index] = path.join
+        if any(not any(outputs_with_content(*taker)) for taker in dataflow.flow.consumers.get(value, ())):
+            used[path.join.index] = path.join
+    if len(returned) != 1 or not used or not returned.keys().isdisjoint(used):
+        return None
+    joins = next(iter(returned.values())), used[min(used)]
+    if len({tuple(value in own for value in node.inputs) for node in joins}) > 1:
+        return None  # the same entries may be joined in another order
+    moves = {*VIEWS, *(dataflow.flow.producers[value].op for value in own - {name})}
+    new = [[value for value in node.inputs if value not in own] for node in joins]
+    alike = all(_are_alike(dataflow, one, other, moves) for one, other in zip(*new, strict=False))
+    return None if alike else joins
+
+
+def _returns_turned(dataflow: Dataflow, name: str, rank: int, output: str) -> bool:
+    """Whether a graph returns what it computes of an input entry by entry with the axes in another order."""
+    found = [path.axes for one, path in dataflow.outputs_reached(name, rank, computed=True) if one == output]
+    right = tuple(range(rank))
+    return bool(found) and all(axes is not None and axes != right and sorted(axes) == [*right] for axes in found)
+
+
+def _are_alike(dataflow: Dataflow, one: str, other: str, moves: set[str], left: int = MOST_ALIKE) -> bool:
+    """Whether two values are the same but for nodes of some operators, or made of such by the same operators."""
+    if one == other or left == 0:
+        return one == other
+    first, second = dataflow.flow.producers.get(one), dataflow.flow.producers.get(other)
+    if first is not None and first.op in moves:
+        return _are_alike(dataflow, first.input(0), other, moves, left - 1)
+    if second is not None and second.op in moves:
+        return _are_alike(dataflow, one, second.input(0), moves, left - 1)
+    if first is None or second is None or (first.op, len(first.inputs)) != (second.op, len(second.inputs)):
+        return False
+    pairs = zip(first.inputs, second.inputs, strict=True)
+    same = list(first.proto.attribute) == list(second.proto.attribute)
+    return same and all(_are_alike(dataflow, *pair, moves, left - 1) for pair in pairs)
 
 
 def _follow(context: ContractContext) -> Dataflow | None:

@@ -19,7 +19,7 @@ Source: onnxruntime issue 21213.
 
 from collections.abc import Iterator
 
-from kvdoctor.analysis.wrong_lengths import StaleShape, compare_declared, find_stale_shapes
+from kvdoctor.analysis.proof.prove import StaleShape, compare_declared, find_stale_shapes
 from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext

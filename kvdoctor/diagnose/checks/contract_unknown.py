@@ -14,8 +14,7 @@ Repair: write the contract to a file (`kvdoctor contract MODEL --format json`), 
 cache inside the module must become inputs and outputs of `forward`.
 """
 
-from kvdoctor.analysis.completeness import NO_PAST, find_unfilled
-from kvdoctor.analysis.lost_caches import find_constant_caches, returns_logits
+from kvdoctor.analysis.completeness import NO_PAST, find_constant_caches, find_unfilled, returns_logits
 from kvdoctor.contract import MissingPart
 from kvdoctor.diagnose.checks._dataflow import refuse_unread, unread_in_loops
 from kvdoctor.diagnose.context import ContractContext, FileContext

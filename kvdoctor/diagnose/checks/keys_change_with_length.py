@@ -18,7 +18,7 @@ change with each token, use no cache from that length on, or export with a fixed
 makes the finding an error.
 """
 
-from kvdoctor.analysis.wrong_lengths import find_selected_constants
+from kvdoctor.analysis.thresholds import find_selected_constants
 from kvdoctor.decode.runs import KEYS_CHANGE
 from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, describe_effect

@@ -17,7 +17,7 @@ Otherwise export again with `position_ids` as an input, or with positions and ma
 until then decode only sequences of the same length together. `--require left-padding` makes the finding an error.
 """
 
-from kvdoctor.analysis.wrong_lengths import find_sliced_counts
+from kvdoctor.analysis.thresholds import find_sliced_counts
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
 from kvdoctor.diagnose.context import RunContext

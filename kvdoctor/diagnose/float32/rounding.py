@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from kvdoctor.analysis.dataflow.walks import COMPUTES
 from kvdoctor.analysis.processed_presents import ProcessedPresent, list_rounded
 from kvdoctor.contract import DECODING, CacheContract
-from kvdoctor.diagnose.float32.widen import FLOAT, cast, put_nodes, unrounded_name
+from kvdoctor.diagnose.float32.widen import FLOAT, cast, unrounded_name
 from kvdoctor.errors import CannotCheck
+from kvdoctor.model.edit import keep_only, replace_all
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.precision import DYNAMIC, INT8_LEVEL, activations_rounded
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -41,7 +42,7 @@ def unround_integers(model: ModelProto) -> None:
             if node.op_type in DYNAMIC:
                 raise CannotCheck(f"the operator {node.op_type} rounds internally")
             if node.op_type == "MatMulNBits":
-                put_nodes(node.attribute, [a for a in node.attribute if a.name != "accuracy_level" or a.i < INT8_LEVEL])
+                keep_only(node.attribute, lambda one: one.name != "accuracy_level" or one.i < INT8_LEVEL)
 
 
 class _IntegerRewriter:
@@ -59,7 +60,7 @@ class _IntegerRewriter:
         self.real = {node.output[0] for node in every if has(node.op_type, "quantize-dynamically")}
         self._refuse_other_readers(every)
         for nodes in node_lists(self.model):
-            put_nodes(nodes, [made for node in nodes for made in self._rewrite(node)])
+            replace_all(nodes, [made for node in nodes for made in self._rewrite(node)])
 
     def _refuse_other_readers(self, every: list[NodeProto]) -> None:
         products = {node.output[0] for node in every if node.op_type in PRODUCTS and self.real & {*node.input[:2]}}
@@ -74,13 +75,9 @@ class _IntegerRewriter:
     def _rewrite(self, node: NodeProto) -> list[NodeProto]:
         if has(node.op_type, "quantize-dynamically"):
             quantized, scale, zero = node.output
-            return [
-                NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=[quantized]),
-                scalar(scale, FLOAT, 1.0),
-                scalar(zero, int(TensorProto.UINT8), 0),
-            ]
+            return [_passing(node, quantized), scalar(scale, FLOAT, 1.0), scalar(zero, int(TensorProto.UINT8), 0)]
         if has(node.op_type, "dequantize") and node.input[0] in self.real:
-            return [NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=list(node.output))]
+            return [_passing(node, *node.output)]
         if node.op_type in PRODUCTS and self.real & {*node.input[:2]}:
             return self._product(node)
         if node.op_type == "MatMulIntegerToFloat" and self.real & {*node.input[:2]}:
@@ -159,10 +156,10 @@ def unround_scales(model: ModelProto) -> None:
             if has(node.op_type, "quantize") and node.output[0] in chosen:
                 changed += _clip(node, chosen[node.output[0]], known)
             elif has(node.op_type, "dequantize") and node.input[0] in chosen:
-                changed.append(NodeProto(op_type="Identity", input=[node.input[0]], output=list(node.output)))
+                changed.append(_passing(node, *node.output))
             else:
                 changed.append(node)
-        put_nodes(nodes, changed)
+        replace_all(nodes, changed)
     for graph in graphs_in(model.graph):
         del graph.value_info[:]  # they may declare integers
 
@@ -280,9 +277,9 @@ class _ChainRewriter:
         for node in self.nodes:
             given, made = set(node.input), set(node.output)
             if self.pairs & (given | made) and not has(node.op_type, "copy"):
-                _pass_on(node)
+                node.CopyFrom(_passing(node, *node.output))
             elif has(node.op_type, "round"):
-                _pass_on(node)
+                node.CopyFrom(_passing(node, *node.output))
                 self.whole |= made
             elif self.real & given:
                 self._rewrite_integers(node)
@@ -343,5 +340,5 @@ class _ChainRewriter:
         nodes.insert(next(at for at, other in enumerate(nodes) if node.output[0] in other.output), made)
 
 
-def _pass_on(node: NodeProto) -> None:
-    node.CopyFrom(NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=list(node.output)))
+def _passing(node: NodeProto, *outputs: str) -> NodeProto:
+    return NodeProto(op_type="Identity", name=node.name, input=[node.input[0]], output=outputs)

@@ -9,7 +9,7 @@ import struct
 from typing import Any
 
 from kvdoctor.errors import CannotCheck
-from kvdoctor.model.edit import fresh_name
+from kvdoctor.model.edit import fresh_name, replace_all
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import graphs_in, names_in, node_lists
@@ -81,13 +81,7 @@ def _widen_initializers(graph: GraphProto, known: set[str]) -> None:
             casts.append(cast(stored, tensor.name))
             tensor.name = stored
     if casts:
-        put_nodes(graph.node, [*casts, *graph.node])
-
-
-def put_nodes(nodes: Any, changed: list[NodeProto]) -> None:
-    """Replace all nodes of a list in a message."""
-    del nodes[:]
-    nodes.extend(changed)
+        replace_all(graph.node, [*casts, *graph.node])
 
 
 def _widen_attribute(attribute: AttributeProto, names_type: bool) -> None:

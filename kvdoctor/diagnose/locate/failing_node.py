@@ -275,7 +275,6 @@ class FailingNode:
         return feeds
 
     def _makes(self, values: Sequence[str], feeds: dict[str, Array]) -> bool:
-        """Whether the graph computes some values on other feeds."""
         try:
             self.runner.run(self.runner.variant(self.flat, shapes=values), self.runner.feeds(feeds))
         except TrialFailed:

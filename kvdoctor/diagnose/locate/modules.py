@@ -21,6 +21,7 @@ import numpy as np
 
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.runs import FaultLocation, PartDifference
+from kvdoctor.diagnose.locate.first_divergence import SUDDEN
 from kvdoctor.diagnose.locate.graph_runner import GraphRunner
 from kvdoctor.diagnose.locate.runnable import LAYER, RunnableGraph, RunnableNode, locate_at
 from kvdoctor.diagnose.node_source import module_of
@@ -42,8 +43,6 @@ MOST_BYTES = 512 << 20
 SENSITIVE = 0.1
 """Fraction of the tolerance of the logits by which a module counts as different: a small error grows on its way."""
 NOISE = 1e-6
-SUDDEN = 20.0
-"""Factor between the differences of an output and of its inputs that separates a fault from accumulated rounding."""
 SHOWN_NODES = 8
 MOVING = operators_with("copy", "cast", "view", "permute", "repeat", "pick", "join") - operators_with("embed")
 """Operators that compute nothing new: they are left out where other nodes stand between."""
@@ -169,7 +168,6 @@ class ModuleSearch:
 
     @cached_property
     def _named(self) -> dict[str, Module]:
-        """The module of each scope."""
         modules = {name: module for module in self.call.modules for name in module.names if name}
         scopes = {around for scope in self._scopes.values() for around in _around(scope)}
         return {scope: modules[name] for scope, name in match_scopes(scopes, list(modules)).items()}
@@ -256,8 +254,10 @@ class ModuleSearch:
         if before is not None and not self._differs(before):
             sudden = not 0 <= first.relative <= SUDDEN * max(before, NOISE)
             return self._describe(first, first.module, placed, sudden)
-        around = [one for one in self.call.modules if one.name != first.module.name and _contains(one, first.module)]
-        for module in around:  # inner ones end before outer ones
+        for module in self.call.modules:  # inner ones end before outer ones
+            around = (not one or name.startswith(f"{one}.") for one in module.names for name in first.module.names)
+            if module.name == first.module.name or not any(around):
+                continue
             before = self._off_before(module)
             if before is not None and not self._differs(before):
                 return self._describe(first, module, placed, sudden=True)
@@ -291,13 +291,8 @@ class ModuleSearch:
 
 
 def _around(scope: str) -> Iterable[str]:
-    """A scope and those around it."""
     parts = scope.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-
-
-def _contains(outer: Module, inner: Module) -> bool:
-    return any(not one or two.startswith(f"{one}.") for one in outer.names for two in inner.names)
 
 
 def _rank(relative: float) -> float:

@@ -165,7 +165,6 @@ class FailureSearch:
         raise CannotCheck("the failing node is nested deeper than branches were written out")
 
     def _find_first(self, flat: RunnableGraph) -> RunnableNode:
-        """The first node that fails."""
         wanted = flat.ends
         for _ in range(MOST_ROUNDS):
             node = self._find_failing(flat, wanted)

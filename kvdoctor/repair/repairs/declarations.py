@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.analysis.configs import DECODER_PARTS
-from kvdoctor.analysis.wrong_lengths import StaleShape, find_stale_shapes
+from kvdoctor.analysis.proof.prove import StaleShape, find_stale_shapes
 from kvdoctor.contract import Slot
 from kvdoctor.diagnose.checks.duplicate_weights import alike, locate_weight
 from kvdoctor.diagnose.checks.side_cars.config_json import config_json

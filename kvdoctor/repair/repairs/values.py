@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from kvdoctor.analysis.wrong_lengths import SlicedCount, find_sliced_counts
+from kvdoctor.analysis.thresholds import SlicedCount, find_sliced_counts
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import describe_graph, drop_unused, new_name, sort_nodes
 from kvdoctor.model.operators import has, operators_with

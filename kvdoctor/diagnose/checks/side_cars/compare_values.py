@@ -11,13 +11,13 @@ from typing import Any
 
 from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
 from kvdoctor.analysis.arithmetic.rotary import Declared, are_close, divides_positions
-from kvdoctor.analysis.arithmetic.scores import Attention
+from kvdoctor.analysis.arithmetic.scores import LONGEST, Attention
 from kvdoctor.analysis.configs import declared_windows, decoder_config, is_count
 from kvdoctor.analysis.thresholds import find_thresholds
 from kvdoctor.diagnose.checks.side_cars import values
-from kvdoctor.diagnose.checks.side_cars.claims import HEADS, RELATIVE, UNGROUPED
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement, Disagreements, plain, quoted
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import cache_sizes, head_widths
+from kvdoctor.diagnose.checks.side_cars.numbers import HEADS, RELATIVE, UNGROUPED
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.operators import operators_with
@@ -262,13 +262,11 @@ def _seen_windows(one: Attention, growth: str) -> frozenset[int] | None:
 
 GROWING = ("grow", "shared")
 KINDS = {"full_attention", "sliding_attention"}
-LONGEST = 1 << 17
-"""Windows from here on are those that no sequence reaches."""
 
 
 def _tied(sides: Sides) -> Disagreements:
     declared = values.is_tied(sides.part, sides.config)
-    embedding = sides.graph.embedding(_token_inputs(sides)) if declared is not None else None
+    embedding = sides.graph.find_embedding(_token_inputs(sides)) if declared is not None else None
     head = sides.graph.find_head(sides.context.logits_name) if embedding is not None else None
     tied = sides.graph.are_tied(embedding, head) if embedding and head else None
     if tied is not None and head is not None and tied is not declared:
@@ -282,7 +280,7 @@ def _token_inputs(sides: Sides) -> frozenset[str]:
 
 
 def _embedding(sides: Sides) -> Disagreements:
-    embedding = sides.graph.embedding(_token_inputs(sides))
+    embedding = sides.graph.find_embedding(_token_inputs(sides))
     if embedding is None or embedding.factor is None:
         return
     claim = values.embedding_factor(sides.part, sides.kind, embedding.table.dims[0 if embedding.is_transposed else 1])
@@ -332,20 +330,16 @@ def _heads(sides: Sides) -> Disagreements:
         if heads and heads != declared:
             yield _differs(key, declared, f"{heads} query heads", one.node)
             return
-        queries = _columns(sides, one.projection) if one.projection is not None and not heads else None
+        projection = one.projection if not heads else None
+        weight = sides.graph.flow.constants.get(projection.input(1)) if projection is not None else None
+        queries = None
+        if weight is not None and projection is not None and len(weight.dims) == 2:
+            queries = int(weight.dims[1 - projection.number("transB", 0)])
         kv_heads = values.first_number(sides.part, ("num_key_value_heads", "num_kv_heads"))
         packed = declared + 2 * int(kv_heads[1] if kv_heads else declared)
         if width and queries and not queries % width and queries // width not in (declared, packed, declared + 2):
             yield _differs(key, declared, f"queries of {queries // width} heads", one.projection)
             return
-
-
-def _columns(sides: Sides, product: FlatNode) -> int | None:
-    """The columns of a product with weights."""
-    weight = sides.graph.flow.constants.get(product.input(1))
-    if weight is None or len(weight.dims) != 2:
-        return None
-    return int(weight.dims[1 - product.number("transB", 0)])
 
 
 def _biases(sides: Sides) -> Disagreements:

@@ -11,8 +11,7 @@ from typing import Any
 
 from kvdoctor.analysis.configs import decoder_config, is_count, read_part
 from kvdoctor.contract import describe
-from kvdoctor.diagnose.checks.side_cars import compare_numbers
-from kvdoctor.diagnose.checks.side_cars.claims import ConfigClaim, claims
+from kvdoctor.diagnose.checks.side_cars import numbers
 from kvdoctor.diagnose.checks.side_cars.compare_values import compare_values
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
     Disagreement,
@@ -24,6 +23,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import (
     quoted,
 )
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import logits_width, token_rows
+from kvdoctor.diagnose.checks.side_cars.numbers import ConfigClaim, claims
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.files import STEM
 from kvdoctor.model.view import Declared
@@ -68,14 +68,14 @@ def has_usual_name(context: ContractContext) -> bool:
 
 def _compare_claim(context: ContractContext, claim: ConfigClaim, model_type: str) -> list[Disagreement]:
     if claim.what == "layers":
-        return list(compare_numbers.layers(context, claim, model_type))
+        return list(numbers.layers(context, claim, model_type))
     if claim.what == "vocabulary":
-        return list(compare_numbers.vocabulary(context, claim))
+        return list(numbers.vocabulary(context, claim))
     if claim.what == "context":
         fixed = context.contract.capacity is not None  # a shorter context on purpose
-        return [] if fixed else list(compare_numbers.context(context, claim))
+        return [] if fixed else list(numbers.context(context, claim))
     packed = any("int" in slot.dtype for slot in context.contract.of_kind("self-attention"))
-    return list(compare_numbers.sizes(context, claim, fused=claim.what == "head_dim" and not packed))
+    return list(numbers.sizes(context, claim, fused=claim.what == "head_dim" and not packed))
 
 
 def generation_config(context: ContractContext) -> list[Disagreement]:
@@ -90,7 +90,7 @@ def generation_config(context: ContractContext) -> list[Disagreement]:
         found += _outside(key, config.get(key), rows, f"an embedding table of {rows} rows", so)
     length = config.get("max_length")
     if is_count(length) and context.contract.capacity is None:  # a buffer of fixed size has fewer on purpose
-        found += compare_numbers.context(context, ConfigClaim("context", "max_length", length))
+        found += numbers.context(context, ConfigClaim("context", "max_length", length))
     return found
 
 

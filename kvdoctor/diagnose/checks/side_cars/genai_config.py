@@ -10,9 +10,7 @@ from typing import Any
 
 from kvdoctor.analysis.configs import GENAI_ROLES, GENAI_SLOTS, declared_windows, is_count, read_part, read_strings
 from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.diagnose.checks.side_cars import compare_numbers
-from kvdoctor.diagnose.checks.side_cars.claims import claimed
-from kvdoctor.diagnose.checks.side_cars.compare_numbers import ATTENTION
+from kvdoctor.diagnose.checks.side_cars import numbers
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
     NOT_FOUND,
     Disagreement,
@@ -23,6 +21,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import (
     quoted,
 )
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
+from kvdoctor.diagnose.checks.side_cars.numbers import ATTENTION, claimed
 from kvdoctor.diagnose.checks.side_cars.tokenizer import genai_stops
 from kvdoctor.diagnose.context import ContractContext
 
@@ -54,13 +53,13 @@ def genai_config(context: ContractContext) -> list[Disagreement]:
 
 def _compare_numbers(context: ContractContext, model: dict[str, Any], decoder: dict[str, Any]) -> Disagreements:
     for claim in claimed(decoder, "model.decoder", num_hidden_layers="layers"):
-        yield from compare_numbers.layers(context, claim, str(model.get("type")))
+        yield from numbers.layers(context, claim, str(model.get("type")))
     for claim in claimed(decoder, "model.decoder", num_key_value_heads="kv_heads", head_size="head_dim"):
-        yield from compare_numbers.sizes(context, claim, fused=claim.what == "head_dim")
+        yield from numbers.sizes(context, claim, fused=claim.what == "head_dim")
     for claim in claimed(model, "model", vocab_size="vocabulary"):
-        yield from compare_numbers.vocabulary(context, claim, exactly=True)
+        yield from numbers.vocabulary(context, claim, exactly=True)
     for claim in claimed(model, "model", context_length="context"):
-        yield from compare_numbers.context(context, claim)
+        yield from numbers.context(context, claim)
 
 
 def _compare_inputs(context: ContractContext, names: dict[str, str], embedded: bool) -> Disagreements:

@@ -3,6 +3,7 @@
 The contract cannot serve: its sizes that the graph leaves open come from the configs that are to be checked.
 """
 
+from kvdoctor.analysis.arithmetic.rotary import TABLES, list_tables
 from kvdoctor.analysis.axes import as_number, find_head_dim
 from kvdoctor.analysis.dataflow.walks import KEEPS
 from kvdoctor.analysis.port_roles import FEW_ROWS
@@ -19,12 +20,7 @@ SHIFTS = operators_with("add", "clamp")
 RECKONED = 0
 """Stands for the rows of a table whose index is computed from the token ids."""
 RECKONS = operators_with("arithmetic", "select")
-COSINES = {
-    (CONTRIB, "GroupQueryAttention"): 7,
-    (CONTRIB, "PagedAttention"): 8,
-    (CONTRIB, "RotaryEmbedding"): 2,
-    ("", "RotaryEmbedding"): 1,
-}
+COSINES = {**{operator: at for operator, (at, _) in TABLES.items()}, (CONTRIB, "PagedAttention"): 8}
 """The input of an operator that takes the table of cosines, one row for each position."""
 BIAS = 10
 """The input of GroupQueryAttention that takes a bias, which may hold a window."""
@@ -98,8 +94,9 @@ def _find_tables(stack: StackFiles, contract: CacheContract) -> tuple[list[int],
     found, counted, words = list[int](), [], list[int]()
     for node in flow.nodes:
         at = COSINES.get((node.domain, node.op))
-        if at is not None and len(node.inputs) > at:
-            found += _rows(flow, node.inputs[at])
+        tables = list_tables(flow, node.inputs[at]) if at is not None and len(node.inputs) > at else []
+        rows = [int(table.dims[0]) for table in tables if table is not None and len(table.dims) == 2]
+        found += [max(rows)] if rows and len(rows) == len(tables) else []  # of several, the longest one counts
         table = _table(flow, node)
         if table is None:
             continue
@@ -125,24 +122,11 @@ def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
     if tensor is None or len(tensor.dims) != 2 or ELEMENT_TYPES.get(tensor.data_type) == "bool":
         return None
     rows, width = int(tensor.dims[0]), int(tensor.dims[1])
-    return (width, rows) if _is_turned(flow, node.inputs[0]) else (rows, width)
-
-
-def _is_turned(flow: Flow, name: str) -> bool:
-    """Whether a constant is transposed on its way, as the weights of tied logits are: onnxruntime-genai, Gemma."""
-    turned, left = False, NEAR
+    # The weights of tied logits are transposed on their way: onnxruntime-genai, Gemma.
+    name, turned, left = node.inputs[0], False, NEAR
     while left and (made := flow.producers.get(name)) is not None and made.inputs:
         turned, name, left = turned ^ made.has("permute"), made.inputs[0], left - 1
-    return turned
-
-
-def _rows(flow: Flow, name: str) -> list[int]:
-    """Rows of a table of cosines; where a branch chooses one of several, those of the longest."""
-    node = flow.producers.get(name)
-    choices = node.inputs if node is not None and node.has("copy") else (name,)
-    tables = [flow.constant(choice) for choice in choices]
-    rows = [int(table.dims[0]) for table in tables if table is not None and len(table.dims) == 2]
-    return [max(rows)] if rows and len(rows) == len(tables) else []
+    return (width, rows) if turned else (rows, width)
 
 
 def _roots(flow: Flow, node: FlatNode, through: frozenset[str]) -> tuple[set[str], bool]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from kvdoctor.analysis.configs import is_count, read_part
 from kvdoctor.contract import Slot, describe
-from kvdoctor.diagnose.checks.side_cars import compare_numbers
-from kvdoctor.diagnose.checks.side_cars.claims import claimed
+from kvdoctor.diagnose.checks.side_cars import numbers
 from kvdoctor.diagnose.checks.side_cars.disagreement import (
     NOT_FOUND,
     Disagreement,
@@ -24,6 +23,7 @@ from kvdoctor.diagnose.checks.side_cars.disagreement import (
     quoted,
 )
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import windows
+from kvdoctor.diagnose.checks.side_cars.numbers import claimed
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.model.view import Declared
 
@@ -66,9 +66,9 @@ def _compare_numbers(context: ContractContext, model: dict[str, Any]) -> Disagre
     attention = read_part(model, "attention")
     if attention.get("type") not in LATENT:
         for claim in claimed(attention, "model.attention", num_kv_heads="kv_heads", head_dim="head_dim"):
-            yield from compare_numbers.sizes(context, claim, fused=claim.what == "head_dim")
+            yield from numbers.sizes(context, claim, fused=claim.what == "head_dim")
     for claim in claimed(model, "model", max_sequence_length="context"):
-        yield from compare_numbers.context(context, claim)
+        yield from numbers.context(context, claim)
     size, seen = attention.get("sliding_window"), set((windows(context) or {}).values())
     if is_count(size) and seen and size not in seen:
         right = either(seen) if min(seen) > 0 else "no window"

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvdoctor.analysis.arithmetic.rotary import Declared
 from kvdoctor.analysis.configs import is_count, read_part
-from kvdoctor.diagnose.checks.side_cars.claims import HEADS, WIDTHS
+from kvdoctor.diagnose.checks.side_cars.numbers import HEADS, WIDTHS
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 ACTIVATIONS = ("hidden_activation", "decoder_hidden_act", "activation_function", "dense_act_fn", "hidden_act")
