@@ -13,8 +13,7 @@ from kvdoctor.analysis.arithmetic.scores import Attention
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.proof.masks import hides_later, is_plain
 from kvdoctor.analysis.proof.prove import find_types
-from kvdoctor.analysis.proof.terms import NEW, symbol
-from kvdoctor.analysis.proof.types import Type, constant_of, size_of
+from kvdoctor.analysis.proof.types import NEW, Type, constant_of, size_of, symbol
 from kvdoctor.choices import AttentionOperator
 from kvdoctor.contract import Graph, Slot
 from kvdoctor.model.edit import GraphWriter, prune, sort_nodes
