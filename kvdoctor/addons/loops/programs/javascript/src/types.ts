@@ -8,7 +8,10 @@ export type Dim = number | string;
 /** A sum: each named number times its factor. */
 export type Terms = Readonly<Record<string, number>>;
 
-/** An input that is made for a call, row by row; README.md has what its parts mean. */
+/**
+ * An input that is made for a call, row by row along its last axis. A row has `inside` from the column `begin` to before
+ * `end`, and `step` more for each column, else `outside`; what `copy` names is written over it.
+ */
 export interface Made {
   name: string;
   dtype: string;
