@@ -75,9 +75,9 @@ def _numbers(run: Run) -> Iterator[str]:
         text = f"{len(known)} of {len(run.steps)} steps give the logits of the trace"
         if len(known) < len(run.steps):
             text = f"{len(run.steps)} steps run; the {len(known)} whose logits are in the trace give the same"
-        yield f"run again locally, {text} ({max(known):.1e})"
+        yield f"run again locally, {text}" + (f" within {max(known):.1e}" if any(known) else "")
     else:
-        yield f"run again locally, {len(run.steps)} steps run"
+        yield f"run again locally, {len(run.steps)} steps run; the trace has no logits to compare"
 
 
 def _off(run: Run, broken: int) -> str:

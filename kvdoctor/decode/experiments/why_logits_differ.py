@@ -253,7 +253,8 @@ def _first_wrong(wrong: list[entry_origins.Piece], pieces: tuple[entry_origins.P
         return Cause(
             "new-entries-wrong", f"the new entry of {first.present} is wrong, and others of its layer are right"
         )
-    text = f"{first.present} is the first slot whose new entry is wrong; those of the layers before it are right"
+    before = f"; those of the layers before layer {first.layer} are right" if first.layer else ""
+    text = f"{first.present} is the first slot whose new entry is wrong{before}"
     return Cause("cache-misread", text)
 
 

@@ -170,8 +170,9 @@ def _format_result(run: Run, step: Step) -> str:
         right = run.failed_step is None or step.step < run.failed_step
         if found is None or not found.finite:
             return format_logits(step)
-        off = format_difference(found.relative)
-        return "equal" if off == "0" else f"{'within' if right and found.relative < LARGE else 'off by'} {off}"
+        if right and found.relative < LARGE:
+            return f"equal to {found.relative:.1e}" if found.relative else "equal"
+        return f"off by {format_difference(found.relative, unit='standard deviations')}"
     if run.died_by is not None:
         return f"ends the process ({run.died_by})"
     return f"fails in {run.fault_node.shown}" if run.fault_node is not None else "fails"

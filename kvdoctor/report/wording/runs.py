@@ -1,7 +1,4 @@
-"""Runs in text, here and on targets: outcome, steps, differences of the logits, fault location, speed-up by the cache.
-
-Differences of logits are given in standard deviations of the logits, `SD` for short.
-"""
+"""Runs in text: outcome, steps, differences in standard deviations of the logits (`SD`), fault location, speed-up."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -24,11 +21,11 @@ def format_outcome(run: Run) -> str:
     return run.outcome if at is None else f"{run.outcome} at step {at}"
 
 
-def format_difference(relative: float) -> str:
+def format_difference(relative: float, unit: str = "SD") -> str:
     """`1.2 SD`, `1.7e-06 SD`; 0 is `0`."""
     if relative == 0:
         return "0"
-    return f"{relative:.2g} SD" if relative >= 0.1 else f"{relative:.1e} SD"
+    return f"{relative:.2g} {unit}" if relative >= 0.1 else f"{relative:.1e} {unit}"
 
 
 def describe_result(run: Run, why: str = "") -> str:
