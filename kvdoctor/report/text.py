@@ -119,10 +119,10 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
     pictured = find_pictured(groups) if verbosity >= 0 else []
     after_card = True
     for number, group in enumerate(groups):
-        is_card = group in in_full
-        made = _make_short(page, group)
-        if is_card:
-            made = page.card_lines(make_short_card(report, group, picture=group in pictured))
+        in_card = make_short_card(report, group, picture=group in pictured) if group in in_full else None
+        made = page.card_lines(in_card) if in_card is not None else []
+        is_card = bool(made) and (not number or len(made) <= room)
+        made = made if is_card else _make_short(page, group)
         if number and len(made) > room:
             rest = [f"{format_name(group.first)} ({format_places(group.places)})" for group in groups[number:]]
             more = f"{format_count(len(rest), 'more finding')}: {join_some(list(dict.fromkeys(rest)), MOST_OPEN)}"
@@ -146,7 +146,7 @@ def _make_short(page: Page, group: FindingGroup) -> list[Line]:
     finding = group.first
     text = f"{MARKS[finding.severity]} {format_name(finding)} ({format_places(group.places)}): {finding.cause}"
     reason = known_reason(finding)
-    way = cut(finding.repair.command or finding.repair.text, LONGEST_FACT)
+    way = Span(made, "command") if (made := finding.repair.command) else cut(finding.repair.text, LONGEST_FACT)
     if reason is not None:
         return page.lines(f"\u00b7 known: {format_name(finding)} ({format_places(group.places)}): {reason}", "dim")
     style = SEVERITIES[finding.severity]

@@ -94,7 +94,7 @@ def _list_short_facts(finding: Finding, pictured: bool) -> Iterator[tuple[str, s
     said = finding.error
     static = finding.experiment is None
     if static and not finding.evidence:
-        yield "declared", finding.declared
+        yield "expected" if (finding.file or "").endswith(".onnx") else "declared", finding.declared
     yield "observed", finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
     if finding.evidence:
         yield "cause", finding.evidence[0]

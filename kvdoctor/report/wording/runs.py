@@ -21,11 +21,11 @@ def format_outcome(run: Run) -> str:
     return run.outcome if at is None else f"{run.outcome} at step {at}"
 
 
-def format_difference(relative: float, unit: str = "SD") -> str:
+def format_difference(relative: float) -> str:
     """`1.2 SD`, `1.7e-06 SD`; 0 is `0`."""
     if relative == 0:
         return "0"
-    return f"{relative:.2g} {unit}" if relative >= 0.1 else f"{relative:.1e} {unit}"
+    return f"{relative:.2g} SD" if relative >= 0.1 else f"{relative:.1e} SD"
 
 
 def describe_result(run: Run, why: str = "") -> str:
