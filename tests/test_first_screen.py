@@ -75,7 +75,7 @@ def test_what_a_healthy_verdict_does_not_need_is_said_to_be_that(runtime: Runtim
     report = step_test(str(SCRATCH / "axes-past-only.onnx"), Options(), runtime)
     assert report.verdict == "healthy"
     first, whole = (" ".join(" ".join(screen(report, verbosity=verbosity)).split()) for verbosity in (0, 1))
-    assert "other histories and states, as there is no call without a cache (no difference; a corrupted" in first
+    assert "other histories and states, as there is no call without a cache (no difference; with a" in first
     assert "not checked" not in first
     assert "not checked, and not needed for the verdict: KV301 (axes-past-only): logits parity" in whole
 
@@ -116,7 +116,7 @@ def test_the_picture_shows_the_step_at_which_the_cache_goes_wrong(marian: Report
 def test_wrong_logits_are_marked_where_the_lengths_are_right(tmp_path: Path, runtime: Runtime) -> None:
     lines = screen(diagnosed("past-ignored", tmp_path, runtime))
     (here,) = (line for line in lines if line.endswith("← here"))
-    assert re.fullmatch(r" +1 +3 → 4 +off by \d.* SD  ← here", here)
+    assert re.fullmatch(r" +1 +3 → 4 +off by \d\S* standard deviations  ← here", here)
 
 
 def test_the_steps_of_a_run_that_a_finding_quotes_are_the_ones_shown(tmp_path: Path, runtime: Runtime) -> None:
@@ -167,11 +167,11 @@ def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could
     uses = "one token a step (pasts 0 to 127), several at once (2, 3), batch (2, 3, 5, 9), a prompt of one token, beams"
     assert lines[2] == f"✓ decoder works: {uses}, left padding, going back, a second turn"
     close = r"largest difference \d\.\de-\d\d of the logits' standard deviation"
-    assert re.fullmatch(rf"  agrees with a run without a cache \({close}; a corrupted cache gives \d\S*\)", lines[3])
+    assert re.fullmatch(rf"  agrees with a run without a cache \({close}; with a corrupted cache \d\S*\)", lines[3])
     for other in (formats.render(report, "markdown"), formats.render(report, "html")):
         assert uses in other.replace("\\", "")
     lengths = "every past, chunk and batch up to 128 tokens (rows of w_positions)"
-    proved = f"with and without a cache agree for {lengths}, if no score is as low as the number of the mask"
+    proved = f"with and without a cache agree for {lengths}, if no attention score is as low as the mask's number"
     assert lines[4] == f"  proved: {proved}"
     assert lines[5].startswith("  not tried: ")
     assert "--thorough" in lines[5]

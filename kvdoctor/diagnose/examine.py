@@ -362,10 +362,7 @@ def _ask(context: ContractContext, options: Options, runtime: Runtime) -> tuple[
 
 
 def _is_number(ambiguity: Ambiguity) -> bool:
-    """Whether an input takes one number, for all sequences or for each: all that a loop may feed was tried.
-
-    What a number of floats means only its name tells: a factor is 1 where nothing is changed, an offset is a count.
-    """
+    """Whether an input takes one number, for all sequences or for each; of a float its name tells what it means."""
     port, named = ambiguity.readings[0].port, any(reading.basis == "name" for reading in ambiguity.readings)
     floats = port.dtype.startswith(("float", "bfloat", "double"))
     if floats and not named and FACTOR.search(port.name) is None:

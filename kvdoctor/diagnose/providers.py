@@ -129,10 +129,7 @@ def _locate_wrong(
     job: ExperimentJob,
     gaps: Mapping[str, LogitsGap],
 ) -> Iterator[Run]:
-    """The runs; the first that goes wrong on the provider alone, of each kind, with the location of its fault.
-
-    Where the logits of other experiments depart from the CPU as well, the finding rests on these.
-    """
+    """The runs; the first of each kind that goes wrong on the provider alone has the location of its fault."""
     wrong = list_wrong_runs(context.runs, runs, on_provider=True)
     seen = {"differs"} if any(gap.verdict == "fail" for gap in gaps.values()) else set[str]()
     for run in runs:

@@ -17,7 +17,8 @@ from kvdoctor.report.wording.summary import LABEL_WIDTH
 PIPE_WIDTH, LOG_WIDTH, LEAST_WIDTH = 4096, 120, 40
 WIDEST_HEAD = 100
 """Columns within which the location of a finding is put to the right."""
-GAP = "  "
+GAP, GLUE = "  ", "\ue000"
+"""What stands between columns, and for a blank at which no line is broken."""
 MOST_NARROW = 20
 """The narrowest line, in cells, in which text is wrapped at blanks."""
 STYLES = {"strong": "bold", "good": "green", "bad": "red", "open": "yellow"}
@@ -78,6 +79,14 @@ class Page:
     def line(self, text: str, style: str = "", hang: int = 2) -> None:
         """Print one line; only a terminal wraps it, and indents what follows by `hang` more than it begins with."""
         self.show(self.lines(text, style, hang))
+
+    def join(self, parts: Sequence[str], between: str, style: str = "") -> None:
+        """Print parts on as few lines as they need; a part is broken only where it is longer than a line."""
+        room = self.console.width - 4 if self.console.is_terminal else PIPE_WIDTH
+        glued = [part.replace(" ", GLUE) if cell_len(part) < room else part for part in map(self.clean, parts)]
+        body = Line(self.clean(between).join(glued), style)
+        made = _wrap(self.console, body, 0, 2) if self.console.is_terminal else [body]
+        self.show(Line(line.plain.replace(GLUE, " "), style) for line in made)
 
     def write(self, content: Iterable[blocks.Block]) -> None:
         """Print blocks."""
@@ -161,8 +170,12 @@ class Page:
             if not self.console.is_terminal:
                 made.append(lead + body)
                 continue
-            for number, part in enumerate(_wrap(self.console, body, lead.cell_len, 0)):
-                made.append(lead + part[lead.cell_len :] if number == 0 else part)
+            # A command that has no room next to its label stands below it: in two pieces it cannot be copied.
+            is_command = isinstance(text, Span) and text.kind == "command"
+            below = is_command and lead.cell_len + body.cell_len > self.console.width
+            made += [_strip(lead)] if below else []
+            for number, part in enumerate(_wrap(self.console, body, 4 if below else lead.cell_len, 0)):
+                made.append(part if number or below else lead + part[lead.cell_len :])
         return made
 
     def _make_line(self, text: Text, style: str = "") -> Line:
@@ -204,10 +217,7 @@ def _wrap(console: Console, text: Line, lead: int, hang: int) -> Iterator[Line]:
 
 
 def _lay_out_table(console: Console, table: Sequence[Sequence[Line]], indent: int) -> Iterator[Line]:
-    """A table without rules. If there is room, only the last column is wrapped; a cell that is too long goes below.
-
-    If there is not, every column is wrapped at blanks; if that is not enough, a row becomes a line of text.
-    """
+    """A table without rules: its last column is wrapped; without room for that every one, or each row is a line."""
     widths = [max(row[at].cell_len for row in table) for at in range(len(table[0]) - 1)]
     left = console.width - indent - sum(widths) - len(GAP) * len(widths)
     last = min(max((row[-1].cell_len for row in table), default=0), MOST_NARROW // 2)

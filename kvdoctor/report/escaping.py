@@ -17,10 +17,7 @@ LONGEST_QUOTED = 1200
 
 
 def printable(text: str) -> str:
-    """One line without control, format or direction characters, which are written as escapes.
-
-    So is one character of each command to a runner of workflows (`OBEYED`).
-    """
+    """One line without control, format or direction characters, nor commands to a runner (`OBEYED`): escaped."""
     if not (text.isascii() and text.isprintable()):
         hidden = {c for c in set(text) - {" "} if not c.isprintable() or unicodedata.category(c)[0] == "C"}
         text = "".join(_escaped(c) if c in hidden or ord(c) in BIDI else c for c in text)

@@ -34,10 +34,7 @@ def render_contracts(report: Report) -> str:
 
 
 def dump(document: dict[str, Any]) -> str:
-    """One line for each key, and for each item of its list: short to store, and `grep` and `diff` find their way.
-
-    ASCII, so that no terminal or encoding can be hurt by a name from a model.
-    """
+    """One line for each key, and for each item of its list, for `grep` and `diff`; in ASCII, whatever a name holds."""
     return "{\n" + ",\n".join(f"{_line(key)}: {_value(value)}" for key, value in document.items()) + "\n}\n"
 
 

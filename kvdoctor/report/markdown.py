@@ -13,7 +13,7 @@ from kvdoctor.report.sections.repair import format_copy
 from kvdoctor.report.sections.whole import list_sections
 from kvdoctor.report.wording import format_count, join_some
 from kvdoctor.report.wording.finding import group_open_checks, known_reason, link_check
-from kvdoctor.report.wording.health import explain_undecided, format_tally
+from kvdoctor.report.wording.health import BETWEEN, explain_undecided, list_tally
 from kvdoctor.report.wording.summary import format_reproducer, tabulate_models
 
 MOST_CHARACTERS = 65_536
@@ -115,7 +115,7 @@ def _write_short(text: str) -> str:
 def _write_head(report: Report) -> str:
     """The verdict, the model and the versions; where there is no verdict, why, and what decides."""
     versions = ", ".join(f"{markdown(name)} {markdown(version)}" for name, version in report.environment.items())
-    content: list[blocks.Block] = [blocks.Lines((format_tally(report),), "strong")]
+    content: list[blocks.Block] = [blocks.Lines((BETWEEN.join(list_tally(report)),), "strong")]
     if report.verdict in UNDIAGNOSED:
         content.append(blocks.Pairs(tuple(explain_undecided(report, "under Not checked"))))
     copy = [format_copy(report.repair)] if report.repair is not None else []

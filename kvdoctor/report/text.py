@@ -119,10 +119,10 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
     pictured = find_pictured(groups) if verbosity >= 0 else []
     after_card = True
     for number, group in enumerate(groups):
-        is_card = group in in_full
-        made = _make_short(page, group)
-        if is_card:
-            made = page.card_lines(make_short_card(report, group, picture=group in pictured))
+        in_card = make_short_card(report, group, picture=group in pictured) if group in in_full else None
+        made = page.card_lines(in_card) if in_card is not None else []
+        is_card = bool(made) and (not number or len(made) <= room)
+        made = made if is_card else _make_short(page, group)
         if number and len(made) > room:
             rest = [f"{format_name(group.first)} ({format_places(group.places)})" for group in groups[number:]]
             more = f"{format_count(len(rest), 'more finding')}: {join_some(list(dict.fromkeys(rest)), MOST_OPEN)}"
@@ -130,10 +130,15 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
             break
         page.show([Line(""), *made] if is_card or after_card else made)
         room, after_card = room - len(made), is_card
-    unshown = list(dict.fromkeys(health.list_unshown(report)))
-    if verbosity >= 0 and unshown and not any(group.first.severity == "note" for group in groups):
+    notes = [one.first for one in group_findings(report.findings) if one.first.severity == "note"]
+    notes = [note for note in notes if note.known is None and not counts(note, report.fail_on)]
+    if verbosity >= 0 and notes:
         page.show([Line("")] if after_card else [])
-        page.line(f"\u00b7 notes: {', '.join(unshown[:MOST_KNOWN])}", "dim")
+        if groups or len(notes) > MOST_NOTES:  # what else was found says more than a note
+            named = dict.fromkeys(f"{note.code} {note.name}" for note in notes)
+            page.line(f"\u00b7 notes (-v): {', '.join(list(named)[:MOST_KNOWN])}", "dim")
+        else:
+            page.write(lines(f"\u00b7 note: {note.code} {note.name}: {note.cause}" for note in notes))
 
 
 def _make_short(page: Page, group: FindingGroup) -> list[Line]:
@@ -141,7 +146,7 @@ def _make_short(page: Page, group: FindingGroup) -> list[Line]:
     finding = group.first
     text = f"{MARKS[finding.severity]} {format_name(finding)} ({format_places(group.places)}): {finding.cause}"
     reason = known_reason(finding)
-    way = cut(finding.repair.command or finding.repair.text, LONGEST_FACT)
+    way = Span(made, "command") if (made := finding.repair.command) else cut(finding.repair.text, LONGEST_FACT)
     if reason is not None:
         return page.lines(f"\u00b7 known: {format_name(finding)} ({format_places(group.places)}): {reason}", "dim")
     style = SEVERITIES[finding.severity]
@@ -190,14 +195,15 @@ def _list_open_checks(report: Report, essential: bool | None = None) -> Iterator
 
 def _outline_working(report: Report) -> Iterator[Section]:
     """What works: of a healthy model also how closely, and what was not tried."""
-    works, closely = (found[:MOST_STACKS] for found in health.describe_health(report))
+    works, fails, closely = (found[:MOST_STACKS] for found in health.describe_health(report))
     if not works:
         return
     if report.verdict == "healthy":
-        closely += [f"fed: {text}; --feed decides" for text in list_fed(report.stacks)]
+        closely += [f"fed: {text}; --feed gives another value" for text in list_fed(report.stacks)]
         if (left := health.name_not_tried(report, health.list_working(report))) is not None:
             closely.append(f"not tried: {left}")
-    yield Section("", (Lines(tuple(f"\u2713 {line}" for line in works), "good"), *lines(closely, listed=True)))
+    good, bad = (f"\u2713 {line}" for line in works), (f"! {line}" for line in fails)
+    yield Section("", (Lines(tuple(good), "good"), Lines(tuple(bad), "open"), *lines(closely, listed=True)))
 
 
 def _outline_stacks(report: Report) -> Iterator[Section]:
@@ -223,9 +229,9 @@ def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
     if made := summary.format_reproducer(report):
         page.line(made, "bold")
     if verbosity >= 0:
-        details = f"     {DETAILS}{'v' * verbosity}" if verbosity < 2 else ""
+        details = [f"{DETAILS}{'v' * verbosity}"] if verbosity < 2 else []
         page.line("")
-        page.line(f"{health.format_tally(report)}{details}", VERDICTS[report.verdict])
+        page.join([*health.list_tally(report), *details], health.BETWEEN, VERDICTS[report.verdict])
         return
     if report.findings or report.open_checks:
         page.line("")

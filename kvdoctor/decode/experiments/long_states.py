@@ -254,7 +254,8 @@ def _departed(builder: FeedBuilder, span: tuple[int, int], past: Past, answers: 
             text = f"{slot.present} does not depend on {slot.past}, and one call over all tokens returns another"
             return Cause("present-drops-past", text, slot.past)
         calls = f"a call of {span[1] - span[0]} tokens on those of {span[0]}"
-        text = f"{slot.present} after {calls} is not that of one call; the states of the layers before it are right"
+        others = f"; the states of the layers before layer {slot.layer} are right" if slot.layer else ""
+        text = f"{slot.present} after {calls} is not that of one call{others}"
         return Cause("new-entries-wrong", text, slot.past)
     return None
 

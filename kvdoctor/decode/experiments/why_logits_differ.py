@@ -246,7 +246,8 @@ def _first_wrong(wrong: list[Piece], pieces: tuple[Piece, ...]) -> Cause:
     if len(parts) == 1 and any(piece.layer == first.layer and piece not in wrong for piece in pieces):
         text = f"the new entry of {first.present} is wrong, and others of its layer are right"
         return Cause("new-entries-wrong", text)
-    text = f"{first.present} is the first slot whose new entry is wrong; those of the layers before it are right"
+    before = f"; those of the layers before layer {first.layer} are right" if first.layer else ""
+    text = f"{first.present} is the first slot whose new entry is wrong{before}"
     return Cause("cache-misread", text)
 
 

@@ -40,7 +40,7 @@ def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
     found = _find_joins(flow, slot.past, rank, slot.present)
     if found is None:
         return None
-    return f"{slot.present} is joined by {_name(found[0])}, and what the step itself uses by {_name(found[1])}"
+    return f"{slot.present} comes from {_name(found[0])}, and what the same step uses comes from {_name(found[1])}"
 
 
 def describe_rounded(context: ContractContext, past: str | None = None) -> tuple[str, ...]:

@@ -185,7 +185,9 @@ def advise_place(run: Run) -> str:
 
 
 def _advise_unproved(context: RunContext, run: Run) -> Advice:
-    """The same, where no run proved a cause, and what is excluded as one."""
+    """The same; where neither a run nor the place tells a cause, what is excluded as one."""
+    if run.location is not None and run.location.node is not None:
+        return Advice("re-export", advise_place(run))
     shown = [] if context.predicted else [one.experiment for one in context.runs if one.shows == "passed"]
     excluded = [text for name, text in EXCLUDED.items() if name in shown]
     which = f" (excluded: {', '.join(excluded)})" if excluded else ""

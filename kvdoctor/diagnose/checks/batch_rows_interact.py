@@ -21,9 +21,9 @@ from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording.runs import describe_difference
 
-ALONE = "export again with a current exporter; until then decode one sequence at a time"
+ALONE = "export again; until then decode one sequence at a time"
 WORDS = CauseText(
-    cause="in steps with a past, a row gets other logits or entries in a batch than alone",
+    cause="a step with a past gives a row other logits or entries than the row gets alone",
     declared="the logits and entries that the row gets alone",
     advice=ALONE,
 )

@@ -16,8 +16,8 @@ Repair: export both files again from one checkpoint.
 from kvdoctor.diagnose.checks._faults import CauseText, check_cause
 
 WORDS = CauseText(
-    cause="steps with a past and a call without one compute different functions",
+    cause="a step with a past computes another function than a call without one",
     declared="the same logits for the first token from both",
-    advice="export again: two files from one checkpoint, one file without a choice by the length",
+    advice="export again: a pair of files from one checkpoint, a single file without a branch that a length selects",
 )
 check_cause(__name__, "KV311", "branches-disagree", "runs", WORDS)

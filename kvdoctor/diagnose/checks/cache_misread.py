@@ -67,7 +67,7 @@ def other_entries_stored(context: ContractContext) -> Faults:
     if wrong:
         advice = Advice("re-export", "export again, so that a step returns the entries that it uses")
         fault = Fault("error", tuple(wrong), "a step stores other new entries than it uses", advice)
-        declared = "the past followed by the entries that the step itself uses after it"
+        declared = "the past, then the new entries that the same step uses"
         fault = fault.compare(declared, next(iter(wrong.values())))
         yield fault.also(confidence="confirmed" if context.loop_is_wrong else "suspected")
 

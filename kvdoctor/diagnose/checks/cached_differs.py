@@ -27,7 +27,7 @@ Repair: correct the node that the evidence names, or export again. A difference 
 another encoder length, is a warning.
 """
 
-from kvdoctor.decode.runs import HISTORY, Run
+from kvdoctor.decode.runs import HISTORY, PAGED_LOOP, Run
 from kvdoctor.diagnose.checks._attribution import (
     NAMED_BY_USE,
     find_broken_uses,
@@ -36,7 +36,7 @@ from kvdoctor.diagnose.checks._attribution import (
     leading_cause,
     leave_to_other,
 )
-from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread
+from kvdoctor.diagnose.checks._dataflow import describe_rounded, describe_unread, find_other_entries
 from kvdoctor.diagnose.checks._faults import (
     HIDDEN,
     OFF,
@@ -50,7 +50,7 @@ from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Advice, Fault, Faults, check
-from kvdoctor.report.wording import format_count, shorten_names
+from kvdoctor.report.wording import format_count, join_some, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
 HAVE_OWN_CHECKS = ("left-padding", "right-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
@@ -59,10 +59,12 @@ LESS_ROUNDING = Advice(
 )
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
-WIDER = "or run the model in float32 or bfloat16, or replace what overflows (-inf in a mask: by the lowest number)"
+AMPLIFIED = "correct the state that each step amplifies, or export again"
+OVERFLOWS = f"or replace what overflows (-inf in a mask by the lowest number), or {AMPLIFIED}"
+ONE_SEQUENCE = Advice("re-export", "export again; until then feed the tokens of one sequence a call")
+WIDER = "or run the model in float32 or bfloat16, "
 ALL_HIDDEN = "; a row whose keys are all hidden by -inf gives NaN"
-MOST_USES = 2
-"""Uses that a finding about several names."""
+MOST_USES = 2  # that a finding about several names
 IGNORED = CauseText(
     cause="the cached step, or one of its layers, ignores the past",
     declared="logits that depend on the past",
@@ -162,23 +164,31 @@ def non_finite(context: RunContext) -> Faults:
     """
     run = context.checked_loop
     if run is not None and run.not_finite:
+        if any(find_other_entries(context, slot) for slot in context.contract.slots):
+            raise Explained("a step stores other new entries than it uses, see KV318")
         fault = build_difference(context, run, "error", _describe_steps(run))
-        yield fault.also(repair=context.advise_graph_repair(WIDER))
+        yield fault.also(repair=_advise_range(context))
         return
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
             severity = use.severity if other.cause.slot else "error"  # a slot that grows is not infinite yet
             fault = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
-            yield fault.compare("logits and states within the range of their type", other.cause.evidence)
+            fault = fault.compare("logits and states within the range of their type", other.cause.evidence)
+            yield fault.also(repair=Advice("re-export", AMPLIFIED))
         else:
             hidden = ALL_HIDDEN if use.required == "left-padding" else ""
             fault = build_difference(context, other, "error", f"with {use.words}, {_describe_steps(other)}{hidden}")
-            yield fault.also(use=use.required, repair=context.advise_graph_repair(WIDER))
+            yield fault.also(use=use.required, repair=_advise_range(context))
         return
 
 
+def _advise_range(context: RunContext) -> Advice:
+    narrow = context.contract.exactness != "float"
+    return context.advise_graph_repair(WIDER * narrow + OVERFLOWS.removeprefix("or " * narrow))
+
+
 def _describe_steps(run: Run) -> str:
-    return f"logits are not finite at step {', '.join(map(str, run.not_finite))}"
+    return f"logits are not finite at step {join_some([*map(str, run.not_finite)], 1)}"
 
 
 def _ignores_past(context: RunContext, run: Run) -> bool:
@@ -199,12 +209,22 @@ def _differs(context: RunContext, run: Run) -> Faults:
     elif run.unrounded is not None and run.unrounded.outcome == "passed" and context.rounded_presents:
         yield _rounded(context, run)
     elif not run.by_rounding:
-        yield build_difference(context, run, "error", OFF)
+        calls = _name_calls(context, run)
+        fault = build_difference(context, run, "error", f"{calls}{OFF}")
+        yield fault.also(repair=ONE_SEQUENCE) if calls else fault
     elif 2 * sum(d.relative > limit or not d.finite for d in found) > len(found):
         fault = build_difference(context, run, "warning", f"{OFF}, by rounding alone")
         yield fault.also(effects=(describe_rounding(run),), repair=LESS_ROUNDING)
     else:
         raise CannotCheck(f"few steps of the {run.experiment} differ: {describe_rounding(run)}")
+
+
+def _name_calls(context: RunContext, run: Run) -> str:
+    """Which calls of a loop over blocks are wrong, where those of one sequence before are right; else empty."""
+    fed = run.wrong_step.fed if run.experiment == PAGED_LOOP and run.wrong_step is not None else {}
+    pasts = {slot.past for slot in context.contract.slots}
+    tables = [seen for name, seen in fed.items() if name not in pasts and len(seen.shape) == 2]
+    return "in calls with tokens of several sequences, " if any(one.shape[0] > 1 for one in tables) else ""
 
 
 def _rounded(context: RunContext, run: Run) -> Fault:

@@ -25,14 +25,15 @@ from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Faults, check
 
 NUMBERS = CauseText(
-    cause="positions stop counting, or repeat, before the declared length",
+    cause="positions repeat or stop before the declared length: tokens from there on get those of earlier ones",
     declared="a different position for each token, up to the declared length",
     advice="export again with tables of the declared length, or declare the length that the graph supports",
 )
 UNDECLARED = replace(
     NUMBERS,
-    cause="positions stop counting, or repeat, where no config, buffer or table of positions ends",
+    cause="positions repeat or stop where no file declares a limit: tokens from there on get those of earlier ones",
     declared="a different position for each token",
+    advice="export again with wider positions or longer tables, or declare the length that the graph supports",
 )
 
 

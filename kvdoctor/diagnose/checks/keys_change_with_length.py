@@ -62,10 +62,11 @@ def keys_select_constants(context: ContractContext) -> Faults:
 
 
 def _cause(first: int) -> str:
-    return f"from {first} tokens on, the keys in the cache are not those of a call without a cache"
+    made = f"from {first} tokens on, a call without a cache computes other keys for all tokens"
+    return f"{made}, as LongRoPE does, and the cache still holds the earlier ones"
 
 
 def _advise(first: int, *, again: bool = False) -> Advice:
-    once = f"empty the cache at {first} tokens and prefill all of them again, or export with one set of factors"
+    once = f"empty the cache at {first} tokens and prefill all of them again, or export with one set of rotary factors"
     never = f"use no cache from {first} tokens on, or export with a fixed rotary base"
     return Advice("caller", never if again else once)

@@ -22,7 +22,7 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.records import record
 
-EXPORT_AGAIN = "rename the outputs, or export again with the output names in the order the graph returns them"
+EXPORT_AGAIN = "rename the outputs if only their names are exchanged, else export again"
 PARTS = CauseText(
     cause="a step returns a key in the place of a value, or a value in the place of a key",
     declared="the entries of each slot under its own name",

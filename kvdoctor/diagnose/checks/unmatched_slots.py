@@ -35,8 +35,9 @@ def past_without_present(context: ContractContext) -> Faults:
         subject = tuple(past for past in pasts if past not in unread)
         if subject:
             advice = context.advise_graph_repair("or export again, with a present output for each past")
-            fault = Fault("error", subject, "no output can be fed to this past", advice)
-            fault = fault.compare(f"a present output for {shorten_names(subject)}", observed)
+            name = shorten_names(subject)
+            fault = Fault("error", subject, f"no output can be fed back as {name}", advice)
+            fault = fault.compare(f"a present output for {name}", observed)
             yield fault.also(where=f"inputs of {context.decode_file}")
     refuse_unread(unread, [past for past in (*empty, *lost) if past in unread])
 
@@ -58,6 +59,6 @@ def present_without_past(context: ContractContext) -> Faults:
     for graph in contract.graphs.values():
         unread = tuple(port.name for port in graph.outputs if port.role == "present" and port.name not in read)
         if unread:
-            cause = "no input takes the cache that this graph returns"
+            cause = f"no input takes {shorten_names(unread)}, which this graph returns"
             fault = Fault("error", unread, cause, EXPORT_AGAIN, file=graph.file, where=f"outputs of {graph.file}")
             yield fault.compare(f"a past input that takes {shorten_names(unread)}", "no graph of the export has one")

@@ -320,7 +320,7 @@ class DifferenceSearch:
             return f"{exchanged[0]} does not hold the expected entries, {exchanged[1]} does", name
         if divergence.switches:
             chosen = shorten_names(tuple(map(graph.flat.label, divergence.switches)))
-            words = f"the graph chooses {chosen} by a length: with the values of the run without a cache"
+            words = f"it depends on {chosen}, which a length selects: with the values of the run without a cache"
             name = "cache-misread" if change_entries(graph, divergence.switches) else "branches-disagree"
             return f"its output is {off}; {words} the logits are right", name
         root = graph.flat.label(divergence.root) if divergence.root is not None else None
@@ -334,10 +334,10 @@ class DifferenceSearch:
         if side is not None:
             return f"its output is {off}: {side[1]}", side[0]
         if root is not None:
-            of_root = "" if divergence.root == divergence.value else f" of {root}"
-            return f"its output is {off}; with the reference value{of_root} the logits are right", ""
+            which = "that" if divergence.root == divergence.value else root
+            return f"its output is {off}; with {which} as in the run without a cache, the logits are right", ""
         if divergence.sudden:
-            return f"its output is {off}, and so are later values", ""
+            return f"its output is the first wrong value, {off}", ""
         return f"no single node stands out: differences grow from node to node, and its output is {off}", ""
 
     def _describe_cache(self, search: DivergenceSearch) -> FaultLocation:

@@ -12,7 +12,7 @@ from kvdoctor.model.view import GraphView, Scope, declared
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared, forget_declaration
 
-RENAME = "rename the outputs, or export again with the output names in the order the graph returns them"
+RENAME = "rename the outputs if only their names are exchanged, else export again"
 Content = tuple[str, str, int]
 """The content of a slot: its kind, key or value, and the index of the attention among those of its kind."""
 

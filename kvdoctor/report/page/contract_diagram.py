@@ -1,7 +1,4 @@
-"""The cache contract as a diagram: past -> graph -> present, and the way back to the next step.
-
-Slots that differ in their layer alone are one box or row: 24 layers are shown once with a count, not 24 times.
-"""
+"""The cache contract as a diagram: past -> graph -> present, and back to the next step; equal layers are one box."""
 
 import re
 import textwrap

@@ -110,7 +110,7 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
     wrong = _find_wrong_cell(run, slots, last)
     if wrong is not None:
         row, column = wrong
-        rows[row][column] += f"  {HERE}"
+        rows[row][column] += f"{' standard deviations' * rows[row][column].startswith('off by')}  {HERE}"
     left_out = len(rows) - MOST_ROWS
     if left_out > 1:
         rows[FIRST_ROWS : FIRST_ROWS + left_out] = [["\u2026", *("" for _ in kinds), f"{left_out} equal steps"]]
@@ -170,8 +170,9 @@ def _format_result(run: Run, step: Step) -> str:
         right = run.failed_step is None or step.step < run.failed_step
         if found is None or not found.finite:
             return format_logits(step)
-        off = format_difference(found.relative)
-        return "equal" if off == "0" else f"{'within' if right and found.relative < LARGE else 'off by'} {off}"
+        if right and found.relative < LARGE:
+            return f"equal to {found.relative:.1e}" if found.relative else "equal"
+        return f"off by {format_difference(found.relative).removesuffix(' SD')}"
     if run.died_by is not None:
         return f"ends the process ({run.died_by})"
     return f"fails in {run.fault_node.shown}" if run.fault_node is not None else "fails"

@@ -83,17 +83,24 @@ def make_short_card(report: Report, group: FindingGroup, picture: bool) -> Card:
     fix = tuple((label, _make_advice(first, text)) for label, text in fixes)
     more = (("more", f"kvdoctor explain {first.code}"),) if first.severity == "error" else ()
     place = first.file if len(group.findings) == 1 and first.file is not None else format_places(group.places)
-    facts = tuple((label, cut(text, LONGEST_FACT)) for label, text in _list_short_facts(first))
+    facts = tuple((label, cut(text, LONGEST_FACT)) for label, text in _list_short_facts(first, drawn is not None))
     return replace(_start_card(first, place, 300), picture=drawn, quote=quote, facts=facts, fix=fix, more=more)
 
 
-def _list_short_facts(finding: Finding) -> Iterator[tuple[str, str]]:
+def _list_short_facts(finding: Finding, pictured: bool) -> Iterator[tuple[str, str]]:
     if (reason := known_reason(finding)) is not None:
         yield "known", reason
     # The end of a runtime's message stands in place of the whole, which -v has.
     said = finding.error
+    static = finding.experiment is None
+    if static and not finding.evidence:
+        yield "expected" if (finding.file or "").endswith(".onnx") else "declared", finding.declared
     yield "observed", finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
-    yield ("cause", finding.evidence[0]) if finding.evidence else ("where", finding.where)
+    if finding.evidence:
+        yield "cause", finding.evidence[0]
+    elif (static or finding.slots) and finding.where != finding.file:
+        yield "where", finding.where
+    yield from (("effect", text) for text in finding.effects[: static and not pictured])
     # A name such as /model/layers.0/mlp/Mul says the module itself.
     if any(source.line or source.kind for source in finding.sources):
         yield from (("module", text) for text in list_sources(finding))

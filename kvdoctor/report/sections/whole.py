@@ -42,8 +42,8 @@ def list_sections(report: Report) -> Iterator[Section]:
 def list_brief_sections(report: Report) -> Iterator[Section]:
     """The findings, what works, and what was not checked."""
     yield show_findings(report)
-    works, closely = describe_health(report)
-    yield Section("what works", tuple(lines((*works, *closely), listed=True)), "works")
+    works, fails, closely = describe_health(report)
+    yield Section("what works", tuple(lines((*works, *fails, *closely), listed=True)), "works")
     yield show_not_checked(report)
 
 

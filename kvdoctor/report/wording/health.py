@@ -27,12 +27,16 @@ GOLDEN, TARGETS, REFERENCE = "KV321", "KV404", "KV320"
 MOST_NAMES, MOST_REASONS, MOST_SIZES = 6, 3, 4
 
 LOOP, MANY, BATCH = "one token a step", "several at once", "batch"
+BETWEEN = " \u00b7 "
+LENGTHS = "reach {} tokens"
 USES = {
     "plain-loop": (LOOP, "feed every present back"),
     **dict.fromkeys(("frozen-past", "paged-loop", "empty-past"), (LOOP, "feed one token a step")),
     "held-loop": (LOOP, "keep the cross-attention cache of the prefill"),
-    **dict.fromkeys(("chunk", "chunks-near-thresholds"), (MANY, "feed several tokens on a cache")),
-    **dict.fromkeys(("batch", "batch-rows", "rows-near-thresholds"), (BATCH, "feed several sequences at once")),
+    "chunk": (MANY, "feed several tokens on a cache"),
+    **dict.fromkeys(("batch", "batch-rows"), (BATCH, "feed several sequences at once")),
+    "chunks-near-thresholds": (MANY, LENGTHS),
+    "rows-near-thresholds": (BATCH, LENGTHS),
     "one-token-prompt": ("a prompt of one token", "begin with a prompt of one token"),
     "rows-apart": ("rows of different lengths", "feed rows of different lengths"),
     "beam-reorder": ("beams", "reorder the rows of the cache (beams)"),
@@ -64,11 +68,14 @@ def list_uses(report: Report, stack: StackFacts) -> list[Run]:
     """The runs that were done of the uses which a verdict rests on: loops, other sizes, padding and so on."""
     runs = select_local_runs(report, stack.name)
     experiments = load_experiments(runs)
-    return [run for run in runs if run.outcome != "skipped" and _is_use(experiments.get(run.experiment))]
+    errors = {one.experiment for one in report.findings if (one.stack, one.severity) == (stack.name, "error")}
+    named = {run.experiment for run in runs if run.experiment in errors and run.shows in WRONG}
+    uses = named | {name for name in (run.experiment for run in runs) if _is_use(experiments.get(name))}
+    return [run for run in runs if run.outcome != "skipped" and run.experiment in uses]
 
 
-def format_tally(report: Report) -> str:
-    """The last line of a report: verdict, counts, uses that work, time and exit code."""
+def list_tally(report: Report) -> list[str]:
+    """The parts of the last line: verdict and counts, uses that work, the next command, time and exit code."""
     of_copy, record = "", report.repair
     if record is not None and (record.out is not None or (record.proof and not record.is_planned)):
         of_copy = "the copy is " if record.out is not None else "no copy was written; the original is "
@@ -77,16 +84,21 @@ def format_tally(report: Report) -> str:
     # What a float32 copy alone shows, and no finding calls an error, does not keep a use from working.
     working = sum(run.shows == "passed" or (report.verdict == "healthy" and run.hidden) for run in runs)
     whose = " of the copy" if record is not None and record.after is not None else ""
+    wrong = sum(run.shows in WRONG and not run.hidden for run in runs)
+    is_read = report.command == "inspect" and report.verdict == "nothing-found"
     # What the caller's loop does wrong says nothing of the model.
     in_loop = {one.name for one in report.findings if one.severity == "error"} == {"loop-breaks-contract"}
     whose = " of the model" if in_loop else whose
+    of_uses = ", but not for every use" if name_verdict(report) == "healthy" and wrong else ""
     parts = (
-        of_copy + name_verdict(report) + (f": {found}" if found else "") + ", in your loop" * in_loop,
+        f"{of_copy}{name_verdict(report)}{of_uses}{f': {found}' if found else ''}",
+        "the error is in your loop" if in_loop else None,
         f"{working} of {len(runs)} uses{whose} work" if runs else None,
+        f"next: kvdoctor step-test {as_argument(report.model.path)}" if is_read else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
     )
-    return " \u00b7 ".join(filter(None, parts))
+    return [*filter(None, parts)]
 
 
 def list_working(report: Report) -> list[StackFacts]:
@@ -101,11 +113,8 @@ def _is_passed_loop(run: Run) -> bool:
     return run.experiment in LOOPS and run.shows == "passed"
 
 
-def describe_health(report: Report) -> tuple[list[str], list[str]]:
-    """What works, a line for stacks in which the same works; of a healthy model also how closely.
-
-    Of a report that is not healthy the uses that work are only counted: it is read for what does not.
-    """
+def describe_health(report: Report) -> tuple[list[str], list[str], list[str]]:
+    """What works and what does not, a line for stacks with the same uses; of a healthy model also how closely."""
     stacks, closely = list_working(report), dict[str, list[str]]()
     works = [
         f"{join_some(names, MOST_NAMES)} {'work' if len(names) > 1 else 'works'}: {uses}"
@@ -113,18 +122,15 @@ def describe_health(report: Report) -> tuple[list[str], list[str]]:
     ]
     if report.verdict == "healthy":
         closely = _group_names(stacks, lambda stack: _describe_loop(report, stack))
-    proved = _group_names([stack for stack in stacks if stack.proof], _name_proof) if closely else {}
+    shown = [stack for stack in stacks if stack.proof and closely]
+    proved = _group_names(shown, lambda one: "; ".join(f"{label}: {text}" for label, text in describe_proof(one)))
     named = [
         f"{join_some(names, MOST_NAMES)}: {one}" if len(texts) > 1 else one
         for texts in (closely, proved)
         for one, names in texts.items()
     ]
-    return works, named
-
-
-def _name_proof(stack: StackFacts) -> str:
-    """`proved: with and without a cache agree for every past, chunk and batch`."""
-    return "; ".join(f"{label}: {text}" for label, text in describe_proof(stack))
+    fails = _group_names(stacks, lambda stack: _name_failing(report, stack))
+    return works, [f"{join_some(names, MOST_NAMES)}: {one}" for one, names in fails.items() if one], named
 
 
 def name_not_tried(report: Report, stacks: Sequence[StackFacts]) -> str | None:
@@ -147,22 +153,34 @@ def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], 
 
 
 def _name_uses(report: Report, stack: StackFacts) -> str:
-    """`one token a step (pasts 0 to 49), batch (2, 3); if you take tokens back: wrong logits`."""
+    """`one token a step (pasts 0 to 49), batch (2, 3)`."""
     runs = list_uses(report, stack)
     passed = [run for run in runs if run.shows == "passed"]
-    working = f"{len(passed)} of {len(runs)} uses"
-    if report.verdict == "healthy":
-        wrong = {USES[run.experiment][0] for run in runs if run.shows in WRONG and run.experiment in USES}
-        named = {USES[run.experiment][0] for run in passed if run.experiment in USES} - (wrong - {LOOP})
-        ordered = (name for name in dict.fromkeys(name for name, _ in USES.values()) if name in named)
-        working = ", ".join(name + _name_sizes(report.ground, name) for name in ordered)
+    if report.verdict != "healthy":  # such a report is read for what does not work
+        return f"{len(passed)} of {len(runs)} uses"
+    failing = _list_failing(runs)
+    wrong = {name for name, doing, _ in failing if doing != LENGTHS} - {LOOP}
+    named = {USES[run.experiment][0] for run in passed if run.experiment in USES} - wrong
+    ordered = (name for name in dict.fromkeys(name for name, _ in USES.values()) if name in named)
+    ground = None if any(doing == LENGTHS for _, doing, _ in failing) else report.ground
+    return ", ".join(name + _name_sizes(ground, name) for name in ordered)
+
+
+def _name_failing(report: Report, stack: StackFacts) -> str:
+    """`wrong logits if you take tokens back, or reorder the rows of the cache (beams)`; empty where all works."""
     failing: dict[str, dict[str, None]] = {}
-    for run in (run for run in runs if run.shows in WRONG):
-        doing = (
-            USES[run.experiment][1] if run.experiment in USES else f"reach some other lengths ({run.experiment}: -v)"
-        )
-        failing.setdefault(FAILS.get(run.outcome, FAILS["differs"]), {})[doing] = None
-    return working + "".join(f"; if you {', or '.join(doing)}: {what}" for what, doing in failing.items())
+    for _, doing, run in _list_failing(list_uses(report, stack)):
+        step = run.wrong_step or next(reversed(run.steps), None)
+        tokens = step.past_length + step.new_tokens if step is not None else "more"
+        failing.setdefault(FAILS.get(run.outcome, FAILS["differs"]), {})[doing.format(tokens)] = None
+    return "; ".join(f"{what} if you {', or '.join(doing)}" for what, doing in failing.items())
+
+
+def _list_failing(runs: Sequence[Run]) -> list[tuple[str, str, Run]]:
+    """The use of each wrong run and what somebody does; of a use that is wrong anyway no other lengths."""
+    found = [(*USES.get(run.experiment, (LOOP, LENGTHS)), run) for run in runs if run.shows in WRONG]
+    anyway = {name for name, doing, _ in found if doing != LENGTHS}
+    return [one for one in found if one[1] != LENGTHS or one[0] not in anyway]
 
 
 def _name_sizes(ground: Ground | None, name: str) -> str:
@@ -197,7 +215,7 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
 
 
 def _describe_loop(report: Report, stack: StackFacts) -> str:
-    """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; a corrupted cache gives 3.5)`."""
+    """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; with a corrupted cache 3.5)`."""
     loop = next(filter(_is_passed_loop, list_uses(report, stack)))
     others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
     same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
@@ -205,7 +223,7 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     float32 = f", {loop.unrounded.worst:.1e} in a float32 copy" if loop.unrounded is not None else ""
     close = f"largest difference {worst:.1e} of the logits' standard deviation{float32}" if worst else "no difference"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
-    control = f"; a corrupted cache gives {min(visible):.2g}" if visible else ""
+    control = f"; with a corrupted cache {min(visible):.2g}" if visible else ""
     verb = "differs by rounding alone from" if loop.by_rounding else "agrees with"
     return f"{verb} {same} ({close}{control})"
 
@@ -302,12 +320,6 @@ def _advise_by_runs(report: Report, model: str) -> Text | None:
             return _advise(f"kvdoctor record {model} -o FILE", remark)
         return _advise(f"{again} --reference CHECKPOINT", "compares every step with PyTorch")
     return None
-
-
-def list_unshown(report: Report) -> Iterator[str]:
-    """`KV005 graph-unsorted`: the notes that the first screen only counts."""
-    notes = (finding for finding in report.findings if finding.severity == "note" and finding.known is None)
-    yield from (f"{finding.code} {finding.name}" for finding in notes)
 
 
 def load_experiments(runs: Sequence[Run]) -> "Mapping[str, Experiment]":

@@ -1,7 +1,4 @@
-"""Runs in text, here and on targets: outcome, steps, differences of the logits, fault location, speed-up by the cache.
-
-Differences of logits are given in standard deviations of the logits, `SD` for short.
-"""
+"""Runs in text: outcome, steps, differences in standard deviations of the logits (`SD`), fault location, speed-up."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby

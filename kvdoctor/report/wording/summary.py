@@ -20,14 +20,12 @@ VERDICT_TEXTS = {
     "unhealthy": "unhealthy",
     "incomplete": "incomplete, not a pass",
     "not-applicable": "not applicable",
-    "nothing-found": "nothing found in the files; step-test runs decode steps",
+    "nothing-found": "nothing wrong found in the files",
 }
 AS_FAST = "as fast as before; step-test checks that it decodes right"
 NOT_SLOWER = "not slower where it could be compared; step-test checks that it decodes right"
 MEASURED = "measured; step-test checks that it decodes right"
 """`nothing-found` of a measured speed, with an earlier report and without."""
-NONE_COUNTS = "nothing found in the files that counts; step-test runs decode steps"
-"""`nothing-found` of a report that lists findings."""
 ONLY_KNOWN = "healthy but for known findings"
 
 
@@ -76,7 +74,9 @@ def name_verdict(report: "Report") -> str:
             return MEASURED
         return NOT_SLOWER if any(one.code == "KV503" for one in report.not_checked) else AS_FAST
     if report.verdict == "nothing-found" and report.findings:
-        return NONE_COUNTS
+        known = all(finding.known is not None for finding in report.findings)
+        what = {"error": "no error", "warning": "no error or warning"}.get(report.fail_on, "nothing that counts")
+        return f"{'nothing new' if known else what} found in the files"
     if report.allowance is not None and report.verdict in ("incomplete", "not-applicable"):
         return f"{report.verdict.replace('-', ' ')}, allowed: {report.allowance}"
     known = any(finding.known is not None for finding in report.findings)

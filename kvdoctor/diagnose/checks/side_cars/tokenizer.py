@@ -170,13 +170,15 @@ def _compare_ends(context: ContractContext, content: dict[str, Any], key: str) -
         meant = [end] if end >= 0 else others
         if meant:
             right = str(meant[0] if len(meant) == 1 else meant)
-            seen = f'the end token "{text}", {right}' if end >= 0 else f"the end token {right}"
+            seen = (
+                f'the tokenizer ends with "{text}" (id {right})' if end >= 0 else f"the tokenizer ends with id {right}"
+            )
             against = "the tokenizer" if end >= 0 else "config.json"
             yield Disagreement(key, "left out", seen, right, ENDLESS, against=against)
     elif ids and end >= 0 and end not in ids:
         shown = ids[0] if len(ids) == 1 else ids[:MOST_SHOWN]
         so = "a sequence does not end where the tokenizer's end token comes"
-        seen, right = f'the end token "{text}", {end}', str([*ids, end])
+        seen, right = f'the tokenizer ends with "{text}" (id {end})', str([*ids, end])
         yield Disagreement(key, str(shown), seen, right, so, against="the tokenizer")
 
 
@@ -193,7 +195,7 @@ def _compare_types(context: ContractContext, model: dict[str, Any]) -> Disagreem
         right = next((str(one) for one in known if _is_id(one)), "one number")
         so = "onnxruntime-genai refuses the file"
         declared = plain(str(value))
-        yield Disagreement(f"model.{key}", declared, "a key that takes one number", right, so, against="its loader")
+        yield Disagreement(f"model.{key}", declared, "the loader takes one number", right, so, against="its loader")
 
 
 def _find_outside(context: ContractContext, model: dict[str, Any]) -> Disagreements:
