@@ -63,16 +63,15 @@ SIZES = {BATCH: 2, NEW: 3, PAST: 5, ENCODER: 7}
 
 def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
     """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
-    view, found = stack.main.graph, dict[str, tuple[int, ...]]()
+    view = stack.main.graph
     if view not in _WALKS:
         prover = Prover(stack, contract)
         with suppress(NotProved):
             prover.walk("decode", Lengths(opset=view.opsets.get("", 0)), {})
-    for name, value in _WALKS[view].values.items() if view in _WALKS else ():
-        sizes = [size_of(axis).at(SIZES) for axis in value.type.shape or ()]
-        if value.type.shape is not None and None not in sizes:
-            found[name] = tuple(size for size in sizes if size is not None)
-    return found
+    shapes = {name: value.type.shape for name, value in _WALKS[view].values.items()} if view in _WALKS else {}
+    sizes = {shape: [size_of(axis).at(SIZES) for axis in shape] for shape in {*shapes.values()} if shape is not None}
+    known = {shape: tuple(one for one in found if one is not None) for shape, found in sizes.items()}
+    return {name: known[shape] for name, shape in shapes.items() if shape is not None and None not in sizes[shape]}
 
 
 @dataclass
