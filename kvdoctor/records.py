@@ -1,8 +1,9 @@
 """Frozen dataclasses: `@record` defines them quickly, `to_plain` and `from_plain` turn them into JSON values and back.
 
 A command defines 150 to 270 classes before it reads a model, and makes instances of a third of them. `dataclass`
-compiles six functions for each (0.41 ms). Records share five of them, and compile the constructor with the first
-instance (0.07 ms). In all else they are dataclasses: `replace`, `fields` and `field` of the standard library apply.
+compiles six functions for each (0.41 ms). Records share five of them, those of one form share the code of the
+constructor, and a class becomes a dataclass when that is first looked at (0.03 ms before). In all else they are
+dataclasses: `replace`, `fields` and `field` of the standard library apply.
 
 Standard library only: the worker uses this module in environments that hold nothing but onnxruntime and numpy, which is
 why it is not one of the libraries that do the same (msgspec, by which the gate reads its cache; pydantic, cattrs).
@@ -10,11 +11,13 @@ why it is not one of the libraries that do the same (msgspec, by which the gate 
 
 import dataclasses
 import functools
+import inspect
 import pathlib
 import types
 import typing
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ T = TypeVar("T")
 
 PLAIN = frozenset({str, int, float, bool, type(None)})
 """The types of which JSON has values."""
+NONE = dataclasses.MISSING
+COMPLETING = RLock()
 
 
 @overload
@@ -46,47 +51,88 @@ def record(cls: Any = None, *, slots: bool = True, kw_only: bool = False) -> Any
         kw_only: Whether all fields are given by keyword.
     """
     if cls is None:
-        return lambda decorated: _make_record(decorated, slots, kw_only)
-    return _make_record(cls, slots, kw_only)
-
-
-def _make_record(cls: Any, slots: bool, kw_only: bool) -> Any:
+        return functools.partial(record, slots=slots, kw_only=kw_only)
     cls.__eq__, cls.__hash__ = _are_equal, _make_hash
     if "__repr__" not in vars(cls):
         cls.__repr__ = _make_text
     cls.__setattr__ = cls.__delattr__ = _refuse_change
     if slots:  # otherwise an instance is restored by its `__dict__`
         cls.__getstate__, cls.__setstate__ = _get_state, _set_state
-    made: Any = dataclasses.dataclass(init=False, eq=False, repr=False, slots=slots, kw_only=kw_only)(cls)
-    made.__compared__ = attrgetter("__class__", *(one.name for one in dataclasses.fields(made) if one.compare))
+    made = _with_slots(cls) if slots else cls
 
-    def compile_first(one: Any, *args: Any, **kwargs: Any) -> None:
-        made.__init__ = _compile_init(made)
+    def complete() -> None:
+        with COMPLETING:
+            if isinstance(vars(made)["__compared__"], _Later):  # no other thread has done it
+                _complete(cls, made, kw_only)
+
+    def complete_first(one: Any, *args: Any, **kwargs: Any) -> None:
+        complete()
         made.__init__(one, *args, **kwargs)
 
-    made.__init__ = compile_first
+    for name in ("__dataclass_fields__", "__compared__"):
+        setattr(made, name, _Later(name, made, complete))
+    made.__init__ = complete_first
     return made
 
 
-def _compile_init(made: Any) -> Any:
-    """Compile the constructor of a record."""
-    names: dict[str, Any] = {"put": object.__setattr__, "MISSING": dataclasses.MISSING}
-    positional, keywords, body = list[str](), list[str](), list[str]()
-    for one in dataclasses.fields(made):
-        parameter = value = one.name
-        if one.default is not dataclasses.MISSING:
-            parameter, names[f"default_{one.name}"] = f"{one.name}=default_{one.name}", one.default
-        elif one.default_factory is not dataclasses.MISSING:
-            parameter, names[f"make_{one.name}"] = f"{one.name}=MISSING", one.default_factory
-            value = f"make_{one.name}() if {one.name} is MISSING else {one.name}"
-        (keywords if one.kw_only else positional).append(parameter)
-        body.append(f"put(self, {one.name!r}, {value})")
-    if hasattr(made, "__post_init__"):
-        body.append("self.__post_init__()")
-    parameters = ", ".join(["self", *positional, *(["*", *keywords] if keywords else [])])
-    exec(f"def __init__({parameters}):\n " + "\n ".join(body or ["pass"]), names)  # noqa: S102 - names of our fields
-    names["__init__"].__qualname__ = f"{made.__qualname__}.__init__"  # stands in the text of a TypeError
-    return names["__init__"]
+@dataclasses.dataclass(eq=False, repr=False)
+class _Later:
+    """An attribute of a record that is not a dataclass yet: reading it makes it one."""
+
+    name: str
+    made: Any
+    complete: Callable[[], None]
+
+    def __get__(self, _one: Any, _kind: Any) -> Any:
+        self.complete()
+        return getattr(self.made, self.name)
+
+
+def _with_slots(cls: Any) -> Any:
+    """The same class with slots for its fields. The first one still has their defaults."""
+    names = inspect.get_annotations(cls)
+    inherited = {name for base in cls.__mro__ for name in vars(base).get("__slots__", ())}
+    body = {name: value for name, value in vars(cls).items() if name not in {*names, "__dict__", "__weakref__"}}
+    body["__slots__"] = tuple(name for name in names if name not in inherited)
+    made = type(cls)(cls.__name__, cls.__bases__, body)
+    made.__qualname__ = cls.__qualname__
+    return made
+
+
+def _complete(cls: Any, made: Any, kw_only: bool) -> None:
+    dataclasses.dataclass(init=False, eq=False, repr=False, kw_only=kw_only)(cls)
+    fields: Sequence[Any] = sorted(dataclasses.fields(cls), key=lambda one: bool(one.kw_only))
+    for name in ("__dataclass_fields__", "__dataclass_params__", "__match_args__"):
+        setattr(made, name, getattr(cls, name))
+    made.__init__ = _make_init(made, fields)
+    made.__compared__ = attrgetter("__class__", *(one.name for one in dataclasses.fields(cls) if one.compare))
+
+
+def _make_init(made: Any, fields: Sequence[Any]) -> Any:
+    """The constructor of a record: that of its form, with its names."""
+    makers = {f"make_{at}": one.default_factory for at, one in enumerate(fields) if one.default_factory is not NONE}
+    code = _compile_init(len(made.__match_args__), len(fields), tuple(makers), hasattr(made, "__post_init__"))
+    names = {f"_{at}": one.name for at, one in enumerate(fields)}
+    variables = tuple(names.get(one, one) for one in code.co_varnames)
+    constants = tuple(names.get(one, one) if isinstance(one, str) else one for one in code.co_consts)
+    known = {"put": object.__setattr__, "NONE": NONE, **makers}
+    init = types.FunctionType(code.replace(co_varnames=variables, co_consts=constants), known)
+    optional = [one for at, one in enumerate(fields) if one.default is not NONE or f"make_{at}" in makers]
+    init.__defaults__ = tuple(one.default for one in optional if not one.kw_only)
+    init.__kwdefaults__ = {one.name: one.default for one in optional if one.kw_only}
+    init.__qualname__ = f"{made.__qualname__}.__init__"  # stands in the text of a TypeError
+    return init
+
+
+@functools.cache
+def _compile_init(positional: int, count: int, makers: tuple[str, ...], post: bool) -> types.CodeType:
+    """The code of constructors of one form: the fields are `_0`, `_1`, ..., some with a maker of their default."""
+    names = [f"_{at}" for at in range(count)]
+    values = {name: f"make{name}() if {name} is NONE else {name}" for name in names if f"make{name}" in makers}
+    parameters = ["self", *names[:positional], *(["*", *names[positional:]] if positional < count else [])]
+    body = [*(f"put(self, {name!r}, {values.get(name, name)})" for name in names), *["self.__post_init__()"] * post]
+    module = compile(f"def __init__({', '.join(parameters)}): {'; '.join(body or ['pass'])}", "<record>", "exec")
+    return next(one for one in module.co_consts if isinstance(one, types.CodeType))
 
 
 def _refuse_change(one: Any, name: str, _: Any = None) -> None:

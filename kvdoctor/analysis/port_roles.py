@@ -58,7 +58,7 @@ def convert_sizes(port: Port) -> Port:
 
 def role_by_name(port: Declared, rules: Iterable[RoleRule]) -> Role | None:
     """The role of a name at any rank: distinguishes a known input of an unexpected shape from an unknown one."""
-    return next((rule.role for rule in rules if rule.fits(port.name, port.dtype, len(rule.order))), None)
+    return next((rule.role for rule in rules if rule.fits(port.name, port.dtype, None)), None)
 
 
 def plain_port(port: Declared, role: Role) -> Port:

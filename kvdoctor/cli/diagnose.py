@@ -1,7 +1,8 @@
 """`kvdoctor inspect`, `step-test`, `contract`, `speed`, `re-export`: they read one model, run it or repair a copy."""
 
-import os
+import importlib.util
 import sys
+from types import ModuleType
 from typing import Any, NoReturn
 
 import click
@@ -44,9 +45,6 @@ def inspect(path: str, **given: Any) -> NoReturn:
     """
     from kvdoctor import api
 
-    # Predictions compute with a few numbers at a time: to start threads for products of large matrices would take a
-    # tenth of the processor time. No process is started here that would inherit it.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     output = read_output(given)
     finish(api.inspect(path, policy=chosen_policy(given), **given_options()), output)
 
@@ -71,9 +69,30 @@ def step_test(path: str, **given: Any) -> NoReturn:
     PATH is an .onnx file or the folder of an export. Exit code 0: healthy. 1: a finding at or above --fail-on. 2: wrong
     usage. 3: something could not be checked.
     """
+    _load_at_use("numpy")  # most step-tests compute in the worker alone
     from kvdoctor import api
 
     finish_with(api.step_test, given, path)
+
+
+class _LoadedAtUse(ModuleType):
+    """A package that is loaded when something of it is first used, and not by an import."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec: Any = self.__spec__
+        self.__path__ = spec.submodule_search_locations
+        spec.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _load_at_use(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and name not in sys.modules:
+        module = importlib.util.module_from_spec(spec)
+        del module.__path__  # otherwise a module of the package could be loaded before the package
+        module.__class__ = _LoadedAtUse
+        sys.modules[name] = module
 
 
 @command(

@@ -4,29 +4,21 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
 from kvdoctor.contract import Axis, PhaseName
+from kvdoctor.decode import search
 from kvdoctor.decode.search import SearchPlan
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
-Array = np.ndarray[Any, Any]
+Array = search.Array
 T = TypeVar("T")
 
-NUMPY_TYPES: dict[str, Any] = {
-    "float": np.float32,
-    "float16": np.float16,
-    "double": np.float64,
-    "int8": np.int8,
-    "uint8": np.uint8,
-    "int32": np.int32,
-    "int64": np.int64,
-    "bool": np.bool_,
-}
-
+NUMPY_TYPES = {"float": "float32", "double": "float64"}
+NUMPY_TYPES |= {name: name for name in ("float16", "int8", "uint8", "int32", "int64", "bool")}
 
 Embed = Callable[[PhaseName, Array], Mapping[str, Array]]
 """Makes the embeddings of token ids int64[batch, new] for the inputs of a phase, by their names."""

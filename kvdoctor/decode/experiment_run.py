@@ -1,6 +1,5 @@
 """Drives experiments on one stack: answers their calls, records the steps, and judges what came back."""
 
-import statistics
 import time
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -39,6 +38,7 @@ from kvdoctor.decode.runs import (
     Run,
     Step,
 )
+from kvdoctor.decode.speed import middle
 from kvdoctor.decode.stack_driver import Rerun, StackDriver, UnusableLogits
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import CannotCheck
@@ -300,7 +300,7 @@ class _ExperimentRun:
             begin = time.perf_counter()
             answer = self.stack.run_session(call)
             seconds.append(time.perf_counter() - begin)
-        self.stack.announce(CallTimed(call.label, statistics.median(seconds)))
+        self.stack.announce(CallTimed(call.label, middle(seconds)))
         return answer
 
     def _finish(self, cause: Cause | None) -> Run:

@@ -1,15 +1,15 @@
 """How close two computations of the same logits are, and whether that is close enough. numpy only."""
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from kvdoctor.decode.runs import ErrorGrowth, LogitsDifference
+from kvdoctor.decode.search import Array
+from kvdoctor.decode.speed import middle
 from kvdoctor.decode.tolerances import TOLERANCES, Tolerance
 
-Array = np.ndarray[Any, Any]
 Verdict = Literal["pass", "ambiguous", "fail"]
 
 TOP = 5
@@ -250,15 +250,15 @@ def error_growth(relatives: Sequence[float], limit: Tolerance) -> ErrorGrowth | 
     if len(cached) < FEWEST_STEPS:
         return None
     for step in range(2, len(levels)):
-        after = min(levels[step], statistics.median(levels[step:]))
+        after = min(levels[step], middle(levels[step:]))
         if after >= JUMP * max(levels[:step]):
             return ErrorGrowth("sudden", step)
     pairs = [(early, late) for i, early in enumerate(cached) for late in cached[i + 1 :]]
     rising = sum((late > early) - (late < early) for early, late in pairs) / len(pairs)
     third = max(len(cached) // 3, 1)
-    if rising >= TREND and statistics.median(cached[-third:]) >= 2 * statistics.median(cached[:third]):
+    if rising >= TREND and middle(cached[-third:]) >= 2 * middle(cached[:third]):
         return ErrorGrowth("linear")
-    if statistics.median(cached) >= JUMP * levels[0]:
+    if middle(cached) >= JUMP * levels[0]:
         return ErrorGrowth("sudden", 1)
     return ErrorGrowth("flat")
 

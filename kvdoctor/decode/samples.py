@@ -10,12 +10,10 @@ from typing import IO, Any
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Port, describe
+from kvdoctor.decode.search import Array
 from kvdoctor.decode.side_files import open_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.records import record
-
-Array = np.ndarray[Any, Any]
-
 
 MOST_BYTES = 512 << 20
 """Bytes of all inputs: an image of 4,096 pixels a side as float32 takes 192 MiB."""

@@ -8,15 +8,18 @@ Standard library and numpy only.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvdoctor.records import record
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+else:
+    Array = Any  # numpy is loaded where arrays are made: the parent of a worker makes none
 
-LOWEST = float(np.finfo(np.float32).min)
+LOWEST = -3.4028234663852886e38  # of float32
 """The score of a token that a rule forbids."""
 OUT_OF_PLAY = -1e9
 """The score of all beams but the first before the first token."""

@@ -4,8 +4,7 @@ A figure is the median of several rounds, and its spread is that of the rounds: 
 difference within the spread means nothing, and rounds that vary too much decide nothing.
 """
 
-from collections.abc import Iterator
-from statistics import median
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from kvdoctor.records import record
@@ -59,13 +58,20 @@ class SpeedDifference:
     noisy: bool = False
 
 
+def middle(rounds: Sequence[float]) -> float:
+    """The median: the figure of some rounds."""
+    ordered = sorted(rounds)  # the module statistics takes longer to import than a step takes
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
 def spread(rounds: tuple[float, ...]) -> float:
     """The range of the rounds, as a share of the figure; the fastest and the slowest of four or more are left out.
 
     One round of five in which the machine did something else must not hide what the others say.
     """
     kept = sorted(rounds)[1:-1] if len(rounds) > 3 else rounds
-    return (max(kept) - min(kept)) / max(median(rounds), 1e-9)
+    return (max(kept) - min(kept)) / max(middle(rounds), 1e-9)
 
 
 def find_worse(now: tuple[SpeedPoint, ...], before: tuple[SpeedPoint, ...]) -> Iterator[SpeedDifference]:

@@ -9,7 +9,7 @@ Within a Graph" and "Graphs", and what each version of a standard operator takes
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from kvdoctor.model import traverse
@@ -52,9 +52,7 @@ class Signature:
 
 @cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(
-        files("kvdoctor.model").joinpath("operator_versions.json").read_text(encoding="utf-8")
-    )
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("operator_versions.json").read_text(encoding="utf-8"))
     return table
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.findings import Check, all_checks, find_check
@@ -61,7 +61,7 @@ def _find_names(wanted: str) -> tuple[ExplainedName, ...]:
 
 @cache
 def _list_terms() -> tuple[tuple[str, str], ...]:
-    page = files("kvdoctor.report").joinpath("glossary.md").read_text(encoding="utf-8")
+    page = Path(__file__).with_name("glossary.md").read_text(encoding="utf-8")
     return tuple((row["terms"], row["meaning"]) for row in TERM.finditer(page) if row["terms"] not in ("term", "---"))
 
 

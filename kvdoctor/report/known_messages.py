@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import cache, partial
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from kvdoctor.findings import Finding, Issue
@@ -75,7 +75,7 @@ class Found:
 
 @cache
 def _read_table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(files("kvdoctor.report").joinpath("known_texts.json").read_text("utf-8"))
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("known_texts.json").read_text(encoding="utf-8"))
     return table
 
 
@@ -187,7 +187,7 @@ class KnownIssue:
 @cache
 def list_issues() -> tuple[KnownIssue, ...]:
     """All entries."""
-    entries = json.loads(files("kvdoctor.report").joinpath("known_issues.json").read_text(encoding="utf-8"))
+    entries = json.loads(Path(__file__).with_name("known_issues.json").read_text(encoding="utf-8"))
     issues = [{name: entry.pop(name) for name in ("url", "title", "fixed_in")} for entry in entries]
     whole = [{"issue": issue, **entry} for issue, entry in zip(issues, entries, strict=True)]
     return from_plain(tuple[KnownIssue, ...], whole, newer=True)

@@ -32,7 +32,10 @@ package = importlib.util.module_from_spec(spec)
 sys.modules["kvdoctor"] = package
 spec.loader.exec_module(package)
 """
-BOOT = f"{LOAD}from kvdoctor.runtime.worker.main import main\nmain()\n"
+# What imports make stays: it is no garbage, and no search for garbage need look at it.
+BOOT = (
+    f"import gc\ngc.disable()\n{LOAD}from kvdoctor.runtime.worker.main import main\ngc.freeze()\ngc.enable()\nmain()\n"
+)
 
 
 @record

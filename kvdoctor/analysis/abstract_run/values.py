@@ -223,7 +223,7 @@ def _payload(tensor: TensorProto, shape: tuple[int, ...]) -> Array | None:
     try:
         if tensor.raw_data:
             flat = np.frombuffer(tensor.raw_data, np.dtype(kind).newbyteorder("<"))
-        elif kind == np.float16:
+        elif kind == "float16":
             flat = np.array(tensor.int32_data, np.uint16).view(np.float16)
         else:
             flat = np.array(tensor.float_data or tensor.int64_data or tensor.int32_data or tensor.double_data, kind)

@@ -242,6 +242,7 @@ KINDS: dict[str, Callable[[float], float]] = {
     "sigmoid": _sigmoid,
 }
 """The known functions by name."""
+AT_POINTS = {name: [function(x) for x in POINTS] for name, function in KINDS.items()}
 WHOLE: dict[str, Callable[[FlatNode, float], float]] = {
     "Gelu": lambda node, x: KINDS["gelu by tanh" if node.text("approximate", "") == "tanh" else "gelu"](x),
     "FastGelu": lambda _, x: _tanh_gelu(x),
@@ -296,13 +297,12 @@ class Bends:
         return None
 
     def _kind(self, argument: str, result: str) -> str | None:
-        values = [self._compute(result, argument, point) for point in POINTS]
-        if None in values:
-            return None
-        errors = {
-            name: max(abs(function(x) - (y or 0.0)) for x, y in zip(POINTS, values, strict=True))
-            for name, function in KINDS.items()
-        }
+        values: list[float] = []
+        for point in POINTS:
+            if (value := self._compute(result, argument, point)) is None:
+                return None
+            values.append(value)
+        errors = {name: max(abs(x - y) for x, y in zip(at, values, strict=True)) for name, at in AT_POINTS.items()}
         best = min(errors, key=lambda name: errors[name])
         return best if errors[best] < CLOSE else None
 

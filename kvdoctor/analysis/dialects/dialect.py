@@ -82,15 +82,9 @@ class SlotRule:
     part: Literal["key-value", "latent", "state"] | None = None
     or_delta: bool = False
 
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        """The compiled name; `re` caches compiled patterns."""
-        return re.compile(self.past, re.ASCII)
-
     def match(self, name: str) -> "SlotName | None":
         """Read the name of a past input; None where it is named otherwise."""
-        # Most names are those of another dialect: nothing is compiled to find that out.
-        found = self.pattern.fullmatch(name) if name.startswith(_literal_start(self.past)) else None
+        found = _fullmatch(self.past, name)
         if found is None:
             return None
         groups = {key: value or "" for key, value in found.groupdict().items()}
@@ -103,6 +97,16 @@ class SlotRule:
             present=self.present.format(**groups) if self.present is not None else None,
             filled_by=self.filled_by.format(**groups) if self.filled_by is not None else None,
         )
+
+
+def _fullmatch(pattern: str, name: str) -> re.Match[str] | None:
+    # Most names are those of another dialect: nothing is compiled to find that out.
+    return _compile(pattern).fullmatch(name) if name.startswith(_literal_start(pattern)) else None
+
+
+@cache
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.ASCII)
 
 
 @cache
@@ -138,10 +142,9 @@ class RoleRule:
 
     def fits(self, name: str, dtype: str, rank: int | None) -> bool:
         """Whether the rule applies to this tensor. A rank of None fits every rule."""
-        if rank is not None and rank != len(self.order):
+        if (rank is not None and rank != len(self.order)) or _fullmatch(self.name, name) is None:
             return False
-        kind = "float" if "float" in dtype or dtype == "double" else "integer"
-        return self.dtype in ("any", kind) and re.compile(self.name, re.ASCII).fullmatch(name) is not None
+        return self.dtype in ("any", "float" if "float" in dtype or dtype == "double" else "integer")
 
 
 @record

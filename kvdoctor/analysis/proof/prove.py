@@ -83,12 +83,10 @@ def find_types(stack: StackFiles, contract: CacheContract) -> dict[str, Type]:
 
 def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
     """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
-    found = dict[str, tuple[int, ...]]()
-    for name, one in find_types(stack, contract).items():
-        sizes = [size_of(axis).at(SIZES) for axis in one.shape or ()]
-        if one.shape is not None and None not in sizes:
-            found[name] = tuple(size for size in sizes if size is not None)
-    return found
+    shapes = {name: one.shape for name, one in find_types(stack, contract).items()}
+    sizes = {shape: [size_of(axis).at(SIZES) for axis in shape] for shape in {*shapes.values()} if shape is not None}
+    known = {shape: tuple(one for one in found if one is not None) for shape, found in sizes.items()}
+    return {name: known[shape] for name, shape in shapes.items() if shape is not None and None not in sizes[shape]}
 
 
 Shape = tuple[int, ...]

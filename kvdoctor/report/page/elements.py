@@ -7,7 +7,7 @@ import base64
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from kvdoctor._version import __version__
 from kvdoctor.records import record
@@ -133,7 +133,7 @@ def more_line(left_out: int, what: str) -> Element | None:
 @cache
 def read_style() -> str:
     """The style sheet as it is written into the page."""
-    lines = files("kvdoctor.report.page").joinpath("style.css").read_text(encoding="utf-8").splitlines()
+    lines = Path(__file__).with_name("style.css").read_text(encoding="utf-8").splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
