@@ -8,6 +8,7 @@ from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import PAGED_LOOP, Run, Step
 from kvdoctor.diagnose.context import RunContext
+from kvdoctor.errors import describe_crash
 from kvdoctor.findings import Finding, NotChecked
 from kvdoctor.report.facts import Ground, StackFacts
 
@@ -36,7 +37,7 @@ def find_proof(stack: StackFiles, contract: CacheContract) -> Proof | None:
     try:
         return prove(stack, contract)
     except Exception as error:  # an error of kvdoctor here must not cost what files and runs show
-        return Proof(exceptions=(f"the proof crashed ({type(error).__name__}: {error}); please report it",))
+        return Proof(exceptions=(describe_crash("the proof", error),))
 
 
 def without_faults(proof: Proof | None, stack: str, findings: Iterable[Finding]) -> Proof | None:
