@@ -386,7 +386,7 @@ def render(result: Document, name: str = "text") -> str:
     if name not in writer.FORMATS:
         raise UsageError(f"there is no format {name!r}; it is one of {', '.join(writer.FORMATS)}")
     if isinstance(result, GateResult):
-        return formats.render_gate(result.to_dict, list(result.reports), result.summary_lines(), name)
+        return "".join(formats.write_gate(result.outline, result.reports, result.summary_lines(), name))
     return str(writer.render(result, name))
 
 

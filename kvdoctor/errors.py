@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
+from errno import ENOMEM
 
 
 class KvdoctorError(Exception):
@@ -45,6 +46,19 @@ class Unhealthy(KvdoctorError):
 
 class Worse(KvdoctorError):
     """One model is worse than another, or they could not be compared: `raise_if_worse` of a diff raises it."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether no memory is left: Python has no type of its own for a thread that it cannot start."""
+    no_thread = type(error) is RuntimeError and str(error) == "can't start new thread"
+    return isinstance(error, MemoryError) or no_thread or (isinstance(error, OSError) and error.errno == ENOMEM)
+
+
+def describe_crash(what: str, error: Exception) -> str:
+    """Why a part of a diagnosis has no result: there is not enough memory, or kvdoctor has an error."""
+    if lacks_memory(error):
+        return f"{what} needs more memory than there is, or than --max-memory allows"
+    return f"{what} crashed ({type(error).__name__}: {error}); please report it"
 
 
 class CannotCheck(Exception):

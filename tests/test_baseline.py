@@ -363,7 +363,7 @@ def test_every_format_shows_what_is_known(sick: Report, here: Path) -> None:
     result = match_baseline(replace(baseline, entries=(hostile,)), [a, b], DAY)
     done = replace(judge(result.reports), baseline=result.status)
     render_baseline, reports = done.to_dict, list(done.reports)
-    pages = {name: formats.render_gate(render_baseline, reports, (), name) for name in formats.FORMATS}
+    pages = {name: "".join(formats.write_gate(render_baseline, reports, (), name)) for name in formats.FORMATS}
     for name, page in pages.items():
         assert "it" in page, name
         assert "\x1b" not in page, name

@@ -49,7 +49,7 @@ def rendered_gate(reports: list[Report], name: str) -> str:
     """A gate over some reports in a format, with a hostile name among the lines that are said of all models."""
     done = GateResult("unhealthy", tuple(reports), 1)
     last = (format_gate_verdict(done.verdict, reports), f"policy: {reports[0].model.path}")
-    return formats.render_gate(done.to_dict, reports, last, name)
+    return "".join(formats.write_gate(done.to_dict, reports, last, name))
 
 
 # ---- hostile names -------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """How `gate` runs many models: side by side, again only what has changed, and whole or not at all."""
 
-import gc
 import hashlib
 import json
 import os
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,16 +30,19 @@ import kvdoctor
 from kvdoctor.errors import UsageError
 from kvdoctor.gating import diagnose_job as diagnosing
 from kvdoctor.gating import run as gate_run
-from kvdoctor.gating import stored_runs
+from kvdoctor.gating import stored_reports
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.cache_key import FileDigests, compute_key, digest_source
-from kvdoctor.gating.jobs import GateJob, GateSettings, ProcessLost
+from kvdoctor.gating.jobs import GateJob, ProcessLost
 from kvdoctor.gating.process_pool import ProcessPool
-from kvdoctor.gating.run import diagnose_all
+from kvdoctor.gating.stored_reports import ReportStore
+from kvdoctor.gating.verdict import judge
 from kvdoctor.model.files import looked_at
 from kvdoctor.options import Options, options_of
 from kvdoctor.records import from_plain, to_plain
+from kvdoctor.report import formats
 from kvdoctor.report.document import Report
+from kvdoctor.report.json_format import report_of
 
 
 def without_measured(report: dict[str, Any]) -> str:
@@ -132,14 +135,35 @@ def test_reports_whose_runs_are_stored_are_the_same(
     first: tuple[bad.Result, Path], models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, cache = first
-    monkeypatch.setattr(stored_runs, "MOST_HELD", 0)
+    monkeypatch.setattr(stored_reports, "MOST_HELD", 0)
     done = kvdoctor.gate(models, cache_dir=cache, jobs=2)
-    assert [isinstance(one.runs, stored_runs.StoredRuns) for one in done.reports] == [True] * len(models)
+    assert [isinstance(one.runs, stored_reports.ReadOnDemand) for one in done.reports] == [True] * len(models)
     assert pickle.loads(pickle.dumps(done.reports)) == done.reports  # noqa: S301 - our own
     assert [one.runs[:1] for one in done.reports] == [tuple(one.runs)[:1] for one in done.reports]
     stored = [without_measured(one) for one in done.to_dict()["reports"]]
     assert stored == list(map(without_measured, result.report["reports"]))
     assert kvdoctor.render(done).splitlines()[-1].startswith("gate: unhealthy; 1 of 4 models healthy")
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_a_report_that_is_written_is_not_in_memory(
+    first: tuple[bad.Result, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many models, no more than three at a time are."""
+    monkeypatch.setattr(stored_reports, "MOST_HELD", 0)
+    store, get, seen = ReportStore(), ReportStore.get, list[weakref.ref[Any]]()
+    for number in range(40):
+        store.put(number, report_of(first[0].report["reports"][number % 4], "it"))
+
+    def watched(_: ReportStore, number: int) -> Report:
+        assert sum(one() is not None for one in seen) <= 3
+        report = get(store, number)
+        seen.append(weakref.ref(report.runs))
+        return report
+
+    monkeypatch.setattr(ReportStore, "get", watched)
+    done = judge(store.all())
+    assert len("".join(formats.write_gate(done.outline, done.reports, done.summary_lines(), name))) > 500
 
 
 @pytest.mark.slow
@@ -575,17 +599,6 @@ def test_a_folder_for_every_gate_is_no_word_on_this_one(tmp_path: Path) -> None:
     assert result.code == 0
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_collection_of_garbage_stays_as_the_caller_has_it(on: bool) -> None:
-    before = gc.isenabled()
-    (gc.enable if on else gc.disable)()
-    try:
-        assert diagnose_all([], GateSettings()) == []
-        assert gc.isenabled() == on
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
 def test_a_large_model_is_not_run_beside_others(tmp_path: Path) -> None:
     folder = saved(b"", tmp_path / "model")
     with (folder / "weights.bin").open("wb") as file:
@@ -654,6 +667,16 @@ def test_what_a_fault_leaves_unchecked_is_cached_and_what_a_limit_leaves_is_not(
     assert [report["verdict"] for report in first.report["reports"]] == ["unhealthy", "incomplete"]
     assert any(entry["essential"] for entry in first.report["reports"][0]["not_checked"])
     assert [bool(report["measured"].get("cached")) for report in again.report["reports"]] == [True, False]
+
+
+def test_a_model_that_takes_all_memory_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Report:
+        raise MemoryError
+
+    monkeypatch.setattr(diagnosing, "step_test", fails)
+    report = diagnosing.diagnose_job(GateJob(str(GPT2), Options()))
+    assert (report.verdict, len(report.not_checked)) == ("incomplete", 1)
+    assert "needs more memory than there is" in report.not_checked[0].reason
 
 
 def test_a_cache_that_is_too_small_says_so(kept: tuple[Cache, GateJob, Report], tmp_path: Path) -> None:

@@ -177,11 +177,24 @@ def test_interrupted_while_python_loads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
-@pytest.mark.parametrize("mebibytes", [60, 110])
-def test_too_little_memory_is_no_finding(mebibytes: int) -> None:
+@pytest.mark.parametrize(
+    ("mebibytes", "command"),
+    [
+        *((one, "inspect IN") for one in (60, 110, 120)),
+        *(
+            (120, f"{one} IN -o OUT")
+            for one in ("re-export", "convert --logits last", "loop --language python", "repro")
+        ),
+        *((120, f"{one} IN") for one in ("diff IN", "gate")),
+    ],
+)
+def test_too_little_memory_is_no_finding(mebibytes: int, command: str, tmp_path: Path) -> None:
     import resource
 
+    places = {"IN": GPT2, "OUT": tmp_path / "out"}
     limit = partial(resource.setrlimit, resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
-    done = run_process("inspect", GPT2, preexec_fn=limit)
+    done = run_process(*(places.get(word, word) for word in command.split()), preexec_fn=limit)
     assert (done.returncode, done.stdout) == (3, "")
-    assert "not enough memory" in done.stderr
+    known = ("kvdoctor: there is not enough memory", "kvdoctor: the worker process could not start")
+    assert done.stderr.startswith(known)
+    assert done.stderr.count("\n") == 1

@@ -1,19 +1,22 @@
 """Mutated models: `python -m evidence.mutations.mutate COMMAND COUNT [FIRST]` runs a command on as many.
 
-Each number is one mutation of one fixture: bits of the file, fields of its messages, shapes, names, attributes,
-operators, external data, or side-cars. Each run must end in time, without a traceback and without a check or repair
-that crashes, change nothing and leave nothing. What does not is printed, and the exit code is 1.
+Each number is one mutation of one fixture: bits of the file, text that is not UTF-8, fields of its messages, shapes,
+names, attributes, operators, circles, functions, opsets, external data, or side-cars. Each run must end in time,
+without a traceback and without a crash of a check or repair, change nothing and leave nothing. What does not is
+printed, and the exit code is 1.
 """
 
-import json
+import os
 import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import onnx
 from google.protobuf.descriptor import FieldDescriptor
@@ -23,6 +26,7 @@ from onnx import AttributeProto, TensorProto
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.bad_models import EXPORTS, call, copied, unchanged
+from support.damage import damage_bytes, damage_side_car
 from support.text_fixtures import load_all
 
 NUMBERS = (0, 1, -1, 2, 3, 7, 64, 1 << 31, (1 << 31) - 1, -(1 << 31), 1 << 62, -(1 << 63), (1 << 63) - 1)
@@ -31,23 +35,27 @@ TEXTS = (
     "x",
     "../x",
     "/etc/passwd",
-    "\x1b[31m",
+    "\x1b[31m\r\n",
     "a" * 5000,
     "\u202e",
     "past_key_values.0.key",
     "If",
-    "",
     "Loop",
     "?",
 )
 TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
-BYTES = (b"", b"\0", b"\xff" * 8, b"\0" * 1000)
 CRASHED = re.compile(r".{,200}crashed \(.{,400}please report it|Traceback")
 SECONDS = 100.0
+LIMITS = ("--timeout", "20", "--max-memory", "1500")
+JSON = ("--format", "json")
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "inspect": ("inspect",),
-    "step-test": ("step-test", "--timeout", "20", "--max-memory", "1500"),
-    "re-export": ("re-export", "-o", "OUT", "--timeout", "20", "--max-memory", "1500"),
+    "inspect": ("inspect", *JSON),
+    "step-test": ("step-test", *LIMITS, *JSON),
+    "re-export": ("re-export", "-o", "OUT", *LIMITS, *JSON),
+    "contract": ("contract", *JSON),
+    "diff": ("diff", str(EXPORTS / "gpt2"), *LIMITS, *JSON),
+    "loop": ("loop", "--language", "python", "-o", "OUT"),
+    "repro": ("repro", "-o", "OUT", *LIMITS, *JSON),
 }
 CONVERSIONS = (
     *(("--layout", name) for name in ("genai", "merged", "pair", "optimum", "optimum-pair", "shared", "single")),
@@ -63,21 +71,19 @@ def mutate(number: int, folder: Path) -> str:
     random = Random(number)  # noqa: S311 - reproducible
     exports = sorted(path for path in EXPORTS.iterdir() if path.is_dir())
     if random.random() < 0.3:
-        source = random.choice(exports)
-        copied(source, folder)
-        name = source.name
+        name = random.choice(exports).name
+        copied(EXPORTS / name, folder)
     else:
         name = random.choice(sorted(load_all()))
         load_all()[name].write(folder)
     how = random.choice(list(WAYS))
-    models = sorted(folder.glob("*.onnx"))
-    side_cars = [path for path in sorted(folder.iterdir()) if path.suffix == ".json"]
-    if how == "side-cars" and side_cars:
-        _damage_text(random.choice(side_cars), random)
-    elif how in ("bits", "cut") or not models:
-        file = random.choice(models or sorted(folder.iterdir()))
+    models = sorted(folder.rglob("*.onnx"))
+    if how == "side-cars":
+        damage_side_car(folder, random)
+    elif how in ("bits", "cut", "not UTF-8") or not models:
+        file = random.choice(models or sorted(path for path in folder.rglob("*") if path.is_file()))
         content = bytearray(file.read_bytes())
-        _damage_bytes(content, random, how)
+        damage_bytes(content, random, how)
         file.write_bytes(content)
     else:
         file = random.choice(models)
@@ -86,26 +92,6 @@ def mutate(number: int, folder: Path) -> str:
             WAYS[how](model, random)
         file.write_bytes(model.SerializeToString())
     return f"{number}: {name}, {how}"
-
-
-def _damage_bytes(content: bytearray, random: Random, how: str) -> None:
-    if how == "cut" and content:
-        del content[random.randrange(len(content)) :]
-        return
-    for _ in range(random.choice((1, 2, 8))):
-        content[random.randrange(len(content) or 1)] ^= 1 << random.randrange(8)
-
-
-def _damage_text(file: Path, random: Random) -> None:
-    """Another value for an entry of a JSON file, or another character."""
-    try:
-        document = json.loads(file.read_text("utf-8"))
-        assert isinstance(document, dict)
-        key = random.choice(list(document))
-        document[key] = random.choice((None, [], {}, "", -1, 1 << 70, 1e308, [[1]], True, {"a": {"b": []}}))
-        file.write_text(json.dumps(document), "utf-8")
-    except (ValueError, AssertionError, IndexError):
-        file.write_bytes(file.read_bytes()[: random.randrange(1 + file.stat().st_size)])
 
 
 def _messages(message: Message) -> list[Message]:
@@ -124,11 +110,7 @@ def _change_field(model: onnx.ModelProto, random: Random) -> None:
     """Any field of any message: another value, none, or twice."""
     message = random.choice(_messages(model))
     fields = list(message.DESCRIPTOR.fields)
-    field = (
-        random.choice([one for one, _ in message.ListFields()] or fields)
-        if random.random() < 0.7
-        else random.choice(fields)
-    )
+    field = random.choice(([one for one, _ in message.ListFields()] if random.random() < 0.7 else None) or fields)
     value = getattr(message, field.name)
     if hasattr(value, "append") or hasattr(value, "add"):
         _change_list(value, field, random)
@@ -140,8 +122,7 @@ def _change_field(model: onnx.ModelProto, random: Random) -> None:
 
 def _change_list(values: Any, field: FieldDescriptor, random: Random) -> None:
     if not len(values):
-        if field.type != FieldDescriptor.TYPE_MESSAGE:
-            values.append(_value(field, random))
+        values.extend([] if field.type == FieldDescriptor.TYPE_MESSAGE else [_value(field, random)])
         return
     place, way = random.randrange(len(values)), random.choice(("remove", "twice", "swap", "change"))
     if way == "remove":
@@ -150,8 +131,7 @@ def _change_list(values: Any, field: FieldDescriptor, random: Random) -> None:
         values.extend([values[place]])
     elif field.type == FieldDescriptor.TYPE_MESSAGE:
         other = random.randrange(len(values))
-        kept = type(values[place])()
-        kept.CopyFrom(values[place])
+        kept = deepcopy(values[place])
         values[place].CopyFrom(values[other])
         values[other].CopyFrom(kept)
     else:
@@ -160,9 +140,9 @@ def _change_list(values: Any, field: FieldDescriptor, random: Random) -> None:
 
 def _value(field: FieldDescriptor, random: Random) -> Any:
     if field.type == FieldDescriptor.TYPE_STRING:
-        return random.choice(TEXTS)
+        return "a" * (1 << 20) if random.random() < 0.03 else random.choice(TEXTS)
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return random.choice(BYTES)
+        return random.choice((b"", b"\0", b"\xff" * 8, b"\0" * 1000))
     if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
         return random.choice((0.0, -1.0, float("nan"), float("inf"), 1e30))
     if field.type == FieldDescriptor.TYPE_ENUM:
@@ -208,9 +188,8 @@ def _change_name(model: onnx.ModelProto, random: Random) -> None:
         node = random.choice(graph.node)
         ports = random.choice([node.input, node.output])
         if len(ports):
-            ports[random.randrange(len(ports))] = random.choice(
-                (*names, *TEXTS, *(o for n in graph.node for o in n.output))
-            )
+            made = (name for one in graph.node for name in one.output)
+            ports[random.randrange(len(ports))] = random.choice((*names, *TEXTS, *made))
     elif owners:
         random.choice(owners).name = random.choice((*names, *TEXTS))
 
@@ -232,14 +211,11 @@ def _change_node(model: onnx.ModelProto, random: Random) -> None:
         elif field.type != FieldDescriptor.TYPE_MESSAGE:
             setattr(attribute, field.name, _value(field, random))
     elif way < 0.6:
-        node.op_type = random.choice(
-            [one.op_type for one in nodes] + list(TEXTS) + ["Identity", "Loop", "Scan", "Cast"]
-        )
+        node.op_type = random.choice((*(one.op_type for one in nodes), *TEXTS, "Identity", "Scan", "Cast"))
     elif way < 0.8:
         nodes.remove(node)
     else:
-        moved = onnx.NodeProto()
-        moved.CopyFrom(node)
+        moved = deepcopy(node)
         nodes.remove(node)
         nodes.insert(random.randrange(len(nodes) + 1), moved)
 
@@ -258,59 +234,98 @@ def _change_external(model: onnx.ModelProto, random: Random) -> None:
             weight.external_data.add(key=key, value=str(random.choice(values)))
 
 
+def _change_order(model: onnx.ModelProto, random: Random) -> None:
+    """A node that takes what it, or a later one, makes; the same node twice; a weight with the name of a value."""
+    nodes, way = model.graph.node, random.random()
+    if not nodes:
+        return
+    first, second = sorted(random.randrange(len(nodes)) for _ in range(2))
+    if way < 0.6 and nodes[first].input and nodes[second].output:
+        nodes[first].input[random.randrange(len(nodes[first].input))] = random.choice(nodes[second].output)
+    elif way < 0.8:
+        nodes.add().CopyFrom(nodes[first])
+    elif nodes[first].output:
+        model.graph.initializer.add(name=random.choice(nodes[first].output), data_type=1, dims=[2], raw_data=b"\0" * 8)
+
+
+def _change_functions(model: onnx.ModelProto, random: Random) -> None:
+    """Some nodes become a function: whole, without its opsets, one that calls itself, or one that is there twice."""
+    nodes = model.graph.node
+    if not nodes:
+        return
+    place = random.randrange(len(nodes))
+    moved = deepcopy(nodes[place])
+    inside = random.choice((moved.op_type, "F", "F", moved.op_type))
+    function = model.functions.add(name="F", domain=random.choice(("own", "own", "", "\x1b")), node=[moved])
+    function.input.extend(dict.fromkeys(name for name in moved.input if name))
+    function.output.extend(name for name in moved.output if name)
+    function.node[0].op_type = inside
+    function.node[0].domain = function.domain if inside == "F" else moved.domain
+    function.opset_import.extend(model.opset_import if random.random() < 0.7 else [])
+    if random.random() < 0.2:
+        model.functions.add().CopyFrom(function)
+    if random.random() < 0.8:
+        model.opset_import.add(domain=function.domain, version=1)
+    call = onnx.NodeProto(op_type="F", domain=function.domain, input=function.input, output=function.output)
+    nodes[place].CopyFrom(call)
+
+
+def _change_opsets(model: onnx.ModelProto, random: Random) -> None:
+    """The opset of a domain, or the IR version: another one, none, two, of a domain that nobody has."""
+    if random.random() < 0.3 and model.opset_import:
+        random.choice(model.opset_import).version = random.choice((*NUMBERS, 1, 6, 9, 12, 13, 17, 21, 23, 26))
+    elif random.random() < 0.4:
+        domain = random.choice(("", "ai.onnx", "com.microsoft", *TEXTS))
+        model.opset_import.add(domain=domain, version=random.randrange(30))
+    elif random.random() < 0.5 and model.opset_import:
+        del model.opset_import[random.randrange(len(model.opset_import))]
+    else:
+        model.ir_version = random.choice((*NUMBERS, *range(1, 14)))
+
+
 WAYS: dict[str, Callable[[onnx.ModelProto, Random], None]] = {
-    "bits": _change_field,
-    "cut": _change_field,
-    "side-cars": _change_field,
-    "fields": _change_field,
+    **dict.fromkeys(("bits", "cut", "not UTF-8", "side-cars", "fields"), _change_field),
     "shapes": _change_shape,
     "names": _change_name,
     "nodes": _change_node,
+    "order": _change_order,
+    "functions": _change_functions,
+    "opsets": _change_opsets,
     "external data": _change_external,
 }
 
 
-def try_mutation(number: int, command: tuple[str, ...]) -> str | None:
-    """Run a command on a mutation; gives what went wrong, with the mutation."""
+def try_mutation(number: int, name: str) -> str | None:
+    """Run a command (for `convert`, a conversion by the number) on a mutation; gives what went wrong with it."""
+    conversion = CONVERSIONS[number % len(CONVERSIONS)]
+    command = COMMANDS.get(name) or ("convert", "-o", "OUT", *LIMITS, *conversion, *JSON)
     with tempfile.TemporaryDirectory() as place:
-        model = Path(place, "model")
-        what = str(number)
+        model, temporary = Path(place, "model"), Path(place, "temporary")
+        temporary.mkdir()
+        what = mutate(number, model)
         try:
-            what = mutate(number, model)
             words = [str(Path(place, "out")) if word == "OUT" else word for word in command]
-            left = set(Path(tempfile.gettempdir()).glob("kvdoctor-*.partial"))
-            with unchanged(model):
-                result = call(words[0], model, *words[1:], "--format", "json", seconds=SECONDS)
+            own = {"TMPDIR": str(temporary)}
+            with unchanged(model), patch.object(tempfile, "tempdir", str(temporary)), patch.dict(os.environ, own):
+                result = call(words[0], model, *words[1:], seconds=SECONDS)
             crashed = CRASHED.search(result.out + result.err)
             assert crashed is None, crashed
-            inside = {path.name for path in Path(place).iterdir()} - {"model", "out"}
-            assert not inside, inside
-            assert set(Path(tempfile.gettempdir()).glob("kvdoctor-*.partial")) <= left
-        except BaseException as error:  # what is wrong is reported, and the next one is tried
-            if isinstance(error, KeyboardInterrupt):
-                raise
+            left = {path.name for path in Path(place).iterdir()} - {"model", "out", "temporary"}
+            assert not [*left, *temporary.iterdir()]
+        except Exception as error:  # what is wrong is reported, and the next one is tried
             return f"{what}\n{''.join(traceback.format_exception(error)[-12:])[-6000:]}"
     return None
 
 
 def main() -> int:
     """Try mutations, and print those that go wrong."""
-    command, count, *first = sys.argv[1:]
+    name, count, *first = sys.argv[1:]
     begin, failed = int(first[0]) if first else 0, 0
     for number in range(begin, begin + int(count)):
-        words = COMMANDS.get(command) or (
-            "convert",
-            "-o",
-            "OUT",
-            "--timeout",
-            "20",
-            *CONVERSIONS[number % len(CONVERSIONS)],
-        )
-        if (problem := try_mutation(number, words)) is not None:
+        if (problem := try_mutation(number, name)) is not None:
             failed += 1
-            print(f"--- {' '.join(words)}\n{problem}", flush=True)
-        if number % 100 == 99:
-            print(f"{number + 1 - begin} done, {failed} failed", file=sys.stderr, flush=True)
+            print(f"--- {name}\n{problem}", flush=True)
+    print(f"{count} done, {failed} failed", file=sys.stderr)
     return int(failed > 0)
 
 

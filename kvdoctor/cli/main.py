@@ -3,7 +3,6 @@
 Only click is imported at the top: `--help` and `--version` load neither onnx nor numpy nor rich.
 """
 
-import errno
 import gc
 import importlib
 import os
@@ -21,7 +20,7 @@ from kvdoctor import addons
 from kvdoctor._version import __version__
 from kvdoctor.cli.options import examples
 from kvdoctor.cli.output import closed_pipe_allowed, complain, discard_output, end, is_closed_pipe, names_folder
-from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, did_you_mean, how_to_get
+from kvdoctor.errors import KvdoctorError, RuntimeUnavailable, did_you_mean, how_to_get, lacks_memory
 
 EXIT_USAGE, EXIT_INCOMPLETE, EXIT_INTERRUPTED = 2, 3, 130
 LEAST_MEMORY = 96 << 20
@@ -201,16 +200,27 @@ def main() -> NoReturn:
 
         complain(printable(shortened(str(error), 1200)))
         raise SystemExit(EXIT_INCOMPLETE if isinstance(error, RuntimeUnavailable) else EXIT_USAGE) from None
-    except ImportError as error:
-        complain(f"a package that kvdoctor needs cannot be imported ({error}); install kvdoctor again with pip")
-        raise SystemExit(EXIT_INCOMPLETE) from None
-    except (MemoryError, OSError) as error:
-        if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        if lacks_memory(error) or (isinstance(error, ImportError) and _is_memory_used_up()):
             complain("there is not enough memory for this; nothing can be said of the model")
             raise SystemExit(EXIT_INCOMPLETE) from None
+        if isinstance(error, ImportError):
+            complain(f"a package that kvdoctor needs cannot be imported ({error}); install kvdoctor again with pip")
+            raise SystemExit(EXIT_INCOMPLETE) from None
+        if not isinstance(error, OSError):
+            raise
         complain(f"the report could not be written: {error.strerror or error}")
         discard_output()
         raise SystemExit(EXIT_USAGE) from None
+
+
+def _is_memory_used_up() -> bool:
+    """Whether what a library needs cannot be mapped: the loader of libraries does not say why it fails."""
+    try:
+        mmap(-1, LEAST_MEMORY).close()
+    except OSError:
+        return True
+    return False
 
 
 def _show(error: click.ClickException) -> None:

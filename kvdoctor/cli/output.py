@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, reduce
 from pathlib import Path
@@ -205,7 +205,7 @@ def show_gate(done: "GateResult", output: Output) -> None:
     from kvdoctor.report import formats
     from kvdoctor.report.escaping import printable
 
-    reports, document, last = list(done.reports), done.to_dict, done.summary_lines()
+    reports, document, last = done.reports, done.outline, done.summary_lines()
     in_workflow = os.environ.get("GITHUB_ACTIONS") == "true"
     with closed_pipe_allowed():
         if output.format == "text":
@@ -213,13 +213,13 @@ def show_gate(done: "GateResult", output: Output) -> None:
 
             text.print_gate(reports, last, text.open_console(output.color), output.verbosity)
             if in_workflow:
-                print_document(formats.render_gate(document, reports, last, "github"))
+                print_document(formats.write_gate(document, reports, last, "github"))
         else:
-            print_document(formats.render_gate(document, reports, last, output.format))
+            print_document(formats.write_gate(document, reports, last, output.format))
     if output.format != "text" and done.baseline is not None:
         for line in done.baseline.lines():
             click.echo(f"kvdoctor: baseline {printable(line)}", err=True)
-    write(output, lambda name: formats.render_gate(document, reports, last, name))
+    write(output, lambda name: formats.write_gate(document, reports, last, name))
     if in_workflow:
         from kvdoctor.report import github
 
@@ -227,17 +227,17 @@ def show_gate(done: "GateResult", output: Output) -> None:
             click.echo("kvdoctor: the report of the gate is too long for the summary of this step", err=True)
 
 
-def print_document(text: str) -> None:
+def print_document(text: str | Iterable[str]) -> None:
     """Print a document as it would be written to a file: as UTF-8, whatever the terminal takes, with its line breaks.
 
     On Windows, standard output that a file or another program gets is in the old encoding of the country.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
-    sys.stdout.write(text)
+    sys.stdout.writelines([text] if isinstance(text, str) else text)
 
 
-def write(output: Output, render: Callable[[str], str]) -> None:
+def write(output: Output, render: Callable[[str], str | Iterable[str]]) -> None:
     """Write the files, each whole or not at all, say so, and open the page; `render` makes the text of a format.
 
     Raises:

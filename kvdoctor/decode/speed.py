@@ -92,5 +92,5 @@ def _compare_times(
 ) -> Iterator[SpeedDifference]:
     tolerance = max(LEAST_TOLERANCE, spread(now) + spread(before))
     noisy = tolerance > MOST_TOLERANCE
-    if noisy or median(now) > median(before) * (1 + tolerance):
-        yield SpeedDifference(past, what, median(before), median(now), tolerance, noisy)
+    if noisy or middle(now) > middle(before) * (1 + tolerance):
+        yield SpeedDifference(past, what, middle(before), middle(now), tolerance, noisy)

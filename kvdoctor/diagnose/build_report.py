@@ -24,6 +24,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import PAGED_LOOP, Run
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.run_checks import CheckResults, with_distinct_fingerprints
+from kvdoctor.errors import describe_crash
 from kvdoctor.findings import Finding, NotChecked
 from kvdoctor.model.files import sha256
 from kvdoctor.model.proto import onnx_version
@@ -180,7 +181,7 @@ def find_proof(stack: StackFiles, contract: CacheContract) -> Proof | None:
     try:
         return prove(stack, contract)
     except Exception as error:  # an error of kvdoctor here must not cost what files and runs show
-        return Proof(exceptions=(f"the proof crashed ({type(error).__name__}: {error}); please report it",))
+        return Proof(exceptions=(describe_crash("the proof", error),))
 
 
 def without_faults(proof: Proof | None, stack: str, findings: Iterable[Finding]) -> Proof | None:

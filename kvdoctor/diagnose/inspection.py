@@ -25,7 +25,7 @@ from kvdoctor.diagnose.build_report import build_report, find_proof, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
-from kvdoctor.errors import as_argument, free_name
+from kvdoctor.errors import as_argument, describe_crash, free_name
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.files import MODEL_SUFFIXES
 from kvdoctor.options import Options
@@ -191,7 +191,7 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
     except CannotCheck as why:
         return leave_open(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}", essential=False)
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
-        reason = f"the analysis without a run crashed ({type(error).__name__}: {error}); please report it"
+        reason = describe_crash("the analysis without a run", error)
         return leave_open(context.stack.name, "KV2-KV3", reason)
 
 

@@ -28,7 +28,7 @@ from kvdoctor.analysis.stacks import OnnxFile, StackFiles, takes_past
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
 from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.diagnose.not_checked import find_obstacle
-from kvdoctor.errors import CannotCheck, Explained
+from kvdoctor.errors import CannotCheck, Explained, describe_crash
 from kvdoctor.findings import Check, Fault, Faults, Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.records import record
@@ -112,7 +112,7 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
     except CannotCheck as why:
         open_check = NotChecked(stack, one.code, why.reason, why.essential)
     except Exception as error:  # one broken check must not hide what the others found
-        text = f"the check crashed ({type(error).__name__}: {error}); please report it"
+        text = describe_crash("the check", error)
         open_check = NotChecked(stack, one.code, text, essential=True)
     else:
         if answered.open_part is not None:

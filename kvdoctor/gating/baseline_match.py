@@ -16,6 +16,7 @@ from typing import Any
 from kvdoctor.choices import RESTS_ON, FailOn
 from kvdoctor.findings import KnownFinding, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
+from kvdoctor.gating.stored_reports import ReadOnDemand
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import Report, counts, decide, is_open
 from kvdoctor.report.wording.finding import format_headline
@@ -63,7 +64,7 @@ def _to_dict(entry: BaselineEntry) -> dict[str, Any]:
 class MatchedReports:
     """Reports with known findings marked, the status of the baseline, and its entries that are still found."""
 
-    reports: tuple[Report, ...]
+    reports: Sequence[Report]
     status: BaselineStatus
     used: tuple[BaselineEntry, ...]
 
@@ -72,14 +73,15 @@ def match_baseline(baseline: Baseline, reports: Sequence[Report], day: dt.date) 
     """Mark the known findings in the reports of a gate, and decide each verdict again. `day` is the current date."""
     paths = [model_path(report, baseline.folder) for report in reports]
     moved = _find_moved(baseline, reports, paths)
-    used, stale, marked = dict[BaselineEntry, None](), dict[BaselineEntry, None](), []
+    used, stale = dict[BaselineEntry, None](), dict[BaselineEntry, None]()
+    known: dict[int, dict[str, BaselineEntry]] = {}
     for number, report in enumerate(reports):
         own = [e for e in baseline.entries if belongs_to(e, paths[number]) or moved.get(e.model) == number]
-        known = {entry.fingerprint: entry for entry in reversed(own)}
         found = {finding.fingerprint for finding in report.findings if not means_incomplete(finding.code)}
-        used |= {entry: None for fingerprint, entry in known.items() if fingerprint in found}
+        known[number] = {entry.fingerprint: entry for entry in reversed(own) if entry.fingerprint in found}
+        used |= dict.fromkeys(known[number].values())
         stale |= {entry: None for entry in own if _would_find(report, paths[number], entry)}
-        marked.append(_mark_known(report, known, day))
+    marked = ReadOnDemand(len(reports), lambda number: _mark_known(reports[number], known[number], day))
     status = BaselineStatus(
         file=baseline.file,
         known=sum(finding.known is not None for report in marked for finding in report.findings),
@@ -87,7 +89,7 @@ def match_baseline(baseline: Baseline, reports: Sequence[Report], day: dt.date) 
         expired=tuple(entry for entry in used if entry.is_expired(day)),
         moved=tuple((entry, paths[moved[entry.model]]) for entry in used if entry.model in moved),
     )
-    return MatchedReports(tuple(marked), status, tuple(used))
+    return MatchedReports(tuple(marked) if isinstance(reports, tuple | list) else marked, status, tuple(used))
 
 
 def model_path(report: Report, folder: Path) -> str:

@@ -11,7 +11,7 @@ from kvdoctor.diagnose.build_report import environment
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.diagnose.run_checks import CheckResults, FindingOrigin, make_finding
-from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied
+from kvdoctor.errors import KvdoctorError, UnreadableError, UsageError, WorkerDied, describe_crash
 from kvdoctor.findings import Advice, Fault, NotChecked, find_check
 from kvdoctor.gating.jobs import WORKERS_LOST, GateJob
 from kvdoctor.repair.check_advice import check_advice
@@ -56,7 +56,7 @@ def diagnose_job(job: GateJob) -> Report:
         return report_not_diagnosed(job, f"{job.path!r} cannot be read: {error.strerror or error}")
     except Exception as error:  # a bug of ours must not stop the other models
         release_runtime()
-        return report_not_diagnosed(job, f"the diagnosis crashed ({type(error).__name__}: {error}); please report it")
+        return report_not_diagnosed(job, describe_crash("the diagnosis", error))
     if lost := runtime.workers_lost():
         report = replace(report, measured={**report.measured, WORKERS_LOST: lost})
     if runtime.peak_bytes() > MAX_IDLE_BYTES:

@@ -1,7 +1,6 @@
 """Runs a gate: unchanged models are answered from the cache, the others run side by side or on a cluster."""
 
 import contextlib
-import gc
 import math
 import os
 import sys
@@ -17,7 +16,7 @@ from kvdoctor.gating.baseline import Baseline, today
 from kvdoctor.gating.baseline_match import match_baseline
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.jobs import GateJob, GateSettings, NoWorkerLeft, ProcessLost
-from kvdoctor.gating.stored_runs import RunStore
+from kvdoctor.gating.stored_reports import ReportStore
 from kvdoctor.gating.verdict import GateResult, judge
 from kvdoctor.model.files import list_names, refuse_nothing
 from kvdoctor.report.document import Report
@@ -63,8 +62,10 @@ def gate(
     if static:
         from kvdoctor.gating.diagnose_job import inspect_job
 
-        progress = _Progress(settings or GateSettings(), len(jobs), baseline)
-        reports = [progress.count(inspect_job(job)) for job in jobs]
+        progress, store = _Progress(settings or GateSettings(), len(jobs), baseline), ReportStore()
+        for index, job in enumerate(jobs):
+            store.put(index, progress.count(inspect_job(job)))
+        reports = store.all()
     else:
         reports = diagnose_all(jobs, settings or GateSettings(), baseline)
     if baseline is None:
@@ -73,7 +74,7 @@ def gate(
     return replace(judge(matched.reports), baseline=matched.status)
 
 
-def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Baseline | None = None) -> list[Report]:
+def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Baseline | None = None) -> Sequence[Report]:
     """The report of each job, in the order of the jobs; with the baseline, known findings are said while it runs.
 
     Raises:
@@ -84,21 +85,20 @@ def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Base
         refuse_nothing(job.path, job.location)
     if len(jobs) > 1 or settings.cluster is not None:
         # The progress of one model's experiments is confusing with others, and cannot be pickled.
-        jobs = [replace(job, options=replace(job.options, progress=None)) for job in jobs]
-    cache, store = None, RunStore()
+        silent = {id(job.options): replace(job.options, progress=None) for job in jobs}
+        jobs = [replace(job, options=silent[id(job.options)]) for job in jobs]
+    cache, store = None, ReportStore()
     if settings.cache is not None:
         cache = Cache(settings.cache, settings.cluster is not None, settings.cache_bytes)
     # Files are hashed side by side, before a model is run and after.
     with ThreadPoolExecutor(count_cores()) as threads:
-        with _no_collection():
-            found = list(threads.map(lambda job: _look_up(cache, store, job), jobs))
-        reports = {index: report for index, (_, report) in enumerate(found) if report is not None}
-        progress = _Progress(settings, len(jobs), baseline, len(reports))
-        changed = {index: job for index, job in enumerate(jobs) if index not in reports}
+        found = list(threads.map(lambda index: _look_up(cache, store, index, jobs[index]), range(len(jobs))))
+        changed = {index: jobs[index] for index, (_, stored) in enumerate(found) if not stored}
+        progress = _Progress(settings, len(jobs), baseline, len(jobs) - len(changed))
         try:
             with contextlib.closing(_run(changed, settings)) as results:
                 for index, report in results:
-                    reports[index] = store.put(progress.count(report))
+                    store.put(index, progress.count(report))
                     if cache is not None:
                         threads.submit(cache.keep, found[index][0], jobs[index], report)
         finally:
@@ -107,28 +107,17 @@ def diagnose_all(jobs: Sequence[GateJob], settings: GateSettings, baseline: Base
                 size = settings.cache_bytes // MIB
                 more = f"the cache of {size} MiB holds {lost} of these reports no more; give it more: --cache-size"
                 progress.say(more)
-    return [reports[index] for index in range(len(jobs))]
+    return store.all()
 
 
-def _look_up(cache: Cache | None, store: RunStore, job: GateJob) -> tuple[str | None, Report | None]:
-    """The key of a job, and its cached report."""
+def _look_up(cache: Cache | None, store: ReportStore, index: int, job: GateJob) -> tuple[str | None, bool]:
+    """The key of a job, and whether its report is cached, and now stored."""
     if cache is None:
-        return None, None
+        return None, False
     key = cache.key(job)
-    report = cache.find(key, job)
-    return key, None if report is None else store.put(report)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector: reports are many small objects without cycles, and scanning takes a third of it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    if (report := cache.find(key, job)) is not None:
+        store.put(index, report)
+    return key, report is not None
 
 
 def _run(jobs: dict[int, GateJob], settings: GateSettings) -> Generator[tuple[int, Report], None, None]:

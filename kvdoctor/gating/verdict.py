@@ -28,7 +28,7 @@ class GateResult:
     """
 
     verdict: str
-    reports: tuple[Report, ...]
+    reports: Sequence[Report]
     exit_code: int
     baseline: BaselineStatus | None = None
     policy: str | None = None
@@ -40,13 +40,18 @@ class GateResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
+        document = self.outline()
+        return {**document, "reports": list(document["reports"])}
+
+    def outline(self) -> dict[str, Any]:
+        """The JSON document, with each report made when it is reached."""
         return {
             "schema": GATE_SCHEMA,
             "verdict": self.verdict,
             "policy": self.policy,
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "left_out": to_plain(self.left_out),
-            "reports": [report.to_dict() for report in self.reports],
+            "reports": (report.to_dict() for report in self.reports),
         }
 
     def summary_lines(self) -> tuple[str, ...]:
@@ -81,9 +86,10 @@ class GateResult:
 
 def judge(reports: Sequence[Report]) -> GateResult:
     """Judge the reports, each by its `fail_on`; what may stay incomplete decides only where there is nothing else."""
-    verdicts = [report.verdict for report in reports if report.allowance is None] or [one.verdict for one in reports]
+    found = [(report.verdict, report.allowance is None) for report in reports]
+    verdicts = [verdict for verdict, decides in found if decides] or [verdict for verdict, _ in found]
     verdict = next((v for v in ("unhealthy", *UNDIAGNOSED, "nothing-found") if v in verdicts), "healthy")
-    return GateResult(verdict, tuple(reports), exit_code_of_all(reports))
+    return GateResult(verdict, reports, exit_code_of_all(reports))
 
 
 def gate_schema() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,23 +25,23 @@ LOOP_MARK = "kvdoctor-loop.json"
 MOST_BYTES = 256 << 20
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
+def write_whole(file: Path, content: str | bytes | Iterable[str]) -> None:
     """Write a file by renaming a finished one into its place; a link is followed, a pipe or device written to.
 
-    A text is written as UTF-8.
+    A text is written as UTF-8; of several, each is made when it is written.
 
     Raises:
         UsageError: the folder is not there or not writable, or the disk is full.
     """
     place = Path(os.path.realpath(file))
-    data = content.encode("utf-8") if isinstance(content, str) else content
     partial = place.with_name(f".{place.name}.kvdoctor-{os.getpid()}.partial")
     try:
-        if place.exists() and not place.is_file():
-            place.write_bytes(data)
-            return
-        partial.write_bytes(data)
-        partial.replace(place)
+        is_stream = place.exists() and not place.is_file()
+        with (place if is_stream else partial).open("wb") as stream:
+            for part in [content] if isinstance(content, str | bytes) else content:
+                stream.write(part.encode("utf-8") if isinstance(part, str) else part)
+        if not is_stream:
+            partial.replace(place)
     except OSError as error:
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
     finally:

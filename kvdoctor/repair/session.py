@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import Run
+from kvdoctor.errors import describe_crash
 from kvdoctor.findings import Finding
 from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.records import record
@@ -116,7 +117,7 @@ def _apply(repair: Repair, context: RepairContext) -> tuple[tuple[Change, ...], 
     except CannotRepair as reason:
         why = NotRepaired(context.stack.name, "", repair.name, str(reason), reason.instead)
     except Exception as error:  # one broken repair must not stop the others
-        text = f"the repair crashed ({type(error).__name__}: {error}); please report it"
+        text = describe_crash("the repair", error)
         why = NotRepaired(context.stack.name, "", repair.name, text)
     if not changes:
         context.copy.restore(saved)

@@ -218,9 +218,8 @@ def exit_code(report: Report, fail_on: FailOn) -> int:
 
 def exit_code_of_all(reports: Sequence[Report]) -> int:
     """The exit code of several models: findings outweigh what could not be checked. To check nothing is no pass."""
-    given = {exit_code(report, report.fail_on) for report in reports}
-    if all(report.allowance is not None and not report.runs for report in reports):
-        given.add(EXIT_INCOMPLETE)
+    found = [(exit_code(report, report.fail_on), report.allowance is None or bool(report.runs)) for report in reports]
+    given = {code for code, _ in found} | ({EXIT_INCOMPLETE} if not any(checked for _, checked in found) else set())
     return next((code for code in (EXIT_FINDINGS, EXIT_INCOMPLETE) if code in given), EXIT_HEALTHY)
 
 

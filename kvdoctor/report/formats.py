@@ -1,12 +1,12 @@
 """The formats by name: the one place to add one to. Nothing is loaded before a format is asked for.
 
 A format is a module of this package with `render_all(reports)` where one document holds several models, else with
-`render(report)`, and one text follows the other; with `render_gate(document, reports, last)` where a gate has a page of
-its own.
+`render(report)` and with `render_gate(document, reports, last)`, since a gate has a page of its own. What they give for
+many models is a text, or its parts, each made when it is written.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -37,25 +37,25 @@ SUFFIXES = {
 
 def render(report: "Report", name: str) -> str:
     """The report in a format, as one text without color."""
-    return render_all([report], name)
-
-
-def render_all(reports: "list[Report]", name: str) -> str:
-    """Several reports in a format: one document where the format has one for all, else one text after the other."""
     module = _load(name)
-    if hasattr(module, "render_all"):
-        return str(module.render_all(reports))
-    return "\n".join(module.render(report) for report in reports)
+    made = module.render_all([report]) if hasattr(module, "render_all") else module.render(report)
+    return "".join(_parts(made))
 
 
-def render_gate(
-    document: Callable[[], dict[str, Any]], reports: "list[Report]", last: tuple[str, ...], name: str
-) -> str:
-    """The reports of a gate in a format; `document` makes the JSON document, `last` are the lines about all models."""
+def write_gate(
+    document: Callable[[], dict[str, Any]], reports: "Sequence[Report]", last: tuple[str, ...], name: str
+) -> Iterator[str]:
+    """The reports of a gate in a format, in parts: no more of the reports is in memory than the part that is written.
+
+    `document` makes the JSON document, `last` are the lines about all models.
+    """
     module = _load(name)
-    if hasattr(module, "render_gate"):
-        return str(module.render_gate(document, reports, last))
-    return render_all(reports, name)
+    own = hasattr(module, "render_gate")
+    return _parts(module.render_gate(document, reports, last) if own else module.render_all(reports))
+
+
+def _parts(made: str | Iterable[str]) -> Iterator[str]:
+    return iter([made] if isinstance(made, str) else made)
 
 
 def _load(name: str) -> ModuleType:

@@ -12,6 +12,8 @@ import contextlib
 import os
 import posixpath
 import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -33,26 +35,29 @@ LONGEST_PATH = 4096
 WORKSPACE = "GITHUB_WORKSPACE"
 
 
-def render_all(reports: list[Report]) -> str:
+def render_all(reports: Sequence[Report]) -> str:
     """An annotation for each finding that counts, and for each essential check that could not run, the worst first."""
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS.values()}
-    for report in reports:
-        for finding in report.findings:
-            if finding.known is None:
-                lines[KINDS[finding.severity]].append(_annotate(report, finding, KINDS[finding.severity]))
-        for entry in report.not_checked:
-            if entry.essential:
-                kind = "warning" if report.allowed(entry.code) is None else "notice"
-                title, text = f"kvdoctor {entry.code}", f"not checked: {entry.reason}"
-                lines[kind].append(_line(kind, path_of(report), title, text))
-    # Known findings are listed last: they must not displace new ones from the ten.
-    known = [(report, finding) for report in reports for finding in report.findings if finding.known is not None]
-    lines[KINDS["note"]] += [_annotate(report, finding, KINDS["note"]) for report, finding in known]
+    count = Counter[str]()
+    for kind, line in _annotations(reports):
+        count[kind] += 1
+        lines[kind] += [line] if count[kind] <= MOST_OF_A_KIND else []
     for kind, of_kind in lines.items():
-        if (more := len(of_kind) - MOST_OF_A_KIND + 1) > 1:
+        if (more := count[kind] - MOST_OF_A_KIND + 1) > 1:
             words = f"{more} more of these; the log of the step lists all of them"
             of_kind[MOST_OF_A_KIND - 1 :] = [f"::{kind} title=kvdoctor::{words}"]
     return "".join(f"{line}\n" for of_kind in lines.values() for line in of_kind)
+
+
+def _annotations(reports: Sequence[Report]) -> Iterator[tuple[str, str]]:
+    """Each annotation after its kind. Known findings are the last: they must not displace new ones from the ten."""
+    for known, report in ((known, report) for known in (False, True) for report in reports):
+        for finding in (finding for finding in report.findings if (finding.known is not None) is known):
+            kind = KINDS["note" if known else finding.severity]
+            yield kind, _annotate(report, finding, kind)
+        for entry in (entry for entry in report.not_checked if entry.essential and not known):
+            kind = "warning" if report.allowed(entry.code) is None else "notice"
+            yield kind, _line(kind, path_of(report), f"kvdoctor {entry.code}", f"not checked: {entry.reason}")
 
 
 def _annotate(report: Report, finding: Finding, kind: str) -> str:
@@ -70,7 +75,7 @@ def _escape(text: str, escapes: dict[str, str]) -> str:
     return "".join(escapes.get(character, character) for character in text)
 
 
-def write_step_summary(verdict: str, reports: list[Report], last: tuple[str, ...]) -> bool:
+def write_step_summary(verdict: str, reports: Sequence[Report], last: tuple[str, ...]) -> bool:
     """Add the reports of a gate to the summary of the step, where there is one; False where they do not fit.
 
     Raises:

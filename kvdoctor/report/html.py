@@ -21,7 +21,7 @@ from kvdoctor.report.wording.finding import FindingGroup, format_places, group_f
 from kvdoctor.report.wording.health import explain_undecided
 from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 
-MOST_LINKS, LONGEST_LINK, MOST_IN_BRIEF = 60, 46, 20
+MOST_LINKS, LONGEST_LINK, MOST_IN_BRIEF, MOST_ROWS = 60, 46, 20, 10_000
 LARGEST = 6_000_000
 """Characters of all reports in full: reports beyond that are shown in brief."""
 LARGEST_BRIEF = 3_000_000
@@ -47,17 +47,18 @@ def render(report: Report) -> str:
     return write_page(title, links, head, [content for _, _, content in sections])
 
 
-def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
+def render_gate(document: Callable[[], dict[str, Any]], reports: Sequence[Report], last: tuple[str, ...]) -> str:
     """The page of a gate: a table of the models, then each, and the `last` lines; one model needs no table."""
     if len(reports) == 1 and not last:
         return render(reports[0])
     overall: str = document()["verdict"]
-    ordered = sorted(enumerate(reports), key=lambda pair: (ORDER.index(pair[1].verdict), pair[0]))
-    models = _models(ordered)
-    shown = {number for number, _ in ordered[: len(models)]}
+    verdicts = [report.verdict for report in reports]
+    ordered = sorted(range(len(reports)), key=lambda number: ORDER.index(verdicts[number]))
+    models = _models(ordered, reports)
+    shown = set(ordered[: len(models)])
     links: list[tuple[str, Content]] = [("models", "Models")]
-    for number, report in ordered[:MOST_LINKS]:
-        name, path = report.verdict, report.model.path
+    for number in ordered[:MOST_LINKS]:
+        name, path = verdicts[number], reports[number].model.path
         mark = h("span", MARKS[name], " ", class_=f"nav-mark {KINDS[name]}", title=name)
         short = path if len(path) <= 40 else f"\u2026{path[-38:]}"
         links += [(f"m{number}", (mark, short))] if number in shown else []
@@ -65,7 +66,7 @@ def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], l
     where = "with the best verdicts, are only in the table above and in --format json."
     more = h("p", f"{format_count(left_out, 'model')} more, {where}", class_="hint") if left_out else None
     title = f"{overall}: kvdoctor gate of {format_count(len(reports), 'model')}"
-    return write_page(title, links, _gate_header(overall, reports, last), _index(ordered, shown), models, more)
+    return write_page(title, links, _gate_header(overall, reports, last), _index(ordered, reports, shown), models, more)
 
 
 def _write_sections(sections: Iterable[Section], place: PagePosition) -> Iterator[Part]:
@@ -77,11 +78,8 @@ def _write_sections(sections: Iterable[Section], place: PagePosition) -> Iterato
 
 def _gate_header(overall: str, reports: Sequence[Report], last: Sequence[str]) -> Element:
     code_number = exit_code_of_all(reports)
-    counts = [
-        chip(f"{number} {name.replace('-', ' ')}", KINDS[name])
-        for name in ORDER
-        if (number := sum(report.verdict == name for report in reports))
-    ]
+    verdicts = Counter[str](report.verdict for report in reports)
+    counts = [chip(f"{verdicts[name]} {name.replace('-', ' ')}", KINDS[name]) for name in ORDER if verdicts[name]]
     lines: list[Content] = [h("p", line) for line in last]
     worst = next((report for report in reports if report.verdict == overall and find_worst(report)), None)
     if overall == "unhealthy" and worst is not None:
@@ -96,17 +94,19 @@ def _gate_header(overall: str, reports: Sequence[Report], last: Sequence[str]) -
     )
 
 
-def _index(ordered: Sequence[tuple[int, Report]], shown: Collection[int]) -> Element:
+def _index(ordered: Sequence[int], reports: Sequence[Report], shown: Collection[int]) -> Element:
     """A row for each model, the worst verdict first."""
-    rows = [
+    rows: list[tuple[Content, ...]] = [
         (
             h("a", _path(report), href=f"#m{number}") if number in shown else _path(report),
             chip(report.verdict.replace("-", " "), KINDS[report.verdict]),
             h("div", count_chips(report), class_="chips"),
             _cell_of_worst(report),
         )
-        for number, report in ordered
+        for number, report in ((number, reports[number]) for number in ordered[:MOST_ROWS])
     ]
+    if len(ordered) > MOST_ROWS:
+        rows.append((f"{len(ordered) - MOST_ROWS} more", "", "", "--format json has all"))
     header = ("model", "verdict", "findings", "worst finding")
     return section(PagePosition(), "models", "Models", table("models-table", "Models of this gate", header, rows))
 
@@ -121,14 +121,14 @@ def _cell_of_worst(report: Report) -> Content:
     return f"{group.first.code} {group.first.name}", h("p", shortened(group.first.cause, 200), class_="hint")
 
 
-def _models(ordered: Sequence[tuple[int, Report]]) -> list[Element]:
+def _models(ordered: Sequence[int], reports: Sequence[Report]) -> list[Element]:
     """The first of the reports; where they get too long together, the later ones in brief, and then no more."""
     made: list[Element] = []
     size = 0
-    for number, report in ordered:
+    for number in ordered:
         if size > LARGEST + LARGEST_BRIEF:
             break
-        model = _model(number, report, in_full=size <= LARGEST)
+        model = _model(number, reports[number], in_full=size <= LARGEST)
         size += len(str(model))
         made.append(model)
     return made

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ def render(report: Report) -> str:
     return dump(report.to_dict())
 
 
-def render_gate(document: Callable[[], dict[str, Any]], _reports: Sequence[Report], _last: Sequence[str]) -> str:
-    """The document of `gate`."""
-    return dump(document())
+def render_gate(
+    document: Callable[[], dict[str, Any]], _reports: Sequence[Report], _last: Sequence[str]
+) -> Iterator[str]:
+    """The document of `gate`, line by line."""
+    return _lines(document())
 
 
 def render_contracts(report: Report) -> str:
@@ -35,13 +37,22 @@ def render_contracts(report: Report) -> str:
 
 def dump(document: dict[str, Any]) -> str:
     """One line for each key, and for each item of its list, for `grep` and `diff`; in ASCII, whatever a name holds."""
-    return "{\n" + ",\n".join(f"{_line(key)}: {_value(value)}" for key, value in document.items()) + "\n}\n"
+    return "".join(_lines(document))
 
 
-def _value(value: Any) -> str:
-    if not isinstance(value, list) or not value:
-        return _line(value)
-    return "[\n" + ",\n".join(f"  {_line(item)}" for item in value) + "\n]"
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    """The lines of a document; those of a list are made one after the other, also where it is an iterator."""
+    for number, (key, value) in enumerate(document.items()):
+        yield f"{',' if number else '{'}\n{_line(key)}: "
+        if not isinstance(value, list | Iterator) or value == []:
+            yield _line(value)
+            continue
+        before = "["
+        for item in value:
+            yield f"{before}\n  {_line(item)}"
+            before = ","
+        yield "[]" if before == "[" else "\n]"
+    yield "\n}\n"
 
 
 def _laid_out(value: Any, indent: str = "") -> str:

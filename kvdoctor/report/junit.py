@@ -6,7 +6,8 @@ have their result in `system-out`. Only cases have times. The dialect is that of
 """
 
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
 from kvdoctor.findings import Check, Finding, NotChecked, all_checks
@@ -25,14 +26,19 @@ COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 LONGEST_MESSAGE = 1200
 
 
-def render_all(reports: list[Report]) -> str:
-    """The suites of all models."""
-    suites = [suite for report in reports for suite in _suites(report)]
-    sums = {key: str(sum(int(suite.get(key, "0")) for suite in suites)) for key in ("tests", "failures", "errors")}
-    top = ET.Element("testsuites", {"name": "kvdoctor", **sums})
-    top.extend(suites)
-    ET.indent(top)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(top, "unicode") + "\n"
+def render_all(reports: Sequence[Report]) -> Iterator[str]:
+    """The suites of all models. They wait in a file without a name: their sums stand before them."""
+    sums = dict.fromkeys(("tests", "failures", "errors"), 0)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", newline="\n") as waiting:
+        for suite in (suite for report in reports for suite in _suites(report)):
+            sums = {key: number + int(suite.get(key, "0")) for key, number in sums.items()}
+            ET.indent(suite, level=1)
+            waiting.write(f"  {ET.tostring(suite, 'unicode')}\n")
+        attributes = "".join(f' {key}="{number}"' for key, number in sums.items())
+        yield f'<?xml version="1.0" encoding="UTF-8"?>\n<testsuites name="kvdoctor"{attributes}>\n'
+        waiting.seek(0)
+        yield from waiting
+    yield "</testsuites>\n"
 
 
 def _suites(report: Report) -> Iterator[ET.Element]:

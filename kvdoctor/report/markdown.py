@@ -1,6 +1,7 @@
 """Writes blocks as Markdown, to paste into an issue. Every name is data, also after GitHub has rendered the text."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from kvdoctor.findings import Finding
@@ -32,7 +33,7 @@ def render(report: Report) -> str:
     return render_within(MOST_CHARACTERS, report)
 
 
-def render_gate(document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
+def render_gate(document: Callable[[], dict[str, Any]], reports: Sequence[Report], last: tuple[str, ...]) -> str:
     """Several models on a page that fits into an issue: the summary, and the reports that have room, each whole."""
     if len(reports) == 1 and not last:
         return render(reports[0])
@@ -76,20 +77,21 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: text.rfind("\n", 0, max(limit, 1)) + 1]
 
 
-def render_summary(verdict: str, reports: list[Report], last: tuple[str, ...]) -> str:
+def render_summary(verdict: str, reports: Sequence[Report], last: tuple[str, ...]) -> str:
     """Several models for the summary of a step: the table, a line for each fault, and what was not checked."""
-    ordered = sorted(reports, key=lambda report: report.verdict == "healthy")
+    groups = ((report for report in reports if (report.verdict == "healthy") is healthy) for healthy in (False, True))
+    first = islice(chain.from_iterable(groups), MOST_LISTED)
     head = [f"## kvdoctor: {verdict.replace('-', ' ')}", ""]
     head += [part for line in last[:MOST_LAST] for part in (markdown(line), "")]
-    table = _write_table(tabulate_models(ordered, MOST_LISTED)).splitlines()
-    faults: dict[tuple[str, str], list[tuple[Finding, str]]] = {}
+    table = _write_table(tabulate_models(first, len(reports) - MOST_LISTED)).splitlines()
+    faults: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     undecided: dict[str, list[str]] = {}
     for report in reports:
         for finding in (finding for finding in report.findings if finding.severity != "note"):
-            faults.setdefault((finding.code, finding.cause), []).append((finding, report.model.path))
+            faults.setdefault((finding.code, finding.cause), (finding, []))[1].append(report.model.path)
         for group in (group for group in group_open_checks(report.not_checked) if group.essential):
             undecided.setdefault(f"{group.title}: {group.reason}", []).append(report.model.path)
-    lines = [_write_fault(found[0][0], [path for _, path in found]) for found in faults.values()]
+    lines = [_write_fault(finding, paths) for finding, paths in faults.values()]
     lines += [f"- not checked in {_name_models(paths)}: {_write_short(text)}" for text, paths in undecided.items()]
     more = [f"- ... and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
     return "\n".join([*head, *table, "", *lines[:MOST_LISTED], *more]) + "\n"

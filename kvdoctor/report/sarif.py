@@ -8,7 +8,10 @@ characters of a description (GitHub Docs, SARIF support for code scanning; SARIF
 """
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from kvdoctor._version import __version__
@@ -27,22 +30,30 @@ FINGERPRINT, GITHUB_FINGERPRINT = "kvdoctorFinding/v1", "primaryLocationLineHash
 LABEL = re.compile(r"^(What it means|Reproduce|Repair|Source)([^:\n]*):", re.MULTILINE)
 
 
-def render_all(reports: list[Report]) -> str:
+def render_all(reports: Sequence[Report]) -> str:
     """One run with the findings of all models: code scanning accepts few runs in a file, but many results in a run."""
     known = {check.code: check for check in all_checks()}
-    found = [(report, finding) for report in reports for finding in report.findings if finding.code in known]
-    if len(found) > MOST_RESULTS:
-        found.sort(key=lambda entry: -SEVERITIES.index(entry[1].severity))
-    kept = found[:MOST_RESULTS]
-    codes = sorted({finding.code for _, finding in kept})
+    found = [
+        (-SEVERITIES.index(finding.severity), number, place, finding.code)
+        for number, report in enumerate(reports)
+        for place, finding in enumerate(report.findings)
+        if finding.code in known
+    ]
+    kept = (sorted(found, key=itemgetter(0)) if len(found) > MOST_RESULTS else found)[:MOST_RESULTS]
+    codes = sorted({code for *_, code in kept})
     rules = [_rule(known[code]) for code in codes]
-    results = [_result(*one, codes.index(one[1].code), at < MOST_IN_FULL) for at, one in enumerate(kept)]
+    results, suppressions = list[dict[str, Any]](), list[str | None]()
+    for number, entries in groupby(kept, itemgetter(1)):
+        report = reports[number]
+        for finding in (report.findings[place] for _, _, place, _ in entries):
+            results.append(_result(report, finding, codes.index(finding.code), len(results) < MOST_IN_FULL))
+            suppressions.append(known_reason(finding))
     run = {
         "tool": {"driver": {"name": "kvdoctor", "version": __version__, "informationUri": HOME, "rules": rules}},
-        "automationDetails": {"id": f"kvdoctor/{_text(reports[0].command) if reports else 'gate'}/"},
+        "automationDetails": {"id": f"kvdoctor/{_text(reports[0].command) if len(reports) else 'gate'}/"},
         "columnKind": "unicodeCodePoints",
         "invocations": [_invocation(reports, len(found) - len(kept))],
-        "results": _suppressed(results, [finding for _, finding in kept]),
+        "results": _suppressed(results, suppressions),
     }
     return json_format.dump({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
@@ -84,16 +95,13 @@ def _result(report: Report, finding: Finding, rule: int, in_full: bool) -> dict[
     }
 
 
-def _suppressed(results: list[dict[str, Any]], findings: list[Finding]) -> list[dict[str, Any]]:
+def _suppressed(results: list[dict[str, Any]], reasons: list[str | None]) -> list[dict[str, Any]]:
     """Results with their suppressions: where one of a run has some, all must say whether they have (SARIF 3.27.23)."""
-    reasons = [known_reason(finding) for finding in findings]
     if not any(reason is not None for reason in reasons):
         return results
-    made = []
-    for result, reason in zip(results, reasons, strict=True):
-        accepted = {"kind": "external", "status": "accepted", "justification": _text(reason or "", 1000)}
-        made.append({**result, "suppressions": [] if reason is None else [accepted]})
-    return made
+    accepted = {"kind": "external", "status": "accepted"}
+    each = ([] if why is None else [{**accepted, "justification": _text(why, 1000)}] for why in reasons)
+    return [{**result, "suppressions": one} for result, one in zip(results, each, strict=True)]
 
 
 def _locate(report: Report, finding: Finding | None = None) -> dict[str, str]:
@@ -114,24 +122,28 @@ def _logical(finding: Finding, most: int) -> Iterator[dict[str, str]]:
         yield {"name": _text(name), "fullyQualifiedName": _text(name), "kind": "module"}
 
 
-def _invocation(reports: list[Report], left_out: int) -> dict[str, Any]:
+def _invocation(reports: Sequence[Report], left_out: int) -> dict[str, Any]:
     """How the run ended. A check that could not run is not a result: it is a notification of the tool."""
     code = exit_code_of_all(reports)
-    notices = [(report, entry) for report in reports for entry in report.not_checked]
-    notices.sort(key=lambda notice: not notice[1].essential)
-    notifications = []
-    for report, entry in notices[:MOST_NOTICES]:
-        stack = f" ({entry.stack})" if entry.stack else ""
-        notice = _notice("warning" if entry.essential else "note", f"not checked: {entry.code}{stack}: {entry.reason}")
-        place = {"physicalLocation": {"artifactLocation": _locate(report)}}
-        notifications.append({**notice, "locations": [place]})
+    notices: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    count = Counter[bool]()
+    for report, entry in ((one, entry) for one in reports for entry in one.not_checked):
+        count[entry.essential] += 1
+        if count[entry.essential] <= MOST_NOTICES:
+            stack = f" ({entry.stack})" if entry.stack else ""
+            text = f"not checked: {entry.code}{stack}: {entry.reason}"
+            place = {"physicalLocation": {"artifactLocation": _locate(report)}}
+            notices[entry.essential].append(
+                {**_notice("warning" if entry.essential else "note", text), "locations": [place]}
+            )
+    notifications = (notices[True] + notices[False])[:MOST_NOTICES]
     if left_out:
         limit = f"the limit of a run is {MOST_RESULTS} results"
         notifications.append(_notice("warning", f"{left_out} more findings are left out: {limit}"))
-    if len(notices) > MOST_NOTICES:
-        notifications.append(_notice("note", f"{len(notices) - MOST_NOTICES} more checks could not run"))
+    if count.total() > MOST_NOTICES:
+        notifications.append(_notice("note", f"{count.total() - MOST_NOTICES} more checks could not run"))
     return {
-        "executionSuccessful": not any(entry.essential for report in reports for entry in report.not_checked),
+        "executionSuccessful": not count[True],
         "exitCode": code,
         "toolExecutionNotifications": notifications,
     }

@@ -46,7 +46,7 @@ def render(report: Report) -> str:
     return page.getvalue()
 
 
-def render_gate(_document: Callable[[], dict[str, Any]], reports: list[Report], last: tuple[str, ...]) -> str:
+def render_gate(_document: Callable[[], dict[str, Any]], reports: Sequence[Report], last: tuple[str, ...]) -> str:
     """Several models as plain text; `last` are the lines about all of them."""
     page, console = open_text()
     print_gate(reports, last, console)
@@ -69,7 +69,7 @@ def print_report(report: Report, console: Console, verbosity: int = 0, show_diff
     _show_verdict(page, report, verbosity)
 
 
-def print_gate(reports: list[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
+def print_gate(reports: Sequence[Report], last: tuple[str, ...], console: Console, verbosity: int = 0) -> None:
     """Print the reports of a gate, of several models the unhealthy ones, then a table of all and the `last` lines."""
     page = Page(console)
     if len(reports) == 1:
@@ -242,21 +242,25 @@ def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
 
 def _show_models(page: Page, reports: Sequence[Report], verbosity: int) -> None:
     """Several models: the findings of those that do not pass, then a table of all."""
-    full = [report for report in reports if verbosity > 0 or report.verdict not in ("healthy", "nothing-found")]
-    for number, report in enumerate(full if verbosity > 0 else full[:MOST_FULL]):
+    left = 0
+    full = (report for report in reports if verbosity > 0 or report.verdict not in ("healthy", "nothing-found"))
+    for number, report in enumerate(full):
         if verbosity > 0:
             print_report(report, page.console, verbosity)
+        elif number >= MOST_FULL:
+            left += 1
+            continue
         else:
             page.line(f"{summary.name_model(report)}: {summary.name_verdict(report)}", VERDICTS[report.verdict])
             _show_cards(page, report, verbosity, in_short=number > 0)
             page.write(_list_open_checks(report, essential=True))
         page.line("")
-    if verbosity == 0 and len(full) > MOST_FULL:
-        page.line(f"{len(full) - MOST_FULL} more models do not pass: see the table; {DETAILS}", "bold")
+    if verbosity == 0 and left:
+        page.line(f"{left} more models do not pass: see the table; {DETAILS}", "bold")
         page.line("")
     for text in islice(_list_known(reports), MOST_KNOWN):
         page.line(text, "dim")
-    page.write([summary.tabulate_models(reports, MOST_MODELS)])
+    page.write([summary.tabulate_models(islice(reports, MOST_MODELS), len(reports) - MOST_MODELS)])
 
 
 def _list_known(reports: Sequence[Report]) -> Iterator[str]:

@@ -129,27 +129,6 @@ def gpt2_bytes() -> bytes:
     return (GPT2 / "model.onnx").read_bytes()
 
 
-def flipped(seed: int) -> bytes:
-    """The model with one to three bits flipped; every second time in the structure rather than in the weights."""
-    rng = np.random.default_rng(seed)
-    content = bytearray(gpt2_bytes())
-    places = structure() if seed % 2 else range(len(content))
-    for _ in range(rng.integers(1, 4)):
-        content[places[rng.integers(len(places))]] ^= 1 << int(rng.integers(8))
-    return bytes(content)
-
-
-@cache
-def structure() -> list[int]:
-    """The bytes of the model that lie outside of the values of its large tensors."""
-    content = gpt2_bytes()
-    taken = np.zeros(len(content), bool)
-    for tensor in onnx.load_from_string(content).graph.initializer:
-        if len(tensor.raw_data) > 64 and (at := content.find(tensor.raw_data)) >= 0:
-            taken[at : at + len(tensor.raw_data)] = True
-    return [int(place) for place in np.flatnonzero(~taken)]
-
-
 LFS_POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"
     b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 222444\n"

@@ -75,7 +75,7 @@ def rendered(*reports: Report) -> Page:
     if len(reports) == 1:
         return page(formats.render(reports[0], "html"))
     done = judge(reports)
-    return page(formats.render_gate(done.to_dict, list(reports), (), "html"))
+    return page("".join(formats.write_gate(done.to_dict, reports, (), "html")))
 
 
 def assert_sound(page: Page) -> None:

@@ -23,7 +23,7 @@ from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.diagnose.float32 import write_float32_copy
-from kvdoctor.errors import CannotCheck, UsageError
+from kvdoctor.errors import CannotCheck, UsageError, describe_crash
 from kvdoctor.model.operators import has
 from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.model.proto import ModelProto, NodeProto
@@ -118,8 +118,10 @@ def convert_cacheless(request: "ConvertRequest", folder: ModelFolder, options: "
         changes = Rewriter(graph, file.name, walk, given).run()
     except CannotRepair as reason:
         raise _refuse(folder, str(reason)) from None
+    except MemoryError:
+        raise
     except Exception as error:  # a graph that no form foresees must not end in a traceback
-        raise _refuse(folder, f"the conversion crashed ({type(error).__name__}: {error}); please report it") from None
+        raise _refuse(folder, describe_crash("the conversion", error)) from None
     copy.changed.add(file.name)
     with Runtime(options.limits) as runtime, scratch_folder() as scratch:
         before = diagnose(request.path, options, runtime, Path(scratch, "before"))

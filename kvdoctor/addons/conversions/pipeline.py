@@ -22,7 +22,7 @@ from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.runs import LOOPS
-from kvdoctor.errors import UsageError
+from kvdoctor.errors import UsageError, describe_crash
 from kvdoctor.findings import find_check
 from kvdoctor.model.output_folder import refuse_unfit, whole_folder
 from kvdoctor.options import Options
@@ -214,8 +214,10 @@ def convert_stacks(
                 converted = one.conversion.convert(context, one.choice)
             except CannotRepair as error:
                 raise _refuse(folder, stack, one, error) from None
+            except MemoryError:
+                raise
             except Exception as error:  # a graph that no form foresees must not end in a traceback
-                crash = CannotRepair(f"the conversion crashed ({type(error).__name__}: {error}); please report it")
+                crash = CannotRepair(describe_crash("the conversion", error))
                 raise _refuse(folder, stack, one, crash) from None
             copy.changed |= {change.file for change in converted.changes}
             made.append((one, converted))

@@ -16,7 +16,7 @@ from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, fi
 from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, TrialFailed
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
-from kvdoctor.errors import CannotCheck
+from kvdoctor.errors import CannotCheck, describe_crash
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
 
@@ -56,7 +56,7 @@ def guard_search(run: Run, search: Callable[[], Run]) -> Run:
     except TrialFailed:
         return replace(run, no_location="the runtime does not run the instrumented graph")
     except Exception as error:  # a fault of ours must not hide what the run showed
-        return replace(run, no_location=f"the search crashed ({type(error).__name__}: {error}); please report it")
+        return replace(run, no_location=describe_crash("the search", error))
 
 
 def _locate(run: Run, context: LocateContext) -> FaultLocation:

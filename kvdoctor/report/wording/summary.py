@@ -1,6 +1,7 @@
 """The verdict in one line: of a report, of a gate over many reports; and a report in short, for an error message."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,18 +92,19 @@ def format_verdict(report: "Report") -> str:
 
 def format_gate_verdict(verdict: str, reports: "Sequence[Report]") -> str:
     """The verdict over all models, with the number of models by verdict, of known findings, and of cached reports."""
-    known = [sum(finding.known is not None for finding in report.findings) for report in reports]
-    healthy = sum(report.verdict == "healthy" for report in reports)
-    only_known = sum(one.verdict == "healthy" and count > 0 for one, count in zip(reports, known, strict=True))
+    sums, known, only_known, allowed, cached = Counter[str](), 0, 0, 0, 0
+    for report in reports:
+        count = sum(finding.known is not None for finding in report.findings)
+        sums[report.verdict] += 1
+        known, only_known = known + count, only_known + (report.verdict == "healthy" and count > 0)
+        allowed += report.allowance is not None
+        cached += bool(report.measured.get("cached"))
     verdicts = ("unhealthy", "incomplete", "not-applicable", "nothing-found")
-    numbers = {name.replace("-", " "): sum(report.verdict == name for report in reports) for name in verdicts}
-    allowed = sum(report.allowance is not None for report in reports)
-    cached = sum(bool(report.measured.get("cached")) for report in reports)
-    text = f"gate: {verdict.replace('-', ' ')}; {healthy} of {format_count(len(reports), 'model')} healthy"
+    text = f"gate: {verdict.replace('-', ' ')}; {sums['healthy']} of {format_count(len(reports), 'model')} healthy"
     text += f", {only_known} of them with known findings alone" if only_known else ""
-    text += "".join(f", {number} {word}" for word, number in numbers.items() if number)
+    text += "".join(f", {sums[name]} {name.replace('-', ' ')}" for name in verdicts if sums[name])
     text += f" ({allowed} allowed)" if allowed else ""
-    text += f"; {format_count(sum(known), 'known finding')}" if any(known) else ""
+    text += f"; {format_count(known, 'known finding')}" if known else ""
     return text + (f"; {cached} unchanged and not run again" if cached else "")
 
 
@@ -115,10 +117,10 @@ def name_model(report: "Report") -> str:
     return path if Path(path).name else f"{path} ({Path(path).absolute().name})"
 
 
-def tabulate_models(reports: "Sequence[Report]", most: int) -> Table:
-    """A row for each of the first models: verdict, the codes of errors and warnings, and time."""
+def tabulate_models(reports: "Iterable[Report]", left: int) -> Table:
+    """A row for each model: verdict, the codes of errors and warnings, and time; `left` are models without a row."""
     rows: list[list[Text]] = []
-    for report in reports[:most]:
+    for report in reports:
         known = any(finding.known is not None for finding in report.findings)
         word = ONLY_KNOWN if known and report.verdict == "healthy" else report.verdict.replace("-", " ")
         word += ", allowed" if report.allowance is not None else ""
@@ -126,8 +128,8 @@ def tabulate_models(reports: "Sequence[Report]", most: int) -> Table:
         seconds = report.measured.get("total_seconds")
         time = "unchanged" if report.measured.get("cached") else format_seconds(seconds or 0.0) if seconds else ""
         rows.append([Span(name_model(report)), Span(word, report.verdict), join_some(codes, MOST_CODES), time])
-    if len(reports) > most:
-        rows.append([f"{len(reports) - most} more", "", "", ""])
+    if left > 0:
+        rows.append([f"{left} more", "", "", ""])
     return table(("model", "verdict", "errors, warnings", "time"), rows, of="model")
 
 
