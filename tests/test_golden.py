@@ -154,12 +154,6 @@ def test_what_is_no_golden_file_is_refused(tmp_path: Path) -> None:
     refuses(tmp_path / "missing.npz", "is no file")
 
 
-def test_a_negative_seed_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "seed.npz"
-    file.write_bytes(render_golden("model", (), -1, "1.32.0"))
-    refuses(file, "the seed is negative")
-
-
 def test_hidden_tokens_of_a_vocabulary_are_no_fault_of_a_file(golden: Path, tmp_path: Path) -> None:
     file = tmp_path / "hidden.npz"
     hide = of("0/0:logits", lambda values: np.where(np.arange(values.shape[1]) == 0, -np.inf, values).astype("f4"))

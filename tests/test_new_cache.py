@@ -244,10 +244,7 @@ def test_it_is_the_only_conversion_of_its_call(tmp_path: Path) -> None:
         conversions.convert(write(tmp_path / "model"), tmp_path / "out", cache="growing", logits="last")
 
 
-EXPORTED = (
-    *("gpt2", "llama-gqa", "opt", "bloom", "neox"),
-    *("marian-4.57.6", "t5", "whisper", "bart"),
-)
+EXPORTED = (*("gpt2", "llama-gqa", "opt", "bloom", "neox"), *("marian-4.57.6", "t5", "whisper", "bart"))
 
 
 @pytest.mark.slow

@@ -89,8 +89,7 @@ def test_real_exports_are_proved(folder: str, up_to: int | None, single: bool, r
 
 
 @pytest.mark.parametrize(
-    ("name", "node"),
-    [("positions-not-offset", 'Gather "places"'), ("context-limit-fails-narrow", 'Cast "short"')],
+    ("name", "node"), [("positions-not-offset", 'Gather "places"'), ("context-limit-fails-narrow", 'Cast "short"')]
 )
 def test_what_is_not_proved_names_the_node(name: str, node: str, tmp_path: Path) -> None:
     [proof] = proofs_of(load_all()[name].write(tmp_path))

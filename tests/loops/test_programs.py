@@ -11,13 +11,7 @@ from typing import Any
 import make_loops
 import pytest
 from support.isolated import EXPORTS, kvdoctor
-from support.loop_programs import (
-    COMMITTED,
-    assert_tensors_are_noted,
-    materials,
-    played,
-    program,
-)
+from support.loop_programs import COMMITTED, assert_tensors_are_noted, materials, played, program
 from support.sampling import spread, thinned
 from test_loop_of_each_layout import LOOPS
 

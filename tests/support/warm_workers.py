@@ -28,11 +28,7 @@ def lent_workers() -> Iterator[None]:
     begin, end = Runtime.__init__, Runtime.__exit__
 
     def take(
-        runtime: Runtime,
-        limits: Limits,
-        python: str | None = None,
-        provider: str = CPU,
-        reads: Collection[str] = (),
+        runtime: Runtime, limits: Limits, python: str | None = None, provider: str = CPU, reads: Collection[str] = ()
     ) -> None:
         usual = (python, provider, limits.sandbox) == (None, CPU, True)
         if not usual or not idle or not _is_ready(worker := idle.pop()):
