@@ -21,7 +21,6 @@ from kvdoctor import api
 from kvdoctor.addons.comparison import api as comparison
 from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate, find_difference, pack, unpack
 from kvdoctor.decode.paired_walks import Walk
-from kvdoctor.diagnose.golden import render_golden
 
 CHECK = "golden-differs"
 Arrays = dict[str, "np.ndarray[Any, Any]"]
