@@ -223,7 +223,9 @@ provider's library; it may be repeated. `kvdoctor env` lists what is here, and t
 
 ```sh
 pip install 'kvdoctor[webgpu]'
-apt-get install chromium-common   # SwiftShader, a Vulkan without a GPU; or mesa-vulkan-drivers of Mesa 25 and newer
+apt-get install chromium-common   # SwiftShader, a Vulkan without a GPU
+kvdoctor step-test MODEL --provider webgpu
+apt-get install -t bookworm-backports mesa-vulkan-drivers   # lavapipe, a second one: Mesa 25 and newer
 kvdoctor step-test MODEL --provider webgpu@swiftshader --provider webgpu@lavapipe
 ```
 
@@ -233,7 +235,8 @@ operator that differs alone, on the CPU's inputs, are named; a crash is halved t
 
 How far logits may be off is measured on the model: four times the median difference of first calls, which have no
 cache, at least kvdoctor's own limit and at most ten times that. What one software adapter alone shows is *suspected*;
-a second adapter or a device confirms it. A provider that leaves every node to the CPU is *not checked*.
+a second adapter or a device confirms it. A provider that leaves every node to the CPU is *not checked*. Where a
+sequence ends earlier than on the CPU, that is a difference as well.
 
 ## Measured
 

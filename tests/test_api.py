@@ -112,7 +112,7 @@ def test_a_report_is_rendered_in_every_format_of_the_command_line(models: Path, 
     lines = kvdoctor.render(sick).splitlines()
     assert lines[0] == f"kvdoctor step-test {models / 'sick'}"
     assert lines[-1].startswith("unhealthy: 1 error, 1 note \u00b7 ")
-    assert lines[-1].endswith("exit 1     details: -v")
+    assert lines[-1].endswith("exit 1 · details: -v")
     assert json.loads(kvdoctor.render(sick, "json")) == json.loads(json.dumps(sick.to_dict()))
     with pytest.raises(kvdoctor.UsageError, match="no format 'yaml'; it is one of text, json"):
         kvdoctor.render(sick, "yaml")

@@ -109,7 +109,7 @@ def test_a_full_disk_is_told_and_what_was_printed_stays() -> None:
     done = run("inspect", str(EXPORTS / "gpt2"), "--output", "sarif=/dev/full")
     assert done.returncode == 2
     assert done.stderr.strip() == "kvdoctor: cannot write '/dev/full': No space left on device"
-    assert "nothing found" in done.stdout
+    assert "nothing wrong found" in done.stdout
 
 
 def test_an_argument_cannot_command_the_runner(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def _format_result(run: Run, step: Step) -> str:
         if found is None or not found.finite:
             return format_logits(step)
         if right and found.relative < LARGE:
-            return f"equal to {found.relative:.1e}" if found.relative else "equal"
+            return f"equal within {found.relative:.1e}" if found.relative else "equal"
         return f"off by {format_difference(found.relative).removesuffix(' SD')}"
     if run.died_by is not None:
         return f"ends the process ({run.died_by})"

@@ -89,7 +89,7 @@ def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
     reading = {name: found for graph in scopes for name, found in readers(graph).items()}
     weights = dict[int, str]()
     for node in scopes[-1].node:
-        if node.op_type != "Softmax" or normalize_domain(node.domain):
+        if not has(node.op_type, "softmax") or normalize_domain(node.domain):
             continue
         keys = _find_operands(scopes, input_of(node, 0))
         layer = next((one for one in layers if one.key in keys), None)
