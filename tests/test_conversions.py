@@ -389,7 +389,7 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
         (
             "layout-gqa-growing-healthy",
             GROUPED,
-            r"self-attention, shared, batch, kv_heads, past, head_dim\) is none that",
+            r"self-attention, shared, batch, kv_heads, past, head_dim\) is none that grows",
         ),
         ("config-values-healthy", GROUPED, r'mask of the node Softmax ".*" may hide earlier tokens, as a window does'),
         (DECODER, GROUPED, "has the width 4: GroupQueryAttention takes one multiple of 8"),

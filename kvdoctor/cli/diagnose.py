@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import threading
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -75,15 +76,27 @@ def step_test(path: str, **given: Any) -> NoReturn:
     finish_with(api.step_test, given, path)
 
 
+LOADING = threading.RLock()
+
+
 class _LoadedAtUse(ModuleType):
     """A package that is loaded when something of it is first used, and not by an import."""
 
     def __getattr__(self, name: str) -> Any:
-        self.__class__ = ModuleType  # type: ignore[assignment]
+        with LOADING:  # what the package itself asks for while it is loaded comes here as well
+            if type(self) is _LoadedAtUse and not hasattr(self.__spec__, "is_loading"):
+                self._load()
+        return ModuleType.__getattribute__(self, name)
+
+    def _load(self) -> None:
         spec: Any = self.__spec__
-        self.__path__ = spec.submodule_search_locations
-        spec.loader.exec_module(self)
-        return getattr(self, name)
+        spec.is_loading, self.__path__ = True, spec.submodule_search_locations
+        try:
+            spec.loader.exec_module(self)
+        except BaseException:
+            sys.modules.pop(self.__name__, None)
+            raise
+        self.__class__ = ModuleType  # type: ignore[assignment]
 
 
 def _load_at_use(name: str) -> None:

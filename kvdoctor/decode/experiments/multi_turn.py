@@ -82,7 +82,8 @@ def rewind(builder: FeedBuilder) -> Calls:
     start = builder.scenario.prompt
     stop, past = start + 2, (yield from builder.begin(expected))
     _, past = yield from builder.with_other_tokens(start).go_on(past, start, stop)
-    start = max(start - INTO_PROMPT, 1)
+    if not any(slot.prepended for slot in builder.contract.slots):  # whose prompt may stand in either order
+        start = max(start - INTO_PROMPT, 1)
     before, _ = yield from builder.go_on(cut(builder, past, start), start, stop, expected)
     yield from builder.controls(stop - 1, stop, before, expected)
 
@@ -91,14 +92,18 @@ def cut(builder: FeedBuilder, past: Past, length: int) -> Past:
     """The first `length` tokens of a past; a buffer of fixed size keeps its size, and the rest is not read.
 
     A counter of tokens is set back by those that are taken back. What a graph puts in front of the past is cut there.
+
+    Raises:
+        CannotCheck: entries come before the past, and those of one call are to be divided.
     """
     shorter, positions = dict(past), past.newest_first()
+    ends = {sum(past.calls[:at]) for at in range(len(past.calls) + 1)}
     for slot in builder.contract.slots:
         tensor = as_array(past[slot.past])
         if slot.growth in ("grow", "shared", "delta") and "past" in slot.axes:
             at = slot.axes.index("past")
             order = positions if slot.prepended else np.arange(tensor.shape[at])
-            if order.size != tensor.shape[at]:
+            if order.size != tensor.shape[at] or (slot.prepended and length not in ends):
                 raise CannotCheck(f"which entries of {slot.past!r} belong to which token is not known")
             shorter[slot.past] = np.take(tensor, np.flatnonzero(order < length), axis=at)
         elif slot.kind == "counter":

@@ -70,6 +70,8 @@ def can_be_looked_into(contract: CacheContract) -> str | None:
         return "dynamic quantization rounds every entry another way"
     if contract.new_tokens is not None:
         return "no call takes several tokens without a cache"
+    if any(slot.prepended for slot in contract.slots):
+        return "new entries come before the past, so that an entry has another place after each call"
     return None if by_position(contract) else "no token has an entry of its own in the cache"
 
 

@@ -131,7 +131,7 @@ def _find_fixed_inputs(
             # A repair does not change an axis that is fixed on purpose.
             text = _advise_export(context, graph, axis)
             again = Advice("re-export", text) if level == "note" else context.advise_graph_repair(text)
-            what = "the batch size" if axis == "batch" else "the number of new tokens a call"
+            what = "the batch size" if axis == "batch" else "the number of new tokens per call"
             subject, cause = tuple(port.name for port in frozen), f"{what} is fixed at {size}"
             fault = Fault(level, subject, cause, again, file=graph.file)
             fault = fault.compare(declared, describe(port.dtype, port.shape))

@@ -246,7 +246,9 @@ def _format_repaired(record: RepairRecord) -> str:
     """The findings that are gone, or would be; else how many places were changed."""
     after = {(finding.code, finding.stack) for finding in (record.after.findings if record.after else ())}
     tried = {name for repair in record.repairs for name in repair.checks}
-    fitting = (f for f in record.before.findings if record.after is not None or f.name in tried)
+    # What a conversion alone makes go away may be what its copy is not tried with.
+    everything = record.after is not None and (bool(tried) or record.export is not None)
+    fitting = (f for f in record.before.findings if everything or f.name in tried)
     gone = dict.fromkeys(f"{f.code} {f.name}" for f in fitting if (f.code, f.stack) not in after)
     mark = "\u2713" if record.proved else "!"
     if gone:

@@ -39,7 +39,6 @@ BY_ROWS = (0, 2, 1, 3)
 LOOP = (
     "Several tokens on a past: one sequence a call; the operator takes a batch there with one token for each alone.",
     "Pad on the right, never on the left: the operator counts the tokens of each sequence from the start of its cache.",
-    "With --cache static=N in the same call, past and present may be one buffer of N tokens.",
 )
 
 
@@ -102,11 +101,10 @@ def _pair_slots(context: RepairContext) -> list[tuple[Slot, Slot]]:
     """The key and value of each layer."""
     found: dict[int, dict[str, Slot]] = {}
     for slot in context.drivable.slots:
-        if slot.growth != "grow" or slot.axes != AXES or slot.trimmed or slot.present is None or slot.layer is None:
-            form = ", ".join(slot.axes)
-            context.cannot(
-                f"the cache of {slot.past!r} ({slot.kind}, {slot.growth}, {form}) is none that grows by heads"
-            )
+        moved = "cut to a window" * slot.trimmed or "new entries first" * slot.prepended
+        if slot.growth != "grow" or slot.axes != AXES or moved or slot.present is None or slot.layer is None:
+            form = f"{slot.kind}, {moved or slot.growth}, {', '.join(slot.axes)}"
+            context.cannot(f"the cache of {slot.past!r} ({form}) is none that grows by heads at its end")
         if slot.dtype not in ELEMENTS or slot.part not in ("key", "value"):
             context.cannot(f"the cache of {slot.past!r} holds a {slot.part} in {slot.dtype}")
         found.setdefault(slot.layer, {})[slot.part] = slot
@@ -172,9 +170,8 @@ class _Reader:
                 if self._before_views(keys) == joined:
                     found.append((attention, queries))
         if len(found) != 1:
-            self.context.cannot(
-                f"{len(found) or 'no'} Softmax is computed of the product of {key.present!r} with queries"
-            )
+            count = f"{len(found)} attentions are" if found else "no attention is"
+            self.context.cannot(f"{count} recognized whose scores are the product of {key.present!r} and queries")
         return found[0]
 
     def _before_views(self, name: str) -> str:
@@ -186,7 +183,7 @@ class _Reader:
         node, types, cannot = attention.node, self.types, self.context.cannot
         scores, name = types.get(node.input(0)), f"the node {describe_op(node.proto)}"
         if scores is None or len(scores.shape or ()) != len(AXES) or not hides_later(scores, -2, -1):
-            cannot(f"{name} takes scores of which it is not known that later tokens are hidden")
+            cannot(f"{name} takes scores in which a mask of later tokens is not recognized")
         if not is_plain(dict(scores.regions)[-2, -1][2]):
             cannot(f"the mask of {name} may hide earlier tokens, as a window does")
         for mask in attention.masks:

@@ -223,7 +223,7 @@ LAYOUTS = (
     Layout("optimum", "the names and files that Optimum and transformers.js look for", (SINGLE, MERGED), refuse, make),
     Layout(
         "optimum-pair",
-        "these names, and both graphs of a pair in files of their own",
+        "the names of Optimum, and both graphs of a pair in files of their own",
         (FIRST, LATER),
         refuse_pair,
         make_pair,
