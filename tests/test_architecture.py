@@ -51,7 +51,7 @@ BUDGET = {
     "gating": 2_650,
     "model": 4_350,
     "repair": 6_825,
-    "report": 6_750,
+    "report": 6_775,
     "root": 3_000,
     "runtime": 3_750,
 }
