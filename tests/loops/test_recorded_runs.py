@@ -23,7 +23,7 @@ from kvdoctor.addons.traces.step_test import open_part
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.diagnose.context import RunContext, extend_context
-from kvdoctor.diagnose.examine import build_job
+from kvdoctor.diagnose.examine import build_job, settle_unknown
 from kvdoctor.diagnose.inspection import build_context
 from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.errors import UsageError
@@ -77,11 +77,11 @@ def judged(model: Path, record: Path) -> CheckResults:
     assert part is not None
     assert part.stack is not None
     stack = next(stack for stack in folder.stacks if stack.name == part.stack)
-    context = replace(
-        build_context(folder, stack, contracts[stack.name], options), added=part.list_experiments(stack.name)
-    )
-    job = replace(build_job(context, options), experiments=tuple(one.name for one in context.added))
+    added = part.list_experiments(stack.name)
     with Runtime(options.limits) as runtime:
+        settled, _ = settle_unknown(build_context(folder, stack, contracts[stack.name], options), options, runtime)
+        context = replace(build_context(folder, stack, settled, options), added=added)
+        job = replace(build_job(context, options), experiments=tuple(one.name for one in added))
         results = runtime.examine(job, options.progress)
     assert not results.crashes
     return part.results + part.judge(extend_context(context, RunContext, runs=results.runs), options)

@@ -27,7 +27,7 @@ LEAST_OPSET = 10
 """The first in which the bounds of a Slice are inputs."""
 MOST_STEPS = 64
 """Nodes that are followed from one product to the next: a graph may hold a circle."""
-PRODUCTS = operators_with("product")
+PRODUCTS, WEIGHTS = operators_with("product"), ("Softmax",)
 MOVING = operators_with("copy", "cast", "view", "permute", "repeat", "scale")
 """Operators between a key or value and its product: they move or scale entries."""
 SCORING = MOVING | operators_with("add", "subtract", "select")
@@ -89,7 +89,7 @@ def _find_weights(scopes: Scopes, slots: tuple[Slot, ...]) -> _Weights:
     reading = {name: found for graph in scopes for name, found in readers(graph).items()}
     weights = dict[int, str]()
     for node in scopes[-1].node:
-        if not has(node.op_type, "softmax") or normalize_domain(node.domain):
+        if node.op_type not in WEIGHTS or normalize_domain(node.domain):
             continue
         keys = _find_operands(scopes, input_of(node, 0))
         layer = next((one for one in layers if one.key in keys), None)
