@@ -224,8 +224,10 @@ def _runtime() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_runtime")
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
-def test_exports_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
-    """A tokenizer beside the model is copied, also where the path is the file of the model."""
+def test_exports_generate_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer beside the model is copied, also where the path is the file of the model. Telemetry leaves `.ses`."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     shutil.copytree(EXPORTS / name, tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     out = tmp_path / "out"
@@ -234,6 +236,7 @@ def test_exports_generate_the_same_tokens(name: str, tmp_path: Path) -> None:
     assert "36 tokens from prompts of 1, 3, 8" in done.stdout
     assert {"model.onnx", "genai_config.json", "tokenizer.json", "config.json"} <= {p.name for p in out.iterdir()}
     assert kvdoctor("step-test", out).returncode == 0
+    assert not [*(tmp_path / "temporary").iterdir()]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ TEXTS = (
     "?",
 )
 TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
-CRASHED = re.compile(r".{,200}crashed \(.{,400}please report it|Traceback")
+WRONG = re.compile(r".{,200}crashed \(.{,400}please report it|Traceback|Invalid value for '--.{,200}")
 SECONDS = 100.0
 LIMITS = ("--timeout", "20", "--max-memory", "1500")
 JSON = ("--format", "json")
@@ -61,7 +61,7 @@ CONVERSIONS = (
     *(("--layout", name) for name in ("genai", "merged", "pair", "optimum", "optimum-pair", "shared", "single")),
     *(("--cache", form) for form in ("static", "static=40", "growing")),
     *(("--cache-type", kind) for kind in ("float16", "int8")),
-    *(("--attentions", "returned"), ("--logits", "last"), ("--logits", "asked"), ("--axes", "readable")),
+    *(("--attention", "gqa"), ("--logits", "last"), ("--logits", "selectable"), ("--axes", "readable")),
     *(("--opset", "21"), ("--ir-version", "10"), ("--sizes", "batch=1,new=1,past=16")),
 )
 
@@ -308,8 +308,8 @@ def try_mutation(number: int, name: str) -> str | None:
             own = {"TMPDIR": str(temporary)}
             with unchanged(model), patch.object(tempfile, "tempdir", str(temporary)), patch.dict(os.environ, own):
                 result = call(words[0], model, *words[1:], seconds=SECONDS)
-            crashed = CRASHED.search(result.out + result.err)
-            assert crashed is None, crashed
+            wrong = WRONG.search(result.out + result.err)
+            assert wrong is None, wrong
             left = {path.name for path in Path(place).iterdir()} - {"model", "out", "temporary"}
             assert not [*left, *temporary.iterdir()]
         except Exception as error:  # what is wrong is reported, and the next one is tried

@@ -26,7 +26,7 @@ from typing import IO, Any, Literal
 from kvdoctor.errors import KvdoctorError, UsageError
 from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.records import record
-from kvdoctor.runtime.process import describe_exit, free_memory_limit
+from kvdoctor.runtime.process import NO_TELEMETRY, describe_exit, free_memory_limit
 from kvdoctor.runtime.scratch import scratch_folder
 
 TORCH = "2.13.0"
@@ -61,6 +61,7 @@ runpy.run_path(script, run_name="__main__")
 QUIET = {
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    **NO_TELEMETRY,
     "DO_NOT_TRACK": "1",
     "DISABLE_SAFETENSORS_CONVERSION": "1",
     "TOKENIZERS_PARALLELISM": "false",

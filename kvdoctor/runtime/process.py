@@ -21,6 +21,9 @@ END_SECONDS = 10.0
 """A worker that has closed its output may write a core dump for so long."""
 MIB = 1 << 20
 
+NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
+"""For every process that may load onnxruntime or onnxruntime-genai: from release 1.31 on they would send their own."""
+
 # The package is loaded from its folder, so that another environment sees nothing else of this one.
 LOAD = """
 import sys
@@ -75,8 +78,6 @@ class Worker:
         self._next_look = 0.0
         self._memory_limit: int | None = None
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # No telemetry: onnxruntime 1.31 would send its own otherwise. numpy multiplies nothing here.
-        quiet = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
             stdin=subprocess.PIPE,
@@ -84,7 +85,8 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            env=os.environ | quiet | dict(environment or {}),
+            # One thread: numpy multiplies nothing here.
+            env=os.environ | NO_TELEMETRY | {"OPENBLAS_NUM_THREADS": "1"} | dict(environment or {}),
         )
         free_memory_limit(self._process)
         self._number = self._process.pid

@@ -16,6 +16,7 @@ from kvdoctor.addons.loops.plan import CannotBuild
 from kvdoctor.addons.loops.vectors import Vector, differences, list_runs
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import cache_folder
+from kvdoctor.runtime.process import NO_TELEMETRY
 
 BUILD_SECONDS = 900
 SELF_TEST = re.compile(r"^(error: )?(rewind|reorder): .* in place of ", re.MULTILINE)
@@ -110,6 +111,7 @@ def _environment(language: Language) -> dict[str, str]:
     known = {"onnxruntime": str(find_library() or ""), "cache": str(cache)}
     return (
         os.environ
+        | NO_TELEMETRY
         | {name: text.format(**known) for name, text in language.environment.items()}
         | dict(language.prepare(cache))
     )

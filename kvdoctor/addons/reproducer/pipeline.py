@@ -35,6 +35,7 @@ from kvdoctor.repair.check_advice import check_advice
 from kvdoctor.repair.lowering.lower import LOWERED_CHECKS
 from kvdoctor.report.document import Report, Reproducer
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.process import NO_TELEMETRY
 from kvdoctor.runtime.providers import read_provider
 from kvdoctor.runtime.scratch import scratch_folder
 
@@ -340,7 +341,7 @@ def _prove(pending: Pending, options: Options) -> None:
         done = subprocess.run(
             [sys.executable, "-I", "reproduce.py"],
             cwd=pending.path,
-            env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"} | read_provider(options.provider).environment,
+            env=os.environ | NO_TELEMETRY | read_provider(options.provider).environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
