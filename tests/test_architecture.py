@@ -40,7 +40,7 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 BUDGET = {
     "addons": 50,
     "addons/comparison": 1_950,
-    "addons/conversions": 8_800,
+    "addons/conversions": 8_525,
     "addons/loops": 2_200,
     "addons/reproducer": 2_325,
     "addons/traces": 3_750,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 420, 32_000, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 419, 31_950, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

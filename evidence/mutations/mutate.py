@@ -61,7 +61,7 @@ CONVERSIONS = (
     *(("--layout", name) for name in ("genai", "merged", "pair", "optimum", "optimum-pair", "shared", "single")),
     *(("--cache", form) for form in ("static", "static=40", "growing")),
     *(("--cache-type", kind) for kind in ("float16", "int8")),
-    *(("--attentions", "returned"), ("--logits", "last"), ("--logits", "asked"), ("--axes", "readable")),
+    *(("--logits", "last"), ("--logits", "asked"), ("--axes", "readable")),
     *(("--opset", "21"), ("--ir-version", "10"), ("--sizes", "batch=1,new=1,past=16")),
 )
 
