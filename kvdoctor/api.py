@@ -124,7 +124,6 @@ class StepTestOptions(RunOptions, total=False):
     prompt_ids: "str | Iterable[int]"
     inputs: "Path | None"
     reference: "Path | None"
-    draft: "Path | None"
     trace: "Path | None"
     against: "Path | None"
     policy: "Policy | Path | None"

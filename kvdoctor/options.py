@@ -437,12 +437,6 @@ class Options:
         "network).",
         commands=("step-test", "reference"),
     )
-    draft: str | None = _input(
-        File("the path of a model", "MODEL"),
-        None,
-        "Compare this model as the draft of speculative decoding: its vocabulary, and the tokens that are accepted "
-        "(docs/uses.md).",
-    )
     against: str | None = _input(
         File(),
         None,

@@ -47,20 +47,20 @@ BUDGET = {
     "analysis": 14_450,
     "cli": 1_425,
     "decode": 9_300,
-    "diagnose": 13_525,
+    "diagnose": 13_400,
     "gating": 2_650,
     "model": 4_350,
     "repair": 6_825,
-    "report": 6_775,
-    "root": 3_000,
-    "runtime": 3_750,
+    "report": 6_700,
+    "root": 2_975,
+    "runtime": 3_725,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
 
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 419, 31_950, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 418, 31_850, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

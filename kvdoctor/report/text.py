@@ -16,7 +16,7 @@ from kvdoctor.report.facts import UNDIAGNOSED
 from kvdoctor.report.sections.findings import find_deciding, find_pictured, make_short_card
 from kvdoctor.report.sections.repair import format_copy, outline_repair, show_changes
 from kvdoctor.report.sections.stack import is_plan_requested, show_memory, show_targets
-from kvdoctor.report.sections.whole import list_sections, show_drafts, show_speed, show_variants
+from kvdoctor.report.sections.whole import list_sections, show_speed, show_variants
 from kvdoctor.report.wording import format_count, health, join_some, summary
 from kvdoctor.report.wording.contract import describe_contract, format_files, list_fed, list_ports, outline_contracts
 from kvdoctor.report.wording.finding import (
@@ -170,7 +170,6 @@ def _outline(report: Report) -> Iterator[Block]:
         yield Section(Span(stack.name), tuple(show_targets(report, stack)))
     yield from show_variants(report)
     yield from show_speed(report)
-    yield from show_drafts(report)
     yield from _list_open_checks(report, False if report.verdict in UNDIAGNOSED else None)
     yield from lines((f"note: {note}" for note in report.notes[:MOST_NOTES]), "dim")
     yield from _count_rest(report.notes, MOST_NOTES, "note")
