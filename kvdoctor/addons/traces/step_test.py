@@ -208,7 +208,7 @@ def describe_trace(held: "TraceCheck", run: Run | None, path: str, stack: str) -
         parts += describe_replay(run, held.failed.number if held.failed is not None else None, None)
     if held.blind:
         shown = ", ".join(held.blind[:4]) + (f" and {len(held.blind) - 4} more" if len(held.blind) > 4 else "")
-        parts.append(f"not decided by shapes: the values of {shown} (give their data, or .npz)")
+        parts.append(f"not decided by shapes: the values of {shown} (give their data)")
     return f"trace {path}: {'; '.join(parts)}"
 
 
