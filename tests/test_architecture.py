@@ -44,10 +44,10 @@ BUDGET = {
     "addons/loops": 2_200,
     "addons/reproducer": 2_325,
     "addons/traces": 3_550,
-    "analysis": 14_450,
+    "analysis": 14_400,
     "cli": 1_425,
     "decode": 9_300,
-    "diagnose": 13_400,
+    "diagnose": 13_325,
     "gating": 2_650,
     "model": 4_350,
     "repair": 6_825,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 418, 31_700, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_575, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -93,7 +93,6 @@ def test_a_faulty_model_has_a_healthy_twin(faulty: Fixture) -> None:
 
 
 ASKED_FOR = {
-    "adapter-misfits",
     "golden-differs",
     "memory-grows",
     "reference-differs",

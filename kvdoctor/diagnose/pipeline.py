@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 NOT_STARTED = "not started"
 NO_OTHER_SIDE = "the CPU does not open the file, so {} is compared with itself alone"
-EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS)
-"""Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
+EXPLAIN_NO_RUN = ("cross-cache-emptied", not_checked.OF_PARTS)
+"""Faults of the contract that leave a loop to check: the held one, and that without another part."""
 
 
 class AddedPart(Protocol):
