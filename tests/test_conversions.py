@@ -320,7 +320,6 @@ def test_a_plan_writes_nothing(tmp_path: Path) -> None:
     report = conversions.convert(source, None, logits="last")
     assert repair_of(report).is_planned
     assert repair_of(report).changes
-    assert any("logits" in line for diff in repair_of(report).diff for line in diff.lines)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
