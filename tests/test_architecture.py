@@ -39,19 +39,19 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
     "addons": 50,
-    "addons/comparison": 1_950,
+    "addons/comparison": 1_650,
     "addons/conversions": 8_525,
     "addons/loops": 2_200,
     "addons/reproducer": 2_325,
     "addons/traces": 3_550,
-    "analysis": 14_400,
+    "analysis": 14_375,
     "cli": 1_425,
     "decode": 9_300,
     "diagnose": 13_325,
     "gating": 2_650,
     "model": 4_350,
-    "repair": 6_825,
-    "report": 6_700,
+    "repair": 6_650,
+    "report": 6_675,
     "root": 2_975,
     "runtime": 3_725,
 }
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_575, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_350, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -69,6 +69,6 @@ def run_grades(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
 
 def _count_bytes(stack: StackFiles) -> int:
     """The files of a stack on disk; external weights that several of them share count once."""
-    beside = {one.path: one.bytes or 0 for file in stack.members for one in file.external}
+    external = {one.path: one.bytes or 0 for file in stack.members for one in file.external}
     inside = (file.skeleton.bytes_on_disk for file in stack.members if file.skeleton is not None)
-    return sum(inside) + sum(beside.values())
+    return sum(inside) + sum(external.values())

@@ -211,8 +211,8 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     from kvdoctor.decode.experiments import judged_names
 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
-    told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
-    explained = loop is not None and loop.by_rounding and any(f.experiment == loop.experiment for f in told)
+    reported = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
+    explained = loop is not None and loop.by_rounding and any(f.experiment == loop.experiment for f in reported)
     names = judged_names() - {SEARCH}
     if loop and loop.outcome == "passed" and new_tokens == 1:
         reason = "the first step takes 1 new token only, so there is no call without a cache to compare with"

@@ -54,8 +54,8 @@ def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
     What the models name as external data is not among them.
     """
     root, names = candidates(path)
-    beside = side_car_folder(root)
-    files = (beside / name for name in (*SIDE_CARS, *TOKENIZER))
+    folder = side_car_folder(root)
+    files = (folder / name for name in (*SIDE_CARS, *TOKENIZER))
     return root, (*names, *(file for file in files if file.exists()))
 
 
