@@ -395,9 +395,6 @@ class ReExportChoices:
         None,
         "With --from and optimum: export for this task, by optimum's name.",
     )
-    because: str | None = _repair(
-        File(metavar="REPORT"), None, "With --from: choose by this JSON report of PATH, and do not diagnose PATH again."
-    )
 
 
 @record
