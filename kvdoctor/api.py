@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Words = str | Iterable[str]
     Progress = Callable[[str, int, int], None]
 
-NEEDS_CHECKPOINT = ("exporter", "opset", "dtype", "fusions", "static_cache", "task", "because")
+NEEDS_CHECKPOINT = ("exporter", "opset", "dtype", "fusions", "static_cache", "task")
 
 
 class SharedOptions(TypedDict, total=False):
@@ -124,7 +124,6 @@ class StepTestOptions(RunOptions, total=False):
     prompt_ids: "str | Iterable[int]"
     inputs: "Path | None"
     reference: "Path | None"
-    draft: "Path | None"
     trace: "Path | None"
     against: "Path | None"
     policy: "Policy | Path | None"
@@ -177,7 +176,6 @@ class ReExportOptions(RunOptions, total=False):
     fusions: Fusions | None
     static_cache: int | None
     task: str | None
-    because: "Path | None"
 
 
 def inspect(path: "Path", **options: "Unpack[InspectOptions]") -> "Report":

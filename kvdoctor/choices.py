@@ -24,7 +24,6 @@ Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
 AttentionOperator = Literal["gqa"]
-Attentions = Literal["cross"]
 """The attention weights that a converted model returns."""
 LogitsRows = Literal["last", "selectable"]
 """The rows of logits that a converted model computes."""
@@ -44,7 +43,6 @@ RESTS_ON: dict[Required, Required] = {"speculation": "chunked-prefill", "prefix-
 FAIL_ON: tuple[FailOn, ...] = get_args(FailOn)
 AGREE: tuple[Agree, ...] = get_args(Agree)
 ATTENTION_OPERATORS: tuple[AttentionOperator, ...] = get_args(AttentionOperator)
-ATTENTIONS: tuple[Attentions, ...] = get_args(Attentions)
 LOGITS_ROWS: tuple[LogitsRows, ...] = get_args(LogitsRows)
 AXIS_NAMES: tuple[AxisNames, ...] = get_args(AxisNames)
 CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)

@@ -395,9 +395,6 @@ class ReExportChoices:
         None,
         "With --from and optimum: export for this task, by optimum's name.",
     )
-    because: str | None = _repair(
-        File(metavar="REPORT"), None, "With --from: choose by this JSON report of PATH, and do not diagnose PATH again."
-    )
 
 
 @record
@@ -436,12 +433,6 @@ class Options:
         "Compare the logits with this PyTorch checkpoint: a folder, or a model of the Hugging Face Hub (uses the "
         "network).",
         commands=("step-test", "reference"),
-    )
-    draft: str | None = _input(
-        File("the path of a model", "MODEL"),
-        None,
-        "Compare this model as the draft of speculative decoding: its vocabulary, and the tokens that are accepted "
-        "(docs/uses.md).",
     )
     against: str | None = _input(
         File(),

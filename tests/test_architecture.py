@@ -39,28 +39,28 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
     "addons": 50,
-    "addons/comparison": 1_950,
-    "addons/conversions": 8_800,
+    "addons/comparison": 1_650,
+    "addons/conversions": 8_525,
     "addons/loops": 2_200,
     "addons/reproducer": 2_325,
-    "addons/traces": 3_750,
-    "analysis": 14_450,
+    "addons/traces": 3_550,
+    "analysis": 14_375,
     "cli": 1_425,
     "decode": 9_300,
-    "diagnose": 13_525,
+    "diagnose": 13_325,
     "gating": 2_650,
     "model": 4_350,
-    "repair": 6_825,
-    "report": 6_775,
-    "root": 3_000,
-    "runtime": 3_750,
+    "repair": 6_625,
+    "report": 6_675,
+    "root": 2_975,
+    "runtime": 3_725,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
 
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 420, 32_000, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_325, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -251,8 +251,7 @@ Spoil = Callable[[onnx.GraphProto], None]
 
 def not_proved(source: Path, out: Path, spoil: Spoil, **choices: Any) -> list[str]:
     """What is not proved of a faulty conversion, and is not written."""
-    file = next((path.name for path in source.glob("*merged.onnx")), "model.onnx")
-    asked = faulty(spoil, file, **choices)
+    asked = faulty(spoil, "model.onnx", **choices)
     report = pipeline.convert(ConvertRequest(str(source), str(out), ConvertChoices(), (asked,)), Options())
     assert not out.exists()
     assert exit_code(report, "error") == 1
@@ -290,14 +289,6 @@ def one_less(graph: onnx.GraphProto) -> None:
     node.input.append(node.input[0])
 
 
-def scores(graph: onnx.GraphProto) -> None:
-    """The scores before their softmax."""
-    for inner in (inner for node in graph.node for attribute in node.attribute for inner in attribute.g.node):
-        if inner.op_type in ("Reshape", "Shape"):
-            names = {"c_cross_shares": "c_cross_masked", "n_cross_shares": "n_cross_masked"}
-            inner.input[:] = [names.get(name, name) for name in inner.input]
-
-
 SIZES = ("batch=1", "new=1", "past=6")
 NO_SIZES = (("past=0",), ("batch=1", "batch=2"), ("length=3",), ("past=4",), ("batch=x",))
 FAULTY: dict[str, tuple[Spoil, dict[str, Any], str]] = {
@@ -314,14 +305,13 @@ FAULTY: dict[str, tuple[Spoil, dict[str, Any], str]] = {
         *(constants("fixed_past", starts=0, ends=6), {"sizes": SIZES}),
         "first difference: batch 1, prompt of 1",
     ),
-    "weights that do not sum to 1": (scores, {"attentions": "cross"}, "do not sum to 1"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_conversion_that_is_not_proved_writes_nothing(fault: str, tmp_path: Path) -> None:
     spoil, choices, said = FAULTY[fault]
-    source = write(tmp_path / "model", "merged-healthy" if "attentions" in choices else DECODER)
+    source = write(tmp_path / "model", DECODER)
     assert said in "\n".join(not_proved(source, tmp_path / "out", spoil, **choices))
 
 
@@ -330,7 +320,6 @@ def test_a_plan_writes_nothing(tmp_path: Path) -> None:
     report = conversions.convert(source, None, logits="last")
     assert repair_of(report).is_planned
     assert repair_of(report).changes
-    assert any("logits" in line for diff in repair_of(report).diff for line in diff.lines)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -395,8 +384,6 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
         (DECODER, GROUPED, "has the width 4: GroupQueryAttention takes one multiple of 8"),
         ("context-limit-healthy", GROUPED, "'bias' is added to the scores .* more than a mask of later tokens"),
         *((DECODER, {"sizes": sizes}, "--sizes") for sizes in NO_SIZES),
-        (DECODER, {"attentions": "cross"}, "no cross-attention cache"),
-        ("layout-ort-whisper-attention-healthy", {"attentions": "cross"}, "com.microsoft"),
     ],
 )
 def test_what_a_graph_cannot_have_is_refused(name: str, choices: Any, named: str, tmp_path: Path) -> None:
@@ -458,69 +445,11 @@ def test_a_loop_is_written_for_a_mask_that_counts_from_the_right(tmp_path: Path)
     assert all(result.problem is None for result in written.results)
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("merged-healthy", {}),
-        ("pair-healthy", {"logits": "last"}),
-        pytest.param("merged-healthy", {"logits": "last"}, marks=pytest.mark.slow),
-        pytest.param("pair-healthy", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_cross_attention_weights_are_returned_and_change_nothing(
-    name: str, more: dict[str, str], tmp_path: Path
-) -> None:
-    source, out = write(tmp_path / "model", name), tmp_path / "out"
-    report = proved(source, out, attentions="cross", **more)
-    assert any("1 outputs whose weights sum to 1" in line for line in lines(report))
-    assert exit_code(api.step_test(out), "error") == 0
-    for path in out.glob("*.onnx"):
-        model = onnx.load(str(path))
-        onnx.checker.check_model(model, full_check=True)
-        names = [value.name for value in model.graph.output]
-        assert ("cross_attentions.0" in names) == ("logits" in names)
-    with pytest.raises(UsageError, match="already returns 'cross_attentions"):
-        conversions.convert(out, tmp_path / "again", attentions="cross")
-
-
-def test_both_branches_return_the_weights_of_their_softmax(tmp_path: Path) -> None:
-    conversions.convert(write(tmp_path / "model", "merged-healthy"), tmp_path / "out", attentions="cross")
-    model = onnx.load(str(tmp_path / "out" / "decoder_model_merged.onnx"))
-    (node,) = (node for node in model.graph.node if node.op_type == "If")
-    found = {}
-    for attribute in node.attribute:
-        made = {output: inner for inner in attribute.g.node for output in inner.output}
-        reshape = made[attribute.g.output[list(node.output).index("cross_attentions.0")].name]
-        found[attribute.name] = made[reshape.input[0]].output[0]
-    assert set(found.values()) == {"c_cross_shares", "n_cross_shares"}
-
-
-@pytest.mark.parametrize(
-    ("edit", "named"),
-    [
-        (("c_cross_shares = Softmax <axis = -1> (c_cross_masked)", "c_cross_shares = Relu (c_cross_masked)"), "MatMul"),
-        (
-            ('MatMul (c_cross_shares, "past_key_values.0.encoder.value")', "MatMul (c_cross_shares, swapped)"),
-            "with something else than its cross-attention values",
-        ),
-    ],
-)
-def test_an_attention_of_another_form_is_refused_with_the_node(
-    edit: tuple[str, str], named: str, tmp_path: Path
-) -> None:
-    key = "      c_cross_q = Einsum"
-    more = (key, f'      swapped = Tanh ("past_key_values.0.encoder.value")\n{key}')
-    source = write(tmp_path / "model", "merged-healthy", edit, more)
-    assert named in refusal(source, tmp_path / "out", attentions="cross")
-    assert not (tmp_path / "out").exists()
-
-
 CHOICES = (
     GROUPED,
     {"logits": "last"},
     {"logits": "selectable"},
     {"sizes": SIZES},
-    {"attentions": "cross"},
     {"cache": "static=24"},
     {"cache": "growing"},
 )

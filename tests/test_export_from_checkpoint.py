@@ -26,7 +26,7 @@ from kvdoctor.options import Options, ReExportChoices
 from kvdoctor.repair.export import run_exporter
 from kvdoctor.repair.export.exporters import EXPORTERS, SourceFacts, find_exporter
 from kvdoctor.repair.export.pipeline import export_from_checkpoint, refuse_impossible
-from kvdoctor.repair.export.run_exporter import compare_ports, list_plans, read_because, read_source
+from kvdoctor.repair.export.run_exporter import compare_ports, list_plans, read_source
 from kvdoctor.repair.session import RepairRequest
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.markdown import render
@@ -303,7 +303,6 @@ def test_an_onnx_export_is_no_checkpoint(tmp_path: Path) -> None:
         (["--exporter", "optimum", "--fusions", "webgpu"], "--fusions is for the exporter transformers"),
         (["--task", "x", "--static-cache", "64"], "--static-cache is for the exporter transformers"),
         (["--opset", "8"], "writes 18 to"),
-        (["--because", "nowhere.json"], "cannot be read"),
     ],
 )
 def test_options_that_do_not_fit_are_a_wrong_call(options: list[str], said: str, tmp_path: Path) -> None:
@@ -395,24 +394,11 @@ def test_the_page_on_exporting_has_the_pins() -> None:
         assert ("its own" if span is None else f"{span[0]} to {span[1]}") in cells
 
 
-def test_a_report_takes_the_place_of_a_diagnosis(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    assert call("inspect", MERGED, "--output", f"json={report}").code == 1
-    known = read_because(str(report))
-    assert known.facts == read_source(inspect(str(MERGED))).facts
+def test_what_is_known_of_a_diagnosed_model() -> None:
+    known = read_source(inspect(str(MERGED)))
     assert known.facts.layouts == ("optimum-merged", "optimum-pair")
     assert (known.facts.opset, known.facts.dtype) == (18, "float")
     assert known.facts.faults[0] == "cross-cache-emptied"
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"schema": "kvdoctor/report/1"}', '{"schema": "kvdoctor/report/1", "model": {}, "stacks": [1]}'],
-)
-def test_what_is_no_report_is_a_wrong_call(content: str, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(content, encoding="utf-8")
-    with pytest.raises(UsageError, match="step-test MODEL --output"):
-        read_because(str(tmp_path / "report.json"))
 
 
 # --- environments -----------------------------------------------------------------------------------------------------

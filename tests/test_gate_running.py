@@ -383,10 +383,9 @@ def test_a_pipe_in_the_cache_is_not_waited_for(kept: tuple[Cache, GateJob, Repor
         (lambda folder: (folder / "genai_config.json").write_text("{}"), True),
         (lambda folder: (folder / "model_fp16.onnx").write_bytes(b""), True),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), True),
-        (lambda folder: (folder / "lora.onnx_adapter").write_bytes(b""), True),
         (lambda folder: (folder / "README.md").write_text("about"), False),
     ],
-    ids=["model", "config", "new side-car", "new variant", "tokenizer", "adapter", "readme"],
+    ids=["model", "config", "new side-car", "new variant", "tokenizer", "readme"],
 )
 def test_what_a_key_depends_on(change: Any, other: bool, tmp_path: Path) -> None:
     folder = copied(GPT2, tmp_path / "model")

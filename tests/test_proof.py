@@ -138,7 +138,7 @@ def feeds(contract: CacheContract, past: int, new: int, streams: dict[str, Any])
 def value_of(term: Term, past: int, new: int) -> int:
     """A number in one call."""
     for name, value in ((PAST, past), (NEW, new), (BATCH, ROWS)):
-        term = term.replaced(name, number(value))
+        term = term.replaced({name: number(value)})
     assert term.number is not None
     return term.number
 

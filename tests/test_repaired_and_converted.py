@@ -154,7 +154,6 @@ def test_only_the_faulty_decoder_of_a_folder_is_compared_with_its_repaired_copy(
         ("key-value-swapped-pair", {"logits": "last"}),
         ("key-value-swapped-pair", {"cache_type": "int8"}),
         ("cross-cache-emptied", {"cache_type": "int8"}),
-        ("cross-cache-emptied", {"attentions": "cross"}),
     ],
 )
 def test_pairs_and_merged_decoders(name: str, choices: dict[str, str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
 from kvdoctor.report import formats, markdown, text
-from kvdoctor.report.blocks import Block, Cards, Diff, Lines, Pairs, Picture, Section, Table, Text, plain
+from kvdoctor.report.blocks import Block, Cards, Lines, Pairs, Picture, Section, Table, Text, plain
 from kvdoctor.report.document import Report
 from kvdoctor.report.sections.whole import list_sections
 from kvdoctor.runtime.client import Runtime
@@ -39,8 +39,6 @@ def said(block: Block) -> Iterator[Text]:
             yield from (text for row in block.rows for text in row)
         case Table():
             yield from (block.title, *block.header, *(cell for row in block.rows for cell in row))
-        case Diff():
-            yield from block.lines
         case Cards():
             for card in block.cards:
                 yield from (card.severity, card.code, card.name, card.place, card.cause)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.command_line import Done, run
 from support.loop_programs import program_text
-from support.loops import EXPORTS, Feeds, Loop, as_folder, as_lines, decoder_only, names, pair, seq2seq, taking_back
+from support.loops import EXPORTS, Feeds, Loop, as_lines, decoder_only, names, pair, seq2seq, taking_back
 from support.sampling import sampled
 
 from kvdoctor.addons.traces.options import TraceChoices
@@ -111,12 +111,6 @@ def test_a_loop_that_takes_tokens_back_runs_again(tmp_path: Path, runtime: Runti
     )
     report = examined(decoder_only(GPT2, taking_back), GPT2, tmp_path, runtime, data=0)
     is_right(report, "5 steps run")
-
-
-def test_a_folder_of_arrays(tmp_path: Path, runtime: Runtime) -> None:
-    folder = as_folder(seq2seq(MARIAN), tmp_path / "steps")
-    report = step_test(str(MARIAN), Options(consumer="held", added=(TraceChoices(str(folder)),)), runtime)
-    is_right(report, "5 of 5 steps give the logits of the trace")
 
 
 Spoil = Callable[[Loop], object]
@@ -270,14 +264,10 @@ SNIPPETS = dict(
 def test_the_lines_for_python_write_a_trace(tmp_path: Path, runtime: Runtime) -> None:
     scope: dict[str, Any] = {}
     exec(SNIPPETS["python"], scope)  # noqa: S102 - our own page
-    exec(SNIPPETS["npz"], scope)  # noqa: S102
-    (tmp_path / "steps").mkdir()
-    for step, call in enumerate(decoder_only(GPT2).calls):
+    for call in decoder_only(GPT2).calls:
         scope["note"](str(tmp_path / "loop.jsonl"), call["file"], call["fed"], call["got"])
-        scope["note_arrays"](str(tmp_path / "steps"), step, call["fed"], call["got"])
-    for trace in ("loop.jsonl", "steps"):
-        report = step_test(str(GPT2), Options(added=(TraceChoices(str(tmp_path / trace)),)), runtime)
-        is_right(report, "5 steps of decoder compared with the contract, none breaks it")
+    report = step_test(str(GPT2), Options(added=(TraceChoices(str(tmp_path / "loop.jsonl")),)), runtime)
+    is_right(report, "5 steps of decoder compared with the contract, none breaks it")
 
 
 @pytest.fixture(scope="module")

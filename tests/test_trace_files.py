@@ -1,18 +1,15 @@
 """Traces as files: what can be read, what is refused with the place, and what `kvdoctor.recording` writes."""
 
-import io
 import json
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.isolated import kvdoctor
-from support.loops import EXPORTS, as_folder, as_lines, decoder_only, seq2seq
+from support.loops import EXPORTS
 from support.sampling import sampled
 
 from kvdoctor.addons.traces.read import read_trace
@@ -116,113 +113,6 @@ def test_types_as_any_binding_writes_them(word: object, dtype: str | None) -> No
     assert onnx_dtype(word) == dtype
 
 
-def test_values_come_back_as_they_were(tmp_path: Path) -> None:
-    loop = seq2seq(EXPORTS / "marian-4.57.6", steps=3)
-    (tmp_path / "loop.jsonl").write_text(as_lines(loop, 10**9), encoding="utf-8")
-    lines, folder = read_trace(str(tmp_path / "loop.jsonl")), read_trace(str(as_folder(loop, tmp_path / "steps")))
-    for one, other, call in zip(lines, folder, loop.calls, strict=True):
-        for name, value in call["fed"].items():
-            for step in (one, other):
-                assert np.array_equal(step.fed[name].array(), value)
-                assert step.fed[name].array().dtype == value.dtype
-        assert set(one.got) == set(other.got) == set(call["got"])
-
-
-def test_a_zip_tells_what_a_folder_tells(tmp_path: Path) -> None:
-    """Eleven steps: their order is that of numbers and not of letters."""
-    folder = as_folder(decoder_only(EXPORTS / "gpt2", steps=11), tmp_path / "steps")
-    with zipfile.ZipFile(tmp_path / "steps.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(folder.iterdir()):
-            archive.write(file, f"trace/{file.name}")
-    packed, plain = read_trace(str(tmp_path / "steps.zip")), read_trace(str(folder))
-    assert [step.place for step in plain] == [f"step_{number}.npz" for number in range(11)]
-    assert [step.fed for step in packed] == [step.fed for step in plain]
-    assert np.array_equal(packed[10].fed["input_ids"].array(), plain[10].fed["input_ids"].array())
-    (alone,) = read_trace(str(folder / "step_3.npz"))
-    assert alone.fed == plain[3].fed
-
-
-def npz(**arrays: Any) -> bytes:
-    stream = io.BytesIO()
-    np.savez(stream, **{name.replace("_of_", "/"): array for name, array in arrays.items()})
-    return stream.getvalue()
-
-
-def packed(entries: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, content in entries.items():
-            archive.writestr(name, content)
-    return stream.getvalue()
-
-
-def header(text: bytes) -> bytes:
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
-
-
-GOOD = np.zeros((1, 3), np.int64)
-BAD_STEPS = {
-    "no archive": (b"nothing of that", "is not a readable .npz"),
-    "empty": (b"", "is not a readable .npz"),
-    "cut off": (npz(fed_of_x=GOOD)[:-30], "is not a readable .npz"),
-    "arrays without side": (npz(x=GOOD), "has an entry 'x.npy'"),
-    "path": (packed({"../../fed/x.npy": b""}), "has an entry '../../fed/x.npy'"),
-    "no array": (packed({"fed/x.txt": b"1"}), "has an entry"),
-    "nothing fed": (npz(got_of_x=GOOD), "does not say what was fed"),
-    "pickle": (npz(fed_of_x=np.array([{}], object)), "never unpickled"),
-    "texts": (npz(fed_of_x=np.array(["a"])), "which no decoder takes"),
-    "records": (npz(fed_of_x=np.zeros(2, [("a", "i4"), ("b", "f4")])), "which no decoder takes"),
-    "no header": (packed({"fed/x.npy": b"12345678901234567890"}), "is not a readable .npz"),
-    "header lies": (
-        packed({"fed/x.npy": header(b"{'descr':'<f4','fortran_order':False,'shape':(9,9)}\n") + b"1234"}),
-        "bytes where its header says",
-    ),
-    "header of code": (packed({"fed/x.npy": header(b"__import__('os').getcwd()\n")}), "is not a readable .npz"),
-    "negative size": (
-        packed({"fed/x.npy": header(b"{'descr':'<f4','fortran_order':False,'shape':(-1,-4)}\n") + b"1" * 16}),
-        "axis of size",
-    ),
-    "endless": (
-        packed({"fed/x.npy": header(b"{'descr':'<f4','fortran_order':False,'shape':(9999999,99999)}\n")}),
-        "larger than 2 GiB",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_STEPS)
-def test_bad_archives_are_refused(case: str, tmp_path: Path) -> None:
-    content, message = BAD_STEPS[case]
-    folder = tmp_path / "steps"
-    folder.mkdir()
-    (folder / "step_0.npz").write_bytes(content)
-    said = refusal(folder)
-    assert message in said
-    assert "step_0.npz" in said
-    with zipfile.ZipFile(tmp_path / "steps.zip", "w") as archive:
-        archive.writestr("step_0.npz", content)
-    assert refusal(tmp_path / "steps.zip")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["steps", "steps.zip"]
-
-
-def test_values_that_are_damaged_are_told_when_they_are_asked_for(tmp_path: Path) -> None:
-    content = bytearray(npz(fed_of_x=np.arange(4000)))
-    content[-3000] ^= 255
-    (tmp_path / "step_0.npz").write_bytes(bytes(content))
-    (step,) = read_trace(str(tmp_path))
-    with pytest.raises(UsageError, match="cannot be read"):
-        step.fed["x"].array()
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [(["a.npz"], "name the files by their step"), (["1.npz", "01.npz"], "are the same step"), ([], "holds no .npz")],
-)
-def test_files_that_have_no_order(names: list[str], message: str, tmp_path: Path) -> None:
-    for name in names:
-        (tmp_path / name).write_bytes(npz(fed_of_x=GOOD))
-    assert message in refusal(tmp_path)
-
-
 @pytest.mark.parametrize("path", ["none.jsonl", "a\0b", "/dev/null" if Path("/dev/null").exists() else "none"])
 def test_what_is_no_file_is_refused(path: str) -> None:
     assert refusal(Path(path))
@@ -235,8 +125,8 @@ import sys
 import numpy as np, onnxruntime as ort
 import kvdoctor
 
-how, model, trace = sys.argv[1:]
-session = kvdoctor.recording(ort.InferenceSession(model), trace)
+how, model, trace, every = sys.argv[1:]
+session = kvdoctor.recording(ort.InferenceSession(model), trace, every_value=every == "True")
 names = [output.name for output in session.get_outputs()]
 caches = [port for port in session.get_inputs() if port.name.startswith("past_key_values")]
 past = {port.name: np.zeros((1, 4, 0, 8), np.float32) for port in caches}
@@ -275,27 +165,26 @@ except Exception:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"),
-    sampled([(how, kind) for kind in ("loop.jsonl", "arrays") for how in ("run", "values", "binding")], 2),
+    ("how", "every"),
+    sampled([(how, every) for every in (False, True) for how in ("run", "values", "binding")], 2),
 )
-def test_a_recorded_loop_is_right_and_is_what_it_was(how: str, kind: str, tmp_path: Path) -> None:
-    trace = tmp_path / kind
-    done = subprocess.run([sys.executable, "-c", LOOP, how, GPT2, trace], capture_output=True, text=True, check=False)
+def test_a_recorded_loop_is_right_and_is_what_it_was(how: str, every: bool, tmp_path: Path) -> None:
+    trace = tmp_path / "loop.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", LOOP, how, GPT2, trace, str(every)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     tokens, raised = done.stdout.splitlines()
     assert len(json.loads(tokens)) == 6
     assert raised == "raised"
-    if kind == "loop.jsonl":
-        *steps, failed = map(json.loads, trace.read_text().splitlines())
-        assert [step["fed"]["past_key_values.0.key"]["shape"][2] for step in steps] == [0, 3, 4]
-        assert steps[0]["fed"]["input_ids"]["data"] == [5, 6, 7]
-        assert steps[2]["got"]["present.1.value"]["shape"] == [1, 4, 5, 8]
-        assert "got" not in failed or not failed["got"]
-        assert "error" in failed
-        trace.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    else:
-        assert len(list(trace.iterdir())) == 4
-        (trace / "step_3.npz").unlink()
+    *steps, failed = map(json.loads, trace.read_text().splitlines())
+    assert [step["fed"]["past_key_values.0.key"]["shape"][2] for step in steps] == [0, 3, 4]
+    assert steps[0]["fed"]["input_ids"]["data"] == [5, 6, 7]
+    assert steps[2]["got"]["present.1.value"]["shape"] == [1, 4, 5, 8]
+    assert len(steps[2]["got"]["present.1.value"]["data" if every else "sample"]) == (160 if every else 64)
+    assert "got" not in failed or not failed["got"]
+    assert "error" in failed
+    trace.write_text("".join(json.dumps(step) + "\n" for step in steps))
     checked = kvdoctor("step-test", GPT2.parent, "--trace", trace, "--format", "json")
     assert checked.returncode == 0, checked.stdout
     assert not json.loads(checked.stdout)["findings"]

@@ -31,7 +31,6 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     STATIC: {"cache": "static=32"},
     GROWING: {"cache": "growing"},
     "--cache-type int8": {"cache_type": "int8"},
-    "--attentions cross": {"attentions": "cross"},
     "--layout pair": {"layout": "pair"},
     "--layout optimum": {"layout": "optimum"},
     "--layout shared": {"layout": "shared"},

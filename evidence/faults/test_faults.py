@@ -32,9 +32,7 @@ SAMPLE = {
 LEFT_OUT = {
     "parts-do-not-fit": "a fault between the files of a bundle, which these exports are not",
     "encoder-rows-differ": "a fault of an encoder of images or audio, which these exports do not have",
-    "draft-vocabulary-differs": "it compares with another model, which a fault of the graph does not have",
     "use-impossible": "a layout that does not allow a use, and no fault of it: it has fixtures of its own",
-    "adapter-misfits": "a fault of an adapter file beside the export",
     "suspect-weights": "a fault of the values of weights, which `inspect --weights` alone reads: tests of its own",
     "search-differs": "a fault of an operator that holds the loop: it has fixtures of its own",
     "golden-differs": "it compares with an earlier run, which a fault of the graph does not have",

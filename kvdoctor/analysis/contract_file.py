@@ -176,26 +176,26 @@ def _find_files(name: str, contract: CacheContract, folder: ModelFolder, source:
         if file not in readable:
             raise UsageError(f"{at}: {folder.shown} has no readable file {file!r}, only {', '.join(readable)}")
     known = next((stack for stack in folder.stacks if stack.name == name), None)
-    beside = _beside({phase: readable[file] for phase, file in wanted.items()})
+    others = _list_others({phase: readable[file] for phase, file in wanted.items()})
     if known is not None and {f.name for r, f in known.files.items() if r not in BESIDE} == {
         wanted["prefill"],
         wanted["decode"],
     }:
-        return replace(known, files={**known.files, **beside})
+        return replace(known, files={**known.files, **others})
     kind, files = _roles(contract.phases["decode"], {phase: readable[file] for phase, file in wanted.items()})
     return StackFiles(name, kind, files)
 
 
 def _roles(decode: Phase, files: dict[str, OnnxFile]) -> tuple[StackKind, dict[FileRole, OnnxFile]]:
-    beside = _beside(files)
+    others = _list_others(files)
     if decode.switch is not None:
-        return "merged", {"decoder-merged": files["decode"], **beside}
+        return "merged", {"decoder-merged": files["decode"], **others}
     if files["prefill"].name != files["decode"].name:
-        return "pair", {"decoder": files["prefill"], "decoder-with-past": files["decode"], **beside}
-    return "decoder-only", {"decoder": files["decode"], **beside}
+        return "pair", {"decoder": files["prefill"], "decoder-with-past": files["decode"], **others}
+    return "decoder-only", {"decoder": files["decode"], **others}
 
 
-def _beside(files: dict[str, OnnxFile]) -> dict[FileRole, OnnxFile]:
+def _list_others(files: dict[str, OnnxFile]) -> dict[FileRole, OnnxFile]:
     """The files of phases that do not decode, by role."""
     roles: dict[PhaseName, FileRole] = {"encode": "encoder", "embed": "embedding", **ROLES}
     return {role: replace(files[phase], role=role) for phase, role in roles.items() if phase in files}

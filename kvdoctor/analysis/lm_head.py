@@ -163,8 +163,8 @@ class _Search:
         allowed = {0, 2} if node.op_type == "MatMulInteger" else {0}
         if 0 not in computed or not set(computed) <= allowed:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and its weights are computed")
-        turned = traverse.find_attribute(node, "transA")
-        if turned is not None and turned.i:
+        transposed = traverse.find_attribute(node, "transA")
+        if transposed is not None and transposed.i:
             raise NoHead(f"the node {describe_op(node)} looks like the LM head, and takes columns, not rows")
         known = operator_of(node.op_type)
         if len(known.operands) == 1 or known.weight is None:  # packed weights, with their sizes in attributes

@@ -130,11 +130,11 @@ class _Planner:
         asked: Source = "option" if load.encoder_length else "config"
         is_open = any(one.slot.size("encoder") is None for one in self.slots if one.counted == "encoder-states")
         sequence, everything, in_step = self._sum_bytes()
-        alike: dict[tuple[object, ...], list[SlotBytes]] = {}  # slots that differ only in layer or part
+        equal: dict[tuple[object, ...], list[SlotBytes]] = {}  # slots that differ only in layer or part
         for one in self.slots:
             slot, sizes = one.slot, (one.factors, one.counted, one.positions, one.window, one.step)
-            alike.setdefault((slot.kind, slot.growth, slot.carry, slot.dtype, *sizes), []).append(one)
-        groups = list(alike.values())
+            equal.setdefault((slot.kind, slot.growth, slot.carry, slot.dtype, *sizes), []).append(one)
+        groups = list(equal.values())
         return MemoryPlan(
             bytes_per_token=total(product([one.position, count]) for one, count in over_tokens),
             bytes_per_encoder_state=total(product([one.position, count]) for one, count in over_encoder),

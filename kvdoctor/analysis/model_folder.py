@@ -1,112 +1,22 @@
-"""From a path to the model there: ONNX files with their roles, grouped into stacks, side-car configs and adapters.
-
-An adapter file of ONNX Runtime (`.onnx_adapter`) is a FlatBuffer with the identifier TORT; the names, types and shapes
-of its matrices are read, without the values. Source: onnxruntime/lora/adapter_format/adapter_schema.fbs.
-"""
+"""From a path to the model there: ONNX files with their roles, grouped into stacks, and side-car configs."""
 
 import json
-import mmap
 import os
-import struct
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvdoctor.analysis.embedding_graphs import add_embedding_graphs, find_embedded_input
 from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encoders
 from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
-from kvdoctor.contract import Dim
 from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UnreadableError, as_argument, free_name
 from kvdoctor.model.external_data import examine
-from kvdoctor.model.files import ADAPTER_SUFFIX, SIDE_CARS, candidates, list_names, refuse_nothing, side_car_folder
+from kvdoctor.model.files import SIDE_CARS, candidates, refuse_nothing, side_car_folder
 from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.model.view import ELEMENT_TYPES, GraphView
+from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
-
-if TYPE_CHECKING:
-    from flatbuffers.table import Table
-
-
-IDENTIFIER = b"TORT"
-MOST_PARAMETERS, MOST_DIMS, MOST_NAME = 100_000, 8, 4096
-PARAMETERS, NAME, DIMS, TYPE = 10, 4, 6, 8
-"""Where the table of an adapter, or of a parameter, has the offset of a field: 4 and twice the number of the field."""
-DAMAGE = (OSError, ValueError, IndexError, struct.error, TypeError, OverflowError)
-
-
-@record
-class AdapterParameter:
-    """A matrix of an adapter."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@record
-class AdapterFile:
-    """An adapter file; `problem` says why it cannot be read, None where it can."""
-
-    name: str
-    parameters: tuple[AdapterParameter, ...] = ()
-    problem: str | None = None
-
-
-def read_adapter(path: Path) -> AdapterFile:
-    """Read the parameters of an adapter file; their values are not loaded."""
-    from flatbuffers import encode, number_types  # few models have an adapter
-    from flatbuffers.table import Table
-
-    if not path.is_file():  # a pipe would wait for a writer
-        link = "a link to a file that is not there" if path.is_symlink() else "no file"
-        return AdapterFile(path.name, problem=f"it is {link}")
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content[4:8] != IDENTIFIER:
-                return AdapterFile(path.name, problem="it does not have the identifier of an adapter (TORT)")
-            root = Table(content, encode.Get(number_types.UOffsetTFlags.packer_type, content, 0))
-            start, count = _find_vector(root, PARAMETERS, MOST_PARAMETERS)
-            tables = (Table(content, root.Indirect(start + 4 * number)) for number in range(count))
-            return AdapterFile(path.name, tuple(map(_read_parameter, tables)))
-    except DAMAGE as error:
-        return AdapterFile(path.name, problem=f"it is damaged ({type(error).__name__})")
-
-
-def _read_parameter(table: "Table") -> AdapterParameter:
-    name, kind = table.Offset(NAME), table.Offset(TYPE)
-    text: bytes = table.String(table.Pos + name) if name else b""
-    (number,) = struct.unpack_from("<i", table.Bytes, table.Pos + kind) if kind else (0,)
-    start, count = _find_vector(table, DIMS, MOST_DIMS)
-    shape = struct.unpack_from(f"<{count}q", table.Bytes, start)
-    return AdapterParameter(text[:MOST_NAME].decode("utf-8", "replace"), ELEMENT_TYPES.get(number, "unknown"), shape)
-
-
-def _find_vector(table: "Table", field: int, most: int) -> tuple[int, int]:
-    """Where the elements of a vector begin, and how many there are."""
-    at = table.Offset(field)
-    if not at:
-        return 0, 0
-    count: Any = table.VectorLen(at)
-    if count > most:
-        raise ValueError("a list of the file is too long")
-    return table.Vector(at), count
-
-
-def find_misfit(parameter: AdapterParameter, dtype: str, shape: tuple[Dim, ...] | None) -> str | None:
-    """Why a matrix does not fit an input of that type and declared shape; None where it does."""
-    if parameter.dtype != dtype:
-        return f"it is {parameter.dtype}, and the input takes {dtype}"
-    if 0 in parameter.shape:
-        return f"it has the shape {list(parameter.shape)}, which has no elements"
-    if shape is None:
-        return None
-    fits = len(shape) == len(parameter.shape) and all(
-        not isinstance(dim, int) or dim == size for dim, size in zip(shape, parameter.shape, strict=True)
-    )
-    return None if fits else f"it has the shape {list(parameter.shape)}, and the input takes {list(shape)}"
-
 
 MOST_AXES = 64
 """Axes of an array. Source: numpy, NPY_MAXDIMS."""
@@ -119,7 +29,7 @@ MOST_TOKENIZER_BYTES = 64 << 20
 
 @record(slots=False)
 class SideCars:
-    """The configs next to a model, each empty where it is missing, and its adapter files.
+    """The configs next to a model, each empty where it is missing.
 
     `inference` is inference_metadata.yaml. `problems` says which files cannot be read, and why.
     """
@@ -128,7 +38,6 @@ class SideCars:
     genai: dict[str, Any] = field(default_factory=dict)
     export: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
-    adapters: tuple[AdapterFile, ...] = ()
     problems: tuple[str, ...] = ()
     processor: dict[str, Any] = field(default_factory=dict)
     preprocessor: dict[str, Any] = field(default_factory=dict)
@@ -171,8 +80,7 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     root, names = candidates(path)
     chosen = None if path.is_dir() else path
     files = tuple(_read_file(p, root) for p in names)
-    adapters = tuple(read_adapter(root / name) for name in list_names(root, ADAPTER_SUFFIX))
-    side_cars = replace(_read_side_cars(side_car_folder(root)), adapters=adapters)
+    side_cars = _read_side_cars(side_car_folder(root))
     pipelines = tuple(find_pipelines(files, side_cars.genai))
     staged = {file.name for stack in pipelines for file in stack.members}
     rest = tuple(file for file in files if file.name not in staged)

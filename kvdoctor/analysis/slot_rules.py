@@ -280,14 +280,14 @@ class PagedPools:
     @cached_property
     def _selected(self) -> set[str]:
         """Values that depend on integers of two axes, as a table of blocks has them: no tokens, positions or masks."""
-        alike = [self.inputs[name].shape for name in self.tokens]
+        shapes = [self.inputs[name].shape for name in self.tokens]
         tables = {
             name
             for name, port in self.inputs.items()
             if port.dtype in INTEGERS
             and len(port.shape or ()) == 2
             and name not in self.tokens
-            and port.shape not in alike
+            and port.shape not in shapes
             and not any(word in name.lower() for word in NO_TABLES)
         }
         return self.dataflow.descent.reached_from(tables) if tables else set()
@@ -355,11 +355,11 @@ def fill_scales(slots: list[Slot], stored: Mapping[str, str], outputs: Collectio
     filled = []
     for slot in slots:
         values = by_past.get(stored.get(slot.past, ""))
-        beside = f"{values.filled_by}{SCALE_SUFFIX}" if values is not None and values.filled_by is not None else None
-        if values is None or beside not in outputs or slot.filled_by == beside:
+        scales = f"{values.filled_by}{SCALE_SUFFIX}" if values is not None and values.filled_by is not None else None
+        if values is None or scales not in outputs or slot.filled_by == scales:
             filled.append(slot)
         else:
-            filled.append(replace(slot, filled_by=beside, filled_in=values.filled_in, first=values.first))
+            filled.append(replace(slot, filled_by=scales, filled_in=values.filled_in, first=values.first))
     return filled
 
 

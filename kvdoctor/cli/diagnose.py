@@ -143,7 +143,7 @@ def contract(path: str, **given: Any) -> NoReturn:
     name="re-export",
     epilog=examples(
         ("kvdoctor re-export exports/marian -o fixed", "a repaired and proved copy"),
-        ("kvdoctor re-export exports/marian --diff", "the changes, node by node"),
+        ("kvdoctor re-export exports/marian --dry-run -vv", "the changes, node by node"),
         ("kvdoctor re-export exports/marian -o fixed --target onnxruntime==1.16.3", "for an older runtime"),
         ("kvdoctor re-export exports/marian --from checkpoints/marian -o fresh", "exported again from the checkpoint"),
     ),

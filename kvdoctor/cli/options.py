@@ -129,8 +129,8 @@ def chosen_policy(given: dict[str, Any]) -> "Policy":
 def examples(*calls: tuple[str, str]) -> str:
     """Return the end of a help page: calls and their purposes, on one line each where they fit into 80 columns."""
     width = max(len(call) for call, _ in calls)
-    beside = all(width + 4 + len(purpose) <= 78 for _, purpose in calls)
-    lines = (f"  {call:<{width}}  {purpose}" if beside else f"  {call}\n      {purpose}" for call, purpose in calls)
+    in_columns = all(width + 4 + len(purpose) <= 78 for _, purpose in calls)
+    lines = (f"  {call:<{width}}  {purpose}" if in_columns else f"  {call}\n      {purpose}" for call, purpose in calls)
     return "Examples:\n\n\b\n" + "\n".join(lines)
 
 

@@ -175,7 +175,7 @@ def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
     return None
 
 
-def show(report: "Report", output: Output, **more: Any) -> None:
+def show(report: "Report", output: Output) -> None:
     """Print a report, and write its files.
 
     Raises:
@@ -187,7 +187,7 @@ def show(report: "Report", output: Output, **more: Any) -> None:
         if output.format == "text":
             from kvdoctor.report import text
 
-            text.print_report(report, text.open_console(output.color), output.verbosity, **more)
+            text.print_report(report, text.open_console(output.color), output.verbosity)
         else:
             print_document(formats.render(report, output.format))
     write(output, lambda name: formats.render(report, name))
@@ -307,11 +307,11 @@ def _regular_lines() -> Iterator[ProgressLine]:
         ended.set()
 
 
-def finish(report: "Report", output: Output, **more: Any) -> NoReturn:
+def finish(report: "Report", output: Output) -> NoReturn:
     """Print a report, write its files, and end the process by its verdict."""
     from kvdoctor.report.document import exit_code
 
-    show(report, output, **more)
+    show(report, output)
     end(exit_code(report, report.arguments["fail_on"]))
 
 
@@ -359,14 +359,13 @@ def finish_with(call: Callable[..., Any], given: dict[str, Any], *paths: str | N
     policy = {"policy": chosen_policy(given)} if "config" in given else {}
     with progress_line(quiet=given["quiet"]) as progress:
         report = call(*paths, progress=progress, **own, **policy, **given_options())
-    finish(report, output, show_diff=given.get("show_diff", False))
+    finish(report, output)
 
 
 def copy_options(what: str) -> Callable[[Command], Command]:
-    """Add the options for a copy in OUT: where it is written, and two ways to look first."""
+    """Add the options for a copy in OUT: where it is written, and a way to look first."""
     meaning = f"Make {what}, prove it and write nothing; the exit code is that of the original."
     options = (
-        out_option("--diff", "show_diff", is_flag=True, help="Show the changes node by node, write nothing."),
         out_option("--dry-run", is_flag=True, help=meaning),
         out_option("--force", is_flag=True, help="Replace OUT if kvdoctor wrote it."),
         out_option("-o", "--out", metavar="OUT", help=f"Write {what} to this folder; it must not exist."),
@@ -380,7 +379,6 @@ def finish_copy(call: Callable[..., Any], given: dict[str, Any], path: str | Non
     Raises:
         UsageError: there is no OUT, and nobody asked to look.
     """
-    looks = given["dry_run"] or given["show_diff"]
-    if given["out"] is None and not looks:
+    if given["out"] is None and not given["dry_run"]:
         raise click.UsageError(f"give the folder for {what} with -o OUT, or ask with --dry-run")
-    finish_with(call, given, path, None if looks else given["out"], force=given["force"])
+    finish_with(call, given, path, None if given["dry_run"] else given["out"], force=given["force"])

@@ -176,14 +176,10 @@ class SettleJob(SideJob):
 
 @record
 class GradeJob(Job):
-    """Run variants of one model on the tokens that the base decodes; each has its own answer.
-
-    `prompt` are token ids to begin with, in place of random ones.
-    """
+    """Run variants of one model on the tokens that the base decodes; each has its own answer."""
 
     base: PairedSide
     variants: tuple[PairedSide, ...]
-    prompt: tuple[int, ...] = ()
 
 
 @record

@@ -43,28 +43,14 @@ class FileContext:
         return Advice("graph", text, f"kvdoctor re-export {as_argument(self.folder.shown)} -o {self.folder.out}")
 
 
-@record(slots=False)
-class DraftModel:
-    """A draft: its path as given, the stack that decodes, and the ids of its tokenizer by token; None without one."""
-
-    shown: str
-    side: "PairedSide"
-    tokens: dict[str, int] | None
-
-    @property
-    def contract(self) -> CacheContract:
-        """How to drive it."""
-        return self.side.contract
-
-
 @record(slots=False, kw_only=True)
 class ContractContext:
     """Round `contract`: one stack and its cache contract.
 
     `consumer` is the loop that will use the model, `required` are the uses that must work, `targets` the runtimes in
     which it must run. `tolerances` are shares of the logits' standard deviation that pass in place of the table's.
-    `runs` are the experiments, none where nothing was run. `draft` is the model that proposes tokens, if one is given.
-    `added` are experiments of add-ons. `proof` is what the graph proves, where that was tried already.
+    `runs` are the experiments, none where nothing was run. `added` are experiments of add-ons. `proof` is what
+    the graph proves, where that was tried already.
     """
 
     folder: ModelFolder
@@ -75,7 +61,6 @@ class ContractContext:
     targets: "tuple[Target, ...]" = ()
     tolerances: Mapping[str, float] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
-    draft: DraftModel | None = None
     added: "tuple[AddedExperiment, ...]" = ()
     proof: Proof | None = None
 

@@ -34,9 +34,9 @@ def find_sources(nodes: Iterable[str], views: Iterable[GraphView]) -> tuple[Node
     """The sources of nodes, by name or first value, in the first graph that has them and where all agree."""
     views, found = list(views), list[NodeSource]()
     for name in dict.fromkeys(nodes):
-        alike = next(filter(None, ([node for node in all_nodes(v.model) if name_of(node) == name] for v in views)), [])
-        told = {source_of(node) for node in alike}
-        if len(told) == 1 and (source := told.pop()) is not None:
+        named = next(filter(None, ([node for node in all_nodes(v.model) if name_of(node) == name] for v in views)), [])
+        places = {source_of(node) for node in named}
+        if len(places) == 1 and (source := places.pop()) is not None:
             found.append(source)
     return tuple(found)
 

@@ -29,7 +29,7 @@ from kvdoctor.findings import Check, Finding, NotChecked, Round, Selection, all_
 from kvdoctor.model.flow import FLAWS
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import DraftFacts, StackFacts
+from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.wording.runs import describe_comparisons, describe_rounding
 
 if TYPE_CHECKING:
@@ -211,8 +211,8 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     from kvdoctor.decode.experiments import judged_names
 
     loop, stack, new_tokens = context.checked_loop, context.stack.name, context.contract.new_tokens
-    told = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
-    explained = loop is not None and loop.by_rounding and any(f.experiment == loop.experiment for f in told)
+    reported = (finding for finding in findings if finding.name == "cached-differs" and loop is not None)
+    explained = loop is not None and loop.by_rounding and any(f.experiment == loop.experiment for f in reported)
     names = judged_names() - {SEARCH}
     if loop and loop.outcome == "passed" and new_tokens == 1:
         reason = "the first step takes 1 new token only, so there is no call without a cache to compare with"
@@ -265,13 +265,6 @@ def find_undecided_steps(stack: str, findings: Iterable[Finding]) -> Iterator[No
         if finding.name == "loop-breaks-contract" and finding.confidence == "suspected" and finding.severity != "note":
             reason = f"whether the caller's loop is right there is not decided: {finding.effects[-1]}"
             yield NotChecked(stack, finding.code, reason, essential=True)
-
-
-def find_ungraded(draft: DraftFacts, findings: Iterable[Finding]) -> Iterator[NotChecked]:
-    """A draft without figures; essential unless a finding says that its vocabulary is another one."""
-    if draft.reason is not None:
-        known = any(finding.name == "draft-vocabulary-differs" for finding in findings)
-        yield NotChecked(draft.stack, "KV022", f"the draft was not compared: {draft.reason}", essential=not known)
 
 
 def find_unproved_uses(context: ContractContext, findings: Iterable[Finding]) -> Iterator[NotChecked]:

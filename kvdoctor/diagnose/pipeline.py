@@ -32,7 +32,6 @@ from kvdoctor.diagnose.build_report import (
 from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import (
     ContractContext,
-    DraftModel,
     GoldenContext,
     LocalRun,
     RunContext,
@@ -40,7 +39,7 @@ from kvdoctor.diagnose.context import (
     extend_context,
 )
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
-from kvdoctor.diagnose.graded_models import grade_draft, grade_variants, open_draft
+from kvdoctor.diagnose.graded_models import grade_variants
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck, UsageError
@@ -48,7 +47,7 @@ from kvdoctor.findings import Finding, NotChecked, Round, Selection, all_checks
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import DraftFacts, StackFacts
+from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.wording import join_some
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.scratch import scratch_folder
@@ -62,8 +61,8 @@ if TYPE_CHECKING:
 
 NOT_STARTED = "not started"
 NO_OTHER_SIDE = "the CPU does not open the file, so {} is compared with itself alone"
-EXPLAIN_NO_RUN = ("cross-cache-emptied", "adapter-misfits", not_checked.OF_PARTS)
-"""Faults of the contract that leave a loop to check: the held one, and those without an adapter or another part."""
+EXPLAIN_NO_RUN = ("cross-cache-emptied", not_checked.OF_PARTS)
+"""Faults of the contract that leave a loop to check: the held one, and that without another part."""
 
 
 class AddedPart(Protocol):
@@ -112,7 +111,6 @@ class StackDiagnosis:
     runs: tuple[Run, ...]
     measured: dict[str, Any]
     target_results: "tuple[TargetResult, ...]" = ()
-    draft: DraftFacts | None = None
 
 
 @record
@@ -124,7 +122,6 @@ class _Session:
     runtime: Runtime
     checkpoint: "Checkpoint | None"
     golden: "Golden | None" = None
-    draft: DraftModel | None = None
     parts: tuple[AddedPart, ...] = ()
     providers: tuple[str, ...] = ()
 
@@ -170,17 +167,14 @@ def _blame_contract(file: str, report: Report, own: Report) -> str:
 def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) -> Report:
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
-    draft, prompted = (
-        open_draft(options.draft) if options.draft is not None else None,
-        _read_prompt(options, folder, contracts),
-    )
+    prompted = _read_prompt(options, folder, contracts)
     checkpoint, golden = _open_others(options)
     parts = open_parts(options, contracts)
     others = tuple(name for name in options.providers if name != CPU)
     for name in others:
         runtime.require_provider(name)
     on_cpu = replace(prompted, providers=(CPU, *others))
-    session = _Session(on_cpu, plan, runtime, checkpoint, golden, draft, parts, others)
+    session = _Session(on_cpu, plan, runtime, checkpoint, golden, parts, others)
     results = sum((part.results for part in parts), results)
 
     diagnoses: dict[str, StackDiagnosis] = {}
@@ -188,7 +182,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         if plan.stacks is None or stack.name in plan.stacks:
             added = tuple(one for part in parts for one in part.list_experiments(stack.name))
             context = build_context(folder, stack, contracts[stack.name], options)
-            diagnoses[stack.name] = _diagnose_stack(replace(context, draft=draft, added=added), session)
+            diagnoses[stack.name] = _diagnose_stack(replace(context, added=added), session)
             results += diagnoses[stack.name].results
 
     runs = tuple(run for diagnosis in diagnoses.values() for run in diagnosis.runs)
@@ -202,7 +196,6 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         session.checkpoint.close()
         environment |= session.checkpoint.versions
     measured = {name: diagnosis.measured for name, diagnosis in diagnoses.items()}
-    drafts = tuple(diagnosis.draft for diagnosis in diagnoses.values() if diagnosis.draft is not None)
     # Not of a trace, of some checks, or of the copy of a repair.
     whole = not session.parts and plan.at is None and plan.stacks is None and options.selection == Selection()
     variants = tuple(grade_variants(folder, contracts, options, runtime)) if whole else ()
@@ -212,7 +205,7 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
         *(["faithful"] if options.reference else []),
         *(["portable"] if options.targets or others else []),
     )
-    report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants, drafts=drafts)
+    report = replace(report, environment=environment, runs=runs, measured=measured, variants=variants)
     ground = find_ground(runs, read, sides)
     if ground is not None:
         report = replace(report, ground=replace(ground, proved=sum_up_proofs(report.stacks)))
@@ -260,24 +253,10 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     for part in session.parts:
         more = part.judge(after, options)
         found = replace(found + more, notes=more.notes + found.notes)
-    graded = _grade_draft(after, session)
-    if graded is not None:
-        found += CheckResults(not_checked=tuple(not_checked.find_ungraded(graded, found.findings)))
     facts = stack_facts(stack, after.contract, context.folder.side_cars)
     proof = seen.proof or find_proof(stack, after.contract)
     facts = replace(facts, proof=without_faults(proof, stack.name, found.findings))
-    return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results, graded)
-
-
-def _grade_draft(context: RunContext, session: _Session) -> DraftFacts | None:
-    """The tokens of the draft that are accepted, or why there are no figures; None without a draft."""
-    loop = context.checked_loop
-    if context.draft is None:
-        return None
-    if loop is None or loop.shows != "passed":
-        reason = "the loop of the model itself did not pass"
-        return DraftFacts(context.stack.name, context.draft.shown, 0, reason=reason)
-    return grade_draft(context.side, context.draft, session.options, session.runtime)
+    return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:

@@ -9,7 +9,6 @@ from kvdoctor.errors import UsageError, how_to_get
 
 GIVE = "give an .onnx file or the folder of an export"
 MODEL_SUFFIXES = {".onnx", ".ort"}
-ADAPTER_SUFFIX = ".onnx_adapter"
 SIDE_CARS = (
     "config.json",
     "genai_config.json",
@@ -55,20 +54,19 @@ def looked_at(path: Path) -> tuple[Path, tuple[Path, ...]]:
     What the models name as external data is not among them.
     """
     root, names = candidates(path)
-    beside = side_car_folder(root)
-    adapters = (root / name for name in list_names(root, ADAPTER_SUFFIX))
-    files = (beside / name for name in (*SIDE_CARS, *TOKENIZER))
-    return root, (*names, *adapters, *(file for file in files if file.exists()))
+    folder = side_car_folder(root)
+    files = (folder / name for name in (*SIDE_CARS, *TOKENIZER))
+    return root, (*names, *(file for file in files if file.exists()))
 
 
-def list_names(folder: Path, suffix: str = "") -> tuple[str, ...]:
-    """The sorted names in a folder that end with a suffix. One with many models is listed once. Raises OSError."""
-    return _list_names(folder, suffix, folder.stat().st_mtime_ns)
+def list_names(folder: Path) -> tuple[str, ...]:
+    """The sorted names in a folder. One with many models is listed once. Raises OSError."""
+    return _list_names(folder, folder.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
-def _list_names(folder: Path, suffix: str, changed: int) -> tuple[str, ...]:  # noqa: ARG001 - when it was changed
-    return tuple(sorted(name for name in os.listdir(folder) if name.endswith(suffix)))  # noqa: PTH208
+def _list_names(folder: Path, changed: int) -> tuple[str, ...]:  # noqa: ARG001 - when it was changed
+    return tuple(sorted(os.listdir(folder)))  # noqa: PTH208
 
 
 def candidates(path: Path) -> tuple[Path, list[Path]]:

@@ -49,8 +49,8 @@ def onnx_version() -> str:
     but loads the email package for it, a tenth of the time of an inspection.
     """
     package = importlib.util.find_spec("onnx")
-    beside = Path(package.origin).parent.parent.iterdir() if package and package.origin else ()
-    versions = [match[1] for folder in beside if (match := DIST_INFO.fullmatch(folder.name))]
+    folders = Path(package.origin).parent.parent.iterdir() if package and package.origin else ()
+    versions = [match[1] for folder in folders if (match := DIST_INFO.fullmatch(folder.name))]
     if len(versions) == 1:
         return versions[0]
     from importlib import metadata

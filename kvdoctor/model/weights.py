@@ -46,7 +46,7 @@ class Weight:
     """A weight: its name, element type, sizes, and its bytes: in `path` from `offset` on, or `inline`.
 
     `reader` is the name of the first node that multiplies it, or else of the first that computes with it, `op` its
-    operator, `order` its number among the nodes of that operator, and `input` the number of the input.
+    operator, and `input` the number of the input.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Weight:
     inline: bytes = b""
     reader: str = ""
     op: str = ""
-    order: int = -1
     input: int = 0
 
     @property
@@ -133,13 +132,11 @@ def list_weights(path: Path) -> list[Weight]:
     """
     model, places = _open_located(path)
     readers: dict[str, list[_Reader]] = {}
-    counts: dict[str, int] = {}
     view = GraphView(model)
     for scope in view.scopes():
         for node in scope.graph.node:
-            order = counts[node.op_type] = counts.get(node.op_type, -1) + 1
             for index, name in enumerate(node.input):
-                readers.setdefault(str(name), []).append(_Reader(node, order, index))
+                readers.setdefault(str(name), []).append(_Reader(node, index))
     located = (_locate(name, tensor, places) for name, tensor in list_tensors(view))
     # One integer is a zero point or an axis, and integers for shapes and masks are few.
     least = dict.fromkeys(FLOATS, 0) | dict.fromkeys((6, 7, 9, 12, 13), SMALL)
@@ -207,14 +204,13 @@ def _open_located(path: Path) -> tuple[ModelProto, dict[str, Path]]:
 @record(slots=False)
 class _Reader:
     node: NodeProto
-    order: int
     input: int
 
 
 def _with_reader(weight: Weight, readers: "list[_Reader]") -> Weight:
     """The weight with a node that computes with it, after those that only pass it on; a tied one has several."""
     named = [
-        replace(weight, reader=str(one.node.name or one.node.op_type), op=op, order=one.order, input=one.input)
+        replace(weight, reader=str(one.node.name or one.node.op_type), op=op, input=one.input)
         for one in readers
         if (op := str(one.node.op_type))
     ]
@@ -223,8 +219,8 @@ def _with_reader(weight: Weight, readers: "list[_Reader]") -> Weight:
 
 def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterator[_Reader]":
     for one in readers.get(name, ()):
-        behind = one.node.op_type in PASSING and one.node.output and left
-        further = list(_follow(str(one.node.output[0]), readers, left - 1)) if behind else []
+        passes_on = one.node.op_type in PASSING and one.node.output and left
+        further = list(_follow(str(one.node.output[0]), readers, left - 1)) if passes_on else []
         yield from further or [one]
 
 

@@ -1,27 +1,20 @@
 """The fix report: the changes, the proof, the cost, and the findings that remain."""
 
-import difflib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
-from kvdoctor.contract import describe
 from kvdoctor.errors import as_argument, free_name
 from kvdoctor.findings import Finding
 from kvdoctor.model.files import sha256
-from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.model.traverse import bodies_of
-from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.repair.check_advice import advise_export
 from kvdoctor.repair.repairs.registry import find_repair, load
 from kvdoctor.repair.session import Conversion, Outcome, RepairedFiles, RepairSession
-from kvdoctor.repair.workspace import CannotConvert, describe_type, source_of
+from kvdoctor.repair.workspace import CannotConvert, source_of
 from kvdoctor.report.document import Report
-from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, FileDiff, NotRepaired, RepairRecord, RepairSide
+from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, NotRepaired, RepairRecord, RepairSide
 
 
 def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Report:
@@ -36,7 +29,6 @@ def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Rep
         after=_side(after),
         advice=tuple(dict.fromkeys(line for one in outcome.applied for line in one.repair.advice)),
         not_repaired=_explain_remaining(after, outcome.not_repaired),
-        diff=tuple(_list_diffs(session, outcome)),
         files=tuple(_list_files(session, outcome)),
         undo=undo if out is not None else (),
     )
@@ -120,7 +112,6 @@ def report_unproved(
     record = replace(
         _make_record(outcome),
         not_repaired=_explain_remaining(before, outcome.not_repaired, tried),
-        diff=tuple(_list_diffs(session, outcome)),
     )
     findings = _update_advice(before, before.model.path, session.folder)
     return replace(before, command="re-export", findings=findings, repair=record, notes=(*before.notes, note))
@@ -167,13 +158,6 @@ def _explain_remaining(
     return tuple(found)
 
 
-def _list_diffs(session: RepairSession, outcome: Outcome) -> Iterator[FileDiff]:
-    for name in sorted(outcome.changed_files):
-        source = next((file.path for file in session.folder.files if file.name == name), None)
-        if source is not None and (session.at / name).is_file():
-            yield _compare_models(name, read_skeleton(source).model, read_skeleton(session.at / name).model)
-
-
 def _list_files(session: RepairSession, outcome: Outcome) -> Iterator[ChangedFile]:
     for name in sorted(outcome.changed_files):
         source, made = source_of(session.folder, name), session.at / name
@@ -196,80 +180,3 @@ def _count_bytes(folder: ModelFolder) -> int:
     """Bytes of the models of a folder, with the files that hold their weights."""
     sizes = {file.path: file.skeleton.bytes_on_disk for file in folder.files if file.skeleton}
     return sum((sizes | {data.path: data.bytes or 0 for file in folder.files for data in file.external}).values())
-
-
-MOST_LINES = 400
-MOST_VALUES = 8
-LARGEST_MATCHED = 4000
-"""Nodes of a graph up to which lines are matched one by one; longer graphs are compared as sets."""
-
-
-def _compare_models(file: str, old: ModelProto, new: ModelProto) -> FileDiff:
-    """The lines that only one of two models has, under the title of their part."""
-    lines: list[str] = []
-    was, now = (dict(_list_parts(model)) for model in (old, new))
-    for title in dict.fromkeys([*was, *now]):
-        found = list(_list_changes(was.get(title, ()), now.get(title, ())))
-        lines += [f"  {title}", *found] if found else []
-    return FileDiff(file, tuple(lines[:MOST_LINES]), max(len(lines) - MOST_LINES, 0))
-
-
-def _list_changes(old: tuple[str, ...], new: tuple[str, ...]) -> Iterator[str]:
-    if old == new:
-        return
-    if max(len(old), len(new)) > LARGEST_MATCHED:
-        before, after = set(old), set(new)
-        yield from (f"- {line}" for line in old if line not in after)
-        yield from (f"+ {line}" for line in new if line not in before)
-        return
-    for line in difflib.unified_diff(old, new, lineterm="", n=0):
-        if line[0] in "+-" and line[:3] not in ("+++", "---"):
-            yield f"{line[0]} {line[1:]}"
-
-
-def _list_parts(model: ModelProto) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The parts of a model that are compared by themselves: title, and one line for each entry."""
-    opsets = (f"opset {entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import)
-    yield "model", (f"IR version {model.ir_version}", *opsets)
-    for scope in GraphView(model).scopes():
-        graph, path = scope.graph, scope.path
-        ports = {"inputs": graph.input, "outputs": graph.output, "declared inside": graph.value_info}
-        for title, values in ports.items():
-            yield f"{path}, {title}", tuple(f"{value.name} {describe_type(value)}" for value in values)
-        yield f"{path}, initializers", tuple(sorted(map(_describe_tensor, graph.initializer)))
-        yield f"{path}, nodes", tuple(map(_describe_node, graph.node))
-    for function in model.functions:
-        yield f"function {function.name}", tuple(map(_describe_node, function.node))
-
-
-def _describe_node(node: NodeProto) -> str:
-    kind = f"{node.domain}.{node.op_type}" if node.domain else str(node.op_type)
-    attributes = ", ".join(filter(None, (_describe_attribute(attribute) for attribute in node.attribute)))
-    text = f"{', '.join(node.output)} = {kind}({', '.join(node.input)}" + (f"; {attributes}" if attributes else "")
-    return f"{text})" + (f'  "{node.name}"' if node.name else "")
-
-
-def _describe_attribute(attribute: AttributeProto) -> str:
-    if any(True for _ in bodies_of(attribute)):
-        return ""  # a part of its own
-    if attribute.HasField("t"):
-        return f"{attribute.name}={_describe_tensor(attribute.t)}"
-    for values in ([attribute.i] if attribute.HasField("i") else [], attribute.ints, attribute.floats):
-        if values:
-            return f"{attribute.name}={list(values)[:MOST_VALUES]}"
-    if attribute.HasField("f"):
-        return f"{attribute.name}={attribute.f:g}"
-    return f"{attribute.name}={attribute.s[:60]!r}" if attribute.HasField("s") else str(attribute.name)
-
-
-def _describe_tensor(tensor: TensorProto) -> str:
-    dtype = ELEMENT_TYPES.get(tensor.data_type, "?")
-    values, inside = "", tensor.data_location != TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING
-    if inside and math.prod(tensor.dims) <= MOST_VALUES:
-        from onnx import numpy_helper
-
-        try:
-            values = f" = {numpy_helper.to_array(tensor).tolist()}"
-        except (ValueError, TypeError):
-            values = " = (damaged)"
-    return f"{tensor.name} {describe(dtype, tuple(tensor.dims))}{values}".strip()

@@ -71,14 +71,6 @@ class Table:
 
 
 @record
-class Diff:
-    """Changed lines; `-` begins a removed line, `+` an added one. `left_out` counts those that are not listed."""
-
-    lines: tuple[str, ...]
-    left_out: int = 0
-
-
-@record
 class Card:
     """A finding.
 
@@ -154,7 +146,7 @@ class Section:
     extra: bool = False
 
 
-Block = Lines | Pairs | Table | Diff | Cards | Picture | Section
+Block = Lines | Pairs | Table | Cards | Picture | Section
 
 
 def pairs(rows: Iterable[tuple[Text, Text]]) -> Iterator[Pairs]:

@@ -105,11 +105,6 @@ class Page:
             case blocks.Table():
                 title = self.lines(f"  {block.title}", "bold") if block.title else []
                 return [*title, *self.table_lines(block)]
-            case blocks.Diff():
-                colors = {"-": "red", "+": "green"}
-                parts = [self.lines(f"  {line}", colors.get(line[:1], "dim")) for line in block.lines]
-                parts += [self.lines(f"  ... and {block.left_out} more lines", "dim")] if block.left_out else []
-                return [made for part in parts for made in part]
             case blocks.Cards():
                 return [made for card in block.cards for made in (Line(""), *self.card_lines(card))][1:]
             case blocks.Picture():

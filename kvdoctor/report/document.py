@@ -70,7 +70,6 @@ class Report:
         targets: the target runtimes.
         variants: variants of one model in the folder, each compared with the most exact one.
         speed: how fast each stack decodes; only of the command `speed`.
-        drafts: the draft of each stack, and the tokens of it that are accepted.
         runs: every experiment on every stack and runtime.
         findings: the findings, worst first.
         not_checked: the checks that could not run.
@@ -91,7 +90,6 @@ class Report:
     targets: tuple[TargetFacts, ...] = ()
     variants: tuple[facts.VariantFacts, ...] = ()
     speed: tuple[facts.SpeedFacts, ...] = ()
-    drafts: tuple[facts.DraftFacts, ...] = ()
     runs: tuple[Run, ...] = ()
     findings: tuple[Finding, ...] = ()
     not_checked: tuple[NotChecked, ...] = ()

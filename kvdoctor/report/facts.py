@@ -179,29 +179,6 @@ class SpeedFacts:
 
 
 @record
-class DraftFacts:
-    """The draft of speculative decoding (`--draft`), and the tokens of it that greedy decoding accepts.
-
-    Attributes:
-        stack: the name of the stack that was decoded with.
-        draft: the path of the draft as the user gave it.
-        prompts: the number of prompts that were decoded.
-        given: whether the user gave the prompt; others are random tokens.
-        tokens: the positions that were compared: those of the tokens that the model decodes.
-        accepted: the positions where the likeliest token of the draft is that of the model.
-        reason: why there are no figures; null if there are.
-    """
-
-    stack: str
-    draft: str
-    prompts: int
-    given: bool = False
-    tokens: int = 0
-    accepted: int = 0
-    reason: str | None = None
-
-
-@record
 class TargetFacts:
     """A target runtime, and its results for each stack that differ from those of the local runtime.
 

@@ -8,7 +8,7 @@ from kvdoctor.findings import Finding
 from kvdoctor.report import blocks
 from kvdoctor.report.blocks import Span, Text, capitalized, pieces, plain
 from kvdoctor.report.document import Report
-from kvdoctor.report.escaping import code, markdown, printable, shortened
+from kvdoctor.report.escaping import code, markdown, shortened
 from kvdoctor.report.facts import UNDIAGNOSED
 from kvdoctor.report.sections.repair import format_copy
 from kvdoctor.report.sections.whole import list_sections
@@ -145,9 +145,6 @@ def _write_block(block: blocks.Block, level: int) -> Iterator[str]:
         case blocks.Table():
             yield from [f"{markdown(plain(capitalized(block.title)))}:"] if block.title else []
             yield _write_table(block)
-        case blocks.Diff():
-            more = [f"    ... and {block.left_out} more lines"] if block.left_out else []
-            yield "\n".join([*(f"    {printable(shortened(line))}" for line in block.lines), *more])
         case blocks.Cards():
             yield from (part for card in block.cards for part in _write_card(card, level))
         case blocks.Picture():

@@ -86,21 +86,6 @@ class NotRepaired:
 
 
 @record
-class FileDiff:
-    """The changed lines of a graph.
-
-    Attributes:
-        file: the changed file.
-        lines: the lines; `-` begins a removed line, `+` an added one.
-        left_out: the number of further lines that are not listed.
-    """
-
-    file: str
-    lines: tuple[str, ...]
-    left_out: int = 0
-
-
-@record
 class ChangedFile:
     """A file of the copy that differs from the source.
 
@@ -262,7 +247,6 @@ class RepairRecord:
     advice: tuple[str, ...] = ()
     repairs: tuple[AppliedRepair, ...] = ()
     not_repaired: tuple[NotRepaired, ...] = ()
-    diff: tuple[FileDiff, ...] = ()
     files: tuple[ChangedFile, ...] = ()
     undo: tuple[str, ...] = ()
     proved: bool = False

@@ -14,9 +14,9 @@ from kvdoctor.report.document import Report, counts, exit_code_of_all
 from kvdoctor.report.escaping import cut, shortened
 from kvdoctor.report.facts import UNDIAGNOSED
 from kvdoctor.report.sections.findings import find_deciding, find_pictured, make_short_card
-from kvdoctor.report.sections.repair import format_copy, outline_repair, show_changes
+from kvdoctor.report.sections.repair import format_copy, outline_repair
 from kvdoctor.report.sections.stack import is_plan_requested, show_memory, show_targets
-from kvdoctor.report.sections.whole import list_sections, show_drafts, show_speed, show_variants
+from kvdoctor.report.sections.whole import list_sections, show_speed, show_variants
 from kvdoctor.report.wording import format_count, health, join_some, summary
 from kvdoctor.report.wording.contract import describe_contract, format_files, list_fed, list_ports, outline_contracts
 from kvdoctor.report.wording.finding import (
@@ -53,7 +53,7 @@ def render_gate(_document: Callable[[], dict[str, Any]], reports: Sequence[Repor
     return page.getvalue()
 
 
-def print_report(report: Report, console: Console, verbosity: int = 0, show_diff: bool = False) -> None:
+def print_report(report: Report, console: Console, verbosity: int = 0) -> None:
     """Print a report. `verbosity`: -1 findings and verdict alone, 0 one screen, 1 the evidence, 2 all."""
     page = Page(console)
     if verbosity >= 0:
@@ -63,7 +63,6 @@ def print_report(report: Report, console: Console, verbosity: int = 0, show_diff
     else:
         if report.repair is not None and verbosity == 0:
             page.write([Section("", tuple(outline_repair(report, report.repair)))])
-            page.write([Section("changes", tuple(show_changes(report.repair)))] if show_diff else [])
         _show_cards(page, report, verbosity)
         page.write(_outline(report) if verbosity == 0 else _list_open_checks(report, essential=True))
     _show_verdict(page, report, verbosity)
@@ -170,7 +169,6 @@ def _outline(report: Report) -> Iterator[Block]:
         yield Section(Span(stack.name), tuple(show_targets(report, stack)))
     yield from show_variants(report)
     yield from show_speed(report)
-    yield from show_drafts(report)
     yield from _list_open_checks(report, False if report.verdict in UNDIAGNOSED else None)
     yield from lines((f"note: {note}" for note in report.notes[:MOST_NOTES]), "dim")
     yield from _count_rest(report.notes, MOST_NOTES, "note")

@@ -312,17 +312,6 @@ def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_diff_shows_the_graph_line_by_line(tmp_path: Path) -> None:
-    """Nothing is written, so the exit code is that of the original."""
-    load_all()["past-without-present"].write(tmp_path / "model")
-    code, out, _ = call(tmp_path / "model", "--diff")
-    assert code == 1
-    assert "graph, outputs" in out
-    assert re.search(r"^  \+ present\.\S+ float\[", out, re.MULTILINE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
-@pytest.mark.slow
 def test_a_corrected_config_is_written_and_nothing_else(tmp_path: Path) -> None:
     source = load_all()["config-disagrees"].write(tmp_path / "model")
     repaired = re_export(source, tmp_path / "out")

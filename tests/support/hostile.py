@@ -9,7 +9,7 @@ from kvdoctor.decode.runs import Node, Run
 from kvdoctor.findings import Advice, Finding, NotChecked
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import FileFacts, ModelFacts, StackFacts
-from kvdoctor.report.repair_record import AppliedRepair, Change, FileDiff, NotRepaired, Proof, RepairRecord, RepairSide
+from kvdoctor.report.repair_record import AppliedRepair, Change, NotRepaired, Proof, RepairRecord, RepairSide
 
 TEXTS = (
     *("\x1b[31mred\x1b[0m", "\x1b]8;;http://x\x07link\x1b]8;;\x07", "\x9b31m", "\x85next", "a\nb\r\nc\rd", "tab\there"),
@@ -128,6 +128,5 @@ def _repaired(text: str, found: Finding) -> RepairRecord:
         advice=(text,),
         repairs=(AppliedRepair(text, text, (text,), text, text),),
         not_repaired=(NotRepaired(text, text, text, text, text),),
-        diff=(FileDiff(text, (f"-{text}", f"+{text}", text), 2),),
         undo=(text,),
     )

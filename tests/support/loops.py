@@ -174,12 +174,3 @@ def as_lines(loop: Loop, data: int = 64) -> str:
             line["error"] = call["error"]
         lines.append(json.dumps(line))
     return "\n".join(lines) + "\n"
-
-
-def as_folder(loop: Loop, folder: Path) -> Path:
-    """The loop as one .npz for each step."""
-    folder.mkdir()
-    for number, call in enumerate(loop.calls):
-        arrays = {f"{side}/{name}": value for side in ("fed", "got") for name, value in call[side].items()}
-        np.savez(folder / f"step_{number}.npz", **arrays)
-    return folder

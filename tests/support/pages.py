@@ -143,5 +143,4 @@ def facts(report: Report) -> Iterator[str]:
         yield from (report.repair.source, report.repair.out or "")
         yield from (text for c in report.repair.changes for text in (c.where, c.before, c.after))
         yield from (proof.claim for proof in report.repair.proof)
-        yield from (line for found in report.repair.diff for line in found.lines)
         yield from report.repair.advice

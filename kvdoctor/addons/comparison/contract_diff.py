@@ -58,8 +58,8 @@ def group_layers(differences: Iterable[Difference]) -> tuple[Difference, ...]:
             # Names of renamed tensors are compared without their layer and part.
             renamed = difference.field in ("name", "past", "present", "filled by", "keeps")
             sides = (difference.before, difference.after)
-            alike = tuple(LAYER_MARKS.sub("", side) if renamed and side is not None else side for side in sides)
-            key = (difference.what, difference.field, *alike, difference.effect, difference.because)
+            unnumbered = tuple(LAYER_MARKS.sub("", side) if renamed and side is not None else side for side in sides)
+            key = (difference.what, difference.field, *unnumbered, difference.effect, difference.because)
         known = found.get(key)
         merged = difference if known is None else replace(known, subject=(*known.subject, *difference.subject))
         found[key] = merged
@@ -215,9 +215,9 @@ def _match(
         if name(one) in names:
             yield one, names[name(one)]
             continue
-        alike = [other for other in new if name(other) in left and meaning(other) == meaning(one)]
+        equal = [other for other in new if name(other) in left and meaning(other) == meaning(one)]
         rivals = [rival for rival in old if name(rival) not in names and meaning(rival) == meaning(one)]
-        found = alike[0] if len(alike) == len(rivals) == 1 else None
+        found = equal[0] if len(equal) == len(rivals) == 1 else None
         left -= {name(found)} if found is not None else set()
         yield one, found
     for other in new:

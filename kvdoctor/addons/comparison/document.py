@@ -74,57 +74,6 @@ class Outcomes:
 
 
 @record
-class WeightDifference:
-    """A weight whose content differs.
-
-    Attributes:
-        file: the file of A.
-        name: its name in A.
-        other: its name in B, the same or another one.
-        layer: its layer, counted from 0; None outside of layers, or where no name tells.
-        type: element type and sizes in A, and in B where they are others, as `float32[4, 4] -> float16[4, 4]`.
-        largest: the largest absolute difference; None where the values cannot be compared or are not finite.
-        relative: the root mean square of the difference as a fraction of A's root mean square; None likewise.
-        correlation: of the values; None likewise, and where one side is constant.
-        reason: why values were not compared; empty if they were.
-    """
-
-    file: str
-    name: str
-    other: str
-    layer: int | None
-    type: str
-    largest: float | None = None
-    relative: float | None = None
-    correlation: float | None = None
-    reason: str = ""
-
-
-@record
-class WeightsDiff:
-    """The weights of a stack by content.
-
-    Attributes:
-        same: the number of weights that are equal byte for byte under the same name.
-        renamed: the number of those that are equal under another name.
-        changed: those that differ.
-        only_a: the names of those that only A has.
-        only_b: the names of those that only B has.
-    """
-
-    same: int = 0
-    renamed: int = 0
-    changed: tuple[WeightDifference, ...] = ()
-    only_a: tuple[str, ...] = ()
-    only_b: tuple[str, ...] = ()
-
-    @property
-    def equal(self) -> bool:
-        """Whether both sides hold the same content."""
-        return not (self.changed or self.only_a or self.only_b)
-
-
-@record
 class StackDiff:
     """A stack of A and the matching stack of B, by name; None if only one side has it."""
 
@@ -134,7 +83,6 @@ class StackDiff:
     graph: tuple[Difference, ...] = ()
     experiments: tuple[Outcomes, ...] = ()
     logits: Logits | None = None
-    weights: WeightsDiff | None = None
 
 
 @record
@@ -229,7 +177,6 @@ def decide(
         different |= stack.a is None or bool(stack.contract or stack.graph)
         different |= any(one.a != one.b for one in stack.experiments)
         different |= stack.logits is not None and stack.logits.agree != "bits"
-        different |= stack.weights is not None and not stack.weights.equal
     return "different" if different else "equal"
 
 
@@ -262,8 +209,6 @@ def _scope(diff: DiffReport) -> str:
         return " to the golden numbers"
     if not diff.arguments.get("static"):
         return ", without logits"
-    if all(stack.weights is not None for stack in diff.stacks):
-        return " in contract, operator counts and weights; wiring and logits were not compared"
     return " in contract and operator counts; wiring, weights and logits were not compared"
 
 

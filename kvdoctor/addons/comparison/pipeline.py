@@ -11,10 +11,9 @@ from kvdoctor.addons.comparison.document import (
     Logits,
     NotCompared,
     StackDiff,
-    WeightsDiff,
     decide,
 )
-from kvdoctor.addons.comparison.files_diff import compare_graphs, compare_weights, match_files, pair_up
+from kvdoctor.addons.comparison.files_diff import compare_graphs, pair_up
 from kvdoctor.addons.comparison.options import DiffChoices
 from kvdoctor.addons.comparison.results_diff import (
     LOCAL,
@@ -26,12 +25,11 @@ from kvdoctor.addons.comparison.results_diff import (
     needs_no_run,
 )
 from kvdoctor.addons.comparison.sides import DiagnosedSide, compare_golden, diagnose_sides, find_golden
-from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.errors import UnreadableError, UsageError
+from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding, means_incomplete
 from kvdoctor.options import Options
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import FileFacts, StackFacts
+from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.wording import shorten_names
 
 NO_RUNS = ("inspect",)
@@ -115,8 +113,7 @@ def _compare_stack(sides: _Comparison, old: StackFacts | None, new: StackFacts |
     if not sides.a.required:
         pairs = ((sides.a, old), (sides.b, new))
         files = [[file for file in side.report.model.files if file.path in stack.files] for side, stack in pairs]
-        weights = _compare_weights(sides, new.name, files)
-        diff = replace(diff, graph=compare_graphs(*files), weights=weights)
+        diff = replace(diff, graph=compare_graphs(*files))
     if old.contract is None or new.contract is None:
         sides.missing.append(NotCompared(new.name, "contract", "one side has none", essential=True))
     else:
@@ -124,21 +121,6 @@ def _compare_stack(sides: _Comparison, old: StackFacts | None, new: StackFacts |
         changes = (change for change in diff.contract if change.effect == "worse")
         sides.reasons += (f"contract broken: {_describe(change)}" for change in changes)
     return _compare_runs(sides, diff, (old.name, new.name)) if sides.have_runs else diff
-
-
-def _compare_weights(sides: _Comparison, stack: str, files: list[list[FileFacts]]) -> WeightsDiff | None:
-    reason = "a report has no weights; give both models"
-    if not (sides.a.stored or sides.b.stored):
-        places = [{file.name: file.path for file in open_folder(side.path).files} for side in (sides.a, sides.b)]
-        matched = [(a.path, b.path) for a, b in match_files(*files) if a is not None and b is not None]
-        reason = "the files of both sides could not be matched"
-        if matched and all(a in places[0] and b in places[1] for a, b in matched):
-            try:
-                return compare_weights([(a, places[0][a], places[1][b]) for a, b in matched])
-            except (UnreadableError, OSError, ValueError) as error:
-                reason = " ".join(str(error).split())
-    sides.missing.append(NotCompared(stack, "weights", reason))
-    return None
 
 
 def _compare_runs(sides: _Comparison, diff: StackDiff, names: tuple[str, str]) -> StackDiff:

@@ -17,8 +17,6 @@ from kvdoctor.addons.comparison.document import (
     Effect,
     Logits,
     StackDiff,
-    WeightDifference,
-    WeightsDiff,
     format_verdict,
 )
 from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, Text, lines
@@ -130,12 +128,11 @@ def _list_sections(diff: DiffReport, everything: bool = False) -> Iterator[Secti
 
 
 def _list_parts(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Section]:
-    """The parts of a stack that both sides have; a contract says nothing of graph, weights and behavior."""
+    """The parts of a stack that both sides have; a contract says nothing of graph and behavior."""
     same = _make_row("same", "contract", "a loop written for A works with B")
     parts: dict[str, Iterable[Row]] = {"contract": list(map(_row, stack.contract)) or [same]}
     if diff.a.source != "contract":
         parts["graph"] = _graph_rows(stack, everything)
-        parts["weights"] = () if stack.weights is None else _weight_rows(stack.weights, everything)
         parts["behavior"] = _run_rows(stack, diff, everything)
     for title, found in parts.items():
         if rows := tuple(found):
@@ -194,37 +191,6 @@ def _graph_rows(stack: StackDiff, everything: bool) -> Iterator[Row]:
             most = len(counts) if everything else MAX_NAMES
             shown = join_some(counts, most, rest=" and {} more (all with -v)")
             yield _make_row("changed", what, f"{subject}: {shown}")
-
-
-def _weight_rows(found: WeightsDiff, everything: bool) -> Iterator[Row]:
-    moved = f", {found.renamed} of them under another name" if found.renamed else ""
-    yield _make_row("same", "weights", f"{found.same + found.renamed} with the same content{moved}")
-    if found.changed:
-        yield _make_row("changed", "changed", f"{len(found.changed)}: {' and '.join(_list_layers(found.changed))}")
-    most = len(found.changed) if everything else MAX_NAMES
-    ranked = sorted(found.changed, key=lambda one: (one.relative is not None, -(one.relative or 0.0)))
-    for one in ranked[:most]:
-        name = one.name if one.name == one.other else f"{one.name} -> {one.other}"
-        off = [one.reason] if one.reason or one.largest is None else [f"off by at most {one.largest:.2g}"]
-        off += [f"{one.relative:.2g} of its root mean square"] if one.relative is not None else []
-        off += [f"correlation {one.correlation:.6g}"] if one.correlation is not None else []
-        yield _make_row("changed", "weight", f"{name} {one.type}: {', '.join(off)}")
-    if len(ranked) > most:
-        yield _make_row("changed", "weight", f"and {len(ranked) - most} more (all with -v)")
-    sides: tuple[tuple[State, tuple[str, ...]], ...] = (("gone", found.only_a), ("new", found.only_b))
-    for state, names in sides:
-        if names:
-            yield _make_row(state, "weights", _list_names(names) if not everything else ", ".join(names))
-
-
-def _list_layers(changed: Iterable[WeightDifference]) -> Iterator[str]:
-    changed = list(changed)
-    layers = sorted({one.layer for one in changed if one.layer is not None})
-    outside = sum(one.layer is None for one in changed)
-    if layers:
-        yield f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-    if outside:
-        yield f"{outside} outside of layers"
 
 
 def _run_rows(stack: StackDiff, diff: DiffReport, everything: bool) -> Iterator[Row]:

@@ -83,9 +83,9 @@ def _match(a: list[Finding], b: list[Finding], stacks: dict[str, str]) -> dict[i
         lambda old, new: bool(old.fingerprint) and old.fingerprint == new.fingerprint,
         lambda old, new: old.code == new.code and old.stack == stacks.get(new.stack or "", new.stack),
     )
-    for alike in rules:
+    for fits in rules:
         for new in (new for new in b if id(new) not in pairs):
-            old = next((old for old in left if alike(old, new)), None)
+            old = next((old for old in left if fits(old, new)), None)
             if old is not None:
                 pairs[id(new)] = old
                 left = [one for one in left if one is not old]

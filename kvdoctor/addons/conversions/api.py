@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.api import RunOptions, read_given
-from kvdoctor.choices import AttentionOperator, Attentions, AxisNames, CacheType, LogitsRows
+from kvdoctor.choices import AttentionOperator, AxisNames, CacheType, LogitsRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +25,6 @@ class ConvertOptions(RunOptions, total=False):
     ir_version: int | None
     opset: int | None
     attention: AttentionOperator | None
-    attentions: Attentions | None
     cache: str | None
     cache_type: CacheType | None
     exact_layers: "str | Iterable[int]"

@@ -17,7 +17,6 @@ class Comparison:
         rows: The rows of logits that a call of the converted model returns.
         keep: The values of its input that asks for rows, each of which is compared; empty without such an input. The
             loop goes on with the first.
-        weights: Outputs float[batch, heads, new, encoder] of the converted model whose last axis sums to 1.
         capacity: Tokens of the buffer that its cache became; sequences up to it are compared, and one more must fail.
         stored: Its slots that are stored in another type; the caches are compared as they are read.
         allowed: How far logits may lie apart because of that, in standard deviations of the logits.
@@ -28,7 +27,6 @@ class Comparison:
 
     rows: Rows = "all"
     keep: tuple[int, ...] = ()
-    weights: tuple[str, ...] = ()
     capacity: int | None = None
     stored: tuple[StoredSlot, ...] = ()
     allowed: float = 0.0

@@ -4,12 +4,10 @@ from typing import Any
 
 from kvdoctor.choices import (
     ATTENTION_OPERATORS,
-    ATTENTIONS,
     AXIS_NAMES,
     CACHE_TYPES,
     LOGITS_ROWS,
     AttentionOperator,
-    Attentions,
     AxisNames,
     CacheType,
     Choice,
@@ -46,12 +44,6 @@ class ConvertChoices:
         None,
         "Compute each causal attention by GroupQueryAttention of ONNX Runtime, whose cache may be one buffer "
         "(docs/conversions.md).",
-        unset="as PATH does",
-    )
-    attentions: Attentions | None = form(
-        Choice.of(ATTENTIONS),
-        None,
-        "Return the weights of the cross-attention, for word timestamps (docs/conversions.md).",
         unset="as PATH does",
     )
     cache: str | None = form(

@@ -340,7 +340,6 @@ def _merge(made: tuple[tuple[Asked, Converted], ...]) -> Converted:
         how = Comparison(
             rows="last" if "last" in (how.rows, more.rows) else "all",
             keep=how.keep or more.keep,
-            weights=how.weights + more.weights,
             capacity=more.capacity if how.capacity is None else how.capacity,
             stored=how.stored + more.stored,
             single_steps=how.single_steps or more.single_steps,

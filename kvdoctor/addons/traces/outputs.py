@@ -174,7 +174,7 @@ def _compare_likeliest(step: TraceStep, where: str, answer: Answer, builder: Fee
     return None
 
 
-def is_fed_alike(source: TraceStep, encoded: Encoded) -> bool:
+def is_fed_equally(source: TraceStep, encoded: Encoded) -> bool:
     """Whether the caller's encoder was fed what the local encoder was."""
     for name, array in encoded.fed.items():
         tensor = source.fed.get(name)

@@ -1,24 +1,19 @@
-"""Reads a trace: JSON lines, one call a line, or one .npz for each call in a folder or a zip. numpy only.
+"""Reads a trace: JSON lines, one call a line. numpy only.
 
 The file comes from a program with a fault: everything in it is validated before it is used.
 """
 
-import functools
-import io
 import json
 import math
-import re
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, onnx_dtype
 from kvdoctor.decode.calls import MOST_DATA, NUMPY_TYPES, Array
-from kvdoctor.decode.samples import DAMAGE, MOST_ARRAYS, read_header
 from kvdoctor.decode.side_files import open_side_file
 from kvdoctor.errors import UsageError
 
@@ -34,25 +29,22 @@ RUNS_FIELDS = ("run", "tokens", "error")
 """The fields of a line that ends a run. Source: docs/trace.md."""
 GUIDE = "docs/trace.md shows how to write one"
 SHORTER = "give the first steps up to the failure"
+SAMPLES = "a sample of large tensors in place of their data (docs/trace.md)"
 ONE_LINE = f"a trace has one JSON object a line; {GUIDE}"
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace; values of .npz files stay on disk until they are asked for.
+    """Read a trace.
 
     Raises:
         UsageError: it cannot be read, or is no trace; the message names the line or the file, and what to do.
     """
     place = Path(path)
     try:
-        if place.is_dir():
-            steps = folder_steps(place)
-        elif not place.is_file():
+        if not place.is_file():
             reason = "is no file" if place.exists() else "does not exist"
-            raise UsageError(f"the trace {path!r} {reason}; give a file of JSON lines, or a folder or zip of .npz")
-        else:
-            steps = _read_file(place)
-        trace = tuple(_limit_steps(steps, path))
+            raise UsageError(f"the trace {path!r} {reason}; give a file of JSON lines")
+        trace = tuple(_limit_steps(_read_file(place), path))
     except (OSError, ValueError) as error:  # a null character in the path is a ValueError
         raise UsageError(f"the trace {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not trace:
@@ -83,12 +75,8 @@ def _limit_steps(steps: Iterator[TraceStep], path: str) -> Iterator[TraceStep]:
 def _read_file(path: Path) -> Iterator[TraceStep]:
     with path.open("rb") as stream:
         start = stream.read(4)
-    if start.startswith(b"PK"):
-        return zip_steps(path)
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UsageError(f"{str(path)!r} is UTF-16, as the > of PowerShell writes it; write it as UTF-8")
-    if start.startswith(b"\x93NUM"):
-        raise UsageError(f"{str(path)!r} is one array; save the arrays of a step together with np.savez; {GUIDE}")
     return (parse_step(found, line, str(path)) for line, found in read_objects(path))
 
 
@@ -102,7 +90,7 @@ def read_objects(path: Path, cut: bool = False, advice: str = ONE_LINE) -> Itera
         UsageError: a line is no object.
     """
     if path.stat().st_size > MOST_FILE:
-        raise UsageError(f"{str(path)!r} is larger than 1 GiB; {SHORTER}, or tensors as one .npz for each step")
+        raise UsageError(f"{str(path)!r} is larger than 1 GiB; {SHORTER}, or {SAMPLES}")
     with path.open("rb") as stream:
         for line, text in _iterate_lines(stream, str(path)):
             try:
@@ -120,7 +108,7 @@ def _iterate_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     while text := stream.readline(MOST_LINE + 1):
         line += 1
         if len(text) > MOST_LINE:
-            raise UsageError(f"{name!r}, line {line} is longer than 64 MiB; give tensors as one .npz for each step")
+            raise UsageError(f"{name!r}, line {line} is longer than 64 MiB; give {SAMPLES}")
         text = text.removeprefix(b"\xef\xbb\xbf") if line == 1 else text
         if text.strip():
             yield line, text
@@ -221,143 +209,3 @@ def _parse_data(data: Any, dtype: str, shape: tuple[int, ...], where: str) -> Ca
     if whole and not np.array_equal(array.reshape(shape), values):
         raise UsageError(f"{where}: data holds numbers that {dtype} does not")
     return lambda: values
-
-
-MOST_TENSOR = 2 << 30
-MOST_ARCHIVE = 2 << 30
-MOST_FILES = 20_000
-NUMBER = re.compile(r"(\d+)\D*$")
-KEYS = "save the arrays under fed/NAME and got/NAME with np.savez; docs/trace.md shows how"
-
-
-def folder_steps(folder: Path) -> Iterator[TraceStep]:
-    """One step for each .npz of a folder, by the last number in its name.
-
-    Raises:
-        UsageError: there is none, or one of them is no archive of arrays.
-    """
-    files = {path.name: path for path in sorted(folder.glob("*.npz")) if path.is_file()}
-    if not files:
-        raise UsageError(f"{str(folder)!r} holds no .npz; a trace is one .npz for each step, or a file of JSON lines")
-    for number, name in enumerate(_sort_by_step(tuple(files), str(folder))):
-        yield _read_archive((files[name], None), number, name, f"{str(folder)!r}, {name!r}")
-
-
-def zip_steps(path: Path) -> Iterator[TraceStep]:
-    """One step for each .npz in a zip; a .npz is itself a zip, of one step.
-
-    Raises:
-        UsageError: it is no zip, holds no .npz, or one of them is no archive of arrays.
-    """
-    try:
-        with zipfile.ZipFile(path) as opened:
-            entries = {e.filename: e for e in opened.infolist() if not e.filename.startswith("__MACOSX/")}
-    except DAMAGE as error:
-        raise UsageError(f"{str(path)!r} is not a readable zip: {error}"[:300]) from None
-    if entries and all(name.endswith(".npy") for name in entries):
-        yield _read_archive((path, None), 0, path.name, repr(str(path)))
-        return
-    inner = {name: entry for name, entry in entries.items() if name.endswith(".npz")}
-    if not inner:
-        raise UsageError(f"{str(path)!r} holds no .npz; a trace is one .npz for each step")
-    for number, name in enumerate(_sort_by_step(tuple(inner), str(path))):
-        where = f"{str(path)!r}, {name[:200]!r}"
-        if inner[name].file_size > MOST_ARCHIVE:
-            raise UsageError(f"{where} is larger than 2 GiB; give a folder of .npz files instead")
-        yield _read_archive((path, name), number, name, where)
-
-
-def _sort_by_step(names: tuple[str, ...], where: str) -> list[str]:
-    if len(names) > MOST_FILES:
-        raise UsageError(f"{where!r} holds more than {MOST_FILES} files; give the steps up to the failure")
-    numbered: dict[int, str] = {}
-    for name in names:
-        found = NUMBER.search(Path(name).stem[-200:])
-        if found is None:
-            raise UsageError(f"{where!r}, {name[:200]!r}: name the files by their step, such as step_0.npz")
-        if int(found[1]) in numbered:
-            raise UsageError(f"{where!r}: {name[:200]!r} and {numbered[int(found[1])][:200]!r} are the same step")
-        numbered[int(found[1])] = name
-    return [numbered[number] for number in sorted(numbered)]
-
-
-_Archive = tuple[Path, str | None]
-"""One .npz, on disk or inside a zip."""
-
-
-def _open(archive: _Archive) -> zipfile.ZipFile:
-    path, inner = archive
-    return zipfile.ZipFile(path if inner is None else io.BytesIO(_unpacked(path, inner)))
-
-
-@functools.lru_cache(maxsize=3)
-def _unpacked(path: Path, inner: str) -> bytes:
-    """An archive out of a zip: the steps that are looked at together stay in memory, others do not."""
-    with zipfile.ZipFile(path) as outer, outer.open(inner) as stream:
-        content = stream.read(MOST_ARCHIVE + 1)
-    if len(content) > MOST_ARCHIVE:
-        raise ValueError("it is larger than it says")
-    return content
-
-
-def _read_archive(archive: _Archive, number: int, place: str, where: str) -> TraceStep:
-    sides: dict[str, dict[str, TraceTensor]] = {"fed": {}, "got": {}}
-    try:
-        with _open(archive) as opened:
-            for entry, side, name in _list_entries(opened, where):
-                if name in sides[side]:
-                    _refuse(f"{where} has {side}/{name[:200]!r} twice; {KEYS}")
-                sides[side][name] = _read_tensor(archive, opened, entry, f"{where}, {side}/{name[:200]!r}")
-    except UsageError:
-        raise
-    except DAMAGE as error:
-        raise UsageError(f"{where} is not a readable .npz: {error}"[:400] + f"; {KEYS}") from None
-    if not sides["fed"]:
-        raise UsageError(f"{where} does not say what was fed; {KEYS}")
-    return TraceStep(number, place, sides["fed"], sides["got"])
-
-
-def _list_entries(opened: zipfile.ZipFile, where: str) -> Iterator[tuple[zipfile.ZipInfo, str, str]]:
-    """The arrays of a step: entry, side (fed or got), name."""
-    entries = opened.infolist()
-    if len(entries) > MOST_ARRAYS:
-        _refuse(f"{where} holds more than {MOST_ARRAYS} arrays; {KEYS}")
-    for entry in entries:
-        side, _, name = entry.filename.removesuffix(".npy").partition("/")
-        if side not in ("fed", "got") or not name or not entry.filename.endswith(".npy"):
-            _refuse(f"{where} has an entry {entry.filename[:200]!r}; {KEYS}")
-        yield entry, side, name
-
-
-def _refuse(text: str) -> NoReturn:
-    raise UsageError(text)
-
-
-def _read_tensor(archive: _Archive, opened: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> TraceTensor:
-    """The header of one array, which must account for every byte of the entry."""
-    with opened.open(entry) as stream:
-        shape, dtype = read_header(stream)
-        start = stream.tell()
-    if dtype.hasobject:
-        raise UsageError(f"{where} holds Python objects, which are never unpickled; save arrays of numbers")
-    raw = dtype.kind == "V" and dtype.itemsize == 2 and not dtype.names
-    word = "bfloat16" if raw else onnx_dtype(dtype.name)
-    if word is None or word == "string" or dtype.subdtype is not None:
-        raise UsageError(f"{where} has element type {str(dtype)[:60]!r}, which no decoder takes; save numbers")
-    size = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0:
-        raise UsageError(f"{where} has an axis of size {min(shape)}; save it again")
-    if size > MOST_TENSOR:
-        raise UsageError(f"{where} is larger than 2 GiB; leave it out, or give its shape in JSON lines")
-    if start + size != entry.file_size:
-        raise UsageError(f"{where} has {entry.file_size} bytes where its header says {start + size}; save it again")
-    return TraceTensor(word, shape, None if raw else functools.partial(_read_values, archive, entry.filename, where))
-
-
-def _read_values(archive: _Archive, entry: str, where: str) -> Array:
-    try:
-        with _open(archive) as opened, opened.open(entry) as stream:
-            values: Array = np.lib.format.read_array(stream, allow_pickle=False)
-    except DAMAGE as error:
-        raise UsageError(f"{where} cannot be read: {error}"[:300] + "; save the trace again") from None
-    return values

@@ -62,11 +62,7 @@ class TraceTensor:
         return self.source is not None or (0 in self.shape and self.dtype in NUMPY_TYPES)
 
     def array(self) -> Array:
-        """The values, read when they are asked for.
-
-        Raises:
-            UsageError: the file changed since, or is damaged.
-        """
+        """The values; zeros where the trace does not have them."""
         if self.source is None:
             return np.zeros(self.shape, NUMPY_TYPES.get(self.dtype, np.float32))
         return self.source()
@@ -134,13 +130,13 @@ class RecordingSession:
     """A session that writes down what it is fed and what it returns; all else is the session's own.
 
     Calls by `run`, `run_with_ort_values` and `run_with_iobinding` are recorded; of a failed call there is what it was
-    fed, and in JSON lines its error.
+    fed, and its error.
     """
 
-    def __init__(self, session: Any, path: str | Path, file: str | None = None) -> None:
-        """Record into `path`: JSON lines where it ends with `.jsonl`, else a folder with one .npz for each call."""
+    def __init__(self, session: Any, path: str | Path, file: str | None = None, every_value: bool = False) -> None:
+        """Record into `path`, as JSON lines."""
         self._session = session
-        self._trace = _Lines(Path(path)) if str(path).endswith(".jsonl") else _Arrays(Path(path))
+        self._path, self._every_value = Path(path), every_value
         place = getattr(session, "_model_path", None)
         self._file = file or (Path(place).name if place else None)
 
@@ -179,14 +175,20 @@ class RecordingSession:
         return self._record(feed, wanted, lambda: method(asked, feed, *more, **named))
 
     def _record(self, feed: Mapping[str, Any], names: Sequence[str], call: Callable[[], Any]) -> Any:
-        fed = self._trace.keep(feed)
+        # Taken at once: a call may write into what it is fed.
+        line = {"file": self._file, "fed": dict(_entries(feed, self._every_value))}
         try:
             values = call()
         except Exception as raised:
-            self._trace.write(self._file, fed, {}, str(raised))
+            self._write({**line, "got": {}, "error": str(raised)})
             raise
-        self._trace.write(self._file, fed, self._trace.keep(dict(zip(names, values, strict=False))), None)
+        got = dict(_entries(dict(zip(names, values, strict=False)), self._every_value))
+        self._write({**line, "got": got})
         return values
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({name: value for name, value in line.items() if value is not None}) + "\n")
 
 
 class RecordingBinding:
@@ -221,51 +223,20 @@ class RecordingBinding:
             self.names.append(name)
 
 
-def recording(session: Any, path: str | Path, file: str | None = None) -> RecordingSession:
+def recording(session: Any, path: str | Path, file: str | None = None, every_value: bool = False) -> RecordingSession:
     """Wrap a session of onnxruntime so that each of its calls becomes a step of a trace (docs/trace.md).
 
     Args:
         session: An `onnxruntime.InferenceSession`.
-        path: Where to record: JSON lines where it ends with `.jsonl`, else a folder with one .npz for each call. What
-            is there already is continued, so that several sessions of one loop record into the same place.
+        path: The file to record into, as JSON lines. What is there already is continued, so that several sessions of
+            one loop record into the same file.
         file: The name of the model's file, where the session was made from bytes.
+        every_value: Record all values, of large tensors too; else a sample of those.
     """
-    return RecordingSession(session, path, file)
+    return RecordingSession(session, path, file, every_value)
 
 
-class _Lines:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def keep(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """What is written of tensors, taken at once: a call may write into what it is fed."""
-        return dict(_entries(tensors))
-
-    def write(self, file: str | None, fed: dict[str, Any], got: dict[str, Any], error: str | None) -> None:
-        """Add a call."""
-        line = {"file": file, "fed": fed, "got": got, "error": error}
-        with self.path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({name: value for name, value in line.items() if value is not None}) + "\n")
-
-
-class _Arrays:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def keep(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies of the values."""
-        return {name: np.array(_array(t)) for name, t in tensors.items() if not isinstance(t, TraceTensor)}
-
-    def write(self, file: str | None, fed: dict[str, Any], got: dict[str, Any], error: str | None) -> None:  # noqa: ARG002
-        """Add a call: the arrays under `fed/NAME` and `got/NAME`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        there = (path.stem.removeprefix("step_") for path in self.folder.glob("step_*.npz"))
-        number = max((int(one) for one in there if one.isdecimal()), default=-1) + 1
-        arrays = {f"{side}/{name}": a for side, found in (("fed", fed), ("got", got)) for name, a in found.items()}
-        np.savez(self.folder / f"step_{number}.npz", **arrays)
-
-
-def _entries(tensors: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _entries(tensors: Mapping[str, Any], every_value: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, tensor in tensors.items():
         if isinstance(tensor, TraceTensor):
             yield name, {"dtype": tensor.dtype, "shape": list(tensor.shape)}
@@ -274,7 +245,7 @@ def _entries(tensors: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
         dtype = tensor.data_type() if hasattr(tensor, "data_type") else str(np.asarray(tensor).dtype)
         entry: dict[str, Any] = {"dtype": dtype, "shape": list(map(int, shape))}
         array = _array(tensor)
-        small = math.prod(shape) <= MOST_DATA
+        small = every_value or math.prod(shape) <= MOST_DATA
         numbers = array.ravel() if small else take_sample(array)
         finite = (None if isinstance(one, float) and not math.isfinite(one) else one for one in numbers.tolist())
         entry["data" if small else "sample"] = [*finite]  # JSON has no NaN and no infinity

@@ -21,7 +21,7 @@ from kvdoctor.addons.traces.outputs import (
     find_spoilt_present,
     first_worst,
     gave_token,
-    is_fed_alike,
+    is_fed_equally,
 )
 from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, same_values
 from kvdoctor.addons.traces.runs import trace_of
@@ -145,7 +145,7 @@ def _plan(trace: Trace, contract: CacheContract) -> Iterator[ReplayStep]:
 class _Replay:
     """A replay under way: what the caller's loop has to feed next, by two rules, and what it fed last.
 
-    `encoded_alike`: the caller's encoder was fed what the local encoder was. `last` is the answer to the step before.
+    `encoded_equally`: the caller's encoder was fed what the local encoder was. `last` is the answer to the step before.
     """
 
     builder: FeedBuilder
@@ -154,13 +154,13 @@ class _Replay:
     fed: Past = field(default_factory=Past)
     tokens: int = 0
     exact: bool = True
-    encoded_alike: bool = False
+    encoded_equally: bool = False
     last: Answer | None = None
 
 
 def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: TraceStep | None) -> Decision:
-    alike = source is not None and is_fed_alike(source, builder.encoded)
-    found = find_different_encoding(source, builder) if source is not None and alike else None
+    equal = source is not None and is_fed_equally(source, builder.encoded)
+    found = find_different_encoding(source, builder) if source is not None and equal else None
     builder = FeedBuilder(
         builder.contract,
         builder.scenario,
@@ -169,7 +169,7 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
         tolerances=builder.tolerances,
         embed=builder.embed,
     )
-    state, cause, broken = _Replay(builder, encoded_alike=alike), found, False
+    state, cause, broken = _Replay(builder, encoded_equally=equal), found, False
     doubted = {one.inputs[0] for entry in planned for one in entry.doubts if one.kind == "setting"}
     cleared = yield from clear_constants(builder, tuple(entry.step for entry in planned), doubted)
     for entry in planned:
@@ -268,7 +268,7 @@ def _is_made(state: _Replay, tensor: TraceTensor, port: Port, made: "Value | Arr
         return not as_array(made).any()  # a buffer of any length
     if tuple(made.shape) != tensor.shape:
         return False
-    if state.encoded_alike and (port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode")):
+    if state.encoded_equally and (port.role == "encoder_states" or (slot is not None and slot.filled_in == "encode")):
         return True
     if tensor.sample is not None:
         return same_values(tensor.sample, take_sample(as_array(made)))

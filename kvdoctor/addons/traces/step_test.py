@@ -208,7 +208,7 @@ def describe_trace(held: "TraceCheck", run: Run | None, path: str, stack: str) -
         parts += describe_replay(run, held.failed.number if held.failed is not None else None, None)
     if held.blind:
         shown = ", ".join(held.blind[:4]) + (f" and {len(held.blind) - 4} more" if len(held.blind) > 4 else "")
-        parts.append(f"not decided by shapes: the values of {shown} (give their data, or .npz)")
+        parts.append(f"not decided by shapes: the values of {shown} (give their data)")
     return f"trace {path}: {'; '.join(parts)}"
 
 
@@ -255,8 +255,8 @@ def is_harmless(held: "TraceCheck", one: "ContractViolation", run: Run | None) -
     if held.step is None or held.step.error is not None or run is None or run.outcome != "passed":
         return False
     compared = any(step.step == held.step.number and step.difference is not None for step in run.steps)
-    told = all(name in held.step.fed and held.step.fed[name].has_values for name in one.inputs)
-    return compared and (told or one.mild)
+    known = all(name in held.step.fed and held.step.fed[name].has_values for name in one.inputs)
+    return compared and (known or one.mild)
 
 
 def quote_error(step: "TraceStep") -> str:

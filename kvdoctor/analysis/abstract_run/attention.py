@@ -74,10 +74,10 @@ def _with_past(r: Reading, at: int, new: tuple[Array, Array], *outputs: Shape) -
 
 def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array | None:
     """The attention of one head, float[batch, 1, new, 1]; `hidden` says which columns a row does not see."""
-    turned = np.swapaxes(heads.key, 2, 3)
-    if size_of(np.broadcast_shapes(heads.query.shape, turned.shape)) > MOST_ELEMENTS:
+    transposed = np.swapaxes(heads.key, 2, 3)
+    if size_of(np.broadcast_shapes(heads.query.shape, transposed.shape)) > MOST_ELEMENTS:
         raise ValueError("the scores are too many")
-    scores = heads.query * turned
+    scores = heads.query * transposed
     if bias is not None:
         if bias.data is None or bias.shape is None:
             return None
@@ -230,10 +230,10 @@ def _rotary(r: Reading) -> Abstract:
     four = len(shape) == 4
     new = shape[2 if four else 1]
     at = positions if positions.ndim == 2 and positions.size > 1 else positions.ravel()[:1, None] + np.arange(new)
-    turned = at[:, None, :, None] if four else at[:, :, None]
-    if at.shape[-1] != new or size_of(np.broadcast_shapes(data.shape, turned.shape)) > MOST_ELEMENTS:
+    transposed = at[:, None, :, None] if four else at[:, :, None]
+    if at.shape[-1] != new or size_of(np.broadcast_shapes(data.shape, transposed.shape)) > MOST_ELEMENTS:
         return Abstract(shape)
-    return Abstract(shape, _rotate(data, turned))
+    return Abstract(shape, _rotate(data, transposed))
 
 
 ATTENTIONS: dict[str, Rule] = {

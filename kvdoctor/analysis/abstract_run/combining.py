@@ -82,11 +82,11 @@ def _cumsum(r: Reading) -> Abstract:
     at = axis[0] % len(shape)
     if data.shape[at] != shape[at]:
         return Abstract(shape)
-    turned = bool(r.number("reverse", 0))
-    data = np.flip(data, at) if turned else data
+    flipped = bool(r.number("reverse", 0))
+    data = np.flip(data, at) if flipped else data
     found = np.cumsum(data, axis=at, dtype=data.dtype)
     found = found - data if r.number("exclusive", 0) else found
-    return Abstract(shape, np.flip(found, at) if turned else found, value.exact)
+    return Abstract(shape, np.flip(found, at) if flipped else found, value.exact)
 
 
 def softmax(value: Abstract, axis: int) -> Abstract:
@@ -151,8 +151,8 @@ def _argmax(r: Reading) -> Abstract:
     if not numbers.shape[axis]:
         return Abstract(shape)
     pick = np.argmax if r.kind == "ArgMax" else np.argmin
-    turned = np.flip(numbers, axis) if r.number("select_last_index", 0) else numbers
-    found = pick(turned, axis=axis)
+    flipped = np.flip(numbers, axis) if r.number("select_last_index", 0) else numbers
+    found = pick(flipped, axis=axis)
     found = numbers.shape[axis] - 1 - found if r.number("select_last_index", 0) else found
     return Abstract(shape, np.asarray(found, np.int64).reshape(shape), exact=True)
 

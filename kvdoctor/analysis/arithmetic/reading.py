@@ -207,9 +207,9 @@ class Arithmetic:
         found = []
         for node in self.fixed.nodes(operators_with("embed")):
             if node.number("axis", 0) == 0 and self.fixed.source(node.input(1)) in tokens:
-                table, turned = self._tensor(node.input(0))
+                table, transposed = self._tensor(node.input(0))
                 if table is not None and len(table.dims) == 2 and table.data_type in FLOATS:
-                    found.append(Embedding(table, turned, self._factor_after(node.output()), node))
+                    found.append(Embedding(table, transposed, self._factor_after(node.output()), node))
         return found[0] if len(found) == 1 else None
 
     def _factor_after(self, name: str) -> float | None:
@@ -242,11 +242,11 @@ class Arithmetic:
         product = self.flow.producers.get(name)
         if product is None or not product.has("product"):
             return None
-        weight, turned = self._tensor(product.input(1))
+        weight, transposed = self._tensor(product.input(1))
         if weight is None or len(weight.dims) != 2 or weight.data_type not in FLOATS:
             return None
-        turned ^= not product.number("transB", 0)
-        return Head(weight, turned, self._scales_back(product.input(0))[0], after, cap, product)
+        transposed ^= not product.number("transB", 0)
+        return Head(weight, transposed, self._scales_back(product.input(0))[0], after, cap, product)
 
     def _capped(self, name: str) -> Bend | None:
         bend = self.bends.by_result.get(name)
@@ -260,14 +260,14 @@ class Arithmetic:
 
     def _tensor(self, name: str) -> tuple[TensorProto | None, bool]:
         """The constant that a value is, and whether it is transposed on the way."""
-        turned = False
+        transposed = False
         for _ in range(MOST_STEPS):
             node = self.flow.producers.get(name)
             if node is None or not node.has("copy", "cast", "permute"):
                 break
-            turned ^= node.has("permute")
+            transposed ^= node.has("permute")
             name = node.input(0)
-        return self.flow.constants.get(name), turned
+        return self.flow.constants.get(name), transposed
 
     def residual_factors(self) -> dict[float, FlatNode]:
         """The factors on what a layer adds to the residual: on the result of a product, before an addition."""

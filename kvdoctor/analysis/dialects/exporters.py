@@ -34,15 +34,19 @@ export/asr/models/decoders/xformer.py (espnet_onnx); whisper/model.py (PINTO0309
 from kvdoctor.analysis.dialects.dialect import KV, Dialect, N, RoleRule, SlotRule
 from kvdoctor.contract import SlotKind
 
+SELF: SlotKind = "self-attention"
+CROSS: SlotKind = "cross-attention"
+STATE: SlotKind = "recurrent-state"
+
 GENAI = Dialect(
     name="genai",
     order=20,
     slots=(
-        SlotRule(rf"past_key_values\.{N}\.{KV}", "present.{layer}.{part}", "self-attention"),
+        SlotRule(rf"past_key_values\.{N}\.{KV}", "present.{layer}.{part}", SELF),
         SlotRule(rf"past\.{N}\.(?P<leaf>conv)", "present.{layer}.{leaf}", "conv-state", "BCZ"),
-        SlotRule(rf"past\.{N}\.(?P<leaf>recurrent)", "present.{layer}.{leaf}", "recurrent-state", ""),
-        SlotRule(r"rnn_states_prev", "rnn_states", "recurrent-state", ""),
-        SlotRule(r"lstm_(?P<leaf>hidden|cell)_state", "lstm_{leaf}_state_out", "recurrent-state", ""),
+        SlotRule(rf"past\.{N}\.(?P<leaf>recurrent)", "present.{layer}.{leaf}", STATE, ""),
+        SlotRule(r"rnn_states_prev", "rnn_states", STATE, ""),
+        SlotRule(r"lstm_(?P<leaf>hidden|cell)_state", "lstm_{leaf}_state_out", STATE, ""),
     ),
 )
 
@@ -50,11 +54,11 @@ MOBIUS = Dialect(
     name="mobius",
     order=80,
     slots=(
-        SlotRule(rf"past_key_values\.{N}\.self\.{KV}", "present.{layer}.self.{part}", "self-attention"),
-        SlotRule(rf"past_key_values\.{N}\.cross\.{KV}", "present.{layer}.cross.{part}", "cross-attention", "BNEH"),
+        SlotRule(rf"past_key_values\.{N}\.self\.{KV}", "present.{layer}.self.{part}", SELF),
+        SlotRule(rf"past_key_values\.{N}\.cross\.{KV}", "present.{layer}.cross.{part}", CROSS, "BNEH"),
         SlotRule(rf"past_states\.{N}\.(?P<leaf>conv_state)", "present.{layer}.{leaf}", "conv-state", "BCZ"),
-        SlotRule(rf"past_states\.{N}\.(?P<leaf>\w+)", "present.{layer}.{leaf}", "recurrent-state", ""),
-        SlotRule(rf"{KV}_cache\.{N}", "updated_{part}_cache.{layer}", "self-attention", "", growth="static"),
+        SlotRule(rf"past_states\.{N}\.(?P<leaf>\w+)", "present.{layer}.{leaf}", STATE, ""),
+        SlotRule(rf"{KV}_cache\.{N}", "updated_{part}_cache.{layer}", SELF, "", growth="static"),
     ),
 )
 
@@ -62,16 +66,16 @@ TRANSFORMERS = Dialect(
     name="onnxruntime-transformers",
     order=30,
     slots=(
-        SlotRule(rf"past_{KV}_self_{N}", "present_{part}_self_{layer}", "self-attention"),
-        SlotRule(rf"past_{KV}_cross_{N}", None, "cross-attention", "BNEH", filled_by="present_{part}_cross_{layer}"),
-        SlotRule(rf"past_self_{KV}_{N}", "present_{part}_self_{layer}", "self-attention"),
-        SlotRule(rf"past_cross_{KV}_{N}", None, "cross-attention", "BNEH", filled_by="present_{part}_cross_{layer}"),
-        SlotRule(rf"past_{KV}_{N}", "present_{part}_{layer}", "self-attention"),
-        SlotRule(rf"past_{N}", "present_{layer}", "self-attention", "2BNSH", part="key-value"),
-        SlotRule(rf"past_key_values_{KV}_cache_{N}", "present_key_values_{part}_cache_{layer}", "self-attention"),
-        SlotRule(rf"past_key_values_{N}_{KV}", "present_key_values_{layer}_{part}", "self-attention"),
-        SlotRule(r"(?P<part>k|v)_cache", "{part}_out", "self-attention", "BLSNH", or_delta=True),
-        SlotRule(rf"(?P<part>k|v)_{N}_cache", "{part}_{layer}_out", "self-attention", or_delta=True),
+        SlotRule(rf"past_{KV}_self_{N}", "present_{part}_self_{layer}", SELF),
+        SlotRule(rf"past_{KV}_cross_{N}", None, CROSS, "BNEH", filled_by="present_{part}_cross_{layer}"),
+        SlotRule(rf"past_self_{KV}_{N}", "present_{part}_self_{layer}", SELF),
+        SlotRule(rf"past_cross_{KV}_{N}", None, CROSS, "BNEH", filled_by="present_{part}_cross_{layer}"),
+        SlotRule(rf"past_{KV}_{N}", "present_{part}_{layer}", SELF),
+        SlotRule(rf"past_{N}", "present_{layer}", SELF, "2BNSH", part="key-value"),
+        SlotRule(rf"past_key_values_{KV}_cache_{N}", "present_key_values_{part}_cache_{layer}", SELF),
+        SlotRule(rf"past_key_values_{N}_{KV}", "present_key_values_{layer}_{part}", SELF),
+        SlotRule(r"(?P<part>k|v)_cache", "{part}_out", SELF, "BLSNH", or_delta=True),
+        SlotRule(rf"(?P<part>k|v)_{N}_cache", "{part}_{layer}_out", SELF, or_delta=True),
     ),
     inputs=(
         RoleRule(r"attn_mask", "additive_mask", "BTT"),
@@ -84,62 +88,32 @@ QUALCOMM = Dialect(
     name="qualcomm",
     order=70,
     slots=(
+        SlotRule(rf"past_{KV}_{N}_in", "past_{part}_{layer}_out", SELF, "NBHM", "NBMH", growth="delta", carry="shift"),
         SlotRule(
-            rf"past_{KV}_{N}_in",
-            "past_{part}_{layer}_out",
-            "self-attention",
-            "NBHM",
-            "NBMH",
-            growth="delta",
-            carry="shift",
+            rf"(?P<part>k|v)_cache_self_{N}_in", "{part}_cache_self_{layer}_out", SELF, "NBHM", "NBMH", growth="ring"
         ),
         SlotRule(
-            rf"(?P<part>k|v)_cache_self_{N}_in",
-            "{part}_cache_self_{layer}_out",
-            "self-attention",
-            "NBHM",
-            "NBMH",
-            growth="ring",
-        ),
-        SlotRule(
-            rf"(?P<part>k|v)_cache_cross_{N}",
-            None,
-            "cross-attention",
-            "NBHE",
-            "NBEH",
-            filled_by="{part}_cache_cross_{layer}",
+            rf"(?P<part>k|v)_cache_cross_{N}", None, CROSS, "NBHE", "NBEH", filled_by="{part}_cache_cross_{layer}"
         ),
         SlotRule(
             rf"block_{N}_past_self_{KV}_states",
             "block_{layer}_present_self_{part}_states",
-            "self-attention",
+            SELF,
             "BNMH",
             growth="delta",
             carry="write",
         ),
-        SlotRule(
-            rf"block_{N}_cross_{KV}_states",
-            None,
-            "cross-attention",
-            "BNEH",
-            filled_by="block_{layer}_cross_{part}_states",
-        ),
+        SlotRule(rf"block_{N}_cross_{KV}_states", None, CROSS, "BNEH", filled_by="block_{layer}_cross_{part}_states"),
         SlotRule(
             rf"kv_{N}_attn_(?P<part>key|val)",
             "kv_cache_{part}_{layer}",
-            "self-attention",
+            SELF,
             "BNMH",
             growth="ring",
             carry="drop-oldest",
         ),
-        SlotRule(
-            rf"kv_{N}_cross_attn_(?P<part>key|val)",
-            None,
-            "cross-attention",
-            "BNEH",
-            filled_by="kv_cache_{part}_{layer}",
-        ),
-        SlotRule(rf"past_{KV}\.{N}", "past_{part}.{layer}_RetainedState", "self-attention", "BNMH", growth="static"),
+        SlotRule(rf"kv_{N}_cross_attn_(?P<part>key|val)", None, CROSS, "BNEH", filled_by="kv_cache_{part}_{layer}"),
+        SlotRule(rf"past_{KV}\.{N}", "past_{part}.{layer}_RetainedState", SELF, "BNMH", growth="static"),
     ),
     inputs=(
         RoleRule(r"input_ids", "token_ids", "BQ", "integer"),
@@ -153,23 +127,19 @@ OPTIMUM = Dialect(
     name="optimum",
     order=10,
     slots=(
-        SlotRule(rf"past_key_values\.{N}\.{KV}", "present.{layer}.{part}", "self-attention"),
-        SlotRule(rf"past_key_values\.{N}\.decoder\.{KV}", "present.{layer}.decoder.{part}", "self-attention"),
-        SlotRule(rf"past_key_values\.{N}\.encoder\.{KV}", "present.{layer}.encoder.{part}", "cross-attention", "BNEH"),
-        SlotRule(
-            rf"past_key_values\.{N}\.key_value", "present.{layer}.key_value", "self-attention", "", part="key-value"
-        ),
+        SlotRule(rf"past_key_values\.{N}\.{KV}", "present.{layer}.{part}", SELF),
+        SlotRule(rf"past_key_values\.{N}\.decoder\.{KV}", "present.{layer}.decoder.{part}", SELF),
+        SlotRule(rf"past_key_values\.{N}\.encoder\.{KV}", "present.{layer}.encoder.{part}", CROSS, "BNEH"),
+        SlotRule(rf"past_key_values\.{N}\.key_value", "present.{layer}.key_value", SELF, "", part="key-value"),
         SlotRule(
             rf"past_key_values\.{N}\.(?P<leaf>conv_state|shift_state)", "present.{layer}.{leaf}", "conv-state", "BCZ"
         ),
-        SlotRule(
-            rf"past_key_values\.{N}\.(?P<leaf>(recurrent|ssm)_state)", "present.{layer}.{leaf}", "recurrent-state", ""
-        ),
+        SlotRule(rf"past_key_values\.{N}\.(?P<leaf>(recurrent|ssm)_state)", "present.{layer}.{leaf}", STATE, ""),
         SlotRule(rf"past_conv\.{N}(?P<tail>\.\w+)?", "present_conv.{layer}{tail}", "conv-state", "BCZ"),
         SlotRule(
             rf"past_(?P<leaf>ssm|recurrent|compressor|indexer)\.{N}(?P<tail>\.\w+)?",
             "present_{leaf}.{layer}{tail}",
-            "recurrent-state",
+            STATE,
             "",
         ),
     ),
@@ -192,11 +162,11 @@ TRANSFORMERS_5 = Dialect(
     name="transformers",
     order=40,
     slots=(
-        _leaf_rule(r"(?P<way>cross_attention_cache\.)", r"(?P<part>keys|values)", "cross-attention", "BNEH"),
-        _leaf_rule(r"(?P<way>(?:self_attention_cache\.)?)", r"(?P<part>keys|values)", "self-attention", "BNSH"),
+        _leaf_rule(r"(?P<way>cross_attention_cache\.)", r"(?P<part>keys|values)", CROSS, "BNEH"),
+        _leaf_rule(r"(?P<way>(?:self_attention_cache\.)?)", r"(?P<part>keys|values)", SELF, "BNSH"),
         _leaf_rule(WAY, r"(?P<leaf>cumulative_length(?:\.\w+)?)", "counter", ""),
         _leaf_rule(WAY, r"(?P<leaf>conv_states(?:\.\w+)?)", "conv-state", "BCZ"),
-        _leaf_rule(WAY, r"(?P<leaf>(?:recurrent|ssm)_states(?:\.\w+)?)", "recurrent-state", ""),
+        _leaf_rule(WAY, r"(?P<leaf>(?:recurrent|ssm)_states(?:\.\w+)?)", STATE, ""),
     ),
     inputs=(
         RoleRule(r"(input\.)?(decoder_)?input_ids", "token_ids", "BQ"),
@@ -216,14 +186,12 @@ OTHERS = Dialect(
     name="others",
     order=95,
     slots=(
-        SlotRule(rf"in_(?P<part>key|value)_{N}", "out_{part}_{layer}", "self-attention", "BN1HS", "BN1SH"),
+        SlotRule(rf"in_(?P<part>key|value)_{N}", "out_{part}_{layer}", SELF, "BN1HS", "BN1SH"),
         SlotRule(rf"in_(?P<leaf>conv_state)_{N}", "out_{leaf}_{layer}", "conv-state", "BCZ"),
-        SlotRule(rf"in_(?P<leaf>recurrent_state)_{N}", "out_{leaf}_{layer}", "recurrent-state", ""),
+        SlotRule(rf"in_(?P<leaf>recurrent_state)_{N}", "out_{leaf}_{layer}", STATE, ""),
         SlotRule(rf"cache_{N}", "out_cache_{layer}", "hidden-memory", "BSD", part="state"),
-        SlotRule(
-            r"kv_cache", "output_kv_cache", "self-attention", "LBSD", growth="static", carry="extend", part="key-value"
-        ),
-        SlotRule(r"past_kv", "present_kv", "self-attention", "LBNSH", part="key-value"),
+        SlotRule(r"kv_cache", "output_kv_cache", SELF, "LBSD", growth="static", carry="extend", part="key-value"),
+        SlotRule(r"past_kv", "present_kv", SELF, "LBNSH", part="key-value"),
     ),
     inputs=(
         RoleRule(r"attention_mask", "additive_mask", "111QT", "float"),
@@ -237,10 +205,10 @@ SHERPA = Dialect(
     name="sherpa",
     order=60,
     slots=(
-        SlotRule(r"in_n_layer_self_(?P<part>k|v)_cache", "out_n_layer_self_{part}_cache", "self-attention", "LBMD"),
-        SlotRule(r"n_layer_cross_(?P<part>k|v)", None, "cross-attention", "LBED", filled_by="n_layer_cross_{part}"),
+        SlotRule(r"in_n_layer_self_(?P<part>k|v)_cache", "out_n_layer_self_{part}_cache", SELF, "LBMD"),
+        SlotRule(r"n_layer_cross_(?P<part>k|v)", None, CROSS, "LBED", filled_by="n_layer_cross_{part}"),
         SlotRule(rf"decoder_mems_list_{N}", "next_decoder_mem_list_{layer}", "hidden-memory", "BSD", part="state"),
-        SlotRule(rf"cache_(?P<part>key|value)_{N}", "{part}_delta_{layer}", "self-attention", "BMNH", growth="delta"),
+        SlotRule(rf"cache_(?P<part>key|value)_{N}", "{part}_delta_{layer}", SELF, "BMNH", growth="delta"),
     ),
     inputs=(
         RoleRule(r"tokens", "token_ids", "BQ", "integer"),
@@ -255,12 +223,10 @@ RECURRENT = Dialect(
     name="recurrent",
     order=90,
     slots=(
-        SlotRule(r"in(?P<leaf>state(?:wkv)?)(?P<layer>[0-9]{1,5})", "out{leaf}{layer}", "recurrent-state", ""),
-        SlotRule(
-            r"(?P<leaf>(?:layer[0-9]{1,5}_)?state)(?P<layer>[0-9]{1,5})_in", "{leaf}{layer}_out", "recurrent-state", ""
-        ),
-        SlotRule(r"(?P<leaf>att_cache|cnn_cache)", "r_{leaf}", "recurrent-state", ""),
-        SlotRule(r"(?P<leaf>cache_last_(?:channel_len|channel|time))", "{leaf}_next", "recurrent-state", ""),
+        SlotRule(r"in(?P<leaf>state(?:wkv)?)(?P<layer>[0-9]{1,5})", "out{leaf}{layer}", STATE, ""),
+        SlotRule(r"(?P<leaf>(?:layer[0-9]{1,5}_)?state)(?P<layer>[0-9]{1,5})_in", "{leaf}{layer}_out", STATE, ""),
+        SlotRule(r"(?P<leaf>att_cache|cnn_cache)", "r_{leaf}", STATE, ""),
+        SlotRule(r"(?P<leaf>cache_last_(?:channel_len|channel|time))", "{leaf}_next", STATE, ""),
     ),
     inputs=(
         RoleRule(r"in|token|input", "token_ids", "Q", "integer"),

@@ -26,7 +26,7 @@ from kvdoctor.analysis.proof.constants import (
     slot_shape,
 )
 from kvdoctor.analysis.proof.masks import is_weak
-from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Lengths, Type, size_of
+from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Lengths, Term, Type, size_of
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName
@@ -84,9 +84,13 @@ def find_types(stack: StackFiles, contract: CacheContract) -> dict[str, Type]:
 def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
     """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
     shapes = {name: one.shape for name, one in find_types(stack, contract).items()}
-    sizes = {shape: [size_of(axis).at(SIZES) for axis in shape] for shape in {*shapes.values()} if shape is not None}
+    sizes = {shape: [_read_size(size_of(axis)) for axis in shape] for shape in {*shapes.values()} if shape is not None}
     known = {shape: tuple(one for one in found if one is not None) for shape, found in sizes.items()}
     return {name: known[shape] for name, shape in shapes.items() if shape is not None and None not in sizes[shape]}
+
+
+def _read_size(size: Term) -> int | None:
+    return size.at(SIZES) if size.symbols <= SIZES.keys() else None
 
 
 Shape = tuple[int, ...]

@@ -10,9 +10,11 @@ A call is a part of the sequence, and it knows nothing of later tokens. So a uni
 Lengths are terms: whole numbers that a graph computes, polynomials over batch, past, new tokens and encoder states.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import reduce
 from math import prod
+from operator import mul
 from typing import ClassVar
 
 from kvdoctor.records import record
@@ -38,7 +40,9 @@ class Term:
     @classmethod
     def of(cls, parts: Mapping[Monomial, int]) -> "Term":
         """The polynomial with these coefficients."""
-        key = tuple(sorted((monomial, factor) for monomial, factor in parts.items() if factor))
+        left = [(monomial, factor) for monomial, factor in parts.items() if factor]
+        # Longest first within one order, so that the last part leads a division.
+        key = tuple(sorted(left, key=lambda part: (len(part[0]), part[0])))
         found = cls._known.get(key)
         if found is None:
             if len(cls._known) > MOST_KNOWN:
@@ -61,9 +65,13 @@ class Term:
 
     def __mul__(self, other: "Term") -> "Term":
         found: dict[Monomial, int] = {}
+        if len(self.parts) * len(other.parts) > MOST_PARTS:
+            raise OverflowError(MANY_LENGTHS)
         for one, factor in self.parts:
             for two, by in other.parts:
                 monomial = tuple(sorted(one + two))
+                if len(monomial) > MOST_FACTORS:
+                    raise OverflowError(MANY_LENGTHS)
                 found[monomial] = found.get(monomial, 0) + factor * by
         return Term.of(found)
 
@@ -74,40 +82,38 @@ class Term:
         """The product with a number."""
         return Term.of({monomial: one * factor for monomial, one in self.parts})
 
-    def divided(self, other: "Term") -> "Term | None":
-        """The quotient by another one that is not 0, where it is a product of symbols and a number."""
-        if len(other.parts) != 1:
-            lead = Term.of(dict(other.parts[:1])) if other.parts else ZERO
-            guesses = (Term.of({part: factor}).divided(lead) for part, factor in self.parts) if other.parts else ()
-            return next((guess for guess in guesses if guess is not None and guess * other is self), None)
-        (by, number), found = other.parts[0], dict[Monomial, int]()
-        for monomial, factor in self.parts:
+    def divided(self, by: "Term") -> "Term | None":
+        """The quotient; None where the division leaves a remainder."""
+        if not by.parts:
+            return None
+        left, quotient = self, ZERO
+        lead, factor = by.parts[-1]
+        for _ in range(MOST_DIVISIONS):
+            if not left.parts:
+                return quotient
+            monomial, one = left.parts[-1]
             rest = list(monomial)
-            for symbol in by:
-                if symbol not in rest:
+            for name in lead:
+                if name not in rest:
                     return None
-                rest.remove(symbol)
-            if factor % number:
+                rest.remove(name)
+            if one % factor:
                 return None
-            found[tuple(rest)] = factor // number
-        return Term.of(found)
+            piece = Term.of({tuple(rest): one // factor})
+            quotient, left = quotient + piece, left - piece * by
+        return None
 
-    def replaced(self, symbol: str, value: "Term") -> "Term":
-        """The polynomial with a value in place of a symbol."""
-        if symbol not in self.symbols:
+    def replaced(self, by: "Mapping[str, Term]") -> "Term":
+        """The polynomial with values in place of some symbols."""
+        if self.symbols.isdisjoint(by):
             return self
-        found = number(0)
+        found = ZERO
         for monomial, factor in self.parts:
-            one = number(factor)
-            for name in monomial:
-                one = one * (value if name == symbol else Term.of({(name,): 1}))
-            found = found + one
+            found = found + number(factor) * product([by[name] if name in by else symbol(name) for name in monomial])
         return found
 
-    def at(self, values: Mapping[str, int]) -> int | None:
-        """Its value where each symbol has one; None where one has none."""
-        if not self.symbols <= values.keys():
-            return None
+    def at(self, values: Mapping[str, int]) -> int:
+        """Its value for given values of all symbols."""
         return sum(factor * prod(values[name] for name in monomial) for monomial, factor in self.parts)
 
     def least(self) -> int | None:
@@ -119,8 +125,20 @@ class Term:
             lowest += 0 if PAST in monomial else factor
         return lowest
 
+    def __str__(self) -> str:
+        words = []
+        for monomial, factor in reversed(self.parts):
+            sign = "- " if factor < 0 else "+ "
+            factors = [str(abs(factor))] if abs(factor) != 1 or not monomial else []
+            words.append(sign + "*".join([*factors, *monomial]))
+        text = " ".join(words) or "0"
+        return f"-{text[2:]}" if text.startswith("- ") else text.removeprefix("+ ")
 
-MOST_KNOWN = 200_000
+
+MOST_KNOWN, MOST_PARTS, MOST_FACTORS, MOST_DIVISIONS = 200_000, 4096, 64, 64
+"""Polynomials, parts of one, symbols of a part, parts of a quotient: real graphs have a few; others double with each
+product."""
+MANY_LENGTHS = "a size in the graph is a product of too many lengths"
 
 
 def number(value: int) -> Term:
@@ -134,6 +152,11 @@ def symbol(name: str) -> Term:
 
 
 ZERO, ONE = number(0), number(1)
+
+
+def product(terms: Iterable[Term]) -> Term:
+    """All of them multiplied."""
+    return reduce(mul, terms, ONE)
 
 
 Axis = tuple[Term, ...]
@@ -207,7 +230,7 @@ class Lengths:
 
     def reduced(self, term: Term) -> Term:
         """A number as it is in this walk, where one new token is a number."""
-        return term.replaced(NEW, ONE) if self.single else term
+        return term.replaced({NEW: ONE}) if self.single else term
 
     def at_least(self, term: Term, least: int) -> bool:
         """Whether a number is never smaller."""

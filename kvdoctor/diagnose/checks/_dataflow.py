@@ -16,7 +16,7 @@ MOST_NODES = 3
 VIEWS = operators_with("copy", "cast", "view", "permute", "repeat")
 """Operators that leave entries what they are: they may stand before one of two joins alone."""
 
-MOST_ALIKE = 8
+MOST_COMPARED = 8
 """Nodes that are compared before two values that may be the same."""
 
 
@@ -35,7 +35,7 @@ def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
     flow, rank = _follow(context), len(slot.shape)
     if flow is None or slot.present is None:
         return None
-    if slot.growth == "replace" and _returns_turned(flow, slot.past, rank, slot.present):
+    if slot.growth == "replace" and _returns_transposed(flow, slot.past, rank, slot.present):
         return f"{slot.present} is returned with the axes of {slot.past} in another order"
     found = _find_joins(flow, slot.past, rank, slot.present)
     if found is None:
@@ -142,31 +142,31 @@ def _find_joins(dataflow: Dataflow, name: str, rank: int, output: str) -> tuple[
         return None  # the same entries may be joined in another order
     moves = {*VIEWS, *(dataflow.flow.producers[value].op for value in own - {name})}
     new = [[value for value in node.inputs if value not in own] for node in joins]
-    alike = all(_are_alike(dataflow, one, other, moves) for one, other in zip(*new, strict=False))
-    return None if alike else joins
+    same = all(_are_equal(dataflow, one, other, moves) for one, other in zip(*new, strict=False))
+    return None if same else joins
 
 
-def _returns_turned(dataflow: Dataflow, name: str, rank: int, output: str) -> bool:
+def _returns_transposed(dataflow: Dataflow, name: str, rank: int, output: str) -> bool:
     """Whether a graph returns what it computes of an input entry by entry with the axes in another order."""
     found = [path.axes for one, path in dataflow.outputs_reached(name, rank, computed=True) if one == output]
     right = tuple(range(rank))
     return bool(found) and all(axes is not None and axes != right and sorted(axes) == [*right] for axes in found)
 
 
-def _are_alike(dataflow: Dataflow, one: str, other: str, moves: set[str], left: int = MOST_ALIKE) -> bool:
+def _are_equal(dataflow: Dataflow, one: str, other: str, moves: set[str], left: int = MOST_COMPARED) -> bool:
     """Whether two values are the same but for nodes of some operators, or made of such by the same operators."""
     if one == other or left == 0:
         return one == other
     first, second = dataflow.flow.producers.get(one), dataflow.flow.producers.get(other)
     if first is not None and first.op in moves:
-        return _are_alike(dataflow, first.input(0), other, moves, left - 1)
+        return _are_equal(dataflow, first.input(0), other, moves, left - 1)
     if second is not None and second.op in moves:
-        return _are_alike(dataflow, one, second.input(0), moves, left - 1)
+        return _are_equal(dataflow, one, second.input(0), moves, left - 1)
     if first is None or second is None or (first.op, len(first.inputs)) != (second.op, len(second.inputs)):
         return False
     pairs = zip(first.inputs, second.inputs, strict=True)
     same = list(first.proto.attribute) == list(second.proto.attribute)
-    return same and all(_are_alike(dataflow, *pair, moves, left - 1) for pair in pairs)
+    return same and all(_are_equal(dataflow, *pair, moves, left - 1) for pair in pairs)
 
 
 def _follow(context: ContractContext) -> Dataflow | None:

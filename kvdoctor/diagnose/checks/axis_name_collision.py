@@ -33,8 +33,8 @@ def axis_name_collision(context: ContractContext) -> Faults:
     for slot, past, present in context.declared_pairs():
         if slot.growth != "grow" or "past" not in slot.axes or not past.shape or not present.shape:
             continue
-        axis, alike = slot.axes.index("past"), len(past.shape) == len(present.shape)
-        if alike and isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
+        axis, same_rank = slot.axes.index("past"), len(past.shape) == len(present.shape)
+        if same_rank and isinstance(past.shape[axis], str) and past.shape[axis] == present.shape[axis]:
             same.append((past, present))
     names, run = tuple(present.name for _, present in same), context.checked_loop
     if run is not None and run.passes_with == "no-buffer-reuse":

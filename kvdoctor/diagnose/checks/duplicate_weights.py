@@ -51,7 +51,7 @@ def duplicate_weights_of_file(context: FileContext) -> Faults:
 def _find_copies(file: OnnxFile, context: RunContext | FileContext) -> Faults:
     try:
         weights = list(_list_weights(file))
-        copies = [same for same in alike(weights).values() if len(same) > 1]
+        copies = [same for same in group_equal(weights).values() if len(same) > 1]
     except (OSError, UnreadableError) as error:
         raise CannotCheck(f"{file.name} could not be read again: {error}") from None
     wasted = sum(weight.length for same in copies for weight in same[1:])
@@ -86,7 +86,7 @@ def locate_weight(tensor: TensorProto, places: dict[str, Path]) -> Weight | None
     return Weight(tensor.name, tensor.data_type, tuple(tensor.dims), reference.length, path, reference.offset)
 
 
-def alike(weights: list[Weight]) -> dict[bytes, list[Weight]]:
+def group_equal(weights: list[Weight]) -> dict[bytes, list[Weight]]:
     """Weights by content, of those that share type, shape and first bytes with another."""
     heads: dict[tuple[object, ...], list[Weight]] = {}
     for weight in weights:

@@ -115,7 +115,7 @@ def _find_crossed(slots: list[Slot]) -> list[tuple[str, str]]:
         return []
     numbers = ([map(int, re.findall(r"[0-9]{1,6}", name)) for name in side] for side in zip(*pairs, strict=True))
     pasts, presents = (list(zip(*side, strict=False)) for side in numbers)
-    alike = [(into, out) for into in pasts for out in presents if len({*into}) == len(into) and {*into} == {*out}]
-    if not alike or any(into == out for into, out in alike):
+    matching = [(into, out) for into in pasts for out in presents if len({*into}) == len(into) and {*into} == {*out}]
+    if not matching or any(into == out for into, out in matching):
         return []
-    return [pair for pair, into, out in zip(pairs, *alike[0], strict=True) if into != out]
+    return [pair for pair, into, out in zip(pairs, *matching[0], strict=True) if into != out]

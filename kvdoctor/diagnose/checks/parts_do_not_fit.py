@@ -27,9 +27,9 @@ def parts_do_not_fit(context: ContractContext) -> Faults:
     """Parts that are missing or do not fit, as the search for them found it."""
     names = {file.name for file in context.folder.files}
     before = itertools.takewhile(lambda stack: stack.name != context.stack.name, context.folder.stacks)
-    told = {(problem.subject, problem.observed) for stack in before for problem in stack.problems}
+    reported = {(problem.subject, problem.observed) for stack in before for problem in stack.problems}
     for problem in context.stack.problems:
-        if problem.declared and (problem.subject, problem.observed) not in told:
+        if problem.declared and (problem.subject, problem.observed) not in reported:
             fault = Fault(problem.severity, (problem.subject,), problem.cause, Advice("caller", ONE_EXPORT))
             file = problem.subject if problem.subject in names else context.stack.members[0].name
             fault = fault.compare(problem.declared, problem.observed)

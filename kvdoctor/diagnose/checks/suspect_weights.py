@@ -34,9 +34,7 @@ SMALLEST = 64
 LARGEST = 1e4
 """Weights of trained decoders stay below a few hundred; 65504 is the end of half precision."""
 MOST_NAMED = 8
-EXPORT_AGAIN = Advice(
-    "re-export", "export again from a correct checkpoint, and compare the weights with `kvdoctor diff`"
-)
+EXPORT_AGAIN = Advice("re-export", "export again from a correct checkpoint")
 
 
 @check("KV030", "suspect-weights", "file")

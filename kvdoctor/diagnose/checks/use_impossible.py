@@ -17,7 +17,7 @@ refuses to crop a sliding-window layer that has seen more tokens than its window
 """
 
 from kvdoctor.contract import describe
-from kvdoctor.diagnose.context import ContractContext, DraftModel
+from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
@@ -25,8 +25,6 @@ from kvdoctor.report.wording import shorten_names
 @check("KV115", "use-impossible", "contract")
 def use_impossible(context: ContractContext) -> Faults:
     """What in the contract stands in the way of the uses that are required."""
-    if context.draft is not None:
-        yield from _judge_draft(context.draft)
     if not context.required or context.contract.missing or not context.contract.slots:
         return
     ports = {port.name: port for graph in context.contract.graphs.values() for port in (*graph.inputs, *graph.outputs)}
@@ -39,15 +37,3 @@ def use_impossible(context: ContractContext) -> Faults:
             observed = describe(port.dtype, port.shape) if port is not None else "no such input or output"
             fault = fault.compare(f"--require {use.required}", observed)
             yield fault.also(where=shorten_names(obstacle.names), apart=(use.required or "",))
-
-
-def _judge_draft(draft: DraftModel) -> Faults:
-    """What keeps a draft from going back to the tokens that were accepted."""
-    from kvdoctor.decode.experiments.multi_turn import find_uncut
-
-    for obstacle in find_uncut(draft.contract):
-        cause = f"the cache of the draft cannot be cut back: {obstacle.reason}"
-        fault = Fault("warning", obstacle.names, cause, Advice("caller", obstacle.advice), use="speculation")
-        observed = f"{draft.contract.graph('decode').file}: {obstacle.names[0]}"
-        fault = fault.compare("a draft that takes refused tokens back", observed)
-        yield fault.also(where=f"--draft {draft.shown}, {shorten_names(obstacle.names)}", apart=("draft",))

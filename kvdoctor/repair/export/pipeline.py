@@ -163,12 +163,10 @@ def export_from_checkpoint(request: RepairRequest, options: Options, listener: A
 
 
 def _read_source(session: _ExportSession) -> SourceModel:
-    """The model that is replaced, from an earlier report or from a diagnosis of its own."""
-    path, because = session.request.path, session.request.how.because
+    """The model that is replaced, by a diagnosis of its own."""
+    path = session.request.path
     if path is not None and not Path(path).exists():
         raise UsageError(f"{path!r} does not exist; leave it out if there is no ONNX model yet")
-    if because is not None:
-        return run_exporter.read_because(because)
     if path is None:
         return run_exporter.no_source(session.checkpoint)
     session.announce(f"diagnosing {path}")
@@ -288,7 +286,7 @@ def _report(
         export=export if written else replace(export, recipe=None),
         undo=(f"To undo, delete the folder {request.out}",) if written else (),
     )
-    names = ("exporter", "opset", "dtype", "task", "because")
+    names = ("exporter", "opset", "dtype", "task")
     given = {"from": asked.from_, **{name: getattr(asked, name) for name in names}}
     arguments = {**report.arguments, **given, "offline": session.options.offline}
     verdict = report.verdict if record.after is None else record.after.verdict

@@ -13,13 +13,12 @@ from typing import IO, Any
 
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.contract import describe
-from kvdoctor.errors import KvdoctorError, UsageError
+from kvdoctor.errors import KvdoctorError
 from kvdoctor.options import ReExportChoices
 from kvdoctor.records import record
 from kvdoctor.repair.export.exporters import ASKED, EXPORTERS, SOME_TAKE, Exporter, SourceFacts, find_exporter
 from kvdoctor.report.document import Report
 from kvdoctor.report.facts import FileFacts
-from kvdoctor.report.json_format import read_report
 from kvdoctor.report.repair_record import ExportChoice, PortChange, RepairSide
 from kvdoctor.runtime.environments import EnvironmentUnavailable, ScriptFailed, ScriptLog, ScriptProcess
 
@@ -59,18 +58,6 @@ def read_source(report: Report) -> SourceModel:
         faults=tuple(dict.fromkeys(found.name for found in report.findings if found.severity != "note")),
     )
     return SourceModel(facts, RepairSide(report.verdict, report.findings), files)
-
-
-def read_because(path: str) -> SourceModel:
-    """Read the report that `--because` names.
-
-    Raises:
-        UsageError: it cannot be read, or is not a report; the message says how to write one.
-    """
-    try:
-        return read_source(read_report(path))
-    except UsageError as reason:
-        raise UsageError(f"--because {reason}") from None
 
 
 DECODERS = ("decoder-merged", "decoder", "decoder-with-past")

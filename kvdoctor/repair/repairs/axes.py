@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdoctor.analysis.proof.types import Term
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.contract import Axis, Graph, Port
 from kvdoctor.decode.messages import CompareJob, TrialJob, ValuePair
 from kvdoctor.diagnose.locate.graph_runner import side
@@ -24,7 +26,7 @@ from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.facts import WalkedReshape
 from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, Values, free_axes, read_declared_sizes, set_allowzero
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import CHOSEN, EXPORT_AGAIN, CannotFree, Term, read_lengths, size_of, whole
+from kvdoctor.repair.shapes.terms import CHOSEN, EXPORT_AGAIN, CannotFree, read_lengths, size_of
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import CannotRepair, Change, RepairContext
 from kvdoctor.runtime.scratch import scratch_folder

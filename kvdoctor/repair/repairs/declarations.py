@@ -10,7 +10,7 @@ from typing import Any
 from kvdoctor.analysis.configs import DECODER_PARTS
 from kvdoctor.analysis.proof.prove import StaleShape, find_stale_shapes
 from kvdoctor.contract import Slot
-from kvdoctor.diagnose.checks.duplicate_weights import alike, locate_weight
+from kvdoctor.diagnose.checks.duplicate_weights import group_equal, locate_weight
 from kvdoctor.diagnose.checks.side_cars.config_json import config_json
 from kvdoctor.diagnose.checks.side_cars.disagreement import Disagreement
 from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
@@ -166,7 +166,7 @@ def _merge_copies(context: RepairContext, file: str) -> Iterator[Change]:
             if weight is not None and tensor.name not in inputs:
                 weights.append(weight)
                 held[id(weight)] = (scope, tensor)
-    for group in alike(weights).values():
+    for group in group_equal(weights).values():
         copies = [held[id(weight)] for weight in group]
         for mergeable in _group_mergeable(copies, quantized):
             if len(mergeable) > 1:

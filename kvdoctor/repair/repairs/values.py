@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+from kvdoctor.analysis.proof.types import Term, symbol
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.analysis.thresholds import SlicedCount, find_sliced_counts
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import describe_graph, drop_unused, new_name, sort_nodes
@@ -16,7 +18,7 @@ from kvdoctor.repair.repairs.axes import find_graph, list_changes
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.facts import Dims, GraphScope, NodeInputs
 from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_place, read_declared_sizes
-from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, Term, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, read_lengths
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import Change, RepairContext
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from kvdoctor.analysis.proof.types import Term, symbol
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.model.node_sizes import MOST_NUMBERS
 from kvdoctor.model.proto import AttributeProto, GraphProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute
 from kvdoctor.records import record
-from kvdoctor.repair.shapes.terms import Term, symbol, whole
 
 MARK = "#"
 """Prefix of the names of stand-ins."""

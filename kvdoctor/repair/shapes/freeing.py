@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvdoctor.analysis.proof.types import Term, symbol
 from kvdoctor.contract import Axis, Graph
 from kvdoctor.model.edit import drop_unread_constants
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -17,7 +18,7 @@ from kvdoctor.model.view import declared, integers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
 from kvdoctor.repair.shapes.reshapes import write_target
-from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, Lengths, Term, declare_size, read_lengths, symbol
+from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, Lengths, declare_size, read_lengths
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Table, Writer
 

@@ -7,9 +7,10 @@ rest, which is impossible if the rest contains a 0 (ONNX operator Reshape; ONNX 
 from collections.abc import Callable
 from math import prod
 
+from kvdoctor.analysis.proof.types import Term, product
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import Dims, NodeInputs, ValueFacts, WalkedReshape
-from kvdoctor.repair.shapes.terms import Term, product, whole
 
 Size = Callable[[Term], int]
 
@@ -36,12 +37,12 @@ def align_target(
     while i < len(into) or len(found) < len(target):
         j = len(found)
         axis, entry = (into[i] if i < len(into) else None), (target[j] if j < len(target) else None)
-        alike = axis is not None and entry is not None and size(axis) == size(entry)
-        if not alike and entry is not None and entry.number == 1 and (j != guess or axis is None):
+        equal = axis is not None and entry is not None and size(axis) == size(entry)
+        if not equal and entry is not None and entry.number == 1 and (j != guess or axis is None):
             found.append(entry)  # an inserted axis of 1
-        elif not alike and axis is not None and axis.number == 1:
+        elif not equal and axis is not None and axis.number == 1:
             i += 1  # a removed axis of 1
-        elif not alike and axis is not None and size(axis) == 1 and guess is not None and guess == j - 1:
+        elif not equal and axis is not None and size(axis) == 1 and guess is not None and guess == j - 1:
             found[guess], i = found[guess] * axis, i + 1
         else:
             group = _find_group(into[i:], target[j:], size)

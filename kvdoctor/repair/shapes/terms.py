@@ -1,22 +1,13 @@
-"""Sizes as terms, such as `past + 2*new`, and the lengths of a graph's inputs that a caller may choose."""
+"""The lengths of a graph's inputs that a caller may choose, and its axes as terms of them, such as `past + 2*new`."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
-from math import prod
-from operator import mul
 
+from kvdoctor.analysis.proof.types import Term, symbol
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.contract import Axis, Dim, Graph, Port
-from kvdoctor.records import record
 from kvdoctor.repair.workspace import CannotRepair
-
-Monomial = tuple[str, ...]
-
-MOST_PARTS, MOST_FACTORS = 4096, 64
-"""Parts of a polynomial and symbols of a part: those of real graphs have a few; others double with each product."""
-
 
 EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
 
@@ -26,101 +17,6 @@ class CannotFree(CannotRepair):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, EXPORT_AGAIN)
-
-
-@record(slots=False)
-class Term:
-    """A polynomial: its coefficients by sorted symbols, none of them 0."""
-
-    parts: tuple[tuple[Monomial, int], ...]
-
-    @cached_property
-    def symbols(self) -> frozenset[str]:
-        """The symbols in the term."""
-        return frozenset(symbol for monomial, _ in self.parts for symbol in monomial)
-
-    @property
-    def number(self) -> int | None:
-        """Its value if it holds no symbol."""
-        if not self.parts:
-            return 0
-        return self.parts[0][1] if len(self.parts) == 1 and not self.parts[0][0] else None
-
-    def __add__(self, other: "Term") -> "Term":
-        return _collect([*self.parts, *other.parts])
-
-    def __sub__(self, other: "Term") -> "Term":
-        return self + other * whole(-1)
-
-    def __mul__(self, other: "Term") -> "Term":
-        factors = [max((len(monomial) for monomial, _ in term.parts), default=0) for term in (self, other)]
-        if len(self.parts) * len(other.parts) > MOST_PARTS or sum(factors) > MOST_FACTORS:
-            raise CannotFree("a size in the graph is a product of too many lengths")
-        return _collect([(tuple(sorted(a + b)), m * n) for a, m in self.parts for b, n in other.parts])
-
-    def divided(self, by: "Term") -> "Term | None":
-        """The quotient, or None if the division leaves a remainder."""
-        if not by.parts:
-            return None
-        left, quotient = self, whole(0)
-        lead, factor = by.parts[-1]
-        for _ in range(64):
-            if not left.parts:
-                return quotient
-            monomial, number = left.parts[-1]
-            rest = Counter(monomial)
-            rest.subtract(lead)
-            if min(rest.values(), default=0) < 0 or number % factor:
-                return None
-            piece = Term(((tuple(sorted(rest.elements())), number // factor),))
-            quotient, left = quotient + piece, left - piece * by
-        return None
-
-    def replaced(self, by: "Mapping[str, Term]") -> "Term":
-        """The term with some symbols replaced by terms."""
-        if self.symbols.isdisjoint(by):
-            return self
-        found = whole(0)
-        for monomial, number in self.parts:
-            found = found + whole(number) * product([by.get(name, symbol(name)) for name in monomial])
-        return found
-
-    def at(self, sizes: Mapping[str, int]) -> int:
-        """Its value for given sizes of all symbols."""
-        return sum(number * prod(sizes[name] for name in monomial) for monomial, number in self.parts)
-
-    def __str__(self) -> str:
-        words = []
-        for monomial, number in reversed(self.parts):
-            sign = "- " if number < 0 else "+ "
-            factors = [str(abs(number))] if abs(number) != 1 or not monomial else []
-            words.append(sign + "*".join([*factors, *monomial]))
-        text = " ".join(words) or "0"
-        return f"-{text[2:]}" if text.startswith("- ") else text.removeprefix("+ ")
-
-
-def whole(number: int) -> Term:
-    """A term that is a number."""
-    return Term((((), number),) if number else ())
-
-
-def symbol(name: str) -> Term:
-    """A term that is one symbol."""
-    return Term((((name,), 1),))
-
-
-def product(terms: "list[Term] | tuple[Term, ...]") -> Term:
-    """All of them multiplied."""
-    return reduce(mul, terms, whole(1))
-
-
-def _collect(parts: "list[tuple[Monomial, int]]") -> Term:
-    sums = dict[Monomial, int]()
-    for monomial, number in parts:
-        sums[monomial] = sums.get(monomial, 0) + number
-    # Longest first within one order, so that the last part leads a division.
-    kept = [(monomial, number) for monomial, number in sums.items() if number]
-    return Term(tuple(sorted(kept, key=lambda part: (len(part[0]), part[0]))))
 
 
 CHOSEN: tuple[Axis, ...] = ("batch", "past", "new", "encoder")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from kvdoctor.analysis.proof.types import Term, product, symbol
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.model.node_sizes import MOST_NUMBERS, VARIES, AxisOf, Computed, How, NodeSizes, NumberOf, Size, compute
 from kvdoctor.model.operator_axes import axes_of, numbers_of
 from kvdoctor.model.operators import has, operator_of, operators_with
@@ -17,7 +19,7 @@ from kvdoctor.model.view import integers
 from kvdoctor.repair.shapes import facts
 from kvdoctor.repair.shapes.facts import UNKNOWN, ConstantUse, Dims, GraphScope, NodeInputs, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.reshapes import infer_reshape
-from kvdoctor.repair.shapes.terms import Term, product, symbol, whole
+from kvdoctor.repair.shapes.terms import CannotFree
 
 PASSING = operators_with("copy", "cast", "view", "permute") | {"Expand", "Slice"}
 """Operators whose result has the values of the same constant."""
@@ -216,7 +218,11 @@ class ShapeWalk:
     fed: Mapping[str, Dims] = field(default_factory=dict)
 
     def run(self) -> GraphScope:
-        """Walk until no more is bound; what is known of the values of the main graph."""
+        """Walk until no more is bound; what is known of the values of the main graph.
+
+        Raises:
+            CannotFree: a size is a product of too many lengths.
+        """
         self.functions = {(f.domain, f.name) for f in self.model.functions}
         self.keep = list(nodes_in(self.model.graph.node))  # their ids must stay theirs
         for _ in range(MOST_ROUNDS):
@@ -225,7 +231,10 @@ class ShapeWalk:
             main = GraphScope(self.model.graph, "main graph")
             for value in self.model.graph.input:
                 main.values[value.name] = ValueFacts(self.inputs.get(value.name), self.fed.get(value.name))
-            self._graph(self.model.graph, main)
+            try:
+                self._graph(self.model.graph, main)
+            except OverflowError as error:
+                raise CannotFree(str(error)) from None
             if len(self.notes.facts.bound) == before:
                 break
         return main

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvdoctor.analysis.proof.types import Term, symbol
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.model.edit import GraphWriter
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import NodeProto, TensorProto
 from kvdoctor.model.traverse import opset_version
 from kvdoctor.records import record
-from kvdoctor.repair.shapes.terms import Lengths, Term, symbol, whole
+from kvdoctor.repair.shapes.terms import Lengths
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array

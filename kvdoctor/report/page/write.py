@@ -10,7 +10,7 @@ from kvdoctor.report.page.elements import PagePosition, appendix, bullets, chip,
 from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.wording import format_count
 
-MOST_CARDS, MOST_SHORT, MOST_ROWS, MOST_STEPS, MOST_LINES = 100, 400, 400, 40, 2000
+MOST_CARDS, MOST_SHORT, MOST_ROWS, MOST_STEPS = 100, 400, 400, 40
 LONGEST_CELL, LONGEST = 400, 1200
 
 
@@ -42,8 +42,6 @@ def _write_block(block: blocks.Block, place: PagePosition, name: str, title: Tex
             return label_list((write_text(label), write_value(text)) for label, text in block.rows)
         case blocks.Table():
             return write_table(block, place.id(name), block.title or title)
-        case blocks.Diff():
-            return _write_diff(block)
         case blocks.Cards():
             return write_cards(block.cards, place.within(name))
         case blocks.Picture():
@@ -97,14 +95,6 @@ def _write_cell(cell: Text) -> Content:
         return None
     parts = pieces(cell)
     return [shortened(one, LONGEST_CELL) if isinstance(one, str) else _write_span(one, LONGEST_CELL) for one in parts]
-
-
-def _write_diff(diff: blocks.Diff) -> Content:
-    left_out = diff.left_out + max(len(diff.lines) - MOST_LINES, 0)
-    kinds = {"-": "minus", "+": "plus"}
-    lines = (h("span", line, class_=kinds.get(line[:1], "same")) for line in diff.lines[:MOST_LINES])
-    more = h("p", f"... and {format_count(left_out, 'more line')}.", class_="hint") if left_out else None
-    return h("pre", lines, class_="diff", tabindex=0), more
 
 
 def write_cards(cards: Sequence[blocks.Card], place: PagePosition) -> list[Content]:

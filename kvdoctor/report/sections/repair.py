@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvdoctor.findings import Finding
-from kvdoctor.report.blocks import Block, Diff, Lines, Section, Span, Style, Text, lines, pairs, table
+from kvdoctor.report.blocks import Block, Lines, Section, Span, Style, Text, lines, pairs, table
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import CacheCost, CacheCosts, ExportRecord, NotRepaired, RepairRecord
 from kvdoctor.report.sections.findings import make_cards
@@ -99,15 +99,12 @@ def _list_repairs(record: RepairRecord) -> Lines:
 
 
 def show_changes(record: RepairRecord) -> Iterator[Block]:
-    """The changes, node by node, and the changed lines of each graph."""
+    """The changes, node by node."""
     if not record.changes:
         yield Lines(("None.",))
         return
     rows = [(Span(c.file), Span(c.where), Span(c.before), Span(c.after)) for c in record.changes]
     yield table(("file", "where", "before", "after"), rows, of="change", look="wrapping")
-    for found in record.diff:
-        title = ("the graph of ", Span(found.file), ", line by line")
-        yield Section(title, (Diff(found.lines, found.left_out),), folded=True, extra=True)
 
 
 def _show_proof(record: RepairRecord) -> Iterator[Block]:

@@ -8,11 +8,11 @@ from statistics import median
 from kvdoctor.decode.speed import SpeedPoint, spread
 from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, Text, lines, names, table
 from kvdoctor.report.document import Report
-from kvdoctor.report.facts import DraftFacts, VariantFacts
+from kvdoctor.report.facts import VariantFacts
 from kvdoctor.report.sections.findings import show_findings, show_not_checked
 from kvdoctor.report.sections.repair import show_repair
 from kvdoctor.report.sections.stack import show_stack
-from kvdoctor.report.wording import format_bytes, format_count, format_milliseconds
+from kvdoctor.report.wording import format_bytes, format_milliseconds
 from kvdoctor.report.wording.contract import list_file_facts, list_ports
 from kvdoctor.report.wording.health import describe_health
 from kvdoctor.report.wording.runs import list_target_limits
@@ -32,7 +32,6 @@ def list_sections(report: Report) -> Iterator[Section]:
         yield Section("more stacks", (Lines((text,)),), "more")
     yield from show_variants(report)
     yield from show_speed(report)
-    yield from show_drafts(report)
     if report.notes:
         yield Section("notes", tuple(lines(report.notes, listed=True)), "notes", extra=True)
     yield show_environment(report)
@@ -84,8 +83,6 @@ SPEED_HEADER = (
 MOST_LAYERS = 3
 SHARE_SHOWN = 0.02
 """Layers are named from this difference of their cache on; smaller ones cost nothing."""
-GROUP = 4
-"""Drafts of a group in the example; programs take 3 to 8."""
 
 
 def show_variants(report: Report) -> Iterator[Section]:
@@ -138,27 +135,3 @@ def _make_speed_row(point: SpeedPoint) -> list[str]:
         format_bytes(point.peak_bytes),
         format_bytes(point.written),
     ]
-
-
-def show_drafts(report: Report) -> Iterator[Section]:
-    """How many tokens of the draft of speculative decoding are accepted."""
-    found = tuple(f"draft {one.draft} for {one.stack}: {_describe_draft(one)}" for one in report.drafts)
-    if found:
-        yield Section("draft", tuple(lines(found, listed=True)), "drafts")
-
-
-def _describe_draft(one: DraftFacts) -> str:
-    if one.reason is not None or not one.tokens:
-        return f"not compared: {one.reason}"
-    share = one.accepted / one.tokens
-    prompts = "the prompt given" if one.given else format_count(one.prompts, "random prompt")
-    text = f"{one.accepted} of {one.tokens} tokens are accepted ({share:.0%}), decoded greedily from {prompts}"
-    return f"{text}; groups of {GROUP} drafts then give {expected_tokens(share, GROUP):.1f} tokens a call"
-
-
-def expected_tokens(share: float, drafts: int) -> float:
-    """The tokens that one call of the model gives on average, where each draft is accepted with that probability.
-
-    Source: Leviathan et al. 2023 (arXiv 2211.17192), equation 1.
-    """
-    return float(drafts + 1) if share == 1 else (1 - share ** (drafts + 1)) / (1 - share)

@@ -16,7 +16,6 @@ from kvdoctor.decode.golden import WALKS, GoldenWalk, checksum_draws, digest, fr
 from kvdoctor.decode.messages import Digested, DigestJob, Graded, GradeJob, Job, PairedSide, TokenAgreement
 from kvdoctor.decode.paired_walks import Walk, fit_walk, plan_decoding
 from kvdoctor.decode.parity import divergences
-from kvdoctor.decode.samples import Samples
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
@@ -30,13 +29,11 @@ NOT_RUN = (StepFailed, CannotCheck)
 class Way:
     """What every model is run with: seed, provider and threads of the job, and the encoder states of its feeds.
 
-    `prompt` are token ids to begin with, in place of random ones. `store` is what becomes of the cache between one call
-    and the next, where it is not fed as it was returned.
+    `store` is what becomes of the cache between one call and the next, where it is not fed as it was returned.
     """
 
     job: Job
     states: int
-    prompt: tuple[int, ...] = ()
     store: Callable[[Past], Past] | None = None
 
 
@@ -84,7 +81,7 @@ def decode(side: PairedSide, walk: Walk, way: Way, announce: Announce, tokens: A
         StepFailed: the runtime fails in a call.
         CannotCheck: the runtime does not open a file, or the contract has no such call.
     """
-    runner = open_stack(side, way.job, announce, Samples(way.prompt))
+    runner = open_stack(side, way.job, announce)
     scenario = Scenario(walk.batch, walk.prompt, walk.total - walk.prompt + 1, way.states, way.job.seed)
     builder = runner.build(scenario, **({} if tokens is None else {"tokens": tokens}))
     past: Past | None = None
@@ -151,12 +148,12 @@ def grade(job: GradeJob, announce: Announce) -> Iterator[Graded]:
     """Decode with the base, feed each variant the same tokens, and compare."""
     known: dict[tuple[Walk, int], Decoded] = {}
     for side in job.variants:
-        walk = plan_decoding(job.base.contract, side.contract, len(job.prompt) or PROMPT, STEPS)
+        walk = plan_decoding(job.base.contract, side.contract, PROMPT, STEPS)
         if walk is None:
             yield Graded(side.stack, failed="no prompt has a size that both take")
             continue
         try:
-            way = Way(job, choose_states(job.base.contract, side.contract), job.prompt)
+            way = Way(job, choose_states(job.base.contract, side.contract))
             if (walk, way.states) not in known:
                 known[walk, way.states] = decode(job.base, walk, way, announce)
             theirs = known[walk, way.states]

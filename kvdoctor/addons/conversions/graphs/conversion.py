@@ -287,7 +287,6 @@ def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
         f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
         f"batches of {_list(done.batches)}",
         f"with {_list(how.keep)} rows asked for" if how.keep else "",
-        f"{len(how.weights)} outputs whose weights sum to 1" if how.weights else "",
     ]
     if how.stored and not done.exact:
         within += f" (allowed: {how.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"

@@ -19,6 +19,7 @@ from kvdoctor.addons.conversions.graphs.conversion import (
 )
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
 from kvdoctor.analysis.lm_head import describe_op
+from kvdoctor.analysis.proof.types import symbol
 from kvdoctor.contract import CacheContract, Graph, Port, Slot
 from kvdoctor.model.edit import drop_unused, keep_only, sort_nodes
 from kvdoctor.model.operators import has, operator_of, operators_with
@@ -26,7 +27,7 @@ from kvdoctor.model.proto import ModelProto, NodeProto
 from kvdoctor.model.traverse import find_attribute, input_of, needed_for, output_of, readers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.freeing import AxisFreeing, read_declared_sizes
-from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, read_lengths, symbol
+from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, read_lengths
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 

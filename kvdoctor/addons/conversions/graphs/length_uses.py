@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvdoctor.analysis.lm_head import describe_op
+from kvdoctor.analysis.proof.types import Term, symbol
+from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import keep_only
 from kvdoctor.model.operators import has, operator_of, operators_with
@@ -29,7 +31,7 @@ from kvdoctor.model.view import integers
 from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import GraphScope, ShapeFacts, ValueFacts, WalkNotes
 from kvdoctor.repair.shapes.freeing import read_declared_sizes
-from kvdoctor.repair.shapes.terms import Lengths, Term, read_lengths, symbol, whole
+from kvdoctor.repair.shapes.terms import Lengths, read_lengths
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import CannotRepair

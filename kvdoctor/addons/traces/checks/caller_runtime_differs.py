@@ -94,9 +94,7 @@ def _weaken(fault: Fault, blind: tuple[str, ...]) -> Fault:
         fault,
         confidence="suspected",
         cause="the outputs differ from those of a correct feed: the caller's runtime, or values that the trace omits",
-        repair=Advice(
-            "caller", f"add the values of {shown} to the trace (npz, or data in each line): they decide which"
-        ),
+        repair=Advice("caller", f"add the data of {shown} to the trace: they decide which"),
     )
 
 

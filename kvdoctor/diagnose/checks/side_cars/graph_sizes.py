@@ -123,10 +123,10 @@ def _table(flow: Flow, node: FlatNode) -> tuple[int, int] | None:
         return None
     rows, width = int(tensor.dims[0]), int(tensor.dims[1])
     # The weights of tied logits are transposed on their way: onnxruntime-genai, Gemma.
-    name, turned, left = node.inputs[0], False, NEAR
+    name, transposed, left = node.inputs[0], False, NEAR
     while left and (made := flow.producers.get(name)) is not None and made.inputs:
-        turned, name, left = turned ^ made.has("permute"), made.inputs[0], left - 1
-    return (width, rows) if turned else (rows, width)
+        transposed, name, left = transposed ^ made.has("permute"), made.inputs[0], left - 1
+    return (width, rows) if transposed else (rows, width)
 
 
 def _roots(flow: Flow, node: FlatNode, through: frozenset[str]) -> tuple[set[str], bool]:

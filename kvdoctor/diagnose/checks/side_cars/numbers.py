@@ -115,12 +115,12 @@ def _falcon_heads(part: dict[str, Any]) -> Iterator[ConfigClaim]:
 
 
 def _claimed_widths(part: dict[str, Any], kind: str) -> Iterator[ConfigClaim]:
-    plain, turned, value = (part.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    plain, rotated, value = (part.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     others = frozenset(part[key] for key in _counted(part, OTHER_WIDTHS))
-    if is_count(plain) and is_count(turned):
+    if is_count(plain) and is_count(rotated):
         rank = part.get("kv_lora_rank")
-        latent = frozenset([rank, rank + turned, turned] if is_count(rank) else [])
-        yield ConfigClaim("key_dim", "qk_nope_head_dim + qk_rope_head_dim", plain + turned, latent)
+        latent = frozenset([rank, rank + rotated, rotated] if is_count(rank) else [])
+        yield ConfigClaim("key_dim", "qk_nope_head_dim + qk_rope_head_dim", plain + rotated, latent)
         if is_count(value):
             yield ConfigClaim("value_dim", "v_head_dim", value, latent)
         return
