@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvdoctor.analysis.proof import combining, elementwise, parts, shaping
+from kvdoctor.analysis.proof import attention, combining, elementwise, parts, shaping
 from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule
 from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, settled
 from kvdoctor.model.flatten import FlatNode
@@ -17,7 +17,13 @@ from kvdoctor.records import record
 
 UNFIT = (NotKnown, ArithmeticError, LookupError, ValueError, TypeError, StopIteration)
 """What a rule raises on what is not known, too few inputs, axes beyond the rank, or attributes of another type."""
-RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **parts.RULES, **combining.RULES}
+RULES: dict[str, Rule] = {
+    **elementwise.RULES,
+    **shaping.RULES,
+    **parts.RULES,
+    **combining.RULES,
+    **attention.RULES,
+}
 
 
 @record
@@ -193,7 +199,7 @@ class Walk:
         if how[0] == "compare":
             return keys.of(*how)
         if how[0] == "attended":
-            made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in (3, 4)))
+            made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in how[3]))
             self._expect(inputs[how[1]], made)
             return made
         if how[0] == "rotated":
