@@ -68,16 +68,10 @@ def test_most_healthy_models_that_grow_are_proved(tmp_path: Path) -> None:
     proofs = {name: proofs_of(load_all()[name].write(tmp_path / name)) for name in healthy}
     proved = [name for name, found in proofs.items() if found and all(proof.holds for proof in found)]
     assert len(proved) >= 70
-    layouts = (
-        "attention-23",
-        "attention-23-masked",
-        "multihead-attention",
-        "ort-gpt2-attention",
-        "gqa-window",
-        "delta-appended",
-    )
+    layouts = ("attention-23", "attention-23-masked", "multihead-attention", "ort-gpt2-attention", "gqa-window")
+    caches = ("delta-appended", "delta-stacked", "fused-split-first", "ort-gpt2-stacked-split", "parts-behind-length")
     assert {"decoder-only-healthy", "merged-healthy", "pair-healthy"} <= set(proved)
-    assert {f"layout-{name}-healthy" for name in layouts} <= set(proved)
+    assert {f"layout-{name}-healthy" for name in (*layouts, *caches)} <= set(proved)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ take them from the file.
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -308,7 +309,8 @@ class Prover:
                 continue
             if present.type.shape != self._returned(slot, walk) or present.type.last:
                 raise NotProved(f"output {slot.present!r} (not an entry for each token)")
-            if walk.streams.get(slot.past, set()) - {present.key}:
+            keys = self.keys
+            if any(reduce(keys.follow, steps, present.key) != key for steps, key in walk.streams.get(slot.past, ())):
                 raise NotProved(f"past {slot.past!r} (joined with other entries than {slot.present!r} has)")
 
     def _returned(self, slot: Slot, walk: Walk) -> tuple[Axis, ...]:
