@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,11 @@ def test_most_healthy_models_that_grow_are_proved(tmp_path: Path) -> None:
     healthy = [name for name, fixture in load_all().items() if fixture.healthy and not fixture.platform]
     proofs = {name: proofs_of(load_all()[name].write(tmp_path / name)) for name in healthy}
     proved = [name for name, found in proofs.items() if found and all(proof.holds for proof in found)]
-    assert len(proved) >= 60
-    assert {"decoder-only-healthy", "merged-healthy", "pair-healthy", "layout-gqa-growing-healthy"} <= set(proved)
+    assert len(proved) >= 70
+    layouts = ("attention-23", "attention-23-masked", "multihead-attention", "ort-gpt2-attention", "gqa-window")
+    caches = ("delta-appended", "delta-stacked", "fused-split-first", "ort-gpt2-stacked-split", "parts-behind-length")
+    assert {"decoder-only-healthy", "merged-healthy", "pair-healthy"} <= set(proved)
+    assert {f"layout-{name}-healthy" for name in (*layouts, *caches)} <= set(proved)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,21 @@ def test_real_exports_are_proved(folder: str, up_to: int | None, single: bool, r
     for proof in proofs_of(EXPORTS / folder):
         assert (proof.up_to, proof.single, proof.weak_mask) == (up_to, single, False)
         assert [one.split()[0] for one in proof.exceptions] == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("attention-23", "is_causal = 1", "is_causal = 0"),
+        ("attention-23", "is_causal = 1", "is_causal = 1, softcap = 5.0"),
+        ("ort-gpt2-attention", "unidirectional = 1", "unidirectional = 0"),
+    ],
+)
+def test_an_attention_that_may_see_later_tokens_is_not_proved(name: str, old: str, new: str, tmp_path: Path) -> None:
+    fixture = load_all()[f"layout-{name}-healthy"]
+    files = {file: text.replace(old, new) for file, text in fixture.files.items()}
+    [proof] = proofs_of(replace(fixture, files=files).write(tmp_path))
+    assert proof.exceptions == ('Attention "mixed0"',)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +200,7 @@ def check_regions(value: Any, one: Typed, lengths: Lengths, past: int) -> None:
 MODELS = (
     *("gpt2", "llama-gqa"),
     *("decoder-only-healthy", "mask-not-offset", "positions-not-offset", "layout-heads-first-healthy"),
-    *("not-causal", "batch-rows-interact", "wrong-at-lengths-far"),
+    *("not-causal", "batch-rows-interact", "wrong-at-lengths-far", "layout-attention-23-healthy"),
 )
 """Models of one graph whose inputs this test can feed, and whose pasts are joined with what they hold."""
 

@@ -1,4 +1,4 @@
-"""Values that are combined along axes: products, softmax, sums, norms, and whole attentions.
+"""Values that are combined along axes: products, softmax, sums and norms.
 
 What is combined along an axis that is the same in every call stays uniform. Along all tokens it does so where the
 weights of later ones are exactly 0: after a softmax over scores of which a mask hides all later tokens.
@@ -26,7 +26,7 @@ from kvdoctor.analysis.proof.types import (
     plain_number,
     size_of,
 )
-from kvdoctor.model.operators import CONTRIB, has, operators_with
+from kvdoctor.model.operators import has, operators_with
 
 AXIS_IS_LAST = 13
 """The opset from which on a softmax without an axis is along the last one."""
@@ -242,57 +242,6 @@ def dropout(call: Reading) -> Made:
     return Made(UNKNOWN) if training or len(call.node.outputs) > 1 else Made(call.input(0), 0)
 
 
-COUNTED = (number(0), ((-1, 1),))
-"""The absolute position of each token."""
-
-
-def grouped_attention(call: Reading) -> list[Made]:
-    """GroupQueryAttention of ONNX Runtime, with lengths as they are, without padding and masks."""
-    lengths, query, past = call.lengths, call.input(0), [call.input(3), call.input(4)]
-    windowed = call.node.number("local_window_size", -1) > 0 or call.node.number("kv_cache_bit_width", 0)
-    last, total = constant_of(call.input(5)), constant_of(call.input(6))
-    whole = last is lengths.total - number(1) and total is lengths.total and all(one.past for one in past)
-    if any(call.has(index) for index in range(10, 15)) or windowed or not whole:
-        return []
-    shapes, taken = [call.axes(3), call.axes(4)], [call.input(at) for at in (0, 1, 2, 7, 8) if call.has(at)]
-    joined = [call.axes(at) for at in (0, 1, 2) if call.has(at)]
-    if any(len(shape) != 4 or shape[2] != (lengths.past,) for shape in shapes) or not query.shape:
-        return []
-    if any(len(shape) != 3 or shape[1] != (lengths.new,) for shape in joined) or not is_fixed(query.shape[2]):
-        return []
-    if call.has(9) and lengths.absolute(call.input(9)) != COUNTED:
-        return []
-    if call.node.number("do_rotary", 0):
-        call.limits.append((known(size_of((call.input(7).shape or ((),))[0]).number), 7))
-    heads, groups = call.node.number("num_heads", 1), call.node.number("kv_num_heads", 1)
-    width = size_of(query.shape[2]).number
-    if not call.has(1):
-        heads += 2 * groups
-    if not width or width % heads:
-        return []
-    columns = width // heads * call.node.number("num_heads", 1)
-    out = call.opaque((*query.shape[:2], axis_of(number(columns))), taken, "f", True)
-    presents = [call.opaque((*shape[:2], (lengths.total,), shape[3]), taken, "f", True) for shape in shapes]
-    return [Made(out), Made(presents[0], ("attended", 3, 1)), Made(presents[1], ("attended", 4, 2))]
-
-
-def rotary(call: Reading) -> Made:
-    """RotaryEmbedding of ONNX Runtime: a rotation by positions, with a row of its tables for each."""
-    taken, shape, places, lengths = call.input(0), call.axes(0, 1), call.input(1), call.lengths
-    rows = known(size_of((call.input(2).shape or ((),))[0]).number)
-    if call.node.domain != CONTRIB or not is_fixed(shape[-1]):
-        return Made(UNKNOWN)
-    counts = lengths.absolute(places) == COUNTED
-    starts = places.shape in ((), ((),)) and constant_of(places) is lengths.past
-    # [batch, tokens, heads x width], or [batch, heads, tokens, width].
-    tokens = {3: 1, 4: 2}.get(len(shape))
-    if tokens is None or shape[tokens] != (lengths.new,) or not (counts or starts):
-        return Made(Type("f", shape))
-    call.limits.append((rows, 2))
-    used = [taken, call.input(2), call.input(3)]
-    return Made(call.opaque(shape, used, "f", is_calm(taken)), ("rotated", 0, 2, 3))
-
-
 RULES: dict[str, Callable[[Reading], Made | list[Made]]] = {
     "MatMul": matmul,
     "Gemm": gemm,
@@ -302,10 +251,8 @@ RULES: dict[str, Callable[[Reading], Made | list[Made]]] = {
     "CumSum": accumulate,
     "Trilu": triangle,
     "Dropout": dropout,
-    "RotaryEmbedding": rotary,
     "QuantizeLinear": as_first,
     "DequantizeLinear": as_first,
-    "GroupQueryAttention": grouped_attention,
     **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"), normalize),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), skip_normalize),
     **dict.fromkeys(operators_with("reduce"), reduce),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known
+from kvdoctor.analysis.proof.shaping import viewed
 from kvdoctor.analysis.proof.types import (
     ONE,
     UNKNOWN,
@@ -40,7 +41,7 @@ def slice_(call: Reading) -> Made:
         last = last or only
     if last:
         return Made(found, ("last",)) if not extra else Made(replace(found, uniform=False))
-    return Made(found, ("slice", *extra) if extra else 0)
+    return Made(found, ("steps", ("slice", *extra)) if extra else 0)
 
 
 def _every_so_many(call: Reading) -> Made:
@@ -55,7 +56,7 @@ def _every_so_many(call: Reading) -> Made:
     count = len(range(whole)[slice(start, end if -whole <= end < 1 << 31 else None if step > 0 else end, step)])
     shape = (*taken.shape[:at], axis_of(number(count)), *taken.shape[at + 1 :])
     where = (at - len(shape), start, end, step)
-    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)), ("slice", where))
+    return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)), ("steps", ("slice", where)))
 
 
 def _read_bounds(call: Reading) -> list[tuple[int, Term, Term]] | None:
@@ -120,7 +121,8 @@ def _take(call: Reading, taken: Type, at: int, begin: Term, stop: Term) -> tuple
         return call.opaque(shape, [whole], taken.kind, taken.calm, taken.regions), True, False
     if is_fixed(old) and fixed:
         regions = tuple(one for one in taken.regions if where not in one[0])
-        return call.opaque(shape, [whole], taken.kind, taken.calm, regions), False, False
+        made = call.opaque(shape, [whole], taken.kind, taken.calm, regions)
+        return replace(made, past=taken.past), False, False
     return Type(taken.kind, shape), True, False
 
 
@@ -186,8 +188,19 @@ def _gather_rows(call: Reading, data: Type, at: int, shape: tuple[Axis, ...]) ->
         return Made(Type(data.kind, shape))
     if data.linear is not None and index is not None and dict(data.linear[1]).keys() <= {at - rank}:
         return _gather_linear(data, index, at, shape)
+    if data.past and index is not None and isinstance(index[0], Term) and not places.shape:
+        return _pick(call, data, at, index[0])
     taken = [replace(data, items=None) if data.linear else data, places]
     return Made(call.opaque(shape, taken, data.kind, is_calm(data), regions))
+
+
+def _pick(call: Reading, data: Type, at: int, place: Term) -> Made:
+    """One of the pasts that are stacked along an axis."""
+    axes = data.shape or ()
+    cut = _take(call, data, at, place, place + ONE)[0]
+    made = viewed(call, cut, [size_of(axis) for n, axis in enumerate(axes) if n != at])
+    bound = ("slice", (at - len(axes), place.parts, (place + ONE).parts))
+    return Made(made.type, ("steps", bound, *(made.how[1:] if isinstance(made.how, tuple) else ())))
 
 
 def _is_within(call: Reading, place: Term | float, axis: Axis) -> bool:
@@ -277,7 +290,10 @@ def concat(call: Reading) -> Made:
         return Made(taken[0], 0)
     if all(is_fixed(one[at]) for one in shapes):
         made = call.opaque(shape, taken, kind, all(map(is_calm, taken)))
-        return Made(replace(made, grid=_grid(taken)) if at == len(shape) - 1 and kind == "i" else made)
+        if at == len(shape) - 1 and kind == "i":
+            return Made(replace(made, grid=_grid(taken)))
+        sizes = tuple(size_of(one[at]).number for one in shapes)
+        return Made(made, ("concat", at - len(shape), sizes) if None not in sizes else None)
     return _join_tokens(call, taken, shapes, at, shape)
 
 
@@ -332,7 +348,7 @@ def split(call: Reading) -> Made | list[Made]:
     for size in sizes:
         cut = _cut(call, replace(taken, regions=()), at, number(begin), number(begin + size))
         bounds = (at - len(axes), number(begin).parts, number(begin + size).parts)
-        found.append(Made(cut[0], ("slice", bounds)) if cut is not None else Made(UNKNOWN))
+        found.append(Made(cut[0], ("steps", ("slice", bounds))) if cut is not None else Made(UNKNOWN))
         begin += size
     return found
 

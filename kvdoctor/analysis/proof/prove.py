@@ -13,6 +13,7 @@ take them from the file.
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,10 +27,10 @@ from kvdoctor.analysis.proof.constants import (
     slot_shape,
 )
 from kvdoctor.analysis.proof.masks import is_weak
-from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Lengths, Term, Type, size_of
+from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Axis, Lengths, Term, Type, size_of
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
-from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName
+from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.traverse import describe_node
 from kvdoctor.model.view import GraphView, declared
@@ -57,7 +58,7 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     except NotProved as why:
         many, node = str(why), why.node
     # Of one new token a mask hides nothing: what a graph without one gets wrong are several.
-    if node is None or not node.has("softmax", "product"):
+    if node is None or not node.has("softmax", "product", "attend"):
         return Proof(exceptions=(many,))
     try:
         found = prover.prove(single=True)
@@ -167,7 +168,7 @@ class Prover:
         for slot in contract.slots:
             if (
                 slot.kind not in KINDS
-                or slot.growth not in ("grow", "shared", "constant")
+                or slot.growth not in ("grow", "shared", "delta", "constant")
                 or slot.trimmed
                 or slot.prepended
             ):
@@ -310,10 +311,15 @@ class Prover:
                 if present.key != walk.values[slot.past].key:
                     raise NotProved(f"output {slot.present!r} (not the past {slot.past!r})")
                 continue
-            if present.type.shape != slot_shape(slot, walk.lengths.total, self.contract) or present.type.last:
+            if present.type.shape != self._returned(slot, walk) or present.type.last:
                 raise NotProved(f"output {slot.present!r} (not an entry for each token)")
-            if walk.streams.get(slot.past, set()) - {present.key}:
+            keys = self.keys
+            if any(reduce(keys.follow, steps, present.key) != key for steps, key in walk.streams.get(slot.past, ())):
                 raise NotProved(f"past {slot.past!r} (joined with other entries than {slot.present!r} has)")
+
+    def _returned(self, slot: Slot, walk: Walk) -> tuple[Axis, ...]:
+        """The axes of what a call must return of a slot: the entries of all tokens, or of the new ones."""
+        return slot_shape(slot, walk.lengths.new if slot.growth == "delta" else walk.lengths.total, self.contract)
 
     def _logits(self, walk: Walk, phase: PhaseName) -> Typed:
         port = self.contract.graph(phase).port("logits")
@@ -335,8 +341,7 @@ class Prover:
             if slot.growth == "constant" or slot.filled_in != "prefill":
                 continue
             made, present = self._output(first, slot.filled_by or ""), self._output(decode, slot.present or "")
-            shape = slot_shape(slot, first.lengths.total, self.contract)
-            if made.key != present.key or made.type.shape != shape or made.type.last:
+            if made.key != present.key or made.type.shape != self._returned(slot, first) or made.type.last:
                 raise NotProved(f"the first step, whose {slot.filled_by!r} may be another function")
 
 

@@ -47,7 +47,7 @@ def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
         shape = tuple(map(axis_of, targets))
     made = moved(call, shape, _match(old, shape), taken)
     same, canonical = _stripped(old) == _stripped(shape), call.lengths.canonical
-    return Made(made, 0 if same else ("view", canonical(old), canonical(shape)))
+    return Made(made, 0 if same else ("steps", ("view", canonical(old), canonical(shape))))
 
 
 def _stripped(shape: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -138,7 +138,7 @@ def transpose(call: Reading) -> Made:
     made = moved(call, shape, axes, replace(taken, items=None))
     if taken.items is not None:
         made = replace(made, items=taken.items) if rank < 2 else UNKNOWN
-    return Made(made, ("permute", order))
+    return Made(made, ("steps", ("permute", tuple(order))))
 
 
 def expand(call: Reading) -> Made:

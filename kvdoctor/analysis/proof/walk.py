@@ -5,19 +5,31 @@ Layers repeat: what a rule says of a node is known for each further node of the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
-from kvdoctor.analysis.proof import combining, elementwise, parts, shaping
+from kvdoctor.analysis.proof import attention, combining, elementwise, parts, shaping
 from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule
-from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, settled
+from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, number, settled
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB
 from kvdoctor.records import record
 
+Step = tuple[Any, ...]
+"""A view, a permutation or a slice, with what it takes besides the function."""
+Bound = tuple[Any, ...]
+"""An axis from the end, and the start and end of a part along it."""
 UNFIT = (NotKnown, ArithmeticError, LookupError, ValueError, TypeError, StopIteration)
 """What a rule raises on what is not known, too few inputs, axes beyond the rank, or attributes of another type."""
-RULES: dict[str, Rule] = {**elementwise.RULES, **shaping.RULES, **parts.RULES, **combining.RULES}
+RULES: dict[str, Rule] = {
+    **elementwise.RULES,
+    **shaping.RULES,
+    **parts.RULES,
+    **combining.RULES,
+    **attention.RULES,
+}
 
 
 @record
@@ -64,33 +76,51 @@ class Keys:
             key, old = what[1], what[2]
         return key if old == new else self.of("view", key, old, new)
 
-    def unviewed(self, slot: int, key: int) -> tuple[str, int] | None:
-        """The slot of a value that is a past, and a function under the axes of the slot."""
-        what = self.parts[slot]
+    def sliced(self, key: int, bound: Bound) -> int:
+        """The number of a part of a function; what was joined of parts, or another order of axes, is seen through."""
+        what = self.parts[key]
+        if what[0] == "permute":
+            order = what[2]
+            below = self.sliced(what[1], (order[bound[0]] - len(order), *bound[1:]))
+            return self.permuted(below, order)
+        if what[0] == "concat" and what[1] == bound[0]:
+            ends = [number(end).parts for end in accumulate(what[2], initial=0)]
+            found = [key for *ends, key in zip(ends, ends[1:], what[3], strict=False) if tuple(ends) == bound[1:]]
+            if found:
+                return int(found[0])
+        return self.of("slice", key, bound)
+
+    def follow(self, key: int, step: Step) -> int:
+        """The number of a function of which nothing but a view, another order of axes or a part is taken."""
+        if step[0] == "slice":
+            return reduce(self.sliced, step[1:], key)
+        return self.viewed(key, *step[1:]) if step[0] == "view" else self.permuted(key, *step[1:])
+
+    def origin(self, key: int) -> tuple[str, tuple[Step, ...]] | None:
+        """The slot that a value is a past of, or a part of one, and the steps that lead to the value."""
+        steps: tuple[Step, ...] = ()
+        what = self.parts[key]
         while what[0] != "slot":
-            if what[0] == "permute":
-                key = self.permuted(key, sorted(range(len(what[2])), key=what[2].__getitem__))
-            elif what[0] == "view":
-                key = self.viewed(key, what[3], what[2])
-            else:
+            if what[0] not in ("permute", "view", "slice"):
                 return None
+            steps = ((what[0], *what[2:]), *steps)
             what = self.parts[what[1]]
-        return what[1], key
+        return what[1], steps
 
 
 @dataclass
 class Walk:
     """The values of one graph, under one reading of its lengths.
 
-    `streams` are the functions that the entries of each slot must be, and `limits` the totals up to which tables
-    reach, by the value that ends there.
+    `streams` are the functions that the entries of each slot must be, with the steps that take each out of the slot;
+    `limits` are the totals up to which tables reach, by the value that ends there.
     """
 
     flow: Flow
     lengths: Lengths
     keys: Keys
     values: dict[str, Typed]
-    streams: dict[str, set[int]] = field(default_factory=dict)
+    streams: dict[str, set[tuple[tuple[Step, ...], int]]] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
     known: dict[Any, tuple[list[Made], list[tuple[int, int]]]] = field(default_factory=dict)
     types: dict[Type, Type] = field(default_factory=dict)
@@ -183,28 +213,28 @@ class Walk:
             return keys.of("node", mark, at, *inputs)
         if isinstance(how, int):
             return inputs[how]
-        if how[0] == "view":
-            return keys.viewed(inputs[0], how[1], how[2])
-        if how[0] == "permute":
-            return keys.permuted(inputs[0], how[1])
+        if how[0] == "steps":
+            return reduce(keys.follow, how[1:], inputs[0])
+        if how[0] == "concat":
+            return keys.of(*how, tuple(inputs))
         if how[0] == "join":
             self._expect(inputs[0], inputs[1])
             return inputs[1]
         if how[0] == "compare":
             return keys.of(*how)
         if how[0] == "attended":
-            made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in (3, 4)))
+            made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in how[3]))
             self._expect(inputs[how[1]], made)
             return made
         if how[0] == "rotated":
             return keys.of("rotated", mark, *(inputs[at] for at in how[1:]))
         return keys.of(*how, mark if how[0] == "output" else "", *inputs[: 1 if how[0] != "output" else None])
 
-    def _expect(self, slot: int, key: int) -> None:
+    def _expect(self, past: int, key: int) -> None:
         """Note which function the entries of a slot must be."""
-        found = self.keys.unviewed(slot, key)
+        found = self.keys.origin(past)
         if found is not None:
-            self.streams.setdefault(found[0], set()).add(found[1])
+            self.streams.setdefault(found[0], set()).add((found[1], key))
 
 
 def read_fill(node: FlatNode) -> tuple[Term | float, str]:
