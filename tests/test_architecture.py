@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1_425,
     "decode": 9_300,
     "diagnose": 13_325,
-    "gating": 2_650,
+    "gating": 2_600,
     "model": 4_350,
     "repair": 6_625,
     "report": 6_675,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_325, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_300, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:
