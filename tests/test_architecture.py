@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1_425,
     "decode": 9_300,
     "diagnose": 13_275,
-    "gating": 2_650,
+    "gating": 2_600,
     "model": 4_350,
     "repair": 6_625,
     "report": 6_675,

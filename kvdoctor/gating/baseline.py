@@ -2,13 +2,9 @@
 
 The file is JSON, `kvdoctor/baseline/1`, sorted, with one value per line, so that changes can be reviewed. An entry
 matches a finding by its fingerprint, which depends on the fault and its location in the graph, not on file names or the
-order of findings. Two models of one exporter may have the same fault, so an entry also identifies its model:
-
-- `model` is the path relative to the folder of the baseline. It takes precedence: a model that was exported or trained
-  again at the same path is the same model with the same known fault.
-- `shape` is a digest of the inputs and outputs of its files, without file names. It is used only if nothing exists at
-  the path any more: a model that was moved is recognized by it, and a second model cannot use the entry of a first
-  model that still exists.
+order of findings. Two models of one exporter may have the same fault, so an entry also identifies its model, by the
+path relative to the folder of the baseline: a model that was exported or trained again at the same path is the same
+model with the same known fault.
 """
 
 import datetime as dt
@@ -39,7 +35,6 @@ class BaselineEntry:
         reason: why the finding is accepted.
         until: the last day on which it is known, as in 2026-12-31; null for no expiry.
         fingerprint: the fingerprint of the finding.
-        shape: a digest of the model's inputs and outputs.
         found_with: options that extended the run which found it; a run without them may not find it.
     """
 
@@ -49,7 +44,6 @@ class BaselineEntry:
     reason: str
     until: str | None
     fingerprint: str
-    shape: str
     found_with: tuple[str, ...] = ()
 
     def is_expired(self, today: dt.date) -> bool:

@@ -5,8 +5,6 @@ finding is gone; a model that was not diagnosed, or a check that was not request
 """
 
 import datetime as dt
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from kvdoctor.choices import RESTS_ON, FailOn
 from kvdoctor.findings import KnownFinding, find_check, means_incomplete
 from kvdoctor.gating.baseline import Baseline, BaselineEntry, sort_entries
 from kvdoctor.gating.stored_reports import ReadOnDemand
-from kvdoctor.records import record, to_plain
+from kvdoctor.records import record
 from kvdoctor.report.document import Report, counts, decide, is_open
 from kvdoctor.report.wording.finding import format_headline
 
@@ -31,20 +29,21 @@ class BaselineStatus:
         known: the number of findings that it covers.
         stale: entries whose finding is gone, in models that were checked.
         expired: entries whose finding is still found and counts again.
-        moved: entries whose model was found at another path, each with that path.
     """
 
     file: str
     known: int = 0
     stale: tuple[BaselineEntry, ...] = ()
     expired: tuple[BaselineEntry, ...] = ()
-    moved: tuple[tuple[BaselineEntry, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The status as part of the gate's JSON document, without the digests of models."""
-        unmatched = {kind: [_to_dict(entry) for entry in getattr(self, kind)] for kind in ("stale", "expired")}
-        moved = [{**_to_dict(entry), "to": path} for entry, path in self.moved]
-        return {"file": self.file, "known": self.known, **unmatched, "moved": moved}
+        """The status as part of the gate's JSON document."""
+        names = ("model", "code", "where", "reason", "until", "fingerprint")
+        unmatched = {
+            kind: [{name: getattr(entry, name) for name in names} for entry in getattr(self, kind)]
+            for kind in ("stale", "expired")
+        }
+        return {"file": self.file, "known": self.known, **unmatched}
 
     def lines(self) -> Iterator[str]:
         """One line for each entry that needs attention."""
@@ -52,12 +51,6 @@ class BaselineStatus:
         prune = "`kvdoctor baseline --prune`"
         yield from (f"{entry.label} was known until {entry.until}; {again}" for entry in self.expired)
         yield from (f"{entry.label} is not found any more; {prune} removes it" for entry in self.stale)
-        for entry, path in self.moved:
-            yield f"{entry.label} matches {path}, the same model; {prune} updates the path"
-
-
-def _to_dict(entry: BaselineEntry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in ("model", "code", "where", "reason", "until", "fingerprint")}
 
 
 @record
@@ -72,11 +65,10 @@ class MatchedReports:
 def match_baseline(baseline: Baseline, reports: Sequence[Report], day: dt.date) -> MatchedReports:
     """Mark the known findings in the reports of a gate, and decide each verdict again. `day` is the current date."""
     paths = [model_path(report, baseline.folder) for report in reports]
-    moved = _find_moved(baseline, reports, paths)
     used, stale = dict[BaselineEntry, None](), dict[BaselineEntry, None]()
     known: dict[int, dict[str, BaselineEntry]] = {}
     for number, report in enumerate(reports):
-        own = [e for e in baseline.entries if belongs_to(e, paths[number]) or moved.get(e.model) == number]
+        own = [entry for entry in baseline.entries if belongs_to(entry, paths[number])]
         found = {finding.fingerprint for finding in report.findings if not means_incomplete(finding.code)}
         known[number] = {entry.fingerprint: entry for entry in reversed(own) if entry.fingerprint in found}
         used |= dict.fromkeys(known[number].values())
@@ -87,7 +79,6 @@ def match_baseline(baseline: Baseline, reports: Sequence[Report], day: dt.date) 
         known=sum(finding.known is not None for report in marked for finding in report.findings),
         stale=tuple(entry for entry in stale if entry not in used),
         expired=tuple(entry for entry in used if entry.is_expired(day)),
-        moved=tuple((entry, paths[moved[entry.model]]) for entry in used if entry.model in moved),
     )
     return MatchedReports(tuple(marked) if isinstance(reports, tuple | list) else marked, status, tuple(used))
 
@@ -99,32 +90,6 @@ def model_path(report: Report, folder: Path) -> str:
         return PurePath(os.path.relpath(path, folder)).as_posix()
     except ValueError:  # another drive of Windows
         return PurePath(path).as_posix()
-
-
-def interface_digest(report: Report) -> str:
-    """A digest of the inputs and outputs of a model's files, without file names, file sizes and weights."""
-    files = sorted(json.dumps([to_plain(f.inputs), to_plain(f.outputs)], sort_keys=True) for f in report.model.files)
-    return hashlib.sha256("\n".join(files).encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def _find_moved(baseline: Baseline, reports: Sequence[Report], paths: list[str]) -> dict[str, int]:
-    """Models of the baseline whose path does not exist any more, each with the index of the report that matches it.
-
-    A match has the same interface and the same fault. A report matches one model at most, and none if the baseline has
-    entries for its own path.
-    """
-    models = dict.fromkeys(entry.model for entry in baseline.entries)
-    gone = [model for model in models if not os.path.lexists(baseline.folder / model)]
-    free = [n for n, path in enumerate(paths) if not any(belongs_to(entry, path) for entry in baseline.entries)]
-    moved: dict[str, int] = {}
-    for model in gone if free else ():
-        expected = {(entry.shape, entry.fingerprint) for entry in baseline.entries if entry.model == model}
-        found = {n: {(interface_digest(reports[n]), one.fingerprint) for one in reports[n].findings} for n in free}
-        shared = {n: len(expected & traits) for n, traits in found.items() if n not in moved.values()}
-        best = max(shared, key=lambda n: shared[n], default=None)
-        if best is not None and shared[best]:
-            moved[model] = best
-    return moved
 
 
 def belongs_to(entry: BaselineEntry, path: str) -> bool:
@@ -199,7 +164,7 @@ class BaselineUpdate:
     Attributes:
         entries: the entries to write.
         changes: a line for each change.
-        left: a line for each finding that still counts, and each entry that is still stale or moved.
+        left: a line for each finding that still counts, and each entry that is still stale.
         open: the models that could not be checked completely.
     """
 
@@ -213,21 +178,17 @@ def update_baseline(baseline: Baseline, found: MatchedReports, request: Baseline
     """Update a baseline after a gate. Reasons and dates of known findings do not change."""
     entries = {(entry.model, entry.fingerprint): entry for entry in baseline.entries}
     changes, left = [], []
-    moved = dict(found.status.moved)
     for new, headline in _findings_that_count(baseline, found):
         if request.reason is None:
             left.append(f"counts: {new.model}: {headline}")
             continue
         same = [entry for entry in found.used if entry.fingerprint == new.fingerprint]
-        replaced = [entry for entry in same if entry in moved or belongs_to(entry, new.model)]
+        replaced = [entry for entry in same if belongs_to(entry, new.model)]
         for entry in replaced:
-            moved.pop(entry, None)
             entries.pop((entry.model, entry.fingerprint), None)
         entries[new.model, new.fingerprint] = replace(new, reason=request.reason, until=request.until)
         changes.append(f"{'renewed' if replaced else 'added'}: {new.model}: {headline}")
-    # Entries whose model does not exist any more; a model with another entry that moved has moved as well.
-    elsewhere = {entry.model for entry in moved}
-    current = {*found.used, *found.status.stale, *(entry for entry in baseline.entries if entry.model in elsewhere)}
+    current = {*found.used, *found.status.stale}
     gone = [e for e in baseline.entries if e not in current and not os.path.lexists(baseline.folder / e.model)]
     for entry in (*found.status.stale, *gone):
         line = f"{entry.label}: {'not found any more' if entry in found.status.stale else 'the model is gone'}"
@@ -236,13 +197,6 @@ def update_baseline(baseline: Baseline, found: MatchedReports, request: Baseline
             changes.append(f"removed: {line}")
         else:
             left.append(f"stale: {line}")
-    for entry, path in moved.items():
-        if request.prune or request.reason is not None:
-            del entries[entry.model, entry.fingerprint]
-            entries[path, entry.fingerprint] = replace(entry, model=path)
-            changes.append(f"moved: {entry.label} to {path}")
-        else:
-            left.append(f"moved: {entry.label} is at {path} now")
     open_reports = (one for one in found.reports if is_open(one.findings, one.not_checked) and one.allowance is None)
     incomplete = tuple(report.model.path for report in open_reports)
     return BaselineUpdate(sort_entries(entries.values()), tuple(changes), tuple(left), incomplete)
@@ -254,7 +208,7 @@ def _findings_that_count(baseline: Baseline, found: MatchedReports) -> list[tupl
     for report in found.reports:
         lowest: FailOn = "error" if report.fail_on == "never" else report.fail_on
         for one in (one for one in report.findings if counts(one, lowest) and not means_incomplete(one.code)):
-            model, shape = model_path(report, baseline.folder), interface_digest(report)
-            known = (model, one.code, one.where, "", None, one.fingerprint, shape, coverage_of(report, one.code))
+            model = model_path(report, baseline.folder)
+            known = (model, one.code, one.where, "", None, one.fingerprint, coverage_of(report, one.code))
             entries.append((BaselineEntry(*known), format_headline(one)))
     return entries

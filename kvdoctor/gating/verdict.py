@@ -115,11 +115,10 @@ def gate_schema() -> dict[str, Any]:
 
 
 def _status_schema() -> dict[str, Any]:
-    """The baseline in a gate's document: entries as in its file, without `shape`."""
+    """The baseline in a gate's document: entries as in its file."""
     entry = define_types(BaselineEntry)["BaselineEntry"]
-    del entry["properties"]["shape"], entry["description"]
-    entry["required"].remove("shape")
-    lists = {kind: {"type": "array", "items": entry} for kind in ("stale", "expired", "moved")}
+    del entry["description"]
+    lists = {kind: {"type": "array", "items": entry} for kind in ("stale", "expired")}
     properties = {"file": {"type": "string"}, "known": {"type": "integer"}, **lists}
     return {"type": "object", "properties": properties, "required": list(properties)}
 
