@@ -54,7 +54,7 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     prover = Prover(stack, contract)
     try:
         prover.check_form()
-        return prover.prove(single=prover.takes_one)
+        return replace(prover.prove(single=prover.takes_one), single=prover.takes_one)
     except NotProved as why:
         many, node = str(why), why.node
     # Of one new token a mask hides nothing: what a graph without one gets wrong are several.
