@@ -123,7 +123,7 @@ def softmax(call: Reading) -> Made:
     if is_fixed(shape[-1]):
         return Made(call.opaque(shape, call.given, "f", True))
     rows = [row - rank for row, one in enumerate(shape[:-1]) if call.lengths.is_row(one)]
-    hidden = [row for row in rows if hides_later(taken, row, -1)]
+    hidden = [row for row in rows if hides_later(taken, row, -1, call.lengths.single)]
     alone = call.lengths.single and len(rows) == 1 and is_calm(taken)
     if not call.lengths.is_total(shape[-1]) or not (hidden or alone):
         return Made(Type("f", shape))
@@ -148,7 +148,9 @@ def reduce(call: Reading) -> Made:
     found = _reduce_linear(call, linear, gone, whole) if linear is not None else None
     if found is not None:
         return Made(Type(taken.kind, shape, linear=(found, ())))
-    combined = all(_may_combine(call, replace(taken, regions=()), at - rank) for at in gone)
+    # A sum may leave out what a mask makes 0, an extreme or a mean may not.
+    summed = taken if has(call.op, "sum") else replace(taken, regions=())
+    combined = all(_may_combine(call, summed, at - rank) for at in gone)
     return _made(call, combined, shape, [taken], taken.kind)
 
 

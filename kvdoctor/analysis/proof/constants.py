@@ -268,4 +268,6 @@ def _shape(port: Port, contract: CacheContract, lengths: Lengths) -> tuple[Axis,
         "encoder": (symbol(ENCODER),),
         "batch_new": (symbol(BATCH), lengths.new),
     }
-    return tuple(_axis(sizes, axis, dim) for axis, dim in zip(port.axes, port.shape, strict=True))
+    one = lengths.single and "new" in port.axes  # where the file says 1, it still counts tokens
+    dims = [None if one and axis == "new" else dim for axis, dim in zip(port.axes, port.shape, strict=True)]
+    return tuple(_axis(sizes, axis, dim) for axis, dim in zip(port.axes, dims, strict=True))

@@ -15,6 +15,8 @@ from kvdoctor.analysis.proof.masks import (
     is_plain,
 )
 from kvdoctor.analysis.proof.types import (
+    ONE,
+    PAST,
     Lengths,
     Linear,
     Term,
@@ -23,6 +25,7 @@ from kvdoctor.analysis.proof.types import (
     linear_of,
     number,
     plain_number,
+    size_of,
 )
 from kvdoctor.model.operators import has, operators_with
 
@@ -259,14 +262,41 @@ def _compare(call: Reading, one: Type, other: Type, shape: tuple[tuple[Term, ...
         return None
     first, second = [(start, part[1]) for start, part in zip(starts, parts, strict=True) if start and part]
     apart = added(second, _scaled(first, -1))
+    with_row = _with_row(call, apart, shape)
+    holds = {_decide(call.op, end, call.lengths) for end in _ends(apart, shape)}
+    # What holds at both ends does so between them; numbers between two that are not equal may be.
+    decided = len(holds) == 1 and None not in holds and (not apart[1] or COMPARED[call.op][0] != "equal")
+    if decided and with_row is None:
+        return Made(Type("b", shape, linear=(number(int(True in holds)), ())))
+    apart, shape = with_row or (apart, shape)
     if not apart[1]:
-        holds = _decide(call.op, apart[0], call.lengths)
-        return None if holds is None else Made(Type("b", shape, linear=(number(int(holds)), ())))
+        return None
     absolute = call.lengths.absolute(Type("i", shape, linear=apart))
     if absolute is None or isinstance(absolute[0], float):
         return Made(Type("b", shape))
     regions = tuple(find_regions(call.op, absolute[0], absolute[1]))
     return Made(call.opaque(shape, [], "b", True, regions), ("compare", call.op, absolute))
+
+
+def _with_row(
+    call: Reading, apart: tuple[Term, tuple[tuple[int, int], ...]], shape: tuple[tuple[Term, ...], ...]
+) -> tuple[tuple[Term, tuple[tuple[int, int], ...]], tuple[tuple[Term, ...], ...]] | None:
+    """A comparison with the past, of a graph for one new token: the axis of one element before the tokens counts it."""
+    (start, factors), lengths = apart, call.lengths
+    by = dict(start.parts).get((PAST,), 0)
+    row_is_open = len(shape) > 1 and shape[-2] == () and lengths.is_total(shape[-1])
+    if not lengths.single or not row_is_open or not by or not factors:
+        return None
+    return (start, tuple(sorted((*factors, (-2, by))))), (*shape[:-2], (lengths.new,), shape[-1])
+
+
+def _ends(linear: tuple[Term, tuple[tuple[int, int], ...]], shape: tuple[tuple[Term, ...], ...]) -> tuple[Term, Term]:
+    """The smallest and the largest number of a linear function over the indexes of a shape."""
+    least = most = linear[0]
+    for at, factor in linear[1]:
+        step = (size_of(shape[at]) - ONE).times(factor)
+        least, most = (least, most + step) if factor > 0 else (least + step, most)
+    return least, most
 
 
 def _neutral(call: Reading) -> int | None:

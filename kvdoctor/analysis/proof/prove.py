@@ -54,7 +54,7 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     prover = Prover(stack, contract)
     try:
         prover.check_form()
-        return prover.prove(single=False)
+        return replace(prover.prove(single=prover.takes_one), single=prover.takes_one)
     except NotProved as why:
         many, node = str(why), why.node
     # Of one new token a mask hides nothing: what a graph without one gets wrong are several.
@@ -155,6 +155,13 @@ class Prover:
     weights: dict[str, dict[str, bytes]] = field(default_factory=dict)
     keys: Keys = field(default_factory=Keys)
 
+    @property
+    def takes_one(self) -> bool:
+        """Whether a graph of its own serves the later steps, and takes one token each time."""
+        phases = self.contract.phases
+        one = self.contract.graph("decode").declared_new_tokens == 1
+        return one and phases["prefill"].graph != phases["decode"].graph
+
     def check_form(self) -> None:
         """Refuse what position types do not describe yet.
 
@@ -175,10 +182,10 @@ class Prover:
                 raise NotProved(f"past {slot.past!r} ({slot.kind}, {'new first' if slot.prepended else slot.growth})")
             if slot.first in ("dummy", "zeros"):
                 raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")
-        graphs = [contract.graph("decode"), contract.graph("prefill")]
+        graphs = [contract.graph("prefill"), contract.graph("decode")]
         if any(graph.stages for graph in graphs):
             raise NotProved("a pipeline of several files")
-        if any(isinstance(graph.declared_new_tokens, int) for graph in graphs):
+        if any(isinstance(graph.declared_new_tokens, int) for graph in graphs[: 1 if self.takes_one else None]):
             raise NotProved("the graph takes a fixed number of new tokens")
 
     def prove(self, single: bool) -> Proof:

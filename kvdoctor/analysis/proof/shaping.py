@@ -80,7 +80,8 @@ def reshape(call: Reading) -> Made:
         # Where the past is empty, its length as a size stands for that of the input.
         if target.number is None and not call.lengths.at_least(target, 1) and not (copies and sizes[at] is target):
             return Made(UNKNOWN)
-        found.append(sizes[at] if copies and target is ZERO else target)
+        found.append(sizes[at] if copies and target is ZERO else call.lengths.named(target))
+    found = _with_token(call, found)
     opened = [at for at, target in enumerate(found) if target.number == -1]
     empty = any(not call.lengths.at_least(size, 1) for at, size in enumerate(found) if at not in opened)
     if len(opened) > 1 or (opened and empty):
@@ -89,6 +90,17 @@ def reshape(call: Reading) -> Made:
         whole, rest = _product(sizes), _product([one for at, one in enumerate(found) if at != opened[0]])
         found[opened[0]] = known(whole.divided(rest) if rest.parts else None)
     return viewed(call, call.input(0), found)
+
+
+def _with_token(call: Reading, targets: list[Term]) -> list[Term]:
+    """The targets of a graph for one new token, which may say 1 for the axis that counts it."""
+    new, axes = call.lengths.new, call.axes(0)
+    counting = next((n for n, axis in enumerate(axes) if axis and axis[-1] is new), None)
+    if not call.lengths.single or counting is None or any(new.symbols & target.symbols for target in targets):
+        return targets
+    ones = [n for n, target in enumerate(targets) if target is ONE]
+    chosen = counting if counting in ones else next(iter(ones), None)
+    return [new if n == chosen else target for n, target in enumerate(targets)]
 
 
 def _product(sizes: Sequence[Term]) -> Term:
@@ -143,7 +155,8 @@ def transpose(call: Reading) -> Made:
 
 def expand(call: Reading) -> Made:
     """Expand: broadcast to a shape."""
-    taken, wanted = call.input(0), Type("i", tuple(map(axis_of, known(call.input(1).items))))
+    wanted = Type("i", tuple(axis_of(call.lengths.named(one)) for one in known(call.input(1).items)))
+    taken = call.input(0)
     return Made(_broadcast(call, taken, call.broadcast([taken, wanted])), 0)
 
 
@@ -187,7 +200,7 @@ def range_(call: Reading) -> Made:
     start, end, step = terms
     if not isinstance(start, Term) or not isinstance(end, Term) or step is not ONE:
         return Made(UNKNOWN)
-    count = end - start
+    count = call.lengths.named(end - start)
     if not call.lengths.at_least(count, 0):
         return Made(UNKNOWN)
     kind, size = call.input(0).kind, count.number
@@ -202,7 +215,7 @@ def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
     targets = call.input(0).items
     if targets is None:
         return Made(UNKNOWN)
-    return Made(Type(kind, tuple(axis_of(one) for one in targets), linear=(value, ())))
+    return Made(Type(kind, tuple(axis_of(call.lengths.named(one)) for one in targets), linear=(value, ())))
 
 
 RULES: dict[str, Rule] = {

@@ -232,6 +232,10 @@ class Lengths:
         """A number as it is in this walk, where one new token is a number."""
         return term.replaced({NEW: ONE}) if self.single else term
 
+    def named(self, length: Term) -> Term:
+        """A length, as that of all tokens where it is that: a graph for one new token may add 1 to the past."""
+        return self.total if self.single and self.reduced(self.total - length).number == 0 else length
+
     def at_least(self, term: Term, least: int) -> bool:
         """Whether a number is never smaller."""
         lowest = self.reduced(term).least()
