@@ -14,16 +14,7 @@ from kvdoctor.analysis.proof.masks import (
     find_regions,
     is_plain,
 )
-from kvdoctor.analysis.proof.types import (
-    Lengths,
-    Linear,
-    Term,
-    Type,
-    constant_of,
-    linear_of,
-    number,
-    plain_number,
-)
+from kvdoctor.analysis.proof.types import Lengths, Linear, Term, Type, constant_of, linear_of, number, plain_number
 from kvdoctor.model.operators import has, operators_with
 
 EXACT = (1, 6, 7, 11)
