@@ -368,7 +368,7 @@ class _FullRing:
             scale = max(float(entry @ entry) for entry in entries)
             products = [float(entries[place] @ entries[place - m]) / scale for place in range(m, end)]
             moved = [abs(one - other) for one, other in zip(products[m:], products, strict=False)]
-            before, after = moved[: self.size - 2 * m], moved[max(self.size - 2 * m, 0) :]
+            before, after = moved[: max(self.size - 2 * m, 0)], moved[max(self.size - 2 * m, 0) :]
             if not before or max(before) > limit.passes:
                 return None  # positions are absolute, or the ring is too small to tell
             if max(after) > 10 * limit.passes:
@@ -420,7 +420,7 @@ def _earlier_position(full: _FullRing) -> Decision:
         for piece in full.pieces(0):
             new, places = full.entry(piece, size, answer), range(place, size, full.period)
             same = [at for at in places if same_entries(new, full.entry(piece, at), builder.tolerance)]
-            if len(same) == 1:
+            if len(same) == 1 < len(places):
                 text = f"the entry of {piece.present} at position {size} is that of the same token at {same[0]}"
                 return Cause("positions-not-offset", text)
     return None
