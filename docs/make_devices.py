@@ -32,11 +32,8 @@ Chromium 156 on SwiftShader, on 2026-11-26:
 
 | export | its runs | kernels | judged by `step-test --trace` |
 | --- | --- | --- | --- |
-| `gpt2` | as expected | 3,800 | the same as here |
 | `llama-gqa` | as expected | 6,200 | a key is 0.0003 standard deviations off, no token changes (KV420, a warning) |
-| `marian-4.57.6` | as expected | 5,435 | the same as here |
-| `t5` | as expected | 5,744 | the same as here |
-| `whisper` | as expected | 4,595 | the same as here |
+| `gpt2`, `marian-4.57.6`, `t5`, `whisper` | as expected | 3,800 to 5,744 | the same as here |
 
 A software adapter shows whether kernels are right, and not what the driver of a GPU makes of them: there a
 [trace](trace.md) decides.

@@ -7,7 +7,7 @@ from kvdoctor.decode.experiments import Experiment, find_explaining, load
 HEAD = """# The experiments
 
 What a step-test runs, in this order. Made from `kvdoctor/decode/experiments/` by `python docs/make_experiments.py`. An
-experiment is left out, with its reason, where the contract of the model does not allow it. *With a fault*: only where
+experiment is left out, with its reason, where the contract does not allow it. *With a fault*: only where
 an experiment named in the last column went wrong, to find the cause. No finding is based on a *workaround*.
 
 | experiment | what is run | when | the use that it tries (`--require`), or its purpose |
@@ -28,7 +28,7 @@ def row(one: Experiment) -> str:
         commands = {"reference": "`--reference`", "loop": "`kvdoctor loop`", "generate": "`convert --layout genai`"}
         when, purpose = commands[one.on_request], one.why
     else:
-        when = "`--thorough`" if one.thorough else "by default"
+        when = "`--thorough`" if one.thorough else "default"
         if one.unless_passed:
             when += f", unless {one.unless_passed} passed"
         if one.lengths:
@@ -45,7 +45,7 @@ def describe_use(one: Experiment) -> str:
         return "–"
     required = f" (`{one.use.required}`)" if one.use.required else ""
     why = find_explaining(one.name)
-    return one.use.words + required + (f"; a difference is explained by {why}" if why else "")
+    return one.use.words + required + (f"; explained by {why}" if why else "")
 
 
 if __name__ == "__main__":

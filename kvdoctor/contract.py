@@ -333,7 +333,7 @@ class CacheContract:
     names that the dataflow refutes; the contract follows the dataflow. `missing` is empty for a contract that can be
     driven. `features` are rows for images and audio, which take the places of embeddings. `ambiguities` are ports with
     more than one reading, which runs settle. `ring` is the number of tokens after which buffers are full, where the
-    graph then writes over the oldest entries; None where it may not.
+    graph then writes over the oldest entries: 0 where the loop chooses it, None where the graph may not.
     """
 
     layout: str
@@ -393,6 +393,15 @@ class CacheContract:
         """Tokens that a sequence may have, by the config or by the smallest buffer; None where neither says."""
         limits = (self.context_limit, self.capacity)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens that a sequence may have at most: one goes on in rings whose entries keep their places."""
+        buffers = [slot for slot in self.slots if slot.growth in ("static", "delta", "ring")]
+        if self.ring is None or any(slot.growth != "static" for slot in buffers):
+            return self.usable_length
+        sizes = (size for slot in buffers if (size := slot.size("capacity")) != self.ring)
+        return min((size for size in (self.context_limit, *sizes) if size is not None), default=None)
 
     @property
     def encoder_length(self) -> int | None:

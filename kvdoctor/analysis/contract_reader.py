@@ -16,7 +16,7 @@ from kvdoctor.analysis.readings import find_readings
 from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
 from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
-from kvdoctor.analysis.thresholds import may_go_on
+from kvdoctor.analysis.thresholds import find_ring
 from kvdoctor.contract import CacheContract, Features, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
 from kvdoctor.model.precision import exactness_of
@@ -101,9 +101,7 @@ class _Reader:
             features=features,
         )
         contract, dataflow = order_tokens(contract, parts.decode), parts.decode.dataflow
-        size = contract.capacity if contract.capacity == contract.usable_length else None
-        if size is not None and dataflow is not None and may_go_on(dataflow.flow, size):
-            contract = replace(contract, ring=size)
+        contract = replace(contract, ring=find_ring(dataflow.flow, contract) if dataflow is not None else None)
         if contract.no_decoder:
             return as_no_decoder(contract)
         views = {file.name: file.graph for file in (parts.decode, parts.first)}

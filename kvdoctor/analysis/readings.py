@@ -274,10 +274,7 @@ GIVEN = "given by the caller"
 
 
 def with_given(
-    contracts: Mapping[str, CacheContract],
-    feed: Mapping[str, float],
-    logits: str | None,
-    arrays: Collection[str] = (),
+    contracts: Mapping[str, CacheContract], feed: Mapping[str, float], logits: str | None, arrays: Collection[str] = ()
 ) -> dict[str, CacheContract]:
     """The contracts with constants for inputs by name, and with the output that a caller names as that of the logits.
 

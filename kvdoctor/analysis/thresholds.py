@@ -24,7 +24,7 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
-from kvdoctor.contract import Graph
+from kvdoctor.contract import CacheContract, Graph, Slot
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import has, operator_of, operators_with, ports_of
@@ -136,14 +136,42 @@ def find_thresholds(flow: Flow, graph: Graph) -> tuple[Threshold, ...]:
     return tuple(Threshold(length, found[length]) for length in sorted(found)[:MOST_FOUND])
 
 
-def may_go_on(flow: Flow, size: int) -> bool:
-    """Whether a graph can be run with more tokens than its buffers hold: no operator writes after their end."""
-    writes = [node for node in flow.nodes if node.has("write")]
-    places = [node.input(at) for node in writes for at in operator_of(node.op).places]
-    if any(ports_of(node.domain, node.op) is not None for node in flow.nodes):
-        return False
-    near = [[node for node in islice(flow.before(place), NEAR) if node.has("modulo")] for place in places]
-    return all(any(list(whole_numbers(flow.constant(mod.input(1)))) == [size] for mod in mods) for mods in near)
+def find_ring(flow: Flow, contract: CacheContract) -> int | None:
+    """Give `CacheContract.ring`: how many tokens fill the smallest buffers, where the graph writes over the oldest."""
+    buffers = [slot for slot in contract.slots if slot.growth in ("static", "delta", "ring")]
+    buffers = [slot for slot in buffers if slot.size("capacity") == contract.capacity and "capacity" in slot.axes]
+    size = contract.capacity or 0
+    others = any(ports_of(node.domain, node.op) is not None and not node.has("write") for node in flow.nodes)
+    if not buffers or others or (size and size != contract.usable_length):
+        return None
+    pasts = {slot.past for slot in buffers}
+    rings = {slot.layer for slot in buffers if _goes_round(flow, slot, size, pasts)}
+    return size if rings == {slot.layer for slot in buffers} else None
+
+
+def _goes_round(flow: Flow, slot: Slot, size: int, buffers: set[str]) -> bool:
+    """Whether the oldest entries leave a slot, or entries are written modulo the size of the buffers, or one less.
+
+    Where no operator writes, a selection by such a place is before the present.
+    """
+    name = slot.present or ""
+    before = [*islice(flow.before(flow.results.get(name, name)), MOST_BEFORE)]
+    write = next((node for node in before[:NEAR] if node.has("write")), None)
+    if write is None and slot.growth != "static":
+        return slot.growth == "ring"
+    if write is not None:
+        if (mode := write.attribute("mode")) is not None and mode.s == b"circular":
+            return True
+        places = [write.input(at) for at in operator_of(write.op).places]
+        before = [node for place in places for node in islice(flow.before(place), NEAR)]
+    divisors, numbers = [node.input(1) for node in before if node.has("modulo")], FixedNumbers(flow)
+    found = [one for name in divisors for one in whole_numbers(flow.constant(name)) or numbers.of(name)]
+    return bool({size, size - 1}.intersection(found)) or any(_measures(flow, one, buffers) for one in divisors)
+
+
+def _measures(flow: Flow, value: str, buffers: set[str]) -> bool:
+    """Whether a value is computed from the shape of a buffer."""
+    return any(node.has("measure") and node.input(0) in buffers for node in islice(flow.before(value), NEAR))
 
 
 class _Counts:

@@ -36,10 +36,8 @@ from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
-SPARE = 5
-"""Tokens that a buffer whose capacity is not declared gets beyond those of the scenario."""
-NOISE = (1, 2, 4, 8)
-"""Sizes of the noise that replaces a cache in the controls of a model that returns token ids."""
+SPARE, NOISE = 5, (1, 2, 4, 8)
+"""Tokens that a buffer gets as well whose capacity is not declared; sizes of noise in controls on token ids."""
 
 
 @record(slots=False)

@@ -25,10 +25,8 @@ WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 1, 1)))
 TOP = 5
 ORDER: tuple[Axis, ...] = ("batch", "layers", "parts", "kv_heads", "past", "head_dim")
 LEAST_DEVIATION = 1e-12
-SAMPLED = 64
-"""Values of a sample (`calls.take_sample`)."""
-MOST_BYTES = 64 << 20
-"""Unpacked bytes of a file: a model of 500 layers needs a fiftieth of it."""
+SAMPLED, MOST_BYTES = 64, 64 << 20
+"""Values of a sample (`calls.take_sample`); unpacked bytes of a file: a model of 500 layers needs a fiftieth."""
 
 
 @record(slots=False)

@@ -11,10 +11,8 @@ from kvdoctor.records import record
 
 PROMPTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
 """Tokens of the prompts that are compared, each followed by two single steps."""
-LONG = 40
-"""Tokens of the longest sequence: every past below is visited by a single step."""
-PIECE = 512
-"""New tokens of the calls that fill a long buffer: the scores of a call have as many rows."""
+LONG, PIECE = 40, 512
+"""Tokens of the sequence whose every past is visited; new tokens of calls that fill a buffer, and rows of scores."""
 
 Rows = Literal["all", "last"]
 """The rows of logits that a call of the converted model returns: of every new token, or of the last one."""

@@ -197,6 +197,9 @@ ONLY_THOROUGH = "only with --thorough"
 NOTHING_CHANGES = "no token changes"
 """Begins the reason of a run that shows that the logits, or a layer of the cache, do not depend on the tokens."""
 
+RING, NOT_FULL = "ring", "nothing was run on a full ring"
+"""The experiment on steps that write over the oldest entries, and how the reason begins why it shows nothing."""
+
 REFERENCE_CHANGES = "without a cache, the logits of the first tokens change with the number of tokens"
 """Why a run was skipped that has no reference run to be judged by."""
 

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 else:
     Array = Any  # numpy is loaded where arrays are made: the parent of a worker makes none
 
-LOWEST = -3.4028234663852886e38  # of float32
-"""The score of a token that a rule forbids."""
-OUT_OF_PLAY = -1e9
-"""The score of all beams but the first before the first token."""
+LOWEST, OUT_OF_PLAY = -3.4028234663852886e38, -1e9
+"""The scores of a token that a rule forbids, and of all beams but the first before the first token."""
 
 
 @record

@@ -23,10 +23,8 @@ from kvdoctor.errors import CannotCheck
 if TYPE_CHECKING:
     from kvdoctor.decode.feeds import FeedBuilder
 
-MOST_CALLS = 24
-"""Calls of the model by which all readings of a contract are settled, at most."""
-FOR_ONE_ROW = 4
-"""How many of them are left for one row alone."""
+MOST_CALLS, FOR_ONE_ROW = 24, 4
+"""Calls of the model that settle all readings of a contract; how many of them are left for one row alone."""
 SCENARIO = Scenario(batch=2, prompt=3, steps=4)
 ONE_ROW = Scenario(batch=1, prompt=4, steps=4)
 MASKS = ("attention_mask", "padding_mask", "additive_mask")

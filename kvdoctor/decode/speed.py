@@ -16,10 +16,8 @@ LEAST_TOLERANCE, MOST_TOLERANCE = 0.1, 0.5
 """The share of time by which a figure may always be slower; rounds that ask for more than the second decide nothing."""
 MEMORY_SHARE, MEMORY_BYTES = 0.1, 16 << 20
 """Resident memory may be larger by a tenth and 16 MiB: allocators round up."""
-LEAST_STEPS = 100
-"""Steps after the first ones that must have been run to tell that none of them leaks."""
-LEAK_BYTES = 8 << 20
-"""Memory that equal steps take for good: more than that is a leak."""
+LEAST_STEPS, LEAK_BYTES = 100, 8 << 20
+"""Steps after the first ones that must have been run to tell a leak; memory that equal steps take for good."""
 
 What = Literal["time to the first token", "time of a step", "peak memory", "cache written per step"]
 

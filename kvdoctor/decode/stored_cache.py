@@ -18,10 +18,8 @@ LEVELS = {"int8": 127, "int4": 7}
 ZERO_POINT = 8
 """What is added to a 4-bit number, so that two of them make one unsigned byte: the first half of a row lies in the low
 bits, the second half in the high ones."""
-SMALLEST_SCALE = 2.0**-24
-"""The smallest positive float16. A row of zeros has it too."""
-LARGEST_SCALE = 65504.0
-"""The largest float16."""
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
+"""The smallest positive float16, which a row of zeros has too, and the largest."""
 STORABLE = ("self-attention", "cross-attention")
 """The kinds of slots that hold keys and values, which can be stored in a narrower type."""
 
@@ -67,10 +65,8 @@ def round_values(values: Array, kind: CacheType, scales: Array | None) -> Array:
     return rounded
 
 
-HALF_STEP = 0.51
-"""What rounding moves a number by at most, in steps: a little more than half, for the rounding of the product."""
-HALF_ULP = 2.0**-11
-"""What rounding to float16 moves a number by at most, as a fraction of it."""
+HALF_STEP, HALF_ULP = 0.51, 2.0**-11
+"""What rounding moves a number by at most: in steps, with the rounding of the product; to float16, as a fraction."""
 
 
 def measure_drift(pair: tuple[Array, Array], scales: Array | None, length: int, deviation: float) -> float:

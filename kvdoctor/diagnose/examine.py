@@ -21,7 +21,7 @@ from kvdoctor.analysis.thresholds import Threshold, find_thresholds
 from kvdoctor.contract import Ambiguity, CacheContract, MissingPart, Phase, PhaseName
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH
 from kvdoctor.decode.messages import ExperimentJob, Settled, SettleJob
-from kvdoctor.decode.runs import ONLY_THOROUGH, REFERENCE_CHANGES, Node, Run
+from kvdoctor.decode.runs import NOT_FULL, ONLY_THOROUGH, REFERENCE_CHANGES, RING, Node, Run
 from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.build_report import find_proof
@@ -263,6 +263,9 @@ def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
     steps_agree = loop is not None and loop.shows == "passed"
     if steps_agree and run is not None and run.outcome == "skipped" and run.reason == REFERENCE_CHANGES:
         yield NotChecked(context.stack.name, "KV308", f"{run.reason}: lengths were not visited one by one")
+    ring = context.find_run(RING)
+    if ring is not None and (ring.reason or "").startswith(NOT_FULL):
+        yield NotChecked(context.stack.name, "KV308", ring.reason or "", essential="full-context" in context.required)
     if run is None or run.shows != "passed":
         return
     walked, longest = _longest_past((run,)), _longest_past(context.runs)

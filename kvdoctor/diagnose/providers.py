@@ -153,11 +153,7 @@ def _locate_one(run: Run, search: LocateContext, job: ExperimentJob) -> Run:
 
 
 def _locate_gaps(
-    context: TargetContext,
-    runs: tuple[Run, ...],
-    gaps: dict[str, LogitsGap],
-    search: LocateContext,
-    job: ExperimentJob,
+    context: TargetContext, runs: tuple[Run, ...], gaps: dict[str, LogitsGap], search: LocateContext, job: ExperimentJob
 ) -> dict[str, LogitsGap]:
     """The differences to the CPU; the one that the finding rests on with the location of its fault."""
     from kvdoctor.diagnose.locate.provider_search import locate_departure

@@ -142,11 +142,7 @@ def _invocation(reports: Sequence[Report], left_out: int) -> dict[str, Any]:
         notifications.append(_notice("warning", f"{left_out} more findings are left out: {limit}"))
     if count.total() > MOST_NOTICES:
         notifications.append(_notice("note", f"{count.total() - MOST_NOTICES} more checks could not run"))
-    return {
-        "executionSuccessful": not count[True],
-        "exitCode": code,
-        "toolExecutionNotifications": notifications,
-    }
+    return {"executionSuccessful": not count[True], "exitCode": code, "toolExecutionNotifications": notifications}
 
 
 def _notice(level: str, text: str) -> dict[str, Any]:

@@ -20,15 +20,8 @@ CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/3", "kvdoctor/loop-vectors/1"
 ANY = -1
 """In place of an expected token, where several are right."""
 FACTS = (
-    "vocabulary",
-    "context_limit",
-    "one_token",
-    "batch",
-    "capacity_is_chosen",
-    "pads",
-    "chunks",
-    "rewinds",
-    "reorders",
+    *("vocabulary", "context_limit", "longest", "one_token", "batch", "capacity_is_chosen"),
+    *("pads", "chunks", "rewinds", "reorders"),
 )
 """What the contract says as the plan has it."""
 WIDTH = 200

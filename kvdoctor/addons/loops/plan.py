@@ -156,6 +156,7 @@ class LoopPlan:
         slots: The cache.
         vocabulary: Entries of a row of logits; None where the graph does not say.
         context_limit: The most tokens of a sequence; None where nothing says.
+        longest: The most tokens of a sequence whose calls beyond the limit, of one token, are written over the oldest.
         one_token: Whether every call takes one new token.
         batch: The number of sequences where a graph takes one number only.
         capacity_is_chosen: Whether the caller chooses the length of the buffers.
@@ -175,6 +176,7 @@ class LoopPlan:
     slots: tuple[SlotPlan, ...]
     vocabulary: int | None
     context_limit: int | None
+    longest: int | None
     one_token: bool
     batch: int | None
     capacity_is_chosen: bool

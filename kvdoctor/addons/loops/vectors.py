@@ -226,7 +226,8 @@ def _until_keys_change(plan: LoopPlan, runs: Mapping[str, Run]) -> LoopPlan:
     cause = runs[LENGTHS].cause if LENGTHS in runs else None
     if cause is None or cause.name != KEYS_CHANGE:
         return plan
-    return replace(plan, context_limit=min(plan.context_limit or cause.from_length, cause.from_length - 1))
+    limit = min(plan.context_limit or cause.from_length, cause.from_length - 1)
+    return replace(plan, context_limit=limit, longest=None)
 
 
 def _ask_checkpoint(kept: Path, arrays: dict[str, Array], options: Options) -> tuple[dict[str, Array], str | None]:

@@ -187,9 +187,7 @@ class _Reproduction:
         # The steps of the run are given if a synthetic past may replace the one that they were fed.
         steps = self.failure.run.steps if self.failure.run and self.failure.finding.name in ANY_PAST else ()
         reduction = Reduction(
-            lambda candidate: self.oracle.shows_failure(candidate, outcome, self.experiment),
-            node[0],
-            steps,
+            lambda candidate: self.oracle.shows_failure(candidate, outcome, self.experiment), node[0], steps
         )
         found = self._take_node_alone(whole)
         if found is None or not self.oracle.shows_failure(found, outcome, self.experiment):

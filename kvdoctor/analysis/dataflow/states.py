@@ -11,15 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from kvdoctor.analysis.dataflow import walks
-from kvdoctor.analysis.dataflow.axis_walks import (
-    NEW,
-    AxisWalks,
-    DeclaredSizes,
-    Known,
-    Place,
-    PlaceUnknown,
-    join_axis,
-)
+from kvdoctor.analysis.dataflow.axis_walks import NEW, AxisWalks, DeclaredSizes, Known, Place, PlaceUnknown, join_axis
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, StateUse, UseFinder
 from kvdoctor.contract import Growth
 from kvdoctor.model.flatten import FlatNode
@@ -342,11 +334,8 @@ def _growth_at(node: FlatNode) -> tuple[How, Growth]:
     ports = ports_of(node.domain, node.op)
     if node.has("join"):
         return "append", "grow"
-    if ports is None:
+    if ports is None or node.has("write"):
         return "write", "static"
-    if node.has("write"):
-        mode = node.attribute("mode")
-        return "write", "ring" if mode is not None and mode.s == b"circular" else "static"
     if node.number("sliding_window_cache", 0):
         return "operator", "ring"
     if ports.fixed_with is not None and len(node.inputs) > ports.fixed_with and node.inputs[ports.fixed_with]:

@@ -16,10 +16,8 @@ from kvdoctor.decode.runs import Cause
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.records import record
 
-MOST_NUMBERS = 1 << 24
-"""Numbers in all caches up to which they are copied."""
-OTHER_TOKENS = (1, 2)
-"""Distances to the ids that replace one: rows of an embedding table may be equal, but hardly three in a row."""
+MOST_NUMBERS, OTHER_TOKENS = 1 << 24, (1, 2)
+"""Numbers in all caches that are copied; distances to ids that replace one: hardly three rows in a row are equal."""
 
 
 def growing(contract: CacheContract) -> tuple[Slot, ...]:

@@ -146,10 +146,8 @@ def has_encoder(contract: CacheContract) -> bool:
 
 
 ONE, SEVERAL, PADDED = "loop-vectors", "loop-vectors-batch", "loop-vectors-padded"
-SHORTER = 2
-"""Tokens by which the second prompt of the padded sequences is shorter than the first."""
-UNDECIDED = -1
-"""In place of a token, where the likeliest ones lie closer together than rounding."""
+SHORTER, UNDECIDED = 2, -1
+"""Tokens that the second padded prompt lacks; what stands for a token where the likeliest ones nearly tie."""
 
 
 vector = partial(unjudged, why="a loop that was written must decode these", on_request="loop")

@@ -94,10 +94,8 @@ LONGEST = 4096
 """Tokens; a reference run of more takes minutes and gigabytes on models that people really use."""
 SCORES = 1 << 21
 """New tokens of a chunk times tokens in all: the scores of one head of a layer."""
-MOST_BYTES = 1 << 30
-"""Of a cache that is filled: past, present and what the runtime keeps are three of it."""
-MOST_SECONDS = 30.0
-"""After which a context is not filled further."""
+MOST_BYTES, MOST_SECONDS = 1 << 30, 30.0
+"""Of a cache that is filled, a third of what is in memory; of time, after which a context is not filled further."""
 BEFORE_LIMIT = 3
 PROMPTS, CHUNKS = (1, 2, 4, 9, 16), (1, 2, 7)
 
@@ -172,10 +170,8 @@ def sweep(builder: FeedBuilder) -> Calls:
 
 PLACES, FEWEST = 50, 4
 """Positions that are compared, and those that must differ before some are equal."""
-BEYOND = 8
-"""Tokens after a threshold whose positions are compared with all before them."""
-NEAR_LENGTH = 300
-"""Tokens up to which calls are always made; longer ones where they are small."""
+BEYOND, NEAR_LENGTH = 8, 300
+"""Tokens after a threshold whose positions are compared; tokens up to which calls are made, however large."""
 
 
 @Experiment(

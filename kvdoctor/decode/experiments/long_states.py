@@ -23,19 +23,15 @@ from kvdoctor.decode.runs import Cause
 from kvdoctor.errors import CannotCheck
 
 TOKENS = 2000
-PLACES = (16, 125, 250, 500, 1000, TOKENS)
-"""Tokens after which the walk is compared."""
-LAST = (500, 1000, 2000)
-"""Lengths at which states are measured: each twice the one before."""
+PLACES, LAST = (16, 125, 250, 500, 1000, TOKENS), (500, 1000, 2000)
+"""Tokens after which the walk is compared; lengths at which states are measured, each twice the one before."""
 EARLY, MORE = (12, 24, 48), 600
 """The same of a short walk, and the tokens within which a state that grows eightfold by then leaves every type."""
 AMPLIFIED = 8.0
 """How much larger a state is after twice as many tokens where each step amplifies it. One that adds up all tokens
 doubles, one that adds up what was added up has four times the size."""
-MOST_LOGITS = 1 << 26
-"""Numbers in the logits of a call over many tokens, up to which it is made."""
-DETOUR = 3
-"""Tokens that are fed before a saved state is restored."""
+MOST_LOGITS, DETOUR = 1 << 26, 3
+"""Numbers in the logits of a long call that is made; tokens that are fed before a saved state is restored."""
 
 
 def has_states(contract: CacheContract) -> str | None:

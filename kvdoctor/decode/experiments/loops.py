@@ -18,10 +18,8 @@ from kvdoctor.decode.experiments.multi_turn import overlapping
 from kvdoctor.decode.experiments.one_token import each_row_alone, keep_logits, longer
 from kvdoctor.decode.feeds import FeedBuilder
 
-ROWS = (0, 1, 2, 3, 4, 0, 1, 2, 4)
-"""The rows of a larger batch: a graph may number rows, and have no more than eight numbers for them."""
-FEW = 3
-"""Decode steps of an experiment that repeats the loop with other sizes."""
+ROWS, FEW = (0, 1, 2, 3, 4, 0, 1, 2, 4), 3
+"""The rows of a larger batch: a graph may number eight of them alone; decode steps of a loop with other sizes."""
 STEPS_WITHOUT_CACHE = 3
 
 workaround = partial(Experiment, judged=False, unless_passed="plain-loop")

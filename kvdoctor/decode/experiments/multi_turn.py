@@ -142,10 +142,8 @@ def _why_uncut(slot: Slot) -> tuple[str, str] | None:
     return None
 
 
-DRAFTS = 2
-"""Drafts of a group."""
-ACCEPTED = (1, 0, DRAFTS)
-"""Drafts that are accepted, group by group."""
+DRAFTS, ACCEPTED = 2, (1, 0, 2)
+"""Drafts of a group, and how many of them are accepted, group by group."""
 FAILING_ALIKE = ("chunk", "second-turn", "rewind", "unread-content", "chunks-near-thresholds")
 
 

@@ -34,10 +34,8 @@ from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
 KEPT = "one-token.npy"
-LOOP = 24
-"""Tokens of the loop, one by one."""
-FOLLOWED = 3
-"""Steps within which noise in a state must reach the logits: a state may be read by the next layer's state alone."""
+LOOP, FOLLOWED = 24, 3
+"""Tokens of the loop; steps within which noise in a state must reach the logits, by way of a later layer's state."""
 STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
 """Slots that each token must enter."""
 POSITIONS: tuple[Role, ...] = (

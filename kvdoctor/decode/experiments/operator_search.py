@@ -20,14 +20,10 @@ from kvdoctor.decode.search import OUT_OF_PLAY, Ended, SearchPlan, SearchRules, 
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
-BEAMS = (1, 2, 4)
-"""Beams that are tried, where the file leaves their number open."""
-PROMPTS = 2
-"""Prompts of each search with one beam; with more beams, one."""
-MOST_LENGTH = 64
-"""Tokens of a sequence up to which a search is computed, where the file fixes their number."""
-SLACK = 1e-4
-"""Scores of float32 sums that differ by less are equal."""
+BEAMS, PROMPTS = (1, 2, 4), 2
+"""Beams that are tried where the file leaves their number open; prompts with one beam, with more there is one."""
+MOST_LENGTH, SLACK = 64, 1e-4
+"""Tokens up to which a search is computed where the file fixes them; scores that differ by less are equal."""
 CAUSE = "search-differs"
 
 

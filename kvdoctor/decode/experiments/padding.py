@@ -21,10 +21,8 @@ PLACES: tuple[Role, ...] = ("cache_position", "write_index", "past_length", "tot
 """Inputs that give the place where a buffer is written."""
 MASKS = ("attention_mask", "padding_mask", "additive_mask")
 """Inputs that hide entries of the cache."""
-PADDING = (2, 1, 0)
-"""Tokens of padding before each row of the batch."""
-APART = (5, 3)
-"""Tokens that two rows have before a step of both."""
+PADDING, APART = (2, 1, 0), (5, 3)
+"""Tokens of padding before each row of the batch; tokens that two rows have before a step of both."""
 STEPS = 4
 """Steps around a threshold of the graph."""
 UNMASKED = "a mask without the padding"

@@ -150,10 +150,8 @@ SIZE, BLOCKS = 4, 12
 """Tokens of a block and blocks of a pool, where the graph leaves them open."""
 LEFT_OVER = 3.0
 """What an earlier sequence left in the blocks: it must not be seen."""
-MOST_NUMBERS = 1 << 28
-"""Numbers in all pools up to which the loop is run: a gigabyte of float32."""
-LONGEST = 4096
-"""Tokens of two blocks up to which the loop is run."""
+MOST_NUMBERS, LONGEST = 1 << 28, 4096
+"""Numbers in all pools, a gigabyte of float32, and tokens of two blocks, up to which the loop is run."""
 
 
 @record(slots=False)

@@ -10,6 +10,7 @@ from kvdoctor.decode.runs import (
     HISTORY,
     KEYS_CHANGE,
     OWN_SESSION,
+    RING,
     WRONG,
     Cause,
     ObservedTensor,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
 
 
-AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", "sweep")
+AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", RING, "sweep")
 """Experiments with steps of one token, at other lengths than those of the loop."""
 CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
 """Experiments with steps of several tokens."""
@@ -93,6 +94,8 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     from kvdoctor.decode.experiments import find_explaining
 
     why, run = context.find_run(find_explaining(experiment) or ""), context.find_run(experiment)
+    if run is not None and run.cause is not None:
+        return run.cause.name, run
     if why is None or why.cause is None or run is None:
         return None if why is None or why.cause is None else (why.cause.name, why)
     left_out = (slot for slot in context.contract.slots if why.cause.dropped and slot.past == why.cause.slot)

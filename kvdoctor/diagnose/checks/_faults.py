@@ -82,7 +82,7 @@ def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Fau
     found.sort(key=lambda entry: entry[1].severity != "error")
     if found:
         _, use, why = found[0]
-        effects = tuple(describe_effect(run) for run, _, _ in found)
+        effects = tuple(describe_effect(run) for run, _, _ in found if run.failed_step is not None)
         # A repair of the computation changes every step, and those of other lengths are right.
         on_graph = text.on_graph and not any(run.experiment in AT_LENGTHS for run, _, _ in found)
         text = replace(text, cause=f"with {use.words}: {text.cause}", on_graph=on_graph)

@@ -23,8 +23,7 @@ from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_count, shorten_names
 
 HAND_OVER = Advice(
-    "re-export",
-    "make the cache inputs of forward() and return it with the new entries as outputs, then export again",
+    "re-export", "make the cache inputs of forward() and return it with the new entries as outputs, then export again"
 )
 DESCRIBE = (
     "add the missing parts: `kvdoctor contract MODEL --format json` prints the contract, `step-test --contract FILE` "

@@ -6,9 +6,10 @@ decoding) attend to tokens after them, or do not attend to all of the past. It i
 wrong, and a warning if only steps of several tokens are.
 
 How it is decided: of 3 new tokens on a past of 5, the logits of the first must not change with the tokens after it, and
-must change with each entry of the past. With one token per step, its logits must change with each entry of the past.
+must change with each entry of the past. With one token per step, its logits must change with each entry of
+the past; on a full ring with those of the same ages as before.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk` and `why-chunk`.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `chunk`, `why-chunk` and `ring`.
 
 Repair: export again; until then feed one token per step once there is a cache.
 """

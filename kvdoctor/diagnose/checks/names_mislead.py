@@ -24,8 +24,7 @@ from kvdoctor.report.wording import shorten_names
 MOST_PAIRS = 4
 """Pairs that a finding lists; `kvdoctor contract` has them all."""
 BY_CONTRACT = Advice(
-    "caller",
-    "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or its name",
+    "caller", "feed each output back to the input that `kvdoctor contract` lists for it, not by its place or its name"
 )
 
 

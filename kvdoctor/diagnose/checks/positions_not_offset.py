@@ -7,9 +7,10 @@ How it is decided: in the first layer, the entry that a step adds to the cache d
 It is compared with the entries of the same token in prefills at its true position and at all others, which shows the
 position that it was given. If keys do not encode positions (T5), swapping two entries of the past must change the
 logits. If a graph takes one token a call, one token must have other keys at each position, or the same ones at all and
-two exchanged entries change the logits.
+two exchanged entries change the logits. On a full ring one token has a new key, and
+equal distances have equal effects.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiments `why` and `history`.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `why`, `history` and `ring`.
 
 Repair: export again with positions computed from the length of the past, or with `position_ids` as an input.
 """

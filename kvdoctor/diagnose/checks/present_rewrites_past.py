@@ -6,9 +6,10 @@ later tokens attend to them. The cache is wrong for the next step.
 
 How it is decided: the first entries of the present are compared with the past that was fed, after a run whose logits
 differ from the reference run. The finding names the nodes between past and present that change entries or cut them off.
-Where the attention of the same step reads the changed entries, it is KV317.
+Where the attention of the same step reads the changed entries, it is KV317. A step on a full ring changes the oldest
+entry alone.
 
-Reproduce: `kvdoctor step-test MODEL -v`, experiment `why`.
+Reproduce: `kvdoctor step-test MODEL -v`, experiments `why` and `ring`.
 
 Repair: export again so that the present is the past followed by the new entries.
 """

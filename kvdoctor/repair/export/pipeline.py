@@ -199,11 +199,7 @@ def _run_exporter(session: _ExportSession, source: SourceModel, folder: Path) ->
 
 
 def _repair_export(
-    session: _ExportSession,
-    source: SourceModel,
-    exported: ExportedModel,
-    folder: Path,
-    target: Path,
+    session: _ExportSession, source: SourceModel, exported: ExportedModel, folder: Path, target: Path
 ) -> tuple[Report, bool]:
     """Repair the new export into its place, prove it, and report; gives whether it was proved."""
     deleted = run_exporter.delete_surplus_decoders(folder, source)
@@ -264,11 +260,7 @@ def _prove_export(after: Report, repaired: set[str]) -> Iterator[Proof]:
 
 
 def _report(
-    session: _ExportSession,
-    source: SourceModel,
-    repair: RepairSession,
-    outcome: Outcome,
-    export: ExportRecord,
+    session: _ExportSession, source: SourceModel, repair: RepairSession, outcome: Outcome, export: ExportRecord
 ) -> Report:
     """The fix report of the model that was replaced: its findings are those before, those of the copy after."""
     request, asked = session.request, session.request.how

@@ -59,6 +59,9 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     ):
         yield label, _slots(group)
         label = ""
+    if contract.ring is not None and any(slot.growth == "static" for slot in contract.slots):
+        full = f"after {format_count(contract.ring, 'token')}" if contract.ring else "when the buffer is full"
+        yield "ring", f"{full}, each step of one token writes over the oldest entry"
     yield "axes", _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
@@ -152,7 +155,7 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
 
 
 OUTLINED = (
-    *("layout", "stages", "cache", "axes", "first step", "reading"),
+    *("layout", "stages", "cache", "ring", "axes", "first step", "reading"),
     *("embed", "vision", "audio", "memory", "logits", "proved", "not proved", "missing"),
 )
 

@@ -4,13 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvdoctor.addons.conversions.graphs.cache_axes import (
-    LENGTH_AXIS,
-    RANK,
-    Inputs,
-    KeySide,
-    Mixes,
-)
+from kvdoctor.addons.conversions.graphs.cache_axes import LENGTH_AXIS, RANK, Inputs, KeySide, Mixes
 from kvdoctor.addons.conversions.graphs.token_axes import MASK, TokenAxes, is_causal
 from kvdoctor.model.edit import GraphWriter, declare, make_node, prune, rename_reads, replace_all, set_size, sort_nodes
 from kvdoctor.model.operators import has, operator_of

@@ -270,10 +270,7 @@ def _configure(source: LayoutSource, made: ConvertedModels) -> None:
         inputs[f"cross_past_{part}_names"] = f"past_{part}_cross_%d"
         outputs[f"present_{part}_names"] = f"present_{part}_self_%d"
         returned[f"cross_present_{part}_names"] = f"present_{part}_cross_%d"
-    graphs = {
-        ENCODER: (encoder, {"audio_features": FEATURES}, returned),
-        DECODER: (decoder, inputs, outputs),
-    }
+    graphs = {ENCODER: (encoder, {"audio_features": FEATURES}, returned), DECODER: (decoder, inputs, outputs)}
     made.texts[NAME] = write_config(graphs, settings)
     if not any((folder / PROCESSOR).is_file() for folder in (source.root, configs.folder)):
         made.notes.append(

@@ -68,10 +68,7 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
     elif failed is None and run.outcome == "failed":
         cause = "a step that follows the contract passes in the caller's runtime, and fails in the local one"
         yield _fault(
-            f"trace step {run.failed_step}",
-            "a step that passes, as in the caller's runtime",
-            run.error or "",
-            cause,
+            f"trace step {run.failed_step}", "a step that passes, as in the caller's runtime", run.error or "", cause
         )
 
 

@@ -130,6 +130,7 @@ class Contract:
     source: Source | None
     vocabulary: int | None
     context_limit: int | None
+    longest: int | None
     one_token: bool
     batch: int | None
     capacity_is_chosen: bool

@@ -64,7 +64,8 @@ class Decoder:
             file.file: _open(Path(folder), file, providers, options or ort.SessionOptions())
             for file in self.contract.files
         }
-        limit = self.contract.context_limit or sys.maxsize
+        self._limit = self.contract.context_limit or sys.maxsize
+        limit = self.contract.longest or self._limit
         self._capacity = capacity if self.contract.capacity_is_chosen else self.contract.context_limit or 1
         self.most = min(limit, capacity) if self.contract.capacity_is_chosen else limit
         self.trace: Trace | None = None
@@ -134,12 +135,11 @@ class Decoder:
                 raise ValueError(f"there are {sources} sources: give a prompt for each; got {len(tokens)}")
         if self.contract.batch not in (None, len(tokens)):
             raise ValueError(f"this model takes a batch of {self.contract.batch}; got {len(tokens)} prompts")
-        self._refuse_length(tokens.shape[1])
+        self._refuse_length(tokens.shape[1], padding)
         self._clear(padding)
         self._cache.fill(self.contract.zeros, self._sizes(tokens))
-        parts = np.split(tokens, tokens.shape[1], axis=1) if self.contract.one_token else [tokens]
         try:
-            return [self._advance(np.ascontiguousarray(part)) for part in parts][-1]
+            return self._advance(tokens)
         except BaseException:
             self._clear()
             raise
@@ -156,7 +156,7 @@ class Decoder:
         if len(ids) != len(self._padding) or (ids.shape[1] != 1 and not self.contract.chunks):
             count = "tokens" if self.contract.chunks else "one token"
             raise ValueError(f"a step takes {count} of each of {len(self._padding)} sequences")
-        self._refuse_length(self.length + ids.shape[1])
+        self._refuse_length(self.length + ids.shape[1], self._padding)
         return self._advance(ids)
 
     @property
@@ -177,8 +177,9 @@ class Decoder:
             ValueError: the cache of this model cannot go back, or not so far.
         """
         shortest = self.length - max(self._padding, default=0)
-        if not self.contract.rewinds or not 0 <= count < shortest:
-            reason = f"the shortest sequence has {shortest}" if self.contract.rewinds else "this cache cannot go back"
+        rewinds = self.contract.rewinds and self.length <= self._limit  # what was written over is gone
+        if not rewinds or not 0 <= count < shortest:
+            reason = f"the shortest sequence has {shortest}" if rewinds else "this cache cannot go back"
             raise ValueError(f"cannot forget {count} tokens: {reason}")
         if count:
             self._cache.cut(self.contract.cut, self.length - count)
@@ -257,8 +258,11 @@ class Decoder:
 
     def _advance(self, tokens: Array) -> Array:
         """Run the calls on new tokens, int64[batch, new], and take over what they return of the cache."""
-        self._logits = self._run("decode" if self.length else "prefill", self._cache, tokens)
-        self.length += tokens.shape[1]
+        count = tokens.shape[1]
+        alone = self.contract.one_token or self.length + count > self._limit  # in a ring, one is written over another
+        for part in map(np.ascontiguousarray, np.split(tokens, count, axis=1) if alone else [tokens]):
+            self._logits = self._run("decode" if self.length else "prefill", self._cache, part)
+            self.length += part.shape[1]
         return self.logits[:, -1]
 
     def _sizes(self, tokens: Array) -> dict[str, int]:
@@ -297,9 +301,10 @@ class Decoder:
                 self.trace({"file": file, "fed": feeds, "got": outputs, "error": error})
         return outputs
 
-    def _refuse_length(self, total: int) -> None:
-        if total > self.most:
-            raise ValueError(f"a sequence has at most {self.most} tokens here")
+    def _refuse_length(self, total: int, padding: Sequence[int]) -> None:
+        most = min(self.most, self._limit) if any(padding) else self.most  # a ring has no place for padding
+        if total > most:
+            raise ValueError(f"a sequence has at most {most} tokens here")
 
     def _pad(self, prompts: Tokens) -> tuple[Array, list[int]]:
         longest = max(map(len, prompts), default=0)
