@@ -367,8 +367,12 @@ def means_incomplete(code: str) -> bool:
 
 
 def find_check(wanted: str) -> Check | None:
-    """The check of that code or name."""
-    return next((c for c in all_checks() if wanted.upper() == c.code or wanted.lower() == c.name), None)
+    """The check of that code or name: of a module with it in the source, and all are loaded only where none has it."""
+    code, name = wanted.upper(), wanted.lower()
+    for module in (*_find_check_modules(f'"{code}"'), *_find_check_modules(f'"{name}"')):
+        importlib.import_module(module)
+    known = (one for checks in (_REGISTERED.values, all_checks) for one in checks())
+    return next((one for one in known if code == one.code or name == one.name), None)
 
 
 @record
