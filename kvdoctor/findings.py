@@ -334,10 +334,15 @@ def find_modules(package: str, text: str = "") -> Iterator[str]:
 
     A module of which only the bytecode is installed is taken to contain it.
     """
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        source = _read_source(package, module.name) if text else None
+    for module in _list_modules(package):
+        source = _read_source(package, module) if text else None
         if source is None or text.encode() in source:
-            yield f"{package}.{module.name}"
+            yield f"{package}.{module}"
+
+
+@cache
+def _list_modules(package: str) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
 
 
 @cache
