@@ -35,7 +35,7 @@ class Typed:
     broken: FlatNode | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Keys:
     """The functions of absolute positions by number, and what each is."""
 
@@ -78,7 +78,7 @@ class Keys:
         return what[1], key
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Walk:
     """The values of one graph, under one reading of its lengths.
 
