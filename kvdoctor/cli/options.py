@@ -22,6 +22,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 LEAST_LIMIT = 2 << 30
 """Bytes that this process may have in any case: `--max-memory` is that of the model."""
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+SELDOM_COMPUTE = ("step-test", "explain", "env")  # elsewhere numpy is loaded early, while there is memory for it
 LOADING = threading.RLock()
 
 
@@ -63,7 +64,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help page has its options in groups, and that loads numpy only where it computes.
+    """A command whose help page has its options in groups.
 
     Considered: cloup and rich-click. Each is a dependency for this one method, and rich-click loads rich.
     """
@@ -81,7 +82,8 @@ class GroupedCommand(click.Command):
 
     def invoke(self, context: click.Context) -> Any:
         """Run the command."""
-        _load_at_use("numpy")
+        if self.name in SELDOM_COMPUTE:
+            _load_at_use("numpy")
         return super().invoke(context)
 
 
