@@ -334,10 +334,15 @@ def find_modules(package: str, text: str = "") -> Iterator[str]:
 
     A module of which only the bytecode is installed is taken to contain it.
     """
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        source = _read_source(package, module.name) if text else None
+    for module in _list_modules(package):
+        source = _read_source(package, module) if text else None
         if source is None or text.encode() in source:
-            yield f"{package}.{module.name}"
+            yield f"{package}.{module}"
+
+
+@cache
+def _list_modules(package: str) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
 
 
 @cache
@@ -367,8 +372,12 @@ def means_incomplete(code: str) -> bool:
 
 
 def find_check(wanted: str) -> Check | None:
-    """The check of that code or name."""
-    return next((c for c in all_checks() if wanted.upper() == c.code or wanted.lower() == c.name), None)
+    """The check of that code or name: of a module with it in the source, and all are loaded only where none has it."""
+    code, name = wanted.upper(), wanted.lower()
+    for module in (*_find_check_modules(f'"{code}"'), *_find_check_modules(f'"{name}"')):
+        importlib.import_module(module)
+    known = (one for checks in (_REGISTERED.values, all_checks) for one in checks())
+    return next((one for one in known if code == one.code or name == one.name), None)
 
 
 @record

@@ -607,13 +607,6 @@ def test_a_large_model_is_not_run_beside_others(tmp_path: Path) -> None:
     assert gate_run.memory_needed(folder / "model.onnx", None) == gate_run.IDLE_BYTES
 
 
-def test_the_pool_and_the_worker_use_one_environment_variable() -> None:
-    from kvdoctor.gating import process_pool
-    from kvdoctor.runtime.worker import sessions
-
-    assert process_pool.CORES_SHARED == sessions.SIDE_BY_SIDE
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sparse files, and signals of POSIX")
 def test_three_hundred_models(tmp_path: Path) -> None:

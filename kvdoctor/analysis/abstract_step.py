@@ -36,7 +36,7 @@ MOST_NODES_IN_ALL = 100_000
 """Nodes that are computed for all questions about one graph, at most."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class AbstractStep:
     """A decode graph that is asked how it must be called."""
 

@@ -60,8 +60,8 @@ def find_heads(contract: CacheContract, models: Mapping[str, ModelProto]) -> dic
         raise NoHead("it already has an input for the number of rows")
     graphs = [contract.graph(phase) for phase in DECODING if phase in contract.phases]
     found = {}
-    for graph in graphs:
-        name, port = graph.file, graph.port("logits")
+    for name, graph in {graph.file: graph for graph in graphs}.items():
+        port = graph.port("logits")
         if port is None or port.axes != ("batch", "new", "vocabulary"):
             raise NoHead(f"{name} returns no logits with an axis for the new tokens")
         if (old := traverse.explain_old_opset(models[name], name, LEAST_OPSET, "Slice")) is not None:
@@ -104,7 +104,7 @@ def _find_head(scopes: Scopes, logits: str) -> Head:
     return found
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Search:
     """The walk from the logits back to the head, without recursion: graphs have chains of any length."""
 

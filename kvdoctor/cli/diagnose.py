@@ -1,9 +1,6 @@
 """`kvdoctor inspect`, `step-test`, `contract`, `speed`, `re-export`: they read one model, run it or repair a copy."""
 
-import importlib.util
 import sys
-import threading
-from types import ModuleType
 from typing import Any, NoReturn
 
 import click
@@ -70,42 +67,9 @@ def step_test(path: str, **given: Any) -> NoReturn:
     PATH is an .onnx file or the folder of an export. Exit code 0: healthy. 1: a finding at or above --fail-on. 2: wrong
     usage. 3: something could not be checked.
     """
-    _load_at_use("numpy")  # most step-tests compute in the worker alone
     from kvdoctor import api
 
     finish_with(api.step_test, given, path)
-
-
-LOADING = threading.RLock()
-
-
-class _LoadedAtUse(ModuleType):
-    """A package that is loaded when something of it is first used, and not by an import."""
-
-    def __getattr__(self, name: str) -> Any:
-        with LOADING:  # what the package itself asks for while it is loaded comes here as well
-            if type(self) is _LoadedAtUse and not hasattr(self.__spec__, "is_loading"):
-                self._load()
-        return ModuleType.__getattribute__(self, name)
-
-    def _load(self) -> None:
-        spec: Any = self.__spec__
-        spec.is_loading, self.__path__ = True, spec.submodule_search_locations
-        try:
-            spec.loader.exec_module(self)
-        except BaseException:
-            sys.modules.pop(self.__name__, None)
-            raise
-        self.__class__ = ModuleType  # type: ignore[assignment]
-
-
-def _load_at_use(name: str) -> None:
-    spec = importlib.util.find_spec(name)
-    if spec is not None and name not in sys.modules:
-        module = importlib.util.module_from_spec(spec)
-        del module.__path__  # otherwise a module of the package could be loaded before the package
-        module.__class__ = _LoadedAtUse
-        sys.modules[name] = module
 
 
 @command(

@@ -3,7 +3,6 @@
 Only click is imported at the top: `--help` and `--version` load neither onnx nor numpy nor rich.
 """
 
-import gc
 import importlib
 import os
 import signal
@@ -175,7 +174,6 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command line. Errors that kvdoctor raises on purpose end with exit code 2 and one line."""
-    gc.set_threshold(50_000)  # objects that imports make stay: collecting among them takes 5 % of a start
     # Products are small here, and numpy's library takes memory for each thread; where there is none, it ends by code 1.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:

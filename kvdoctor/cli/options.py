@@ -1,8 +1,11 @@
 """The options of each command, translated from the table of `kvdoctor.options` into click's."""
 
+import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -19,6 +22,37 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 LEAST_LIMIT = 2 << 30
 """Bytes that this process may have in any case: `--max-memory` is that of the model."""
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+SELDOM_COMPUTE = ("step-test", "explain", "env")  # elsewhere numpy is loaded early, while there is memory for it
+LOADING = threading.RLock()
+
+
+class _LoadedAtUse(ModuleType):
+    """A package that is loaded when something of it is first used, and not by an import."""
+
+    def __getattr__(self, name: str) -> Any:
+        with LOADING:  # what the package itself asks for while it is loaded comes here as well
+            if type(self) is _LoadedAtUse and not hasattr(self.__spec__, "is_loading"):
+                self._load()
+        return ModuleType.__getattribute__(self, name)
+
+    def _load(self) -> None:
+        spec: Any = self.__spec__
+        spec.is_loading, self.__path__ = True, spec.submodule_search_locations
+        try:
+            spec.loader.exec_module(self)
+        except BaseException:
+            sys.modules.pop(self.__name__, None)
+            raise
+        self.__class__ = ModuleType  # type: ignore[assignment]
+
+
+def _load_at_use(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and name not in sys.modules:
+        module = importlib.util.module_from_spec(spec)
+        del module.__path__  # otherwise a module of the package could be loaded before the package
+        module.__class__ = _LoadedAtUse
+        sys.modules[name] = module
 
 
 class GroupedOption(click.Option):
@@ -45,6 +79,12 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=24)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command."""
+        if self.name in SELDOM_COMPUTE:
+            _load_at_use("numpy")
+        return super().invoke(context)
 
 
 def command(short: str, *, name: str | None = None, epilog: str) -> Callable[[Callable[..., Any]], GroupedCommand]:

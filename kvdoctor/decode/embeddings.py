@@ -91,7 +91,7 @@ class EncodedRows:
     outputs: Mapping[str, Array]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class FeatureRows:
     """The rows of all encoders of a stack. `run` runs a call of a phase."""
 

@@ -26,6 +26,12 @@ T = TypeVar("T")
 Take = tuple[tuple[int, ...] | None, ...]
 """For each axis None, or (parts, start, count): of each of so many equal parts the entries from `start` on."""
 
+SPINNING = "session.intra_op.allow_spinning"
+"""Sessions set it to 0: spinning, threads that wait take a third of the processor time of the tests of a small model.
+
+The number of threads stays, since results depend on it: the split of a product decides the order of its sums.
+"""
+
 
 def count_threads() -> int:
     """Threads for the runtime: the cores this process may use, at most 16."""

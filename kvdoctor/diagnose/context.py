@@ -1,7 +1,8 @@
 """The contexts of checks: what is known of one file or one stack in each round. Each extends the one before it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvdoctor.analysis.model_folder import ModelFolder
@@ -66,7 +67,12 @@ class ContractContext:
 
     def find_run(self, experiment: str) -> Run | None:
         """The run of that experiment, if there was one."""
-        return next((run for run in self.runs if run.experiment == experiment), None)
+        return self._run_of.get(experiment)
+
+    @cached_property
+    def _run_of(self) -> dict[str, Run]:
+        """The first run of each experiment: checks ask for them six thousand times."""
+        return {run.experiment: run for run in reversed(self.runs)}
 
     @property
     def tolerance(self) -> Tolerance:
@@ -248,4 +254,4 @@ Extended = TypeVar("Extended", bound=ContractContext)
 
 def extend_context(context: ContractContext, kind: type[Extended], **added: Any) -> Extended:
     """The context of a later round: everything that is known, and what was added since."""
-    return kind(**(vars(context) | added))
+    return kind(**{one.name: getattr(context, one.name) for one in fields(context)} | added)

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.thresholds import Threshold
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.messages import SpeedDone, SpeedJob, count_threads
+from kvdoctor.decode.messages import SPINNING, SpeedDone, SpeedJob, count_threads
 from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
 from kvdoctor.diagnose.build_report import build_report, stack_facts
@@ -79,7 +79,8 @@ def measure_speed(
 def _measure(context: ContractContext, options: Options, runtime: Runtime) -> tuple[SpeedFacts | None, str]:
     """The figures of a stack, or why there are none."""
     thresholds = list_thresholds(context.stack, context.contract)
-    job = SpeedJob(context.side, tuple(one.length for one in thresholds), seed=options.seed, provider=options.provider)
+    lengths, spinning = tuple(one.length for one in thresholds), {SPINNING: "1"}  # as in a caller's own session
+    job = SpeedJob(context.side, lengths, seed=options.seed, provider=options.provider, settings=spinning)
     if options.progress is not None:
         options.progress(f"speed of {context.stack.name}", 1, 1)
     answers, failed = runtime.answer(job, SpeedDone)

@@ -25,17 +25,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BOOT = f"{LOAD}from kvdoctor.gating.process_pool import serve\nserve()\n"
-CORES_SHARED = "KVDOCTOR_SIDE_BY_SIDE"
-"""The environment variable that tells the worker's sessions to share the cores. `runtime.worker` reads it."""
 
 
 class PoolProcess:
     """One process of the pool. It ends when its standard input closes, hence also if this process crashes."""
 
-    def __init__(self, scratch: Path, shares_cores: bool) -> None:
+    def __init__(self, scratch: Path) -> None:
         environment = os.environ | {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-        if shares_cores:
-            environment[CORES_SHARED] = "1"
         command = [sys.executable, "-c", BOOT, str(Path(__file__).parent.parent)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment)
@@ -75,7 +71,6 @@ class ProcessPool(Executor):
     """Up to `count` processes, each started when it is first needed and replaced when it is lost."""
 
     def __init__(self, count: int) -> None:
-        self._share_cores = count > 1
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="process")
         self._scratch = ScratchFolder()
         self._idle: list[PoolProcess] = []
@@ -103,7 +98,7 @@ class ProcessPool(Executor):
         with self._lock:
             if self._closed:
                 raise ProcessLost("the gate was closed")
-            process = self._idle.pop() if self._idle else PoolProcess(Path(self._scratch.name), self._share_cores)
+            process = self._idle.pop() if self._idle else PoolProcess(Path(self._scratch.name))
             self._all.add(process)
         try:
             result, error = process.call(pickled)

@@ -83,7 +83,7 @@ def declare(name: str, element: int, sizes: Iterable[int | str | None]) -> Value
     return value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GraphWriter:
     """Adds nodes and constants to a model, each once, under names that begin with a prefix and that nothing has yet.
 

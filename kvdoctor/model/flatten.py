@@ -108,7 +108,7 @@ class FlatNode:
 AnyNode = TypeVar("AnyNode", bound=FlatNode)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class FlatGraph(Generic[AnyNode]):
     """The flat graph. `results` gives the value that each graph output returns."""
 

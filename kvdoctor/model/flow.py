@@ -113,7 +113,7 @@ class IterationNumber:
     carries: bool
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Flow(FlatGraph[FlatNode]):
     """The flat graph that values are followed through; graph inputs keep their names.
 

@@ -84,7 +84,7 @@ def refuse_unfit(out: Path, source: Path, force: bool) -> None:
         raise UsageError(f"the folder {str(out.parent)!r} is not writable; give OUT in one that is")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Pending:
     """A folder that becomes OUT when `kept` is set."""
 

@@ -31,7 +31,7 @@ class SourceBytes:
 Piece = bytes | SourceBytes
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Writing:
     """One model on its way: `pieces` in the order in which they are written."""
 

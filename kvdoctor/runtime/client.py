@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 """Called when an experiment begins: its name, its number counted from 1, and the number of experiments."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class StackResults:
     """The results of a job: runs, refused files, remarks, and measurements in seconds and bytes."""
 
@@ -315,7 +315,7 @@ class Runtime:
 STARTING = "while it started"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Current:
     """The worker's position by its last event; `doing` completes "the process ended"."""
 

@@ -48,7 +48,7 @@ def known(found: T | None) -> T:
     return found
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Reading:
     """A node with the types of its inputs; `limits` are totals up to which it is valid, each with an input."""
 

@@ -47,7 +47,7 @@ class Typed:
     broken: FlatNode | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Keys:
     """The functions of absolute positions by number, and what each is."""
 
@@ -108,7 +108,7 @@ class Keys:
         return what[1], steps
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Walk:
     """The values of one graph, under one reading of its lengths.
 

@@ -108,7 +108,7 @@ class NewTokens:
     tokens: tuple[int, ...]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class BlockPool:
     """Hands out blocks of a pool, in an order that has nothing to do with that of the tokens."""
 

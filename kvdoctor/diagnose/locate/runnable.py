@@ -82,7 +82,7 @@ def layers_of_pasts(contract: CacheContract) -> dict[str, int]:
     return {slot.past: slot.layer for slot in contract.slots if slot.layer is not None}
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RunnableGraph(FlatGraph[RunnableNode]):
     """The flat graph of the model in `source`. `labels` gives what the file calls a value, if it has another name."""
 

@@ -82,6 +82,9 @@ ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
 }
 """The module and the function that answers each job: few jobs need them, and every user waits for the start."""
 
+BEFORE_OTHERS = (messages.StepDone, messages.RunDone, messages.ExperimentStarted, messages.FileOpened)
+"""Events that go with the next one, which comes before the next call: each that is sent wakes the parent."""
+
 
 def run_job(job: messages.Job, announce: Announce) -> None:
     """Carry out a job and announce its events."""
@@ -115,7 +118,7 @@ def main() -> None:
 
     def announce(event: messages.Event) -> None:
         events.write(messages.write_message(event))
-        if not isinstance(event, messages.StepDone):  # goes with the next event, which comes before the next call
+        if not isinstance(event, BEFORE_OTHERS):
             events.flush()
 
     providers = tuple(ort.get_available_providers())

@@ -21,7 +21,7 @@ import onnxruntime as ort
 
 from kvdoctor.choices import CPU
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Value, as_array
-from kvdoctor.decode.messages import FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
+from kvdoctor.decode.messages import SPINNING, FileOpened, FileOpening, FileRefused, Job, LimitsMeasured
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.decode.stack_driver import Announce
 from kvdoctor.errors import CannotCheck
@@ -36,9 +36,6 @@ LEVELS = {
 TRIED = ("all", "basic", "off")
 """The levels at which a file is opened, until one takes it."""
 FATAL_ONLY = 4
-SIDE_BY_SIDE = "KVDOCTOR_SIDE_BY_SIDE"
-"""Set where other processes use the same cores: waiting threads then sleep. The number of threads stays, since results
-depend on it: the split of a product decides the order in which its parts are summed."""
 
 
 class ProviderMissing(Exception):
@@ -252,8 +249,7 @@ def session_options(level: str, threads: int) -> Any:
     options.log_severity_level = FATAL_ONLY
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    if SIDE_BY_SIDE in os.environ:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(SPINNING, "0")
     return options
 
 
