@@ -52,7 +52,7 @@ BUDGET = {
     "model": 4_350,
     "repair": 6_625,
     "report": 6_675,
-    "root": 2_975,
+    "root": 3_000,
     "runtime": 3_750,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
