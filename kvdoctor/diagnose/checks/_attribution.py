@@ -96,7 +96,7 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     if why is None or why.cause is None or run is None:
         return None if why is None or why.cause is None else (why.cause.name, why)
     left_out = (slot for slot in context.contract.slots if why.cause.dropped and slot.past == why.cause.slot)
-    cut = next((_find_wrong_length(slot, run) for slot in left_out), None)
+    cut = next((find_wrong_length(slot, run) for slot in left_out), None)
     if cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1:
         return None  # a step is right on a past without the entries that the cause says are left out
     place = run.location.cause if run.location is not None else ""
@@ -196,8 +196,8 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
     cause = why.cause if why is not None else None
     explained = cause is not None and cause.name not in GENERAL_CAUSES and not cause.dropped
     found = False
-    for slot in context.contract.slots if run is not None else ():
-        wrong = _find_wrong_length(slot, run) if run is not None else None
+    for slot in context.contract.slots:
+        wrong = find_wrong_length(slot, run)
         if wrong is None:
             continue
         # A window whose width nothing declares: the logits, or another cause, say that it is wide enough.
@@ -224,14 +224,16 @@ def _is_no_window(slot: Slot, runs: Iterable[Run]) -> bool:
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
     """Slots whose presents lose entries at other lengths, by the first run that fails or differs right after it."""
-    differing = [one for one in find_faulty_uses(context, "differs") if not (one[0].location and one[0].location.cause)]
+    differing = [*find_faulty_uses(context, "differs")]
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):
         differing = []  # which entries are left out is known, and says more than the length
     for run, use in (*find_faulty_uses(context, "failed"), *differing):
-        if run.experiment not in AT_LENGTHS:
+        if run.experiment not in NAMED_BY_USE:
             continue
-        cut = [wrong for slot in context.contract.slots if (wrong := _find_wrong_length(slot, run)) is not None]
+        named = run.location is not None and run.location.cause
+        slots = (slot for slot in context.contract.slots if not (named and slot.trimmed))
+        cut = [wrong for slot in slots if (wrong := find_wrong_length(slot, run)) is not None]
         # The step that is fed the first cut past goes wrong: none before it was fed one.
         cut = [wrong for wrong in cut if wrong.step.step + 1 == run.failed_step]
         if cut:
@@ -239,10 +241,10 @@ def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
             return
 
 
-def _find_wrong_length(slot: Slot, run: Run) -> WrongLength | None:
+def find_wrong_length(slot: Slot, run: Run | None) -> WrongLength | None:
     """The first step of a run after which a slot has a wrong length."""
     at = slot.length_axis
-    if at is None or slot.growth in ("constant", "paged"):
+    if run is None or at is None or slot.growth in ("constant", "paged"):
         return None
     for step in run.steps:
         returned = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")

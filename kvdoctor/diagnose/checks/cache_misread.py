@@ -13,7 +13,13 @@ Repair: `kvdoctor re-export MODEL -o FIXED` where entries are changed on their w
 again. The evidence names the first layer that is wrong.
 """
 
-from kvdoctor.diagnose.checks._attribution import find_faulty_uses, find_named_cause, leading_cause, leave_to_other
+from kvdoctor.diagnose.checks._attribution import (
+    find_faulty_uses,
+    find_named_cause,
+    find_wrong_length,
+    leading_cause,
+    leave_to_other,
+)
 from kvdoctor.diagnose.checks._dataflow import (
     describe_changes,
     describe_rounded,
@@ -61,7 +67,9 @@ def other_entries_stored(context: ContractContext) -> Faults:
     if context.checked_loop is None or context.passes_parity or (leading is not None and leading[0] in EXCHANGED):
         return
     others = {*context.rounded_presents, *(slot.present for slot, _ in find_exchanged_entries(context))}
-    slots = (slot for slot in context.contract.slots if slot.present not in others)
+    loop = context.find_run("plain-loop")
+    whole = (slot for slot in context.contract.slots if slot.trimmed or find_wrong_length(slot, loop) is None)
+    slots = (slot for slot in whole if slot.present not in others)  # a wrong length has a check of its own
     seen = ((slot.present or "", find_other_entries(context, slot)) for slot in slots)
     wrong = {name: text for name, text in seen if text is not None}
     if wrong:
