@@ -35,8 +35,8 @@ def not_causal(context: RunContext) -> Faults:
         leading = leading_cause(context)
         masked = leading is not None and leading[1].cause is not None and leading[1].cause.masked
         found = find_mixing(context.stack, context.contract)
-        evidence, advice = _describe(found) if found is not None else ((), MASK if masked else WORDS.advice)
-        advice = MASK if masked and (found is None or found.bent is None) else advice
+        evidence, advice = _describe(found) if found is not None else ((), WORDS.advice)
+        advice = MASK if masked else advice  # hidden by a mask, the token changes nothing: nothing else is wrong
         yield fault.also(evidence=(*evidence, *fault.evidence), repair=Advice("re-export", advice))
 
 
