@@ -38,7 +38,7 @@ LIGHT_MODULES = re.compile(
 MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
-    "addons": 50,
+    "addons": 40,
     "addons/comparison": 1_935,
     "addons/conversions": 8_787,
     "addons/loops": 2_200,
@@ -47,13 +47,13 @@ BUDGET = {
     "analysis": 14_500,
     "cli": 1_425,
     "decode": 9_316,
-    "diagnose": 13_588,
+    "diagnose": 13_594,
     "gating": 2_640,
     "model": 4_350,
     "repair": 6_825,
     "report": 6_752,
     "root": 2_980,
-    "runtime": 3_740,
+    "runtime": 3_744,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
 
