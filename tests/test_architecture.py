@@ -38,20 +38,20 @@ LIGHT_MODULES = re.compile(
 MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
-    "addons": 40,
+    "addons": 32,
     "addons/comparison": 1_935,
     "addons/conversions": 8_787,
     "addons/loops": 2_200,
     "addons/reproducer": 2_304,
     "addons/traces": 3_732,
     "analysis": 14_500,
-    "cli": 1_425,
+    "cli": 1_424,
     "decode": 9_316,
-    "diagnose": 13_594,
-    "gating": 2_640,
-    "model": 4_350,
-    "repair": 6_825,
-    "report": 6_752,
+    "diagnose": 13_613,
+    "gating": 2_638,
+    "model": 4_348,
+    "repair": 6_820,
+    "report": 6_751,
     "root": 2_980,
     "runtime": 3_744,
 }
