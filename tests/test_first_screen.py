@@ -164,7 +164,7 @@ def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could
 ) -> None:
     report = diagnosed("decoder-only-healthy", tmp_path, runtime)
     lines = screen(report, 300)
-    uses = "one token a step (pasts 0 to 127), several at once (2, 3), batch (2, 3, 5, 9), a prompt of one token, beams"
+    uses = "one token a step (pasts 0 to 127), several at once (2, 3), batch (2, 3, 9), a prompt of one token, beams"
     assert lines[2] == f"✓ decoder works: {uses}, left padding, going back, a second turn"
     close = r"largest difference \d\.\de-\d\d of the logits' standard deviation"
     assert re.fullmatch(rf"  agrees with a run without a cache \({close}; with a corrupted cache \d\S*\)", lines[3])

@@ -115,12 +115,18 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
-    if other.experiment in ("batch", "beam-reorder") and rows is not None and rows.outcome == "differs":
-        return "batch-rows-interact"  # rows that interact without a cache do so with one
+    together = rows is not None and rows.outcome == "differs"  # rows that interact without a cache do so with one
+    if other.experiment in ("batch", "beam-reorder") and (together or differs_before_reorder(other)):
+        return "batch-rows-interact"
     place = other.location
     if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:
         return place.cause
     return "non-finite" if other.not_finite else None
+
+
+def differs_before_reorder(run: Run) -> bool:
+    """Whether beams are wrong in the steps before their cache is reordered: so is any batch of as many rows."""
+    return run.experiment == "beam-reorder" and run.failed_step in (0, 1)
 
 
 def changes_keys(context: RunContext, run: Run) -> bool:
