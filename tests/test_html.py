@@ -139,7 +139,7 @@ def test_the_banner_of_a_dry_run_is_about_the_original(sick: Report) -> None:
     record = RepairRecord("x", None, (), RepairSide("unhealthy", sick.findings), after, (), proved=True)
     made = rendered(replace(sick, findings=sick.findings[1:], repair=record))
     banner = words(only(made, "banner"))
-    assert "dry run: the original stays unhealthy (1 error, 1 warning, 2 notes); the repaired copy would be" in banner
+    assert "dry run: the original stays unhealthy (1 error, 2 warnings, 2 notes); the repaired copy would be" in banner
     assert "KV203" in banner
     assert "1 error" in banner
     assert "Findingsthatthecopywouldhave" in made.text
@@ -196,7 +196,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(sick: Report) -> None:
     fragment = named._repr_html_()
     title, frame = html5lib.parseFragment(fragment)
     assert [title.tag, frame.tag] == [f"{HTML}p", f"{HTML}iframe"]
-    assert "unhealthy (1 error, 1 warning, 2 notes)" in words(title)
+    assert "unhealthy (1 error, 2 warnings, 2 notes)" in words(title)
     assert frame.get("sandbox") == ""
     assert set(frame.keys()) == {"sandbox", "srcdoc", "title", "style"}
     source = frame.get("srcdoc")

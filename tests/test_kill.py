@@ -198,3 +198,12 @@ def test_too_little_memory_is_no_finding(mebibytes: int, command: str, tmp_path:
     known = ("kvdoctor: there is not enough memory", "kvdoctor: the worker process could not start")
     assert done.stderr.startswith(known)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "numpy").mkdir()
+    broken = tmp_path / "numpy" / "__init__.py"
+    broken.write_text("raise ImportError('no library for this machine')", encoding="utf-8")
+    done = run_process("step-test", GPT2, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 3
+    assert "ImportError: no library for this machine; `kvdoctor env`" in done.stderr

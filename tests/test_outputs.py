@@ -18,6 +18,7 @@ from support.isolated import EXPORTS
 
 from kvdoctor.api import schemas
 from kvdoctor.cli.main import cli
+from kvdoctor.model.output_folder import write_whole
 from kvdoctor.report.formats import FORMATS
 
 SARIF = json.loads((Path(__file__).parent / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
@@ -151,3 +152,9 @@ def test_explain_fits_the_terminal(columns: int) -> None:
     shown = b"".join(parts).decode().splitlines()
     assert "What it means:" in "\n".join(shown)
     assert 0.7 * min(columns, 120) < max(map(len, shown)) <= min(columns, 120)
+
+
+def test_what_fails_in_making_a_file_is_no_failed_write(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        write_whole(tmp_path / "out", (Path(name).read_text(encoding="utf-8") for name in (__file__, "gone")))
+    assert not list(tmp_path.iterdir())

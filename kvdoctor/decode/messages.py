@@ -360,13 +360,14 @@ class ValueDifference:
     """The largest difference of a pair of values, as a fraction of the standard deviation of the expected value.
 
     `relative` is -1 where one side alone is not finite. `actual` and `expected` are the first numbers of integers that
-    differ.
+    differ. `order` is an axis along which entries are expected ones, and which.
     """
 
     dtype: str
     relative: float
     actual: tuple[int, ...] | None = None
     expected: tuple[int, ...] | None = None
+    order: tuple[int, ...] = ()
 
 
 @record

@@ -66,7 +66,9 @@ def plan_walks(original: CacheContract, converted: CacheContract, capacity: int 
     if capacity is not None:
         fits += [_fit(walk, contracts, capacity) for walk in _fill(capacity)]
     fitted = list(dict.fromkeys(filter(None, fits)))
-    return tuple(walk for walk in fitted if not any(_begins(walk, other) for other in fitted))
+    calls = [(walk.batch, walk.prompt, *walk.pieces) for walk in fitted]
+    longer = ([one for one in calls if one != mine and one[: len(mine)] == mine] for mine in calls)
+    return tuple(walk for walk, others in zip(fitted, longer, strict=True) if not others)  # one begins with another
 
 
 def plan_decoding(one: CacheContract, other: CacheContract, prompt: int, steps: int) -> Walk | None:
@@ -90,12 +92,6 @@ def _fill(capacity: int) -> Iterator[Walk]:
     yield Walk(1, first, (*(PIECE,) * ((capacity - 2 - first) // PIECE), 1, 1))
     if capacity <= PIECE:
         yield Walk(1, capacity, ())
-
-
-def _begins(walk: Walk, other: Walk) -> bool:
-    """Whether a longer walk begins with the same calls."""
-    same = (walk.batch, walk.prompt) == (other.batch, other.prompt) and len(walk.pieces) < len(other.pieces)
-    return same and other.pieces[: len(walk.pieces)] == walk.pieces
 
 
 def _fit(walk: Walk, contracts: tuple[CacheContract, ...], most: int) -> Walk | None:

@@ -178,7 +178,7 @@ class Cause:
     `slot` is the past input of the slot concerned, empty where it is none alone; `dropped` counts the oldest entries of
     its past that a step left out; `from_length` is the number of tokens from which on steps are wrong, and `again` says
     that longer sequences change the keys of earlier tokens again. `read_right` says that the logits of the step itself
-    are right. `unseen` are entries of the past that a step does not attend to.
+    are right. `unseen` are entries of the past that a step does not attend to. `masked`: a mask removes the fault.
     """
 
     name: str
@@ -189,6 +189,7 @@ class Cause:
     again: bool = False
     read_right: bool = False
     unseen: tuple[int, ...] = ()
+    masked: bool = False
 
 
 ONLY_THOROUGH = "only with --thorough"

@@ -48,7 +48,7 @@ LARGE = 16_000
 """Nodes of the graphs of a stack from which on a loop has fewer steps, so that it comes to its end."""
 LARGEST = 30_000
 """Nodes of the graphs of a stack, at most: an inspection of so many takes three seconds, half of them for the runs."""
-LOOP_CALLS, SEARCH_CALLS = 5, 6
+LOOP_CALLS, SEARCH_CALLS = 5, 7
 """Times that the nodes of a large stack are computed: the calls of a short loop, and of the search for a cause."""
 MOST_FED = 1 << 24
 """Elements of the inputs by their declared sizes, at most: a loop copies large buffers at each step."""

@@ -211,7 +211,7 @@ def find_short_ground(context: RunContext) -> Iterator[NotChecked]:
     attended = contract.context_limit is not None or contract.of_kind("self-attention")
     limit = contract.usable_length if attended else None
     if tokens < LEAST and (limit is None or limit >= LEAST):
-        reason = f"no run that passed goes beyond {tokens} tokens, where the model may take more"
+        reason = f"the longest run that passed has {tokens} tokens; a verdict needs one of {LEAST}"
         yield NotChecked(context.stack.name, "KV301", reason, essential=True)
 
 

@@ -52,7 +52,10 @@ def source_of(node: NodeProto) -> NodeSource | None:
     module, line = module_of(node), _find_line(metadata.get(STACK_TRACE, ""))
     if module is None and line is None:
         return None
-    return NodeSource(name_of(node), module, _find_class(metadata) if module is not None else None, line)
+    classes = _read_list(metadata.get(CLASS_HIERARCHY, "")) if module is not None else []
+    # Of the innermost module, without the module of Python that defines it.
+    kind = _fitting(classes[-2].rpartition(".")[2]) or None if len(classes) > 1 else None
+    return NodeSource(name_of(node), module, kind, line)
 
 
 def module_of(node: NodeProto) -> str | None:
@@ -71,12 +74,6 @@ def _read_metadata(node: NodeProto) -> Mapping[str, str]:
     wanted = (NAME_SCOPES, CLASS_HIERARCHY, STACK_TRACE)
     entries = [entry for entry in getattr(node, "metadata_props", ()) if entry.key in wanted]
     return {str(entry.key): str(entry.value) for entry in entries}
-
-
-def _find_class(metadata: Mapping[str, str]) -> str | None:
-    """The class of the innermost module, without the module of Python that defines it."""
-    names = _read_list(metadata.get(CLASS_HIERARCHY, ""))
-    return _fitting(names[-2].rpartition(".")[2]) or None if len(names) > 1 else None
 
 
 def _read_list(text: str) -> list[str]:

@@ -60,8 +60,10 @@ def _run_provider(context: TargetContext, options: Options, local: LocalRun, ask
         calls.mkdir()
         job = replace(judged_job(context, options, local), keep_logits=logits, keep_calls=calls)
         results = local.runtime.examine(job, options.progress)
-        # By themselves: where one ends the process, the others are still run.
-        tried = replace(job, experiments=tuple(_list_workarounds(context)), keep_logits=None)
+        # What callers try runs on the CPU: it must run here too. Where one ends the process, the others are still run.
+        ran = {run.experiment for run in context.runs if run.outcome in ("passed", "differs")}
+        workarounds = tuple(one.name for one in load() if one.why and not one.judged and one.name in ran)
+        tried = replace(job, experiments=workarounds, keep_logits=None)
         results.runs += local.runtime.examine(tried, options.progress).runs
         if (reason := _why_untested(results, release)) is not None:
             return TargetResult(target, not_run=reason + NEXT)
@@ -78,12 +80,6 @@ def _run_provider(context: TargetContext, options: Options, local: LocalRun, ask
     return TargetResult(
         target, located, refusals, gaps, tolerance=limit, noise=noise, placed=tuple(results.placed.values())
     )
-
-
-def _list_workarounds(context: TargetContext) -> Iterator[str]:
-    """What callers try, and the CPU runs whatever the logits are: on a provider it must run as well."""
-    ran = {run.experiment for run in context.runs if run.outcome in ("passed", "differs")}
-    yield from (one.name for one in load() if one.why and not one.judged and one.name in ran)
 
 
 def _why_untested(results: StackResults, release: str) -> str | None:

@@ -28,21 +28,27 @@ MOST_BYTES = 256 << 20
 def write_whole(file: Path, content: str | bytes | Iterable[str]) -> None:
     """Write a file by renaming a finished one into its place; a link is followed, a pipe or device written to.
 
-    A text is written as UTF-8; of several, each is made when it is written.
+    A text is written as UTF-8; of several, each is made when it is written, and what fails in making one is raised.
 
     Raises:
         UsageError: the folder is not there or not writable, or the disk is full.
     """
-    place = Path(os.path.realpath(file))
+    place, making = Path(os.path.realpath(file)), False
     partial = place.with_name(f".{place.name}.kvdoctor-{os.getpid()}.partial")
     try:
         is_stream = place.exists() and not place.is_file()
         with (place if is_stream else partial).open("wb") as stream:
+            making = True
             for part in [content] if isinstance(content, str | bytes) else content:
+                making = False
                 stream.write(part.encode("utf-8") if isinstance(part, str) else part)
+                making = True
+            making = False
         if not is_stream:
             partial.replace(place)
     except OSError as error:
+        if making:
+            raise
         raise UsageError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
     finally:
         with contextlib.suppress(OSError):

@@ -61,11 +61,6 @@ def newest_opset() -> int:
     return int(_table()["opset"])
 
 
-def is_operator(name: str) -> bool:
-    """Whether some opset has a standard operator of that name."""
-    return name in _table()["operators"]
-
-
 @cache
 def find_signature(name: str, opset: int) -> Signature | None:
     """The version of a standard operator in an opset; None where it has none yet."""
@@ -145,7 +140,7 @@ class _Rules:
         signature = find_signature(node.op_type, self.opset)
         if signature is None and node.op_type in OF_RUNTIME:
             return
-        if signature is None and is_operator(node.op_type):
+        if signature is None and node.op_type in _table()["operators"]:
             yield f"is an operator of later opsets than {self.opset}"
         elif signature is None:
             yield "is no operator of ONNX"

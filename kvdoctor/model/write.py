@@ -66,14 +66,11 @@ class _Writing:
             raise UsageError(f"the weights of {tensor.name!r} are no longer where they were; was the model changed?")
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
-        head = encode_varint(self._tag_before(span)) + encode_varint(span.length)
-        return [tensor.SerializeToString(), head, span]
-
-    def _tag_before(self, span: SourceBytes) -> int:
-        """The field that the payload had in the source: values may lie in float_data or in raw_data."""
+        # The field that the payload had in the source: values may lie in float_data or in raw_data.
         at = span.start - len(encode_varint(span.length)) - 1
         tag = self.weights.read(at, at + 1)[0] if at >= 0 else 0
-        return tag if tag in PLAIN_TAGS else RAW_DATA << 3 | LEN
+        head = encode_varint(tag if tag in PLAIN_TAGS else RAW_DATA << 3 | LEN) + encode_varint(span.length)
+        return [tensor.SerializeToString(), head, span]
 
 
 def write_model(model: ModelProto, source: Path, target: Path) -> None:

@@ -188,9 +188,13 @@ class Worker:
             self.stop()
             return f"stopped: it closed its output and did not end within {END_SECONDS:g} s"
         if self.hello is None:
-            raise RuntimeUnavailable(
-                "the worker process could not start ONNX Runtime; `kvdoctor env` says what is missing"
-            )
+            again = subprocess.run(
+                self._process.args, input=b"", capture_output=True, check=False
+            )  # to read what it says
+            said = [*filter(None, map(str.strip, again.stderr.decode("utf-8", "replace").splitlines()))]
+            why = f": {said[-1].replace(str(Path.home()), '~')[:300]}" if said else ""
+            text = f"the worker process could not start ONNX Runtime{why}; `kvdoctor env` says what is missing"
+            raise RuntimeUnavailable(text)
         return describe_exit(code)
 
 

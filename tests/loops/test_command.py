@@ -44,6 +44,7 @@ def test_a_readme_has_what_the_contract_has(tmp_path: Path) -> None:
     one_row = readme(text_fixtures.load_all()["layout-states-of-all-kinds-one-token-healthy"].write(tmp_path / "model"))
     assert "## A second turn" not in one_row
     assert "It cannot go back" in one_row
+    assert ("decoder.rewind" in whole, "decoder.rewind" in one_row) == (True, False)
 
 
 WITHOUT_A_CACHE = """

@@ -8,6 +8,7 @@ A fixture begins with comment lines:
     # expect: CHECK SEVERITY SUBJECT    a finding of the step test, with its first subject; or `none`
     # expect-inspect: ...               the same for the inspection, which finds nothing where this is left out
     # expect-not-checked: CODE          what must be listed as not checked, and nothing else; left out: not looked at
+    # says: TEXT                        text that the findings of the step test hold
     # trace: FILE                       the step test is given this file of the fixture as what the caller's loop did
     # platform: MACHINE                 the only machine it is meant for
     # option: thorough                  the step test is thorough
@@ -40,7 +41,7 @@ from onnx.numpy_helper import from_array
 FOLDER = Path(__file__).parents[2] / "fixtures" / "text"
 FILE = re.compile(r"^# file: (\S+)$", re.MULTILINE)
 DIRECTIVE = re.compile(
-    r"^# (?P<key>twin|platform|option|require|trace|target|metadata|expect(?:-inspect|-not-checked)?): "
+    r"^# (?P<key>twin|platform|option|require|trace|target|metadata|says|expect(?:-inspect|-not-checked)?): "
     r"(?P<value>.+?)\s*$",
     re.MULTILINE,
 )
@@ -76,6 +77,7 @@ class Fixture:
     targets: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
     metadata: tuple[tuple[str, str, str], ...] = ()
+    says: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -135,6 +137,7 @@ def read(path: Path) -> Fixture:
         targets=tuple(directives.get("target", ())),
         require=tuple(directives.get("require", ())),
         metadata=tuple(_metadata(line) for line in directives.get("metadata", ())),
+        says=tuple(directives.get("says", ())),
     )
 
 

@@ -144,6 +144,7 @@ def _list_sections(notes: str, plan: LoopPlan) -> Iterator[str]:
     left_out = {
         "Beams": not plan.reorders,
         "A second turn": not plan.chunks,
+        "Going back": not plan.rewinds,
         "The source": plan.source is None,
     }
     yield from (part for part in notes.split("\n## ") if not left_out.get(part.partition("\n")[0].removeprefix("## ")))

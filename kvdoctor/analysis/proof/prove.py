@@ -26,7 +26,7 @@ from kvdoctor.analysis.proof.constants import (
     read_constant,
     slot_shape,
 )
-from kvdoctor.analysis.proof.masks import is_weak
+from kvdoctor.analysis.proof.masks import hides_later, is_plain, is_weak
 from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Axis, Lengths, Term, Type, size_of
 from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
@@ -67,6 +67,54 @@ def prove(stack: StackFiles, contract: CacheContract) -> Proof | None:
     return replace(found, single=True, exceptions=(many,))
 
 
+@record(slots=False)
+class Mixing:
+    """The first node that may mix later tokens into earlier ones.
+
+    It may weigh scores that no mask hides, `unmasked`; `bent` is what changes them after a mask hid them.
+    """
+
+    node: FlatNode
+    unmasked: bool = False
+    bent: FlatNode | None = None
+
+
+def find_mixing(stack: StackFiles, contract: CacheContract) -> Mixing | None:
+    """Where types end in a graph whose logits change with later tokens; None where they say nothing of it."""
+    prover = Prover(stack, contract)
+    try:
+        prover.check_form()
+        walk = prover.walk("prefill", prover._lengths("prefill"), {})
+        prover._logits(walk, "prefill")
+    except NotProved as why:
+        if (node := why.node) is None:
+            return None
+    else:
+        return None
+    scores = walk.values.get(node.input(0))
+    rank = len(scores.type.shape or ()) if scores is not None else 0
+    if node.has("softmax") and rank and (node.number("axis", -1) + 1) % rank == 0:
+        bent = _find_bent(walk, node)
+        return Mixing(node, bent is None, bent)
+    return Mixing(node, node.has("attend"))
+
+
+def _find_bent(walk: Walk, softmax: FlatNode) -> FlatNode | None:
+    """The last node that bounds scores after a mask hid those of later tokens, else the first one after that mask."""
+    name, caps = softmax.input(0), list[FlatNode]()
+    while (node := walk.flow.producers.get(name)) is not None and node.has("elementwise"):
+        name = next((one for one in node.inputs if _hides(walk.values.get(one))), node.input(0))
+        caps += [node] if node.has("cap") else []
+        if _hides(walk.values.get(name)):
+            return caps[0] if caps else node
+    return None
+
+
+def _hides(value: Typed | None) -> bool:
+    """Whether a mask hides the scores of later tokens."""
+    return value is not None and any(hides_later(value.type, *axes) for axes, _ in value.type.regions)
+
+
 _WALKS: WeakKeyDictionary[GraphView, Walk] = WeakKeyDictionary()
 """The last walk over each decode graph."""
 SIZES = {BATCH: 2, NEW: 3, PAST: 5, ENCODER: 7}
@@ -92,6 +140,14 @@ def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[i
 
 def _read_size(size: Term) -> int | None:
     return size.at(SIZES) if size.symbols <= SIZES.keys() else None
+
+
+def looks_back_to_start(stack: StackFiles, contract: CacheContract) -> bool:
+    """Whether each mask is known to hide no earlier token: there is no window in the attention."""
+    types, dataflow = find_types(stack, contract), stack.main.dataflow
+    scores = (types.get(one.input(0)) for one in (dataflow.flow.nodes if dataflow else ()) if one.has("softmax"))
+    masks = [one.regions for one in scores if one is not None and one.regions]
+    return bool(masks) and all(any(is_plain(marks[2]) for _, marks in regions) for regions in masks)
 
 
 Shape = tuple[int, ...]

@@ -18,6 +18,8 @@ from kvdoctor.records import record
 
 MOST_NUMBERS, OTHER_TOKENS = 1 << 24, (1, 2)
 """Numbers in all caches that are copied; distances to ids that replace one: hardly three rows in a row are equal."""
+LOUD = 1e3
+"""Standard deviations of noise in values by which a weight of 1e-9 shows; float16 holds it."""
 
 
 def growing(contract: CacheContract) -> tuple[Slot, ...]:
@@ -99,7 +101,9 @@ def same_logits(one: Array, other: Array, limit: Tolerance) -> bool:
     return one.shape == other.shape and judge(compare(one, other, limit), limit) == "pass"
 
 
-def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: Iterable[Slot] | None = None) -> Past:
+def add_noise(
+    builder: FeedBuilder, past: Past, places: Iterable[int], slots: Iterable[Slot] | None = None, factor: float = 1.0
+) -> Past:
     """The past with noise in some of its entries, in every slot that grows or in those given."""
     changed: dict[str, Any] = dict(past)
     rng = np.random.default_rng(11)
@@ -110,10 +114,16 @@ def add_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: It
         for place in (first + place for place in places if first + place < tensor.shape[_at(slot)]):
             index: list[Any] = [slice(None)] * tensor.ndim
             index[_at(slot)] = place
-            noise = rng.standard_normal(tensor[tuple(index)].shape) * max(float(tensor.std()), 1e-3)
+            noise = rng.standard_normal(tensor[tuple(index)].shape) * max(float(tensor.std()), 1e-3) * factor
             tensor[tuple(index)] = noise.astype(tensor.dtype)
         changed[slot.past] = tensor
     return Past(changed, past.length)
+
+
+def add_loud_noise(builder: FeedBuilder, past: Past, places: Iterable[int], slots: Iterable[Slot]) -> Past:
+    """The past with large values in some entries, which a small weight shows, and a mask hides."""
+    values = [slot for slot in slots if slot.used_as == "value" and "float" in slot.dtype]
+    return add_noise(builder, past, places, values, LOUD)
 
 
 def swap_entries(past: Past, slots: Iterable[Slot], one: int, other: int) -> Past:

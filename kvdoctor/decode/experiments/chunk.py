@@ -17,6 +17,7 @@ from kvdoctor.decode.experiments import (
     unjudged,
 )
 from kvdoctor.decode.experiments.cache_entries import (
+    add_loud_noise,
     add_noise,
     by_position,
     can_be_copied,
@@ -115,8 +116,12 @@ def _seen_by_first(builder: FeedBuilder, past: Past, base: Answer) -> Decision:
     if not other.failed and not same_logits(other.logits[:, :1], base.logits[:, :1], limit):
         return _misses(start, "the first one's logits change with the tokens after it")
     for place in range(start):
-        answer = yield as_probe(builder.decode(start, start + CHUNK, add_noise(builder, past, [place])))
-        if not answer.failed and same_logits(answer.logits[:, :1], base.logits[:, :1], limit):
+        loud = add_loud_noise(builder, past, [place], by_position(builder.contract))
+        for noisy in (add_noise(builder, past, [place]), loud):
+            answer = yield as_probe(builder.decode(start, start + CHUNK, noisy))
+            if answer.failed or not same_logits(answer.logits[:, :1], base.logits[:, :1], limit):
+                break
+        else:
             return _misses(start, f"the first one does not see entry {place} of the past")
     return None
 

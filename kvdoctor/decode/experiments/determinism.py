@@ -1,5 +1,7 @@
 """What every cache rests on: the same feed gives the same logits, and a token's logits know it and not the next one."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvdoctor.contract import CacheContract
@@ -17,6 +19,7 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
 from kvdoctor.decode.runs import NOTHING_CHANGES, Cause
 
+HIDDEN_TOKEN = ("; the attention mask does not hide it", "; hidden by the attention mask it changes none")
 MORE_TOKENS = 2
 """Tokens that are tried in the place of the last one after the first: some rows of an embedding table may be equal."""
 
@@ -52,7 +55,9 @@ def later_token(builder: FeedBuilder) -> Decision:
         yield builder.reference()  # the run fails by it
         return None
     (answer,) = yield from ask(other.prefill(total))
-    if gives_all_logits(builder.contract) is None and (cause := _sees_later_token(builder, expected.logits, answer)):
+    if gives_all_logits(builder.contract) is None and (
+        cause := (yield from _sees_later_token(builder, expected.logits, answer))
+    ):
         return cause
     return (yield from _token_counts(builder, expected, other, answer))
 
@@ -62,13 +67,22 @@ def looks_ahead(builder: FeedBuilder, expected: Array) -> Decision:
     if builder.contract.last_logits_only:
         return None
     other = yield as_probe(change_token(builder, -1).prefill(builder.scenario.total))
-    return _sees_later_token(builder, expected, other)
+    return (yield from _sees_later_token(builder, expected, other))
 
 
-def _sees_later_token(builder: FeedBuilder, expected: Array, other: Answer) -> Cause | None:
+def _sees_later_token(builder: FeedBuilder, expected: Array, other: Answer) -> Decision:
+    """The same token hidden by the mask of padding shows whether a mask is what is missing."""
     if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], builder.tolerance):
         return None
-    return Cause("not-causal", "without a cache, another last token changes the logits of the tokens before it")
+    text = "without a cache, another last token changes the logits of the tokens before it"
+    mask = builder.contract.graph("prefill").port("attention_mask")
+    if mask is None or mask.axes != ("batch", "total"):
+        return Cause("not-causal", text)
+    total = builder.scenario.total
+    padded = replace(builder, gap=(1,) * builder.scenario.batch, gap_end=total)
+    one, two = (yield as_probe(padded.prefill(total))), (yield as_probe(change_token(padded, -1).prefill(total)))
+    hidden = not (one.failed or two.failed) and same_logits(one.logits[:, :-1], two.logits[:, :-1], builder.tolerance)
+    return Cause("not-causal", f"{text}{HIDDEN_TOKEN[hidden]}", masked=hidden)
 
 
 def _token_counts(builder: FeedBuilder, expected: Answer, other: FeedBuilder, answer: Answer) -> Decision:

@@ -204,7 +204,8 @@ def numbering(builder: FeedBuilder) -> Decision:
             return Cause("wrong-at-lengths", where, slot.past, from_length=total)
         for found in (_find_repeated(entries[:length], builder) for length in lengths if length <= len(entries)):
             if found is not None:
-                return Cause("context-limit-fails", f"one token has the same {slot.filled_by} {found}")
+                text = f"one token has the same {slot.filled_by} {found[0]}"
+                return Cause("context-limit-fails", text, from_length=found[1])
     return None
 
 
@@ -229,8 +230,8 @@ def _entries_of_one_token(builder: FeedBuilder, total: int) -> Asking[list[Array
     return [take_entries(slot, keys, (place, place + 1), total) for place in range(total)]
 
 
-def _find_repeated(entries: list[Array], builder: FeedBuilder) -> str | None:
-    """Where positions no longer differ, as text: all from some place on, or two of the last that come again.
+def _find_repeated(entries: list[Array], builder: FeedBuilder) -> tuple[str, int] | None:
+    """Where positions no longer differ, as text, and the first: all from a place on, or two of the last come again.
 
     Positions may well stop at the last row of a table: its rows are a threshold.
     """
@@ -238,11 +239,11 @@ def _find_repeated(entries: list[Array], builder: FeedBuilder) -> str | None:
     same = [same_entries(entry, entries[last], limit) for entry in entries]
     end = same.index(True)
     if FEWEST <= end < last and all(same[end:]):
-        return f"at every position from {end} on" if end + 1 not in builder.thresholds else None
+        return (f"at every position from {end} on", end) if end + 1 not in builder.thresholds else None
     if same_entries(entries[0], entries[1], limit):
         return None  # nowhere do they tell the places apart
     late = range(max(last - BEYOND, FEWEST), last + 1)
     pairs = [
         (one, place) for place in late for one in range(place) if same_entries(entries[one], entries[place], limit)
     ]
-    return f"at the positions {' and '.join(map(str, pairs[0]))}" if len(pairs) > 1 else None
+    return (f"at the positions {' and '.join(map(str, pairs[0]))}", pairs[0][1]) if len(pairs) > 1 else None

@@ -103,7 +103,8 @@ def short_walk(builder: FeedBuilder) -> Decision:
             return None
         (answer,) = yield from ask(one_step(builder, position, past))
         if not measurable(answer.logits):
-            return Cause("non-finite", f"the logits of a loop are not finite after {position + 1} tokens")
+            text, grown = f"the logits of a loop are not finite after {position + 1} tokens", _find_amplified(sizes)
+            return Cause("non-finite", text) if grown is None else replace(grown, evidence=f"{grown.evidence}; {text}")
         past = builder.carry(past, answer, "held")
         if position + 1 in EARLY:
             sizes[position + 1] = _measure(builder.contract, past)

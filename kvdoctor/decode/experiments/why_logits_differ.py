@@ -10,6 +10,7 @@ from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, a
 from kvdoctor.decode.experiments import Decision, as_probe, ask, prefill, undecided, unjudged
 from kvdoctor.decode.experiments.cache_entries import (
     Piece,
+    add_loud_noise,
     add_noise,
     by_position,
     can_be_copied,
@@ -52,12 +53,11 @@ class CachedStep:
 
     def ignores_noise(self, places: Iterable[int], slots: Sequence[Slot] | None = None) -> Asking[bool]:
         """Whether noise in some entries, of every slot that grows or of those given, leaves the logits as they are."""
-        return self.has_same_logits((yield self.with_noise(places, slots)))
+        return self.has_same_logits((yield self.on_past(add_noise(self.builder, self.past, places, slots))))
 
-    def with_noise(self, places: Iterable[int], slots: Sequence[Slot] | None = None) -> Call:
-        """The step over a past with noise in some entries."""
-        noisy = add_noise(self.builder, self.past, places, slots)
-        return as_probe(self.builder.decode(self.start, self.start + 1, noisy))
+    def on_past(self, past: Past) -> Call:
+        """The step over another past."""
+        return as_probe(self.builder.decode(self.start, self.start + 1, past))
 
     def has_same_logits(self, answer: Answer) -> bool:
         """Whether another answer has the logits of the step."""
@@ -180,11 +180,13 @@ def _step(step: CachedStep, whole: Answer) -> Decision:
     """What one step sees of the past, whether it keeps it, and what it adds."""
     builder, start, past, answer = step.builder, step.start, step.past, step.answer
     limit, slots = builder.tolerance, by_position(builder.contract)
-    noisy = yield step.with_noise(range(start))
+    noisy = yield step.on_past(add_noise(builder, past, range(start)))
     if step.has_same_logits(noisy):
         return Cause("past-ignored", "perturbing all of the past does not change the logits of the step")
     for slot in slots:
-        if slot.growth != "delta" and not _keeps(slot, answer, past, limit):
+        fed = take_entries(slot, as_array(past[slot.past]), (0, start), start)
+        returned = read_returned(slot, answer, False)
+        if slot.growth != "delta" and not same_entries(take_entries(slot, returned, (0, start), start + 1), fed, limit):
             broken = crossed(slot, slots, answer, past, limit) or _rewritten(slot, answer, past, limit)
             return replace(broken, read_right=_has_right_logits(start, answer, whole, limit))
     for piece in _wrong(builder, pieces_of(slots, whole), start, answer, whole):
@@ -293,12 +295,6 @@ def _wrong(builder: FeedBuilder, pieces: Iterable[Piece], start: int, step: Answ
     return [p for p, right in found if right.size and not same_entries(p.new_entry(step, start), right, limit)]
 
 
-def _keeps(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> bool:
-    fed = take_entries(slot, as_array(past[slot.past]), (0, step.past), step.past)
-    returned = take_entries(slot, read_returned(slot, step, False), (0, step.past), step.past + step.new)
-    return same_entries(returned, fed, limit)
-
-
 def _rewritten(slot: Slot, step: Answer, past: Past, limit: Tolerance) -> Cause:
     """How a present differs from the past that was fed: it leaves out the oldest entries, or has others."""
     fed, returned, at = as_array(past[slot.past]), read_returned(slot, step, False), slot.length_axis or 0
@@ -351,10 +347,13 @@ def _half_blind(step: CachedStep, slots: Sequence[Slot], where: str = "") -> Dec
     unseen = list[int]()
     for place in places:
         unseen += [place] if (yield from step.ignores_noise([place], slots)) else []
+    loud = add_loud_noise(step.builder, step.past, unseen, slots)
+    if not unseen or not step.has_same_logits((yield step.on_past(loud))):
+        return None  # they weigh little
     names = f"{'entry' if len(unseen) == 1 else 'entries'} {', '.join(map(str, unseen))} of the past{where}"
     if 0 in unseen:
         return Cause("cache-misread", f"the step does not attend to {names}", unseen=tuple(unseen))
-    if not unseen or unseen != places[-len(unseen) :]:
+    if unseen != places[-len(unseen) :]:
         return None
     text = (
         f"perturbing {names} does not change the logits, perturbing entry 0 does: the mask counts the new token from "

@@ -99,7 +99,7 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     if why is None or why.cause is None or run is None:
         return None if why is None or why.cause is None else (why.cause.name, why)
     left_out = (slot for slot in context.contract.slots if why.cause.dropped and slot.past == why.cause.slot)
-    cut = next((_find_wrong_length(slot, run) for slot in left_out), None)
+    cut = next((find_wrong_length(slot, run) for slot in left_out), None)
     if cut is not None and run.failed_step is not None and run.failed_step > cut.step.step + 1:
         return None  # a step is right on a past without the entries that the cause says are left out
     place = run.location.cause if run.location is not None else ""
@@ -118,12 +118,18 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
-    if other.experiment in ("batch", "beam-reorder") and rows is not None and rows.outcome == "differs":
-        return "batch-rows-interact"  # rows that interact without a cache do so with one
+    together = rows is not None and rows.outcome == "differs"  # rows that interact without a cache do so with one
+    if other.experiment in ("batch", "beam-reorder") and (together or differs_before_reorder(other)):
+        return "batch-rows-interact"
     place = other.location
     if place is not None and place.node and place.cause in GENERAL_CAUSES and other.experiment not in NAMED_BY_USE:
         return place.cause
     return "non-finite" if other.not_finite else None
+
+
+def differs_before_reorder(run: Run) -> bool:
+    """Whether beams are wrong in the steps before their cache is reordered: so is any batch of as many rows."""
+    return run.experiment == "beam-reorder" and run.failed_step in (0, 1)
 
 
 def changes_keys(context: RunContext, run: Run) -> bool:
@@ -199,8 +205,8 @@ def find_wrong_lengths(context: RunContext) -> Iterator[WrongLength]:
     cause = why.cause if why is not None else None
     explained = cause is not None and cause.name not in GENERAL_CAUSES and not cause.dropped
     found = False
-    for slot in context.contract.slots if run is not None else ():
-        wrong = _find_wrong_length(slot, run) if run is not None else None
+    for slot in context.contract.slots:
+        wrong = find_wrong_length(slot, run)
         if wrong is None:
             continue
         # A window whose width nothing declares: the logits, or another cause, say that it is wide enough.
@@ -227,14 +233,16 @@ def _is_no_window(slot: Slot, runs: Iterable[Run]) -> bool:
 
 def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
     """Slots whose presents lose entries at other lengths, by the first run that fails or differs right after it."""
-    differing = [one for one in find_faulty_uses(context, "differs") if not (one[0].location and one[0].location.cause)]
+    differing = [*find_faulty_uses(context, "differs")]
     causes = (cause_in_use(context, run.experiment) for run, _ in differing)
     if any(cause is not None and cause[1].cause is not None and cause[1].cause.dropped for cause in causes):
         differing = []  # which entries are left out is known, and says more than the length
     for run, use in (*find_faulty_uses(context, "failed"), *differing):
-        if run.experiment not in AT_LENGTHS:
+        if run.experiment not in NAMED_BY_USE:
             continue
-        cut = [wrong for slot in context.contract.slots if (wrong := _find_wrong_length(slot, run)) is not None]
+        named = run.location is not None and run.location.cause
+        slots = (slot for slot in context.contract.slots if not (named and slot.trimmed))
+        cut = [wrong for slot in slots if (wrong := find_wrong_length(slot, run)) is not None]
         # The step that is fed the first cut past goes wrong: none before it was fed one.
         cut = [wrong for wrong in cut if wrong.step.step + 1 == run.failed_step]
         if cut:
@@ -242,10 +250,10 @@ def _find_cut_lengths(context: RunContext) -> Iterator[WrongLength]:
             return
 
 
-def _find_wrong_length(slot: Slot, run: Run) -> WrongLength | None:
+def find_wrong_length(slot: Slot, run: Run | None) -> WrongLength | None:
     """The first step of a run after which a slot has a wrong length."""
     at = slot.length_axis
-    if at is None or slot.growth in ("constant", "paged"):
+    if run is None or at is None or slot.growth in ("constant", "paged"):
         return None
     for step in run.steps:
         returned = step.returned.get((slot.filled_by if step.phase == "prefill" else slot.present) or "")

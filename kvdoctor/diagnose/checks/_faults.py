@@ -26,6 +26,7 @@ MOST_LINES = 2
 SHORT_STATE = Advice(
     "caller", "pad that state with leading zeros to its declared size before it is fed, or export again with that size"
 )
+RETAIN_WINDOW = "export again, with as many of the latest entries retained as the attention looks back over"
 HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
 OFF = "logits with the cache differ from logits without it"
 EXCLUDED = {"same-feed": "results that change from call to call", "later-token": "attention to later tokens"}

@@ -1,12 +1,12 @@
 """A row's logits depend on the other rows of the batch.
 
 What it means: a sequence has other logits in a batch than alone, even without a cache: the graph mixes the rows of a
-batch, or computes all of them from one row. Or this happens only with a past, for example because all
-rows attend to the cache of one row.
+batch, or computes all of them from one row. Or this happens only with a past: all rows attend to the cache of one
+row.
 
 How it is decided: two rows of a batch of 9 are run alone, and all in reverse order, without a cache. If those logits
-agree and a batch of 2 still decodes wrongly, the prompt and a step must give each row the entries and the logits that
-it gets alone.
+agree and a batch of 2, or nine beams before they are reordered, still decode wrongly, the prompt and a step must give
+each row the entries and the logits that it gets alone.
 A graph that takes one token a call is run with each row alone, and with both in either order.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batch`.
@@ -14,8 +14,8 @@ Reproduce: `kvdoctor step-test MODEL -v`, experiments `batch-rows` and `why-batc
 Repair: export again; until then decode one sequence at a time.
 """
 
-from kvdoctor.diagnose.checks._attribution import leading_cause
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.checks._attribution import differs_before_reorder, find_faulty_uses, leading_cause
+from kvdoctor.diagnose.checks._faults import CauseText, build_difference, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import CannotCheck, Explained
 from kvdoctor.findings import Advice, Fault, Faults, check
@@ -35,6 +35,9 @@ def batch_rows_interact(context: RunContext) -> Faults:
     run, leading = context.find_run("batch-rows"), leading_cause(context)
     if run is None or run.shows != "differs":
         yield from report_cause(context, "batch-rows-interact", WORDS)
+        for one in (run for run, _ in find_faulty_uses(context, "differs") if differs_before_reorder(run)):
+            fault = build_difference(context, one, "warning", f"in a batch of more rows, {WORDS.cause}")
+            yield fault.also(use="batch", repair=Advice("re-export", ALONE))
         return
     if leading and leading[0] == "nondeterministic":
         raise Explained(f"explained by {leading[0]}")

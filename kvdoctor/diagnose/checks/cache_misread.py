@@ -13,7 +13,13 @@ Repair: `kvdoctor re-export MODEL -o FIXED` where entries are changed on their w
 again. The evidence names the first layer that is wrong.
 """
 
-from kvdoctor.diagnose.checks._attribution import find_faulty_uses, find_named_cause, leading_cause, leave_to_other
+from kvdoctor.diagnose.checks._attribution import (
+    find_faulty_uses,
+    find_named_cause,
+    find_wrong_length,
+    leading_cause,
+    leave_to_other,
+)
 from kvdoctor.diagnose.checks._dataflow import (
     describe_changes,
     describe_rounded,
@@ -39,6 +45,25 @@ def cache_misread(context: RunContext) -> Faults:
     )
 
 
+@check("KV317", "cache-misread", "contract")
+def orders_differ(context: ContractContext) -> Faults:
+    """Layers whose new keys are put before the past, and whose new values after it, or the other way round."""
+    if context.checked_loop is None or context.passes_parity:
+        return
+    slots = [slot for slot in context.contract.of_kind("self-attention") if slot.growth in ("grow", "shared")]
+    first = {slot.layer: slot.past for slot in slots if slot.prepended}
+    after = {slot.layer: slot.past for slot in slots if not slot.prepended}
+    if mixed := [layer for layer in first if layer in after]:
+        cause = "keys and values of a layer are not in the same order of tokens"
+        names = tuple(name for layer in mixed for name in (first[layer], after[layer]))
+        advice = Advice("re-export", "join new keys and new values to the past at the same end, or export again")
+        fault = Fault("error", names, cause, advice).compare(
+            "new keys and new values at the same end of their pasts",
+            f"new entries come before {names[0]}, and after {names[1]}",
+        )
+        yield fault.also(confidence="confirmed" if context.loop_is_wrong else "suspected")
+
+
 @check("KV318", "new-entries-wrong", "runs")
 def new_entries_wrong(context: RunContext) -> Faults:
     """Wrong keys or values that a step adds to the cache.
@@ -61,7 +86,8 @@ def other_entries_stored(context: ContractContext) -> Faults:
     if context.checked_loop is None or context.passes_parity or (leading is not None and leading[0] in EXCHANGED):
         return
     others = {*context.rounded_presents, *(slot.present for slot, _ in find_exchanged_entries(context))}
-    slots = (slot for slot in context.contract.slots if slot.present not in others)
+    loop, slots = context.find_run("plain-loop"), (s for s in context.contract.slots if s.present not in others)
+    slots = (slot for slot in slots if slot.trimmed or find_wrong_length(slot, loop) is None)  # KV205 has a length
     seen = ((slot.present or "", find_other_entries(context, slot)) for slot in slots)
     wrong = {name: text for name, text in seen if text is not None}
     if wrong:

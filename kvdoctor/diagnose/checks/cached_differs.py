@@ -172,7 +172,8 @@ def non_finite(context: RunContext) -> Faults:
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
             severity = use.severity if other.cause.slot else "error"  # a slot that grows is not infinite yet
-            fault = build_difference(context, other, severity, f"with {use.words}: {other.cause.evidence}")
+            what = "a state grows with each step" if other.cause.slot else other.cause.evidence
+            fault = build_difference(context, other, severity, f"with {use.words}: {what}")
             fault = fault.compare("logits and states within the range of their type", other.cause.evidence)
             yield fault.also(repair=Advice("re-export", AMPLIFIED))
         else:

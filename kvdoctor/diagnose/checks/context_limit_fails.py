@@ -18,6 +18,7 @@ full-context` makes the finding an error.
 
 from dataclasses import replace
 
+from kvdoctor.analysis.thresholds import find_thresholds
 from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
@@ -25,13 +26,13 @@ from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Faults, check
 
 NUMBERS = CauseText(
-    cause="positions repeat or stop before the declared length: tokens from there on get those of earlier ones",
+    cause="from position {} on, tokens get positions of earlier ones, before the declared length",
     declared="a different position for each token, up to the declared length",
     advice="export again with tables of the declared length, or declare the length that the graph supports",
 )
 UNDECLARED = replace(
     NUMBERS,
-    cause="positions repeat or stop where no file declares a limit: tokens from there on get those of earlier ones",
+    cause="from position {} on, tokens get positions of earlier ones, with and without the cache; no file has a limit",
     declared="a different position for each token",
     advice="export again with wider positions or longer tables, or declare the length that the graph supports",
 )
@@ -46,9 +47,14 @@ def context_limit_fails(context: RunContext) -> Faults:
         return  # the config declares more than the rows of the position table, which KV020 reports
     numbering = context.find_run("numbering")
     at_lengths = [run for run, _ in find_faulty_uses(context, "differs") if run.experiment in AT_LENGTHS]
-    repeats = numbering is not None and numbering.cause is not None and numbering.cause.name == "context-limit-fails"
-    if numbering is not None and repeats and not at_lengths:
-        yield build_fault(context, numbering, NUMBERS if usable is not None else UNDECLARED, "warning")
+    cause = numbering.cause if numbering is not None else None
+    if numbering is not None and cause is not None and cause.name == "context-limit-fails" and not at_lengths:
+        words, first = NUMBERS if usable is not None else UNDECLARED, cause.from_length
+        dataflow, graph = context.stack.main.dataflow, context.contract.graph("decode")
+        ends = [one for one in find_thresholds(dataflow.flow, graph) if one.length <= first] if dataflow else []
+        places = (f"{ends[-1].node} counts to {ends[-1].length}",) if ends else ()
+        fault = build_fault(context, numbering, replace(words, cause=words.cause.format(first)), "warning")
+        yield fault.also(evidence=(*places, *fault.evidence))
         return
     if usable is None:
         return
@@ -58,9 +64,9 @@ def context_limit_fails(context: RunContext) -> Faults:
                 continue  # KV319 reports keys that change with the length
             last = run.wrong_step or run.steps[-1]
             tokens = last.past_length + last.new_tokens
-            cause = f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}"
+            what = f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}"
             declared = f"{usable} tokens, by the config or the smallest buffer"
-            words = replace(NUMBERS, cause=cause, declared=declared)
+            words = replace(NUMBERS, cause=what, declared=declared)
             fault = build_fault(context, run, words, use.severity).also(error=run.error, use=use.required)
             place, nodes = run.node.shown if run.node else fault.where, list_nodes(run) or fault.nodes
             observed = f"step {run.failed_step}: {run.error}" if run.error else fault.observed

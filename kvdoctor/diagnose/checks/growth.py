@@ -20,7 +20,7 @@ from kvdoctor.contract import describe
 from kvdoctor.decode.runs import HISTORY
 from kvdoctor.diagnose.checks._attribution import WrongLength, drops_past, find_wrong_lengths
 from kvdoctor.diagnose.checks._dataflow import describe_changes
-from kvdoctor.diagnose.checks._faults import CauseText, describe_location, report_cause
+from kvdoctor.diagnose.checks._faults import RETAIN_WINDOW, CauseText, describe_location, report_cause
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.report.wording.runs import describe_difference
@@ -72,9 +72,19 @@ def present_does_not_grow(context: RunContext) -> Faults:
     Repair: export again.
     """
     wrong = [item for item in find_wrong_lengths(context) if not drops_past(item)]
-    yield from _report_lengths(context, wrong, "the length of the present is not past + new")
+    yield from _report_lengths(context, wrong, _describe_length(wrong[0]) if wrong else "")
     if not wrong:
         yield from report_cause(context, "present-does-not-grow", _choose_words(context))
+
+
+def _describe_length(wrong: WrongLength) -> str:
+    """How a present is too short."""
+    past, new = wrong.step.past_length, wrong.step.new_tokens
+    if wrong.slot.trimmed:
+        return f"the present is cut to a length of {wrong.length}, and later steps need more"
+    if past < wrong.length < past + new:
+        return "a call stores fewer entries than it has tokens"
+    return "the length of the present is not past + new"
 
 
 def _choose_words(context: RunContext) -> CauseText:
@@ -135,7 +145,7 @@ def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -
     first, names = wrong[0], tuple(item.slot.present or "" for item in wrong)
     slot, run, step, use = first.slot, first.run, first.step, first.use
     absent = f"{slot.past} of step {step.step + 1} does not contain the history"
-    advice = context.advise_graph_repair(f"or {EXPORT_AGAIN}")
+    advice = context.advise_graph_repair(f"or {RETAIN_WINDOW if slot.trimmed else EXPORT_AGAIN}")
     length = f"length {step.past_length + step.new_tokens} (past {step.past_length} + new {step.new_tokens})"
     if slot.growth in ("static", "ring", "delta"):
         word = "the new tokens alone" if slot.growth == "delta" else "the length of its past"
@@ -147,5 +157,7 @@ def _report_lengths(context: RunContext, wrong: list[WrongLength], cause: str) -
         after = "the step fails" if run.outcome == "failed" else f"its logits are {size or 'wrong'}"
         fault = fault.also(severity=use.severity, cause=f"with {use.words}, {cause}", use=use.required, run=run)
         fault = fault.also(observed=f"{run.experiment}, {fault.observed}", effects=(f"{absent}, and {after}",))
-        fault = fault.also(evidence=(*describe_changes(context, slot.past), *describe_location(run)))
+    if use is not None or slot.trimmed:
+        where = describe_location(run) if use is not None else ()
+        fault = fault.also(evidence=(*describe_changes(context, slot.past), *where))
     yield fault

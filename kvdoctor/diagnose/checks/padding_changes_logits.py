@@ -17,11 +17,13 @@ Otherwise export again with `position_ids` as an input, or with positions and ma
 until then decode only sequences of the same length together. `--require left-padding` makes the finding an error.
 """
 
+from kvdoctor.analysis.proof.prove import describe, find_mixing
 from kvdoctor.analysis.thresholds import find_sliced_counts
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Faults, check
+from kvdoctor.model.operators import operator_of
 
 TOKENS = CauseText(
     cause="padding on the left changes a row's logits",
@@ -46,6 +48,7 @@ STATES = CauseText(
     advice="export again with the encoder mask used in every cross-attention; until then decode only inputs of the "
     "same length together",
 )
+MASKS = ("attention_mask", "additive_mask", "padding_mask")
 KINDS = {"left-padding": TOKENS, "right-padding": BETWEEN, "encoder-padding": STATES, "rows-apart": APART}
 
 
@@ -68,4 +71,19 @@ def padding_changes_logits(context: RunContext) -> Faults:
         if words is TOKENS and later and mask and any(find_sliced_counts(context.decode_graph, mask.name)):
             words = SLICED
         if words is not None and not run.not_finite:
-            yield build_fault(context, run, words, use.severity).also(use=use.required)
+            fault = build_fault(context, run, words, use.severity).also(use=use.required)
+            yield fault.also(evidence=(*_find_place(context), *fault.evidence)) if words is TOKENS else fault
+
+
+def _find_place(context: RunContext) -> tuple[str, ...]:
+    """Where positions do not rest on the mask, or the first node that may mix rows or tokens; () for neither."""
+    graph, dataflow = context.contract.graph("decode"), context.stack.main.dataflow
+    ids, masks = graph.port("token_ids"), [port.name for port in graph.inputs if port.role in MASKS]
+    nodes = dataflow.flow.nodes if dataflow is not None and masks and graph.port("position_ids") is None else ()
+    found = ((node, node.input(at)) for node in nodes for at in operator_of(node.op).places)
+    places = {value: node for node, value in found if value and (ids is None or value != ids.name)}
+    if places and dataflow and all(dataflow.descent.ancestors(value).isdisjoint(masks) for value in places):
+        node = describe(next(iter(places.values())))
+        return (f"{node} takes positions that do not depend on {masks[0]}: padding counts among them",)
+    mixing = find_mixing(context.stack, context.contract)
+    return () if mixing is None else (f"first node that the graph does not show to be right: {describe(mixing.node)}",)

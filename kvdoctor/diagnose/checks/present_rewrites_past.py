@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from kvdoctor.diagnose.checks._attribution import cause_in_use, leading_cause
 from kvdoctor.diagnose.checks._dataflow import describe_changes
-from kvdoctor.diagnose.checks._faults import CauseText, report_cause
+from kvdoctor.diagnose.checks._faults import RETAIN_WINDOW, CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Faults, check
 
@@ -29,7 +29,9 @@ WORDS = CauseText(
     advice="export again so that the present is the past followed by the new entries",
     on_graph=True,
 )
-DROPPED = replace(WORDS, cause="a step drops the oldest entries of the past, which later tokens attend to")
+DROPPED = replace(
+    WORDS, cause="a step drops the oldest entries of the past, which later tokens attend to", advice=RETAIN_WINDOW
+)
 
 
 @check("KV312", "present-rewrites-past", "runs")

@@ -16,30 +16,11 @@ from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layer
 from kvdoctor.errors import CannotCheck
 from kvdoctor.model.operators import operator_of, operators_with
 from kvdoctor.records import record
-from kvdoctor.report.wording import shorten_names
+from kvdoctor.report.wording import join_some, shorten_names
 
 Holds = Callable[[tuple[str, ...]], bool]
 """Whether the step is right with these passes disabled."""
-PASSES: tuple[str, ...] = (
-    *("ConstantFolding", "CommonSubexpressionElimination", "ConstantSharing", "ShapeInputMerge", "PropagateCastOps"),
-    *("RemoveDuplicateCastTransformer", "CastFloat16Transformer", "CastElimination", "CastChainElimination"),
-    *("EliminateIdentity", "EliminateSlice", "EliminateDropout", "UnsqueezeElimination", "ExpandElimination"),
-    *("NoopElimination", "PreShapeNodeElimination", "DivMulFusion", "GemmSumFusion", "GemmTransposeFusion"),
-    *("NotWhereFusion", "ConvAddFusion", "ConvMulFusion", "ConvBNFusion", "PadFusion", "FuseReluClip"),
-    *("ReluQuantRewrite", "ClipQuantRewrite", "MatMul_BatchNormalization_Fusion", "LabelEncoderFusion"),
-    *("MatMulAddFusion", "ReshapeFusion", "GatherToSplitFusion", "GatherToSliceFusion", "GemmActivationFusion"),
-    *("TransposeOptimizer", "DoubleQDQPairsRemover", "QDQPropagationTransformer", "WeightBiasQuantization"),
-    *("EnsureUniqueDQForNodeUnit", "FuseFp16InitializerToFp32NodeTransformer", "LayerNormFusion"),
-    *("LayerNormFusionL1", "LayerNormFusionL2", "SimplifiedLayerNormFusion", "SkipLayerNormFusion"),
-    *("BiasSkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion", "GroupQueryAttentionFusion"),
-    *("GroupQueryAttentionPreNormFusion", "GeluFusion", "GeluFusionL1", "GeluFusionL2", "BiasGeluFusion"),
-    *("FastGeluFusion", "QuickGeluFusion", "GeluApproximation", "SwiGluFusion", "BiasSoftmaxFusion"),
-    *("BiasDropoutFusion", "MatmulTransposeFusion", "MatMulScaleFusion", "MatMulActivationFusion"),
-    *("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion", "DQMatMulNBitsFusion", "MatMulNBitsFusion"),
-    *("MatMulNBitsMlpFusion", "MatMulNBitsQkvFusion", "MatMulNBitsQLoRAFusion", "QDQSelectorActionTransformer"),
-    *("QDQS8ToU8Transformer", "QDQFinalCleanupTransformer", "Avx2WeightS8ToU8Transformer", "ConvActivationFusion"),
-    *("ConvAddActivationFusion", "NchwcTransformer", "NhwcTransformer"),
-)
+PASSES = tuple(Path(__file__).with_name("optimization_passes.txt").read_text(encoding="ascii").split())
 
 
 def find_pass(is_right: Holds) -> str | None:
@@ -69,6 +50,8 @@ def name_pass(found: str | None) -> str:
 Side = Literal["new-entries-wrong", "cache-misread"]
 COPIES = operators_with("copy", "cast")
 VIEWS = COPIES | operators_with("view", "permute", "repeat")
+COUNTED = operators_with("arithmetic", "copy", "cast", "view", "permute") - operators_with("clamp")
+"""Operators after which numbers still count something: those that bound or choose may make a mask of them."""
 MEETS = operators_with("product", "attend")
 """Operators in which a past and new tokens meet that are no entries."""
 
@@ -192,6 +175,7 @@ def _content(node: RunnableNode) -> list[str]:
 
 
 CONTENT = ("token_ids", "token_and_position", "embeddings", "encoder_states", "past")
+MOST_PLACES = 8
 LEVELS = ("basic", "extended", "all")
 MOST_DEVIATIONS = 1e6
 """Standard deviations beyond which they are no measure: equal numbers have none."""
@@ -314,6 +298,12 @@ class DifferenceSearch:
             off = "infinite or NaN in other entries than the reference"
         elif divergence.relative > MOST_DEVIATIONS:
             off = "different from a reference whose entries are all equal"
+        if divergence.order is not None:
+            value, (axis, *places) = divergence.order
+            entries = join_some([*map(str, places)], MOST_PLACES)
+            maker = graph.flat.producers.get(value)
+            where = maker.in_file.shown if maker is not None else graph.flat.label(value)
+            off += f" ({where} has the expected entries {entries} along axis {axis})"
         if exchanged is not None:
             layers = {slot.layer for slot in self.contract.slots if slot.past in exchanged}
             name = "key-value-swapped" if len(layers) == 1 else "layers-swapped"
@@ -376,13 +366,17 @@ class DifferenceSearch:
 
 
 def name_numbers(flat: RunnableGraph, value: str) -> str:
-    """The check whose fault wrong numbers are: of positions, or of a mask; empty where they are neither."""
-    reached = {value}
+    """The check whose fault wrong numbers are: of positions or distances, or of a mask; empty where of neither."""
+    reached, counted = {value}, {value}
     for node in flat.nodes:
         if any(node.input(at) in reached for at in operator_of(node.op).places):
             return "positions-not-offset"
         if not reached.isdisjoint(node.reads):
             if node.has("compare"):
                 return "mask-not-offset"
+            if node.has("softmax") and not counted.isdisjoint(node.reads):
+                return "positions-not-offset"  # distances that are added to the scores
             reached.update(node.makes)
+            if node.op in COUNTED and not counted.isdisjoint(_content(node)):
+                counted.update(node.makes)
     return ""

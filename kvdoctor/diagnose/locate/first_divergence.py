@@ -221,6 +221,7 @@ class Divergence:
     that its token-dependent inputs are not. `root` is the later value whose reference value makes the logits right,
     None where no single one does; `numbers` are its elements in both runs, where they are few integers. `compared` of
     `values` token-dependent values had a counterpart. `equal` are the inputs that do not differ.
+    `order`: a value at `value` or before it that holds expected entries at other places of an axis, and which.
     """
 
     node: RunnableNode | None
@@ -233,6 +234,7 @@ class Divergence:
     values: int
     equal: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
+    order: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass
@@ -273,7 +275,21 @@ class DivergenceSearch:
             values=sum(name in told for node in left.flat.nodes for name in node.makes),
             equal=tuple(n for n in (node.reads if node else ()) if n in self.found and not self.differs(n)),
             switches=self._find_switches() if root is None or numbers is None or not numbers.actual else (),
+            order=self._find_order(first),
         )
+
+    def _find_order(self, first: str) -> tuple[str, tuple[int, ...]] | None:
+        """The earliest value, back from one by equal operators, that holds expected entries in another order."""
+        sides, listed = self.sides, [(first, self.pairs[first][0])]
+        for name, counterpart in listed:
+            one, other = sides.left.flat.producers.get(name), sides.right.flat.producers.get(counterpart)
+            if one is not None and other is not None and one.op == other.op and len(listed) < MOST_VALUES:
+                inputs = zip(one.inputs, other.inputs, strict=False)
+                listed += [pair for pair in inputs if pair[0] in sides.left.token_dependent - self.pairs.keys()]
+        fit = self._pair_entries(listed)
+        found = self._compare_values([(name, *pair) for name, pair in fit.items()])
+        orders = [(name, facts.order) for name, facts in zip(fit, found, strict=True) if facts and facts.order]
+        return orders[-1] if orders else None
 
     def holders(self, value: str, take: Take) -> list[str]:
         """The pasts that hold the first entries of the counterpart of a value."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvdoctor.analysis.configs import declared_windows
 from kvdoctor.analysis.dialects.dialect import find_dialect
+from kvdoctor.analysis.proof.prove import looks_back_to_start
 from kvdoctor.contract import Slot
 from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_values, return_values, set_size
 from kvdoctor.model.operators import Trait, has, ports_of
@@ -28,6 +30,7 @@ KEEPS: tuple[Trait, ...] = (*MOVES, "cast", "elementwise", "pick")
 """What may stand between a buffer and its attention: new entries come in; axes move; entries are copied or left out."""
 
 INSTEAD = "export again, so that present = past followed by the new tokens"
+WINDOW = "let the graph retain as many of the latest entries as the attention looks back over, or export again"
 
 
 def return_joined(context: RepairContext) -> tuple[Change, ...]:
@@ -35,7 +38,8 @@ def return_joined(context: RepairContext) -> tuple[Change, ...]:
 
     Requires: the step joins the past with its new entries in the graph itself (Concat along the length, or an attention
     operator that returns its present), once for each slot, and computes its logits from that. Or it writes them into a
-    buffer of fixed size, and returns the buffer as it was: an update through a slice was traced as a copy.
+    buffer of fixed size, and returns the buffer as it was: an update through a slice was traced as a copy. Where a step
+    cuts off old entries, no config declares a window, and the masks show that the attention has none.
     Ensures: every present of such a slot is that value; logits, names and declarations stay as they are.
     """
     contract, file = context.drivable, context.file_of("decode")
@@ -54,6 +58,7 @@ def return_joined(context: RepairContext) -> tuple[Change, ...]:
     joined, made = JoinedValues.of(graph, used_name, tokens), producers(graph)
     values: dict[str, str] = {}
     changes: list[Change] = []
+    config = context.copy.folder.side_cars.config
     for slot in slots:
         behind, name = view.behind(slot.present or "")
         if behind.graph is not graph or name not in made:
@@ -63,6 +68,8 @@ def return_joined(context: RepairContext) -> tuple[Change, ...]:
             count = "no" if not right else f"{len(right)}"
             context.cannot(f"{count} nodes join {slot.past} with new entries for the attention", INSTEAD)
         if _skip_identities(made, name) != right[0]:
+            if slot.trimmed and (declared_windows(config) or not looks_back_to_start(context.stack, contract)):
+                context.cannot(f"{slot.present} is cut to a window, and nothing shows that none is meant", WINDOW)
             values[name] = right[0]
             after = f"Identity({right[0]}), from {describe_maker(graph, right[0])}"
             where = f"{describe_graph(view, graph)}, output {slot.present!r}"

@@ -9,7 +9,7 @@ from kvdoctor.findings import Finding, reaches
 from kvdoctor.report.blocks import Span, Table, Text, table
 from kvdoctor.report.escaping import LONGEST_QUOTED, printable, shortened
 from kvdoctor.report.wording import format_count, join_some
-from kvdoctor.report.wording.finding import OpenChecks, format_headline, group_findings, list_details
+from kvdoctor.report.wording.finding import OpenChecks, format_headline, list_details
 
 if TYPE_CHECKING:
     from kvdoctor.report.document import Report
@@ -31,8 +31,7 @@ ONLY_KNOWN = "healthy but for known findings"
 
 
 def count_findings(findings: Sequence[Finding]) -> str:
-    """`1 error, 2 notes, 1 known`, of several stacks with the same one once; empty where nothing was found."""
-    findings = [group.first for group in group_findings(findings)]
+    """`1 error, 2 notes, 1 known`, each stack's own; empty where nothing was found."""
     found = {severity: sum(f.severity == severity for f in findings) for severity in ("error", "warning", "note")}
     counts = [format_count(number, severity) for severity, number in found.items() if number]
     known = sum(finding.known is not None for finding in findings)

@@ -33,6 +33,7 @@ FEW = 64
 SHOWN = 4
 """Numbers sent of a difference between integers."""
 
+LARGE, SAME, MOST_COMPARED = 1e-2, 1e-4, 1 << 22  # differences of values and of equal entries; numbers
 MASKING = 1e3
 """Numbers of this size are those of a mask."""
 
@@ -111,9 +112,20 @@ def _compare_pair(
         return None
     relative = _measure_difference(actual, expected)
     if actual.dtype.kind not in "iub" or relative == 0:
-        return messages.ValueDifference(left[pair.left].dtype, relative)
+        order = _find_order(actual, expected) if relative > LARGE else ()
+        return messages.ValueDifference(left[pair.left].dtype, relative, order=order)
     first = (tuple(int(number) for number in array.ravel()[:SHOWN]) for array in (actual, expected))
     return messages.ValueDifference(left[pair.left].dtype, relative, *first)
+
+
+def _find_order(actual: Array, expected: Array) -> tuple[int, ...]:
+    """An axis along which all entries are expected ones in another order, then which ones; () where there is none."""
+    for axis, count in enumerate(actual.shape if actual.size * FEW < MOST_COMPARED else ()):
+        got, want = (np.moveaxis(one.astype(np.float64), axis, 0).reshape(count, -1) for one in (actual, expected))
+        apart = np.abs(got[:, None] - want).max(axis=2) if 1 < count <= FEW else np.ones((1, 1))
+        if apart.size > 1 and (apart.min(axis=1) <= SAME * expected.std()).all():
+            return axis, *map(int, apart.argmin(axis=1))
+    return ()
 
 
 def _take(array: Array, take: messages.Take) -> Array:
