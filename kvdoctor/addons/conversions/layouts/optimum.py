@@ -203,9 +203,11 @@ def make_single(source: LayoutSource) -> ConvertedModels:
         _move_cross_caches(source, first, made)
         caches = {slot.present for slot in crossed}
         names = replace(names, outputs={old: new for old, new in names.outputs.items() if old not in caches})
-        count = hide_later(later, contract)
-        made.changes.append(Change(gone[-1], f"{count} self-attentions", "no mask of later tokens", "with one"))
+        if count := hide_later(later, contract):
+            made.changes.append(Change(gone[-1], f"{count} self-attentions", "no mask of later tokens", "with one"))
     name_as_optimum(later, source, role, names, made)
+    if made.encoder is not None and crossed and all(value.name != STATES for value in later.graph.input):
+        keep_only(made.models[made.encoder].graph.output, lambda value: value.name != RESULT)
     made.models[source.new_name(SINGLE)] = later
     return made
 
@@ -219,10 +221,10 @@ def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedM
         names = replace(names, inputs=cut.inputs, axes={**names.axes, **cut.axes})
     rename_as(first, names, contract.graph("prefill"))
     made.encoder = made.encoder or source.name("encoder")
-    encoder = made.models.setdefault(made.encoder, source.model("encoder"))
+    encoder = made.models[made.encoder] if made.encoder in made.models else source.model("encoder")
+    made.models[made.encoder] = encoder
     caches = [f"present.{slot_name(slot, contract)}" for slot in contract.of_kind("cross-attention")]
     return_from_encoder(encoder, first, (RESULT, STATES), caches)
-    keep_only(encoder.graph.output, lambda value: value.name in caches)
     name_axes(encoder.graph, {name: names.axes[name] for name in caches}, axis_names(contract))
     made.changes.append(Change(made.encoder, "outputs", "the encoder states", f"the cache {first_of(caches)}"))
     made.notes.append(f"Run {made.encoder} once for each input, and feed its outputs as the cross-attention cache.")
