@@ -371,17 +371,15 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "choices", "named"),
     [
-        ("merged-healthy", {"sizes": SIZES}, 'If ".*" selects a branch without a past'),
-        ("pair-healthy", {"sizes": SIZES}, "its first step is another graph"),
+        ("pair-healthy", {"sizes": SIZES}, "no input masks the entries of the cache.* instead: --cache static=N"),
         ("layout-gqa-growing-healthy", {"sizes": SIZES}, "com.microsoft.GroupQueryAttention"),
         ("merged-healthy", GROUPED, "its first step is another graph or branch"),
         (
             "layout-gqa-growing-healthy",
             GROUPED,
-            r"self-attention, shared, batch, kv_heads, past, head_dim\) is none that grows",
+            'the node com.microsoft.GroupQueryAttention "mixed0" holds the cache of .* already',
         ),
-        ("config-values-healthy", GROUPED, r'mask of the node Softmax ".*" may hide earlier tokens, as a window does'),
-        (DECODER, GROUPED, "has the width 4: GroupQueryAttention takes one multiple of 8"),
+        ("config-values-healthy", GROUPED, "has the width 4: GroupQueryAttention takes one multiple of 8"),
         ("context-limit-healthy", GROUPED, "'bias' is added to the scores .* more than a mask of later tokens"),
         *((DECODER, {"sizes": sizes}, "--sizes") for sizes in NO_SIZES),
     ],
@@ -390,6 +388,37 @@ def test_what_a_graph_cannot_have_is_refused(name: str, choices: Any, named: str
     with pytest.raises(UsageError, match=named):
         conversions.convert(write(tmp_path / "model", name), tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
+
+
+WIDE = [(f"float[8, 8] w_{part}{at}", f"float[8, 16] w_{part}{at}") for part in "qkv" for at in "01"]
+WIDE += [
+    ("float[8, 8] w_o0", "float[16, 8] w_o0"),
+    ("float[8, 8] w_o1", "float[16, 8] w_o1"),
+    (" 8}", " 16}"),
+    (", 4}", ", 8}"),
+]
+WIDER = {
+    "config-values-healthy": [
+        *(*WIDE, ("length, 4]", "length, 8]"), ('length", 4]', 'length", 8]'), ('"head_dim": 4', '"head_dim": 8')),
+        ("float[2] frequencies = {1, 0.01}", "float[4] frequencies = {1, 0.1, 0.01, 0.001}"),
+    ],
+    "layout-dynamo-anonymous-grouped-healthy": [
+        *(*WIDE, ("s36, 4]", "s36, 8]"), ('s54", 4]', 's54", 8]')),
+        *(("attention_mask", "x1"), ("input_ids", "x0"), ("past_key_values", "past")),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_a_window_a_cap_and_unknown_names_become_those_of_the_operator(name: str, tmp_path: Path) -> None:
+    out, window = tmp_path / "out", 6 if name == "config-values-healthy" else None
+    report = proved(write(tmp_path / "model", name, *WIDER[name]), out, **GROUPED, cache="static=12")
+    assert any(f"the window of {window} tokens was left" in line for line in lines(report)) == bool(window)
+    nodes = [node for node in onnx.load(out / "model.onnx").graph.node if node.op_type in OPERATORS]
+    found = [{one.name: one.i or one.f for one in node.attribute} for node in nodes]
+    assert [one.get("local_window_size") for one in found] == [window, None]
+    assert ["softcap" in one for one in found] == [bool(window)] * 2
+    assert report.stacks[0].contract.graph("decode").port("attention_mask") is not None
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     STATIC: {"cache": "static=32"},
     GROWING: {"cache": "growing"},
     "--cache-type int8": {"cache_type": "int8"},
+    "--attention gqa": {"attention": "gqa"},
     "--layout pair": {"layout": "pair"},
     "--layout optimum": {"layout": "optimum"},
     "--layout shared": {"layout": "shared"},
@@ -80,15 +81,15 @@ def convert(model: Path, conversion: str) -> str:
     with TemporaryDirectory() as scratch:
         copy = Path(scratch) / "copy"
         try:
-            if conversion == GROWING:
-                kvdoctor.convert(path, copy, **CONVERSIONS[STATIC])
-                path = copy
-            report = kvdoctor.convert(path, **CONVERSIONS[conversion])
+            report = kvdoctor.convert(path, copy, **CONVERSIONS[STATIC]) if conversion == GROWING else None
+            if report is None or copy.exists():
+                report = kvdoctor.convert(path if report is None else copy, **CONVERSIONS[conversion])
         except KvdoctorError as error:
             return REFUSED.sub("", re.sub(r"\s+", " ", str(error)))
     proof = report.repair.proof if report.repair is not None else ()
     failed = next((f"not proved: {entry.claim} ({entry.detail})" for entry in proof if not entry.holds), None)
-    return failed or ("proved" if proof else "nothing was changed")
+    refused = (REFUSED.sub("", note) for note in report.notes if REFUSED.match(note))
+    return failed or ("proved" if proof else next(refused, "nothing was changed"))
 
 
 Results = dict[str, dict[str, str]]

@@ -201,9 +201,13 @@ class InputFlow:
         """Whether positions or cache lengths are computed by summing an input: then it is a mask."""
         if self._reaches(name, SUMS) and self._reaches(name, LOOKUPS, ROTATIONS, summed=True):
             return True
-        flow = self.dataflow.flow
-        sums = [node for node, index in flow.consumers.get(name, ()) if node.has("sum") and index == 0]
-        return any(self._operator_role(output, MIXES) in LENGTHS for node in sums for output in node.outputs)
+        walk = Walk([name], self.dataflow.budget, NEAR_USE)
+        for node, index in walk.takers(self.dataflow.flow):
+            if node.has("sum") and not index:
+                return any(self._operator_role(output, MIXES) in LENGTHS for output in node.outputs)
+            if node.has("cast"):
+                walk.add(node.outputs)
+        return False
 
     def mask_sites(self, name: str) -> set[int]:
         """The attentions that an input masks: it reaches their scores through no product and no table."""

@@ -48,11 +48,13 @@ class Walk:
         return f"{batch}prompt of {self.prompt}, {step} on a past of {start}"
 
 
-def plan_walks(original: CacheContract, converted: CacheContract, capacity: int | None) -> tuple[Walk, ...]:
+def plan_walks(
+    original: CacheContract, converted: CacheContract, capacity: int | None, window: int = 0
+) -> tuple[Walk, ...]:
     """The walks in sizes that both contracts take.
 
     A buffer of `capacity` tokens is filled to its end: by single steps at its last two tokens, and in one call where it
-    is short.
+    is short. Past a window of an attention one sequence goes on.
     """
     contracts = (original, converted)
     most = _limit(LONG, contracts)
@@ -65,6 +67,8 @@ def plan_walks(original: CacheContract, converted: CacheContract, capacity: int 
     fits = [_fit(walk, contracts, most) for walk in planned]
     if capacity is not None:
         fits += [_fit(walk, contracts, capacity) for walk in _fill(capacity)]
+    if window:
+        fits.append(_fit(next(_fill(window + 3)), contracts, _limit(window + 3, contracts)))
     fitted = list(dict.fromkeys(filter(None, fits)))
     calls = [(walk.batch, walk.prompt, *walk.pieces) for walk in fitted]
     longer = ([one for one in calls if one != mine and one[: len(mine)] == mine] for mine in calls)

@@ -155,6 +155,19 @@ def convert_layouts(
     return tuple(done)
 
 
+def make_single(folder: ModelFolder, stack: StackFiles, contract: CacheContract) -> ConvertedStack:
+    """A pair or merged decoder as one graph, in memory.
+
+    Raises:
+        DoesNotFit: its graph of later steps cannot serve the first one.
+    """
+    layout = next(one for one in load() if one.name == "single")
+    if (reason := _refuse_stack(layout, stack, contract)) is not None:
+        raise DoesNotFit(reason)
+    made = layout.make(LayoutSource(folder.root, stack, contract))
+    return ConvertedStack(stack, contract, layout, made, tuple(made.models))
+
+
 def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> None:
     if layout.consumer and len(names) > 1:
         raise UsageError(

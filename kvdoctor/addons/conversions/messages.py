@@ -22,7 +22,9 @@ class Comparison:
         allowed: How far logits may lie apart because of that, in standard deviations of the logits.
         drift: By past, its deviation and how far its rows may lie apart because of that, beyond their own rounding
             (decode/stored_cache.py).
-        single_steps: Whether several sequences on a past are compared by one token a call: its operator takes no more.
+        single_from: From so many sequences on, a past is compared by one token a call, as an operator of the copy takes
+            no more, or the original is wrong with more; 0 for none.
+        window: The largest window of its attentions, in tokens, beyond which sequences must be compared; 0 for none.
     """
 
     rows: Rows = "all"
@@ -31,7 +33,8 @@ class Comparison:
     stored: tuple[StoredSlot, ...] = ()
     allowed: float = 0.0
     drift: dict[str, tuple[float, float]] = field(default_factory=dict)
-    single_steps: bool = False
+    single_from: int = 0
+    window: int = 0
 
 
 @record

@@ -73,7 +73,7 @@ class ConvertChoices:
     sizes: tuple[str, ...] = form(
         Names("sizes, as in batch=1,new=1,past=128", "SIZES"),
         (),
-        "Fix sizes: batch=N, new=N, past=N, separated by commas (docs/conversions.md).",
+        "Fix sizes: batch=N, new=N, past=N, encoder=N, separated by commas (docs/conversions.md).",
     )
 
     @property

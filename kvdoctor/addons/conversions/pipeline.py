@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.addons.conversions.convert_layout import (
+    ConvertedStack,
     apply_layout,
     convert_layouts,
     find_replaced_files,
+    make_single,
+    put_in_place,
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
 from kvdoctor.addons.conversions.graphs.conversion import Asked, Base, Converted, measure_costs, prove_conversions
+from kvdoctor.addons.conversions.layouts.registry import DoesNotFit
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.new_cache import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
@@ -21,7 +25,7 @@ from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import PairedSide
-from kvdoctor.decode.runs import LOOPS
+from kvdoctor.decode.runs import LOOPS, WRONG
 from kvdoctor.errors import UsageError, describe_crash
 from kvdoctor.findings import find_check
 from kvdoctor.model.output_folder import refuse_unfit, whole_folder
@@ -162,7 +166,7 @@ def _make_copy(session: RepairSession, request: ConvertRequest, first: RepairedF
         if first.applied:
             outcome = repair_and_prove(session, first, RepairChoice())
         outcome = apply_conversions(session, request.conversions, outcome)
-        return apply_layout(session, request.choices, outcome)
+        return apply_layout(_find_model(session), request.choices, outcome)
     # The files that a layout replaces need not be copied first.
     ready = convert_layouts(session.folder, session.before.contracts, request.choices)
     copy_export(session.folder, session.at, find_replaced_files(session.folder, ready))
@@ -187,8 +191,44 @@ def refuse_impossible_conversions(path: str, asked: tuple[Asked, ...], options: 
     """
     if asked and Path(path).exists():
         folder = open_folder(path)
-        contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
-        convert_stacks(WorkingCopy(folder), contracts, asked, options)
+        contracts = _read_contracts(folder)
+        joined = {one.stack.name for one in make_one_graph(folder, contracts, asked)}
+        if left := {name: contract for name, contract in contracts.items() if name not in joined}:
+            convert_stacks(WorkingCopy(folder), left, asked, options)
+
+
+def _read_contracts(folder: ModelFolder) -> dict[str, CacheContract | None]:
+    return {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
+
+
+def make_one_graph(
+    folder: ModelFolder, contracts: Mapping[str, CacheContract | None], asked: tuple[Asked, ...]
+) -> tuple[ConvertedStack, ...]:
+    """The pairs and merged decoders as one graph each, in memory, where a conversion takes no other form.
+
+    Raises:
+        CannotConvert: the graph of later steps cannot serve the first one.
+    """
+    wanting, done = next((one for one in asked if one.conversion.one_graph), None), list[ConvertedStack]()
+    for stack in folder.stacks:
+        contract = contracts.get(stack.name)
+        if wanting is None or stack.kind not in ("pair", "merged") or contract is None or not contract.slots:
+            continue
+        try:
+            made = make_single(folder, stack, contract)
+        except DoesNotFit as error:
+            why = CannotRepair(f"its first step is another graph or branch, and its later one cannot serve it: {error}")
+            raise _refuse(folder, stack, wanting, why) from None
+        if (same := next((one for one in done if set(one.files) & set(made.files)), None)) is not None:
+            why = CannotRepair(f"its copy would have the files of that of {same.stack.main.name}")
+            raise _refuse(folder, stack, wanting, why)
+        done.append(made)
+    return tuple(done)
+
+
+def _find_model(session: RepairSession) -> RepairSession:
+    """The session with the folder of the copy as its model, where the file that was given is no longer there."""
+    return session if (session.at / session.model).exists() else replace(session, model=".")
 
 
 def convert_stacks(
@@ -250,41 +290,59 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
     """
     if not asked or (outcome.applied and not outcome.holds):
         return outcome
-    copy = WorkingCopy(replace(session.open_copy(), shown=session.folder.shown))
-    done = convert_stacks(copy, outcome.after.contracts, asked, session.options)
-    _refuse_wrong_loops(session, outcome.after, asked, done)
-    root = session.folder.root
+    folder, contracts = replace(session.open_copy(), shown=session.folder.shown), outcome.after.contracts
+    joined, root = make_one_graph(folder, contracts, asked), session.folder.root
+    names = {stack.name: stack.name for stack in folder.stacks}
     if outcome.applied:
         root = session.at / REPAIRED
-        copy_export(copy.folder, root)
-    names = tuple(one.title for one in asked)
-    write_changed(copy, session.at, dict.fromkeys(copy.changed, names))
-    after = diagnose_copy(session, session.model)
+        copy_export(folder, root)
+    if joined:
+        put_in_place(joined, folder.root, folder.root, find_replaced_files(folder, joined))
+        session = _find_model(session)
+        folder = replace(session.open_copy(), shown=session.folder.shown)
+        contracts = _read_contracts(folder)
+        names = {stack.name: _find_source(stack, joined) for stack in folder.stacks}
+    copy = WorkingCopy(folder)
+    done = convert_stacks(copy, contracts, asked, session.options)
+    _refuse_wrong_loops(session, outcome.after, asked, [names[stack] for stack in done])
+    write_changed(copy, session.at, dict.fromkeys(copy.changed, tuple(one.title for one in asked)))
+    applied = [Applied(one.stack.name, one.layout.conversion(one.made), tuple(one.made.changes)) for one in joined]
+    applied += [
+        Applied(stack, Conversion(one.title, one.conversion.summary, loop=converted.loop), converted.changes)
+        for stack, conversions in done.items()
+        for one, converted in conversions
+    ]
+    bases = {stack: _find_base(outcome, root, names[stack]) for stack in done}
+    found = _prove_all(session, replace(outcome, applied=(*outcome.applied, *applied)), done, bases)
+    shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
+    return found
+
+
+def _prove_all(session: RepairSession, outcome: Outcome, done: Made, bases: Mapping[str, Base]) -> Outcome:
+    """The outcome with the diagnosis of the copy and its proof; `bases` are what its stacks are compared with."""
+    after, before = diagnose_copy(session, session.model), outcome.after
     proofs, costs, notes = dict[str, list[Proof]](), list[CacheCosts](), list[str]()
     for stack, conversions in done.items():
-        made, base = _merge(conversions), _find_base(outcome, root, stack)
+        made, base = _merge(conversions), bases[stack]
+        chunk = before.run(base.stack, "chunk") if stack != base.stack else None
+        if chunk is not None and chunk.shows in WRONG:  # the graph has a mask of its own now
+            made = replace(made, how=replace(made.how, single_from=1))
         if made.how.stored and base.side is not None:
             cost, may = measure_costs(session, made.how.stored, base.side)
             made = replace(made, how=replace(made.how, allowed=may.allowed, drift=may.drift))
             costs.append(cost)
-        proofs[stack] = list(prove_conversions(session, made, base, outcome.after, after))
+        proofs[stack] = list(prove_conversions(session, made, base, before, (stack, after)))
         if base.repaired:
             checks = filter(None, map(find_check, base.repaired))
             measured = " and its cost measured on it" if made.how.stored else ""
             found = ", ".join(f"{check.code} {check.name}" for check in checks)
             notes.append(
-                f"{base.stack}: the conversion is compared with {base.words}{measured}, not with "
+                f"{stack}: the conversion is compared with {base.words}{measured}, not with "
                 f"{session.folder.shown}, which has {found}"
             )
-    shutil.rmtree(session.at / REPAIRED, ignore_errors=True)
-    proved = {stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
-    after = _settle(outcome.after, after, proved, session.options)
-    applied = [
-        Applied(stack, Conversion(one.title, one.conversion.summary, loop=converted.loop), converted.changes)
-        for stack, conversions in done.items()
-        for one, converted in conversions
-    ]
-    extended = outcome.extended(after, applied, [entry for proof in proofs.values() for entry in proof])
+    proved = {stack: bases[stack].stack for stack, proof in proofs.items() if all(entry.holds for entry in proof)}
+    after = _settle(before, after, proved, session.options)
+    extended = outcome.extended(after, (), [entry for proof in proofs.values() for entry in proof])
     return replace(extended, costs=tuple(costs), bases=tuple(notes))
 
 
@@ -308,6 +366,12 @@ def _refuse_wrong_loops(
             )
 
 
+def _find_source(stack: StackFiles, joined: tuple[ConvertedStack, ...]) -> str:
+    """The stack that became this one."""
+    files = {file.name for file in stack.files.values()}
+    return next((one.stack.name for one in joined if files & set(one.files)), stack.name)
+
+
 def _find_base(outcome: Outcome, root: Path, stack: str) -> Base:
     """What a stack is compared with: as it was repaired, the original where none of its files was changed."""
     contract = outcome.after.contract(stack)
@@ -317,13 +381,16 @@ def _find_base(outcome: Outcome, root: Path, stack: str) -> Base:
     return Base(stack, side, tuple(dict.fromkeys(name for one in repairs for name in one.because)))
 
 
-def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: set[str], options: Options) -> DiagnosisSide:
-    """The diagnosis of the copy without the question whose answer is the original.
+def _settle(before: DiagnosisSide, after: DiagnosisSide, proved: Mapping[str, str], options: Options) -> DiagnosisSide:
+    """The diagnosis of the copy without the question whose answer is the original; `proved` are by stack its original.
 
     A copy that takes one token a call has no call without a cache. Its logits are those of the original, whose own loop
     was compared with such a call.
     """
-    passed = {stack for stack in proved for name in LOOPS if (run := before.run(stack, name)) and run.shows == "passed"}
+    ran = {
+        base for base in proved.values() for loop in LOOPS if (run := before.run(base, loop)) and run.shows == "passed"
+    }
+    passed = {stack for stack, base in proved.items() if base in ran}
     known = {entry.code for entry in before.report.not_checked if entry.essential}
     report = after.report
     left = tuple(
@@ -342,7 +409,8 @@ def _merge(made: tuple[tuple[Asked, Converted], ...]) -> Converted:
             keep=how.keep or more.keep,
             capacity=more.capacity if how.capacity is None else how.capacity,
             stored=how.stored + more.stored,
-            single_steps=how.single_steps or more.single_steps,
+            single_from=how.single_from or more.single_from,
+            window=max(how.window, more.window),
         )
         whole = Converted(whole.changes + one.changes, (), how, whole.reveals + one.reveals)
     return whole

@@ -137,10 +137,8 @@ def _shifted(linear: Linear, at: int, begin: Term) -> Linear:
 
 def _resolve(lengths: Lengths, bound: Term, whole: Term) -> Term | None:
     """A bound of a slice, counted from the start; None where it is unknown whether it counts from the end."""
-    if bound.number is not None and bound.number >= (1 << 31) - 1:
-        return whole
-    if bound.number is not None and bound.number <= -(1 << 31):
-        return ZERO
+    if bound.number is not None and abs(bound.number) >= (1 << 31) - 1:
+        return whole if bound.number > 0 else ZERO
     if lengths.at_least(bound, 0):
         return bound
     return whole + bound if lengths.at_least(bound.times(-1), 1) else None

@@ -243,12 +243,16 @@ def _counts_something_else(builder: FeedBuilder, padded: FeedBuilder) -> Asking[
 
 
 def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
-    """The held loop against the logits that all rows have; the control shows the padding."""
+    """The held loop against the logits that all rows have; the control shows the padding.
+
+    Several tokens at once where a batch takes them without padding too: GroupQueryAttention takes a single row there.
+    """
     start, total = padded.scenario.prompt, padded.scenario.total
     begins = total - expected.shape[1]  # the first token that all rows have
     first = padded.carry(None, (yield padded.prefill(start, expected[:, : start - begins])), "held")
     before = yield from _go_on(padded, first, expected)
-    if takes_chunks(padded.contract) is None:
+    several = takes_chunks(padded.contract) is None
+    if several and not (yield as_probe(unpadded.decode(start, total, first))).failed:
         yield padded.decode(start, total, first, expected[:, start - begins :])
     yield unpadded.decode(total - 1, total, before, expected[:, -1:], kind="control", label=UNMASKED)
 

@@ -18,7 +18,7 @@ from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.slot_memory import total
 from kvdoctor.choices import CacheType
-from kvdoctor.contract import DECODING, ITEM_BYTES, CacheContract, Slot
+from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.model.edit import set_size
@@ -52,7 +52,8 @@ class GraphConversion:
     `read` gives the choice of the options, None if it was not asked for, and raises `UsageError` for one that makes no
     sense; `title` names it with its choice, as it is written on the command line. `convert` changes the models of the
     context in place, or raises `CannotRepair` with the node that it does not know; then the caller undoes the changes.
-    Conversions are applied by `order`.
+    Conversions are applied by `order`; one that takes `one_graph` for all steps is given a pair or a merged decoder as
+    such a graph (`--layout single`).
     """
 
     name: str
@@ -60,6 +61,7 @@ class GraphConversion:
     read: Callable[[ConvertChoices], Any]
     title: Callable[[Any], str]
     convert: Callable[[RepairContext, Any], Converted]
+    one_graph: bool = False
 
     @property
     def summary(self) -> str:
@@ -117,17 +119,6 @@ def name_reader(context: RepairContext, name: str) -> str:
     """The first node that reads a value of the decoder, as text; empty where none does."""
     found = readers(context.model(context.file_of("decode")).graph).get(name, ())
     return f"the node {describe_op(found[0][0])}" if found else ""
-
-
-def require_one_graph(context: RepairContext) -> None:
-    """Refuse another graph or branch for the first step: it takes no past, and its presents are shorter."""
-    prefill, decode = (context.drivable.graph(phase) for phase in DECODING)
-    if prefill is not decode:
-        why = f"its first step is another graph ({prefill.file}), which takes no past"
-        context.cannot(why, "convert a decoder that is one graph (--layout single)")
-    if (switch := decode.port("branch_switch")) is not None:
-        node = name_reader(context, switch.name) or f"the input {switch.name!r}"
-        context.cannot(f"{node} selects a branch without a past")
 
 
 def declare_sizes(model: ModelProto, sizes: Mapping[str, Mapping[int, int | str]], file: str) -> Iterator[Change]:
@@ -240,16 +231,22 @@ class Base:
 
 
 def prove_conversions(
-    session: RepairSession, made: Converted, base: Base, before: DiagnosisSide, after: DiagnosisSide
+    session: RepairSession, made: Converted, base: Base, before: DiagnosisSide, copy: tuple[str, DiagnosisSide]
 ) -> Iterator[Proof]:
-    """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base."""
-    yield from prove_loops(base.stack, after, before)
-    yield prove_no_new_finding(base.stack, before.report, after.report, made.reveals)
-    yield from _compare(session, made.how, base, after.contract(base.stack))
+    """The claims on a converted stack, and whether they hold; `before` is the diagnosis of the base.
+
+    `copy` is the stack in the copy, and the diagnosis of that.
+    """
+    stack, after = copy
+    yield from prove_loops(stack, after, before)
+    yield prove_no_new_finding(stack, before.report, after.report, made.reveals)
+    yield from _compare(session, made.how, base, (stack, after.contract(stack)))
 
 
-def _compare(session: RepairSession, how: Comparison, base: Base, converted: CacheContract | None) -> Iterator[Proof]:
-    stack = base.stack
+def _compare(
+    session: RepairSession, how: Comparison, base: Base, copied: tuple[str, CacheContract | None]
+) -> Iterator[Proof]:
+    stack, converted = copied
     what = "logits and caches" if how.rows == "all" else "the last row of logits and the caches"
     claim = f"{what} of every call are those of {base.words}"
     if how.stored:
@@ -272,6 +269,9 @@ def _compare(session: RepairSession, how: Comparison, base: Base, converted: Cac
         yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
     else:
         yield Proof(stack, claim, True, _describe(done, how, base))
+        if how.window and (converted.usable_length or how.window + 1) > how.window:
+            detail = f"the longest sequence has {done.tokens} tokens"
+            yield Proof(stack, f"the window of {how.window} tokens was left", done.tokens > how.window, detail)
         if (most := how.capacity) is not None:  # a full buffer was compared, and nothing is written past its end
             detail = f"the longest sequence has {done.tokens} tokens, its last call a past of {done.longest}"
             filled = done.tokens + (converted.new_tokens or 1) > most

@@ -1,4 +1,4 @@
-"""Gives batch, new tokens and past fixed sizes, with padding on the left of a past that is not yet full.
+"""Gives batch, new tokens, past and encoder states fixed sizes, with padding on the left of a past that is not full.
 
 Requires: one graph for all steps, a cache that grows by concatenation, and a mask of the tokens in the cache; opset 10.
 Ensures: the sizes are declared; each present is cut to its last rows and is as long as the past, so that it is fed back
@@ -8,16 +8,17 @@ sizes alone, as the tools of ONNX Runtime do, would leave a present that is long
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvdoctor.addons.conversions.graphs.conversion import (
     Converted,
     GraphConversion,
     fix_sizes,
     name_reader,
-    require_one_graph,
 )
+from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
-from kvdoctor.contract import Axis, CacheContract, Slot
+from kvdoctor.contract import Axis, CacheContract, Graph, Slot
 from kvdoctor.errors import UsageError
 from kvdoctor.model.edit import GraphWriter, fresh_name, rename_values, set_size, sort_nodes
 from kvdoctor.model.operators import operators_with
@@ -28,7 +29,7 @@ from kvdoctor.records import record
 from kvdoctor.repair.workspace import CannotRepair, RepairContext
 from kvdoctor.report.repair_record import Change
 
-SIZES = ("batch", "new", "past")
+SIZES = ("batch", "new", "past", "encoder")
 SIZE = re.compile(r"(?P<name>[a-z]+)=(?P<number>[0-9]{1,9})")
 END = (1 << 63) - 1
 LEAST_OPSET = 10
@@ -45,15 +46,13 @@ class FixedSizes:
     batch: int | None = None
     new: int | None = None
     past: int | None = None
+    encoder: int | None = None
 
     @property
     def numbers(self) -> dict[Axis, int]:
         """The sizes of axes, in entries."""
-        found: dict[Axis, int] = {}
-        if self.batch is not None:
-            found["batch"] = self.batch
-        if self.new is not None:
-            found["new"] = self.new
+        own: dict[Axis, int | None] = {"batch": self.batch, "new": self.new, "encoder": self.encoder}
+        found = {axis: size for axis, size in own.items() if size is not None}
         if self.past is not None:
             found |= {"past": self.past, "total": self.past + (self.new or 1)}
         return found
@@ -70,14 +69,21 @@ def convert(context: RepairContext, sizes: FixedSizes) -> Converted:
         CannotRepair: it cannot have them; the message names the node or the input.
     """
     contract = context.drivable
-    require_one_graph(context)
     file = context.file_of("decode")
     model = context.model(file)
     changes = list[Change]()
     if sizes.past is not None:
         _refuse_past(context, contract, model)
         changes += _cut_presents(context, model, sizes.past, file)
-    changes += _declare_sizes(model, contract, sizes, file)
+    numbers, ports = sizes.numbers, contract.graph("decode")
+    if sizes.batch is not None:
+        numbers["batch_codebooks"] = sizes.batch * contract.codebooks
+        numbers |= {"batch_heads": sizes.batch * contract.heads} if contract.heads else {}
+    changes += _declare_sizes(model, ports, {str(slot.present): slot.axes for slot in _growing(contract)}, numbers)
+    if "encode" in contract.phases:
+        encoder = contract.graph("encode")
+        made = {str(slot.filled_by): slot.axes for slot in contract.slots if slot.filled_in == "encode"}
+        changes += _declare_sizes(context.model(encoder.file), encoder, made, numbers)
     if not changes:
         context.cannot(f"it already has the sizes {sizes.describe()}")
     return Converted(tuple(changes), tuple(_list_rules(contract, sizes)), reveals=REVEALED)
@@ -105,7 +111,7 @@ def _refuse_past(context: RepairContext, contract: CacheContract, model: ModelPr
     if mask is None or mask.role not in ("attention_mask", "additive_mask"):
         node, name = name_reader(context, kept[0].past) or f"the input {kept[0].past!r}", kept[0].past
         why = "and no input masks the entries of the cache, so that padding cannot be hidden"
-        context.cannot(f"{node} reads {name!r}, {why}")
+        context.cannot(f"{node} reads {name!r}, {why}", "--cache static=N, with the other sizes")
 
 
 def _growing(contract: CacheContract) -> list[Slot]:
@@ -127,18 +133,15 @@ def _cut_presents(context: RepairContext, model: ModelProto, past: int, file: st
     sort_nodes(graph)
 
 
-def _declare_sizes(model: ModelProto, contract: CacheContract, sizes: FixedSizes, file: str) -> Iterator[Change]:
+def _declare_sizes(
+    model: ModelProto, ports: Graph, presents: dict[str, tuple[Axis, ...]], numbers: dict[Axis, int]
+) -> Iterator[Change]:
+    """Declare the sizes of one graph; `presents` are the axes of outputs that are caches."""
     graph, view = model.graph, GraphView(model)
-    ports = contract.graph("decode")
-    axes = {port.name: port.axes for port in (*ports.inputs, *ports.outputs)}
-    presents = {str(slot.present): slot.axes for slot in _growing(contract)}
+    axes = {port.name: port.axes for port in (*ports.inputs, *ports.outputs)} | presents
     symbols: dict[str, set[int]] = {}
-    numbers = sizes.numbers
-    if sizes.batch is not None:
-        numbers["batch_codebooks"] = sizes.batch * contract.codebooks
-        numbers |= {"batch_heads": sizes.batch * contract.heads} if contract.heads else {}
     for value in (*graph.input, *graph.output):
-        found = presents.get(value.name) or axes.get(value.name) or ()
+        found = axes.get(value.name, ())
         done = []
         for dim, axis in zip(value.type.tensor_type.shape.dim, found, strict=False):
             number = numbers.get(axis)
@@ -146,14 +149,14 @@ def _declare_sizes(model: ModelProto, contract: CacheContract, sizes: FixedSizes
                 continue
             if dim.HasField("dim_value"):
                 raise CannotRepair(f"the {axis} of {value.name!r} is fixed at {dim.dim_value}, not {number}")
-            if dim.dim_param and value.name not in presents:
+            if dim.dim_param and (value.name not in presents or axis not in ("past", "total")):
                 symbols.setdefault(dim.dim_param, set()).add(number)
             before = dim.dim_param or "?"
             set_size(dim, number)
             done.append(f"{before} = {number}")
         if done:
             kind = "input" if value.name in view.inputs else "output"
-            yield Change(file, f"{kind} {value.name!r}", "open sizes", ", ".join(done))
+            yield Change(ports.file, f"{kind} {value.name!r}", "open sizes", ", ".join(done))
     single = {name: next(iter(found)) for name, found in symbols.items() if len(found) == 1}
     fix_sizes((*graph.input, *graph.output, *graph.value_info), single)
 
@@ -166,6 +169,8 @@ def _list_rules(contract: CacheContract, sizes: FixedSizes) -> Iterator[str]:
         yield f"Every call has {count}: feed a prompt in such pieces, and take the logits of the last call."
         if sizes.new > 1:
             yield f"The number of tokens of a prompt must be a multiple of {sizes.new}: shorter pieces are not proved."
+    if sizes.encoder is not None:
+        yield f"Every call has {sizes.encoder} encoder states: pad the input of the encoder, and mask the padding."
     if sizes.past is None:
         return
     yield f"The first call is fed a past of {sizes.past} rows of zeros; later ones the present, which is as long."
@@ -193,7 +198,9 @@ def read_sizes(names: tuple[str, ...]) -> FixedSizes | None:
     for name in names:
         match = SIZE.fullmatch(name)
         if match is None or match["name"] not in SIZES or int(match["number"]) < 1:
-            raise UsageError(f"--sizes {name}: it takes batch=N, new=N and past=N, with whole numbers from 1 on")
+            raise UsageError(
+                f"--sizes {name}: it takes batch=N, new=N, past=N and encoder=N, with whole numbers from 1 on"
+            )
         if match["name"] in found:
             raise UsageError(f"--sizes {name}: {match['name']} is given twice")
         found[match["name"]] = int(match["number"])
@@ -202,10 +209,18 @@ def read_sizes(names: tuple[str, ...]) -> FixedSizes | None:
     return FixedSizes(**found) if found else None
 
 
+def _read(choices: ConvertChoices) -> FixedSizes | None:
+    """The sizes that are asked for; a static cache has its length already."""
+    sizes = read_sizes(choices.sizes)
+    is_static = sizes is not None and (choices.cache or "").startswith("static")
+    return replace(sizes, past=None) if sizes is not None and is_static else sizes
+
+
 CONVERSION = GraphConversion(
     "sizes",
     order=30,
-    read=lambda choices: read_sizes(choices.sizes),
+    read=_read,
     title=lambda sizes: f"sizes {sizes.describe()}",
     convert=convert,
+    one_graph=True,
 )

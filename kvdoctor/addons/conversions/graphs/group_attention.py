@@ -1,12 +1,12 @@
 """Computes each causal attention by GroupQueryAttention, the operator of ONNX Runtime that keeps the cache itself.
 
 Requires: one graph for all steps; in each layer a Softmax of the product of queries and keys, whose mask hides later
-tokens and padding alone, as the position types of the proof say; past and new rows in a Concat, as
-float[batch, kv_heads, tokens, head_dim]. Ensures: the same inputs and outputs; the operator joins and masks, by lengths
-that are counted in the mask, or by the shape of the past. Rotations stay where they are.
+tokens, those before a window and padding alone, as the position types of the proof say; past and new rows in a Concat,
+as float[batch, kv_heads, tokens, head_dim]. Ensures: the same inputs and outputs; the operator joins and masks, by
+lengths that are counted in the mask, or by the shape of the past. Rotations stay where they are.
 """
 
-from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace, name_reader
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
 from kvdoctor.analysis.arithmetic.scores import Attention
@@ -41,13 +41,16 @@ LOOP = (
     "Pad on the right, never on the left: the operator counts the tokens of each sequence from the start of its cache.",
 )
 
+WINDOW = "onnxruntime before 1.24.1 sees one token more than the window: run the copy in a later release."
+
 
 @record(slots=False)
 class _Layer:
     """One attention with its cache.
 
     `keys` and `values` are the Concat nodes that join a past and new rows; `queries`, float[batch, heads, new,
-    head_dim], is multiplied with the keys, and the node `mixing` multiplies the weights with the values.
+    head_dim], is multiplied with the keys, and the node `mixing` multiplies the weights with the values. `window` are
+    the latest tokens that are seen, None for all.
     """
 
     slots: tuple[Slot, Slot]
@@ -59,6 +62,7 @@ class _Layer:
     softmax: NodeProto
     scale: float
     cap: float | None
+    window: int | None
 
 
 def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # noqa: ARG001 - there is one choice
@@ -69,8 +73,6 @@ def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # 
     """
     contract = context.drivable
     file, graph = context.file_of("decode"), contract.graph("decode")
-    if contract.graph("prefill") is not graph or graph.port("branch_switch") is not None:
-        context.cannot("its first step is another graph or branch", "convert a decoder that is one graph")
     context.require_opset(file, LEAST_OPSET, "ReduceSum")
     model = context.model(file)
     pairs = _pair_slots(context)
@@ -94,13 +96,19 @@ def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # 
         model.opset_import.add(domain=CONTRIB, version=1)
     sort_nodes(model.graph)
     reveals = ("padding-changes-logits",)
-    return Converted((*changes, *forget_trace(context, file)), LOOP, Comparison(single_steps=True), reveals)
+    how = Comparison(single_from=2, window=max(layer.window or 0 for layer in layers))
+    loop = (*LOOP, WINDOW) if how.window else LOOP
+    return Converted((*changes, *forget_trace(context, file)), loop, how, reveals)
 
 
 def _pair_slots(context: RepairContext) -> list[tuple[Slot, Slot]]:
     """The key and value of each layer."""
     found: dict[int, dict[str, Slot]] = {}
     for slot in context.drivable.slots:
+        if slot.kind != "self-attention":
+            continue
+        if slot.growth == "shared":
+            context.cannot(f"{name_reader(context, slot.past)} holds the cache of {slot.past!r} already")
         moved = "cut to a window" * slot.trimmed or "new entries first" * slot.prepended
         if slot.growth != "grow" or slot.axes != AXES or moved or slot.present is None or slot.layer is None:
             form = f"{slot.kind}, {moved or slot.growth}, {', '.join(slot.axes)}"
@@ -131,7 +139,7 @@ class _Reader:
         softmax = producer(self.model.graph, attention.node.outputs[0])
         if softmax is None or attention.scale is None or not attention.is_scaled:
             context.cannot(f"the scale of the scores of the node {describe_op(attention.node.proto)} is not known")
-        self._refuse_mask(attention)
+        window = self._read_mask(attention)
         weights = self._list_weights(softmax)
         mixing = self._find_mixing(softmax, weights)
         other = next((name for name in mixing.input if name not in weights), "")
@@ -141,7 +149,7 @@ class _Reader:
         if heads is None or self._count_heads(output_of(mixing), value) != heads:
             context.cannot(f"the queries of the node {describe_op(softmax)} are not [batch, heads, new, head_dim]")
         scale = attention.scale / attention.query_scale
-        return _Layer((key, value), keys, values, queries, heads, mixing, softmax, scale, attention.cap)
+        return _Layer((key, value), keys, values, queries, heads, mixing, softmax, scale, attention.cap, window)
 
     def _find_join(self, slot: Slot) -> NodeProto:
         """The Concat that appends new rows to a past."""
@@ -178,18 +186,25 @@ class _Reader:
         """The value that a factor of a product is, before it was moved, repeated and scaled."""
         return self.arithmetic.fixed.before_scales(name, "copy", "cast", "view", "permute", "repeat")[1]
 
-    def _refuse_mask(self, attention: Attention) -> None:
-        """Refuse a mask that hides other tokens than later ones, or adds numbers to the scores of earlier ones."""
+    def _read_mask(self, attention: Attention) -> int | None:
+        """The window of a mask; refuses one that hides others than later tokens and those before it, or adds numbers.
+
+        Whether the number that the graph compares with is that window is left to the comparison beyond it.
+        """
         node, types, cannot = attention.node, self.types, self.context.cannot
         scores, name = types.get(node.input(0)), f"the node {describe_op(node.proto)}"
-        if scores is None or len(scores.shape or ()) != len(AXES) or not hides_later(scores, -2, -1):
-            cannot(f"{name} takes scores in which a mask of later tokens is not recognized")
-        if not is_plain(dict(scores.regions)[-2, -1][2]):
-            cannot(f"the mask of {name} may hide earlier tokens, as a window does")
+        if scores is not None and len(scores.shape or AXES) != len(AXES):
+            cannot(f"{name} takes scores of {len(scores.shape or ())} axes, not of batch, heads, new and total")
+        if scores is None or not hides_later(scores, -2, -1):
+            cannot(f"the proof for all lengths finds no mask of later tokens in the scores that {name} takes")
+        windowed = not is_plain(dict(scores.regions)[-2, -1][2])
+        if windowed and len(attention.windows or ()) != 1:
+            cannot(f"the mask of {name} may hide earlier tokens, and not by one window")
         for mask in attention.masks:
             one = types.get(mask)
-            if one is None or (one.kind == "f" and constant_of(one) is None and not _adds_nothing(one)):
+            if one is None or (one.kind == "f" and constant_of(one) is None and not _adds_nothing(one, windowed)):
                 cannot(f"{mask!r} is added to the scores of {name}, and is more than a mask of later tokens")
+        return next(iter(attention.windows or ())) if windowed else None
 
     def _list_weights(self, softmax: NodeProto) -> list[str]:
         """The weights of an attention, as they are handed on to the product with the values."""
@@ -217,9 +232,9 @@ class _Reader:
         return heads if fits and heads and heads % groups == 0 else None
 
 
-def _adds_nothing(mask: Type) -> bool:
-    """Whether a mask is 0 for the token itself and for earlier ones."""
-    return any(marks[1:] == (0.0, 0.0) for _, marks in mask.regions)
+def _adds_nothing(mask: Type, windowed: bool) -> bool:
+    """Whether a mask is 0 for the token itself and for earlier ones, of a window as it may be."""
+    return any(marks[1] == 0 and (marks[2] == 0 or windowed) for _, marks in mask.regions)
 
 
 def _count_tokens(context: RepairContext, writer: GraphWriter, graph: Graph, slot: Slot) -> tuple[str, str]:
@@ -260,8 +275,9 @@ def _replace(writer: GraphWriter, layer: _Layer, lengths: tuple[str, str]) -> No
     fused = NodeProto(op_type=OPERATOR, domain=CONTRIB, name=writer.fresh("node"))
     fused.input.extend([*rows, key.past, value.past, *lengths])
     fused.output.extend([made, output_of(layer.keys), output_of(layer.values)])
-    for name, number in (("num_heads", layer.heads), ("kv_num_heads", groups)):
-        fused.attribute.add(name=name, type=AttributeProto.INT, i=number)
+    for name, number in (("num_heads", layer.heads), ("kv_num_heads", groups), ("local_window_size", layer.window)):
+        if number is not None:
+            fused.attribute.add(name=name, type=AttributeProto.INT, i=number)
     for name, real in (("scale", layer.scale), ("softcap", layer.cap)):
         if real is not None:
             fused.attribute.add(name=name, type=AttributeProto.FLOAT, f=real)
@@ -291,4 +307,5 @@ CONVERSION = GraphConversion(
     read=lambda choices: choices.attention,
     title=lambda choice: f"attention {choice}",
     convert=convert,
+    one_graph=True,
 )

@@ -15,7 +15,6 @@ from kvdoctor.addons.conversions.graphs.conversion import (
     GraphConversion,
     declare_sizes,
     forget_trace,
-    require_one_graph,
 )
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
 from kvdoctor.analysis.lm_head import describe_op
@@ -69,9 +68,14 @@ def buffer_rule(capacity: int) -> str:
     )
 
 
-def list_buffer_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
+POSITION_RULE = "cache_position, int64[new], is n, n + 1, ... with n tokens in the cache: new rows are written there."
+
+
+def list_buffer_rules(contract: CacheContract, capacity: int, has_position: bool) -> Iterator[str]:
     """What the loop must do with a buffer."""
     yield buffer_rule(capacity)
+    if has_position:
+        yield POSITION_RULE
     inputs = contract.graph("decode").inputs
     lengths = ", ".join(port.name for port in inputs if "total" in port.axes or port.role in TOLD_BY)
     counts = f" ({lengths})" if lengths else ""
@@ -140,7 +144,6 @@ def _find_buffers(context: RepairContext, contract: CacheContract) -> list[Slot]
     slots = [slot for slot in contract.slots if "capacity" in slot.axes]
     if not slots:
         context.cannot("it has no static buffer")
-    require_one_graph(context)
     for slot in slots:
         if slot.growth != "static" or slot.carry != "feed-back" or slot.present is None:
             context.cannot(
@@ -274,4 +277,5 @@ CONVERSION = GraphConversion(
     read=lambda choices: "growing" if choices.cache == "growing" else None,
     title=lambda choice: f"cache {choice}",
     convert=convert,
+    one_graph=True,
 )

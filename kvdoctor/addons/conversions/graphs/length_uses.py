@@ -106,18 +106,22 @@ class LengthUses:
         self._drop_unused()
         return self.changes
 
-    def rewrite_alike(self, by: Term) -> list[Change]:
+    def rewrite_alike(self, by: Term, written: str = "") -> list[Change]:
         """Put another length in place of the past's, whatever it is used for.
+
+        With `written` the tokens in the buffer, as in `rewrite`, where the length is read from the shape of a past.
 
         Raises:
             CannotRepair: a use is only partly known; the message names the node.
         """
-        self.writer = Writer(self.model, self.lengths)
+        self.writer = Writer(self.model, self.lengths, given={WRITTEN: written} if written else {})
+        pasts = {port.name for port in self.graph.inputs if port.role == "past"} if written else set()
         for scope in list(self.walk.scopes.values()):
             for node in list(scope.graph.node):
                 self._open_cut(scope, node, by)
                 for use in self._uses(scope, node):
-                    if self._is_moving(use.terms) and not self._is_passed_on(use):
+                    moving = self._is_moving(use.terms) and not self._is_passed_on(use)
+                    if moving and (not pasts or self._is_from(use, pasts)):
                         self._replace(use, [None if one is None else one.replaced({PAST: by}) for one in use.terms])
         self.writer.done()
         self._drop_unused()
@@ -196,7 +200,10 @@ class LengthUses:
         return True
 
     def _is_from_past(self, use: _Use) -> bool:
-        inputs = {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys()
+        return self._is_from(use, {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys())
+
+    def _is_from(self, use: _Use, inputs: set[str]) -> bool:
+        """Whether a length is computed from some inputs."""
         waiting, seen = [use.node.input[use.index]], set[str]()
         while waiting:
             name = waiting.pop()

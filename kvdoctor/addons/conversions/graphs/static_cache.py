@@ -18,10 +18,15 @@ from kvdoctor.addons.conversions.graphs.conversion import (
     fix_sizes,
     forget_trace,
     name_reader,
-    require_one_graph,
 )
-from kvdoctor.addons.conversions.graphs.growing_cache import buffer_rule, declare_length, is_fused, list_buffer_rules
-from kvdoctor.addons.conversions.graphs.length_uses import LengthUses
+from kvdoctor.addons.conversions.graphs.growing_cache import (
+    POSITION_RULE,
+    buffer_rule,
+    declare_length,
+    is_fused,
+    list_buffer_rules,
+)
+from kvdoctor.addons.conversions.graphs.length_uses import WRITTEN, LengthUses
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
@@ -41,6 +46,7 @@ from kvdoctor.model.traverse import (
     readers,
 )
 from kvdoctor.records import record
+from kvdoctor.repair.shapes.terms import symbol
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
@@ -64,7 +70,6 @@ def convert(context: RepairContext, rows: int) -> Converted:
         CannotRepair: a node stands in the way; the message names it.
     """
     contract = context.drivable
-    require_one_graph(context)
     for port in contract.graph("decode").inputs:
         if port.role in LENGTHS and (port.role == "token_and_position" or port.shape not in ((), (1,))):
             node = name_reader(context, port.name) or "no node"
@@ -75,8 +80,11 @@ def convert(context: RepairContext, rows: int) -> Converted:
     context.require_opset(file, LEAST_OPSET, "Unsqueeze")
     slots = _find_growing(context, contract, model)
     if is_fused(model, slots):
-        changes = [*declare_length(model, slots, capacity, file), *forget_trace(context, file)]
-        return Converted(tuple(changes), tuple(list_buffer_rules(contract, capacity)), Comparison(capacity=capacity))
+        changes = [*_count_written(context, model, slots[0]), *declare_length(model, slots, capacity, file)]
+        changes += forget_trace(context, file)
+        sort_nodes(model.graph)
+        rules = list_buffer_rules(contract, capacity, any(value.name == POSITION for value in model.graph.input))
+        return Converted(tuple(changes), tuple(rules), Comparison(capacity=capacity))
     joins = [_find_join(context, model, slot) for slot in slots]
     uses = LengthUses(model, graph, capacity)
     writing = _RowWriter(model, graph, prefix="static_cache")
@@ -87,6 +95,38 @@ def convert(context: RepairContext, rows: int) -> Converted:
     changes += forget_trace(context, file)
     sort_nodes(model.graph)
     return Converted(tuple(changes), tuple(_list_rules(contract, capacity)), Comparison(capacity=capacity))
+
+
+def _count_written(context: RepairContext, model: ModelProto, slot: Slot) -> list[Change]:
+    """Read the tokens in the buffer off the mask or a new input, where the graph reads them off the shape of a past."""
+    graph, writer = context.drivable.graph("decode"), GraphWriter(model, prefix="static_cache")
+    if not any(has(node.op_type, "sizes") for node, _ in readers(model.graph).get(slot.past, ())):
+        return []
+    uses = LengthUses(model, graph)
+    mask, tokens = graph.port("attention_mask"), graph.port("token_ids") or graph.port("embeddings")
+    if mask is None or tokens is None or "total" not in mask.axes:
+        return uses.rewrite_alike(symbol(WRITTEN), _find_first(writer, graph))
+    total, new = (
+        writer.node("size", "Gather", [writer.node("shape", "Shape", [port.name]), writer.numbers([at])])
+        for port, at in ((mask, mask.axes.index("total")), (tokens, tokens.axes.index("new")))
+    )
+    return uses.rewrite_alike(symbol(WRITTEN), writer.node("written", "Sub", [total, new]))
+
+
+def _find_position(writer: GraphWriter, graph: Graph) -> str:
+    """The input that says where new rows are written, which is added where there is none."""
+    tokens, given = graph.port("token_ids") or graph.port("embeddings"), graph.port("cache_position")
+    if given is not None and given.axes == ("new",) and given.dtype == "int64":
+        return given.name
+    position = fresh_name(POSITION, writer.known)
+    size = tokens.dim("new") if tokens is not None else None
+    writer.model.graph.input.append(declare(position, TensorProto.INT64, (size,)))
+    return position
+
+
+def _find_first(writer: GraphWriter, graph: Graph) -> str:
+    """The number of tokens in the buffer, int64[1]."""
+    return writer.node("first", "Gather", [_find_position(writer, graph), writer.numbers([0])], axis=0)
 
 
 def _choose_capacity(context: RepairContext, contract: CacheContract, asked: int) -> int:
@@ -203,14 +243,7 @@ class _RowWriter(GraphWriter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tokens = self.graph.port("token_ids") or self.graph.port("embeddings")
-        given = self.graph.port("cache_position")
-        if given is not None and given.axes == ("new",) and given.dtype == "int64":
-            self.position = given.name
-        else:
-            self.position = fresh_name(POSITION, self.known)
-            size = tokens.dim("new") if tokens is not None else None
-            self.model.graph.input.append(declare(self.position, TensorProto.INT64, (size,)))
+        self.position = _find_position(self, self.graph)
         self.first = self.node("first", "Gather", [self.position, self.numbers([0])], axis=0)
 
     def write(self, join: _Join, file: str) -> Change:
@@ -301,7 +334,7 @@ def _list_rules(contract: CacheContract, capacity: int) -> Iterator[str]:
     graph = contract.graph("decode")
     masks = [port for port in graph.inputs if "total" in port.axes]
     yield buffer_rule(capacity)
-    yield f"{POSITION}, int64[new], is n, n + 1, ... with n tokens in the cache: the new rows are written there."
+    yield POSITION_RULE
     for port in masks:
         shown, hidden = ("1", "0") if port.role == "attention_mask" else ("open", "hidden")
         yield (
@@ -322,8 +355,8 @@ def _read(choices: ConvertChoices) -> int | None:
         raise UsageError(f"--cache {choices.cache}: it takes static, static=N for N tokens, or growing")
     if match["rows"] and int(match["rows"]) < LEAST_CAPACITY:
         raise UsageError(f"--cache {choices.cache}: a buffer has {LEAST_CAPACITY} tokens or more")
-    if any(name.startswith("past=") for name in choices.sizes):
-        raise UsageError(f"--cache {choices.cache}: --sizes past=N is another form of the cache; give one of them")
+    if any(name.startswith("past=") and name != f"past={match['rows']}" for name in choices.sizes):
+        raise UsageError(f"--cache {choices.cache}: --sizes past=N is another length of the cache; give one of them")
     return int(match["rows"] or 0)
 
 
@@ -333,4 +366,5 @@ CONVERSION = GraphConversion(
     read=_read,
     title=lambda rows: f"cache static={rows}" if rows else "cache static",
     convert=convert,
+    one_graph=True,
 )

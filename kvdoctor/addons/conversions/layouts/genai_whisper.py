@@ -47,7 +47,7 @@ from kvdoctor.addons.conversions.layouts.naming import (
     sort_ports,
 )
 from kvdoctor.addons.conversions.layouts.optimum import INSIDE
-from kvdoctor.addons.conversions.layouts.pair import split_halves
+from kvdoctor.addons.conversions.layouts.pair import find_halves
 from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, Layout, LayoutSource
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import Axis, CacheContract, Port, Slot
@@ -167,8 +167,7 @@ def _refuse_caches(own: tuple[Slot, ...], crossed: tuple[Slot, ...], contract: C
 def make(source: LayoutSource) -> ConvertedModels:
     """The encoder and the decoder, and the configuration that names their inputs and outputs."""
     contract, stack, words = source.contract, source.stack, axis_names(source.contract)
-    encoder, merged = source.model("encoder"), stack.kind == "merged"
-    first, later = split_halves(source.model("decoder-merged"), contract) if merged else source.halves
+    encoder, (first, later) = source.model("encoder"), find_halves(source)
     files = source.new_name(ENCODER), source.new_name(DECODER)
     made = ConvertedModels({}, tuple(file.name for file in stack.files.values()), limit=INSIDE, encoder=files[0])
     caches = _name_half(first, contract, later=False)

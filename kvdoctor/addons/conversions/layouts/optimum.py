@@ -10,17 +10,21 @@ Merged requires a graph without past and one with it, of the same opset. It ensu
 `use_cache_branch`; a decode step returns the cross-attention cache that it was fed, so that a plain loop works; equal
 weights are stored once.
 
-Single requires a pair without an encoder, whose later graph takes any number of new tokens and a past of any length. It
-ensures model.onnx, as Optimum exports decoders today. The second diagnosis shows whether an empty past works.
+Single requires a pair or a merged decoder, whose later graph takes any number of new tokens and a past of any length.
+It ensures model.onnx, as Optimum exports decoders today. The second diagnosis shows whether an empty past works. With
+an encoder, what computes the cross-attention cache moves from the first step into encoder_model.onnx, and model.onnx
+takes that cache as inputs, held by the loop. Graphs of later steps often have no mask of later tokens: each
+self-attention gets one.
 
 Shared requires two files of one stack with weights of equal content. The graphs are unchanged; tensors of equal type,
 shape and content refer to the same bytes of the data file. What is smaller than 64 bytes stays inside the files, where
 shape inference looks for it.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.addons.conversions.layouts.encoders import bring_encoder
+from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES, bring_encoder, return_from_encoder
 from kvdoctor.addons.conversions.layouts.merging import find_kept, merge_halves
 from kvdoctor.addons.conversions.layouts.naming import (
     FIRST,
@@ -30,14 +34,16 @@ from kvdoctor.addons.conversions.layouts.naming import (
     PortNames,
     axis_names,
     find_unnameable,
+    first_of,
     list_renamings,
     name_axes,
     optimum_names,
     put_in_order,
     rename_as,
+    slot_name,
     unified_names,
 )
-from kvdoctor.addons.conversions.layouts.pair import BESIDE
+from kvdoctor.addons.conversions.layouts.pair import BESIDE, TYPES, find_halves
 from kvdoctor.addons.conversions.layouts.registry import (
     LINE,
     ConvertedModels,
@@ -51,15 +57,23 @@ from kvdoctor.addons.conversions.layouts.registry import (
     restore,
     span_of,
 )
+from kvdoctor.analysis import stacks
 from kvdoctor.analysis.stacks import FileRole, StackFiles
-from kvdoctor.contract import CacheContract
-from kvdoctor.model.edit import keep_only, prune
+from kvdoctor.contract import CacheContract, Slot
+from kvdoctor.model.edit import GraphWriter, keep_only, prune, sort_nodes
 from kvdoctor.model.external_data import external_tensors
-from kvdoctor.model.proto import ModelProto
+from kvdoctor.model.operators import has
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
+from kvdoctor.model.traverse import explain_old_opset, find_attribute, output_of, readers
+from kvdoctor.model.view import ELEMENT_TYPES
 from kvdoctor.report.repair_record import Change
 
 INSIDE = FileSizeLimit(inside=1 << 30)
 """By default consumers look for weights inside the model: up to 1 GiB they are put there."""
+LEAST_OPSET = 11
+"""The first that has Range."""
+LOWEST = -3.4028234663852886e38
+"""What hides a score."""
 
 
 def refuse(stack: StackFiles, contract: CacheContract) -> str | None:
@@ -86,7 +100,7 @@ def make_pair(source: LayoutSource) -> ConvertedModels:
 
 
 def _convert_pair(source: LayoutSource, together: bool) -> ConvertedModels:
-    first, later = source.halves
+    first, later = find_halves(source)
     made = ConvertedModels({}, (source.name("decoder"), source.name("decoder-with-past")), limit=INSIDE)
     names = optimum_names(source.contract, "prefill"), optimum_names(source.contract, "decode")
     cut = bring_encoder(source, first, made)
@@ -151,7 +165,7 @@ def refuse_merged(stack: StackFiles, contract: CacheContract) -> str | None:
 
 def make_merged(source: LayoutSource) -> ConvertedModels:
     """Merge the two graphs of a pair."""
-    first, later = source.halves
+    first, later = find_halves(source)
     names = unified_names(source.contract)
     made = ConvertedModels({}, (source.name("decoder"), source.name("decoder-with-past")))
     roles: tuple[FileRole, ...] = ("decoder", "decoder-with-past")
@@ -165,12 +179,14 @@ def make_merged(source: LayoutSource) -> ConvertedModels:
 
 def refuse_single(stack: StackFiles, contract: CacheContract) -> str | None:
     """Why the later graph of a stack cannot serve the first step."""
-    if stack.kind != "pair":
-        return "it is not a pair; a decoder that is one graph gets Optimum's names with --layout optimum"
-    if contract.has_encoder_states or contract.of_kind("cross-attention"):
-        return "its cross-attention cache is computed by the graph of the first step, which is therefore needed"
-    count = next((size for port in contract.graph("decode").inputs if (size := port.size("new"))), None)
-    if count is not None:
+    if stack.kind not in ("pair", "merged"):
+        return "it is one graph already, which gets Optimum's names with --layout optimum"
+    if contract.of_kind("cross-attention"):
+        inside = contract.graph("prefill").port("encoder_states") is None
+        if not inside and ("encoder" not in stack.files or "encode" not in contract.phases):
+            return "the encoder, which would return its cross-attention cache, is not next to it"
+        return find_unnameable(contract)
+    if (count := contract.step_tokens) is not None:
         return f"its later graph takes {count} new token at a time: export it with several new tokens"
     if contract.frozen_past is not None:
         return f"the past of its later graph has the fixed length {contract.frozen_past}"
@@ -178,12 +194,86 @@ def refuse_single(stack: StackFiles, contract: CacheContract) -> str | None:
 
 
 def make_single(source: LayoutSource) -> ConvertedModels:
-    """Convert the later graph alone."""
-    made = ConvertedModels({}, (source.name("decoder"), source.name("decoder-with-past")), limit=INSIDE)
-    later = source.model("decoder-with-past")
-    name_as_optimum(later, source, "decoder-with-past", optimum_names(source.contract, "decode"), made)
+    """Convert the later graph alone; of an encoder-decoder, with an encoder that makes the cross-attention cache."""
+    contract, role = source.contract, source.stack.main_role
+    first, later = find_halves(source)
+    gone = tuple(file.name for name, file in source.stack.files.items() if name not in stacks.BESIDE)
+    made, names = ConvertedModels({}, gone, limit=INSIDE), optimum_names(contract, "decode")
+    if crossed := contract.of_kind("cross-attention"):
+        _move_cross_caches(source, first, made)
+        caches = {slot.present for slot in crossed}
+        names = replace(names, outputs={old: new for old, new in names.outputs.items() if old not in caches})
+        if count := hide_later(later, contract):
+            made.changes.append(Change(gone[-1], f"{count} self-attentions", "no mask of later tokens", "with one"))
+    name_as_optimum(later, source, role, names, made)
+    if made.encoder is not None and crossed and all(value.name != STATES for value in later.graph.input):
+        keep_only(made.models[made.encoder].graph.output, lambda value: value.name != RESULT)
     made.models[source.new_name(SINGLE)] = later
     return made
+
+
+def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedModels) -> None:
+    """Let the encoder return the cross-attention cache, which the graph of the first step computes."""
+    contract, names = source.contract, optimum_names(source.contract, "prefill")
+    cut = bring_encoder(source, first, made)
+    made.cut = None  # nothing of the first step remains that could be compared alone
+    if cut is not None:
+        names = replace(names, inputs=cut.inputs, axes={**names.axes, **cut.axes})
+    rename_as(first, names, contract.graph("prefill"))
+    made.encoder = made.encoder or source.name("encoder")
+    encoder = made.models[made.encoder] if made.encoder in made.models else source.model("encoder")
+    made.models[made.encoder] = encoder
+    caches = [f"present.{slot_name(slot, contract)}" for slot in contract.of_kind("cross-attention")]
+    return_from_encoder(encoder, first, (RESULT, STATES), caches)
+    name_axes(encoder.graph, {name: names.axes[name] for name in caches}, axis_names(contract))
+    made.changes.append(Change(made.encoder, "outputs", "the encoder states", f"the cache {first_of(caches)}"))
+    made.notes.append(f"Run {made.encoder} once for each input, and feed its outputs as the cross-attention cache.")
+
+
+def hide_later(model: ModelProto, contract: CacheContract) -> int:
+    """Hide later tokens in each self-attention of a graph; gives the number of these.
+
+    Raises:
+        DoesNotFit: the operators that this takes are not in its opset.
+    """
+    graph, writer, decode = model.graph, GraphWriter(model, prefix="causal"), contract.graph("decode")
+    keys = [slot for slot in contract.of_kind("self-attention") if slot.part == "key"]
+    tokens = decode.port("token_ids") or decode.port("embeddings")
+    if (old := explain_old_opset(model, decode.file, LEAST_OPSET, "Range")) is not None or tokens is None:
+        raise DoesNotFit(old or "it takes no token ids")
+    found = [one for slot in keys for one in _find_softmaxes(graph, slot)]
+    for softmax, dtype in found:
+        past, new = (
+            writer.node("length", "Gather", [writer.node("shape", "Shape", [name]), writer.numbers([at], [])])
+            for name, at in ((keys[0].past, keys[0].axes.index("past")), (tokens.name, tokens.axes.index("new")))
+        )
+        zero, one = (writer.numbers([number], []) for number in (0, 1))
+        total = writer.node("total", "Add", [past, new])
+        rows = writer.node("rows", "Range", [past, total, one])
+        column = writer.node("column", "Reshape", [rows, writer.numbers([-1, 1])])
+        later = writer.node("later", "Greater", [writer.node("columns", "Range", [zero, total, one]), column])
+        lowest = writer.tensor("lowest", TensorProto(data_type=TensorProto.FLOAT, float_data=[LOWEST]))
+        if dtype != "float":
+            lowest = writer.node("lowest_cast", "Cast", [lowest], to=TYPES[dtype])
+        softmax.input[0] = writer.node("scores", "Where", [later, lowest, softmax.input[0]])
+    sort_nodes(graph)
+    return len(found)
+
+
+def _find_softmaxes(graph: GraphProto, key: Slot) -> Iterator[tuple[NodeProto, str]]:
+    """What makes weights of the scores over a key, with the type of the scores."""
+    reading, waiting, seen = readers(graph), [(key.past, key.dtype)], set[str]()
+    for name, dtype in waiting:
+        for node, _ in reading.get(name, ()):
+            made = output_of(node)
+            if made in seen or has(node.op_type, "measure"):
+                continue
+            seen.add(made)
+            if has(node.op_type, "softmax"):
+                yield node, dtype
+            else:
+                to = find_attribute(node, "to") if has(node.op_type, "cast") else None
+                waiting.append((made, dtype if to is None else ELEMENT_TYPES[to.i]))
 
 
 def refuse_shared(stack: StackFiles, contract: CacheContract) -> str | None:  # noqa: ARG001 - the files alone decide
@@ -194,7 +284,7 @@ def refuse_shared(stack: StackFiles, contract: CacheContract) -> str | None:  # 
 def make_shared(source: LayoutSource) -> ConvertedModels:
     """Let both graphs refer to the same bytes."""
     names = (source.name("decoder"), source.name("decoder-with-past"))
-    made = ConvertedModels(dict(zip(names, source.halves, strict=True)), names, limit=BESIDE)
+    made = ConvertedModels(dict(zip(names, find_halves(source), strict=True)), names, limit=BESIDE)
     for model in made.models.values():
         restore(external_tensors(model), source.root, lambda span: span.length < LINE)
     kept = {name: [*external_tensors(model)] for name, model in made.models.items()}
@@ -229,7 +319,7 @@ LAYOUTS = (
         make_pair,
     ),
     Layout("merged", "one file with an If on use_cache_branch", (MERGED,), refuse_merged, make_merged),
-    Layout("single", "the later graph of a pair alone, as model.onnx", (SINGLE,), refuse_single, make_single),
+    Layout("single", "the graph of later steps alone, as model.onnx", (SINGLE,), refuse_single, make_single),
     Layout(
         "shared", "a pair whose weights are stored once, in a data file of both graphs", (), refuse_shared, make_shared
     ),

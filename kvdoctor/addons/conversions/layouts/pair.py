@@ -229,6 +229,13 @@ def make(source: LayoutSource) -> ConvertedModels:
     return made
 
 
+def find_halves(source: LayoutSource) -> tuple[ModelProto, ModelProto]:
+    """The graph of the first step and that of all later ones, of a pair or a merged decoder."""
+    if source.stack.kind == "merged":
+        return split_halves(source.model("decoder-merged"), source.contract)
+    return source.model("decoder"), source.model("decoder-with-past")
+
+
 def split_halves(merged: ModelProto, contract: CacheContract) -> tuple[ModelProto, ModelProto]:
     """The graph of the first step and that of all later ones, as copies without their weights.
 

@@ -266,11 +266,6 @@ class LayoutSource:
         first = role == "decoder" and self.stack.kind == "pair"
         return self.contract.graph("prefill" if first else "decode")
 
-    @property
-    def halves(self) -> tuple[ModelProto, ModelProto]:
-        """The two graphs of a pair: that of the first step, and that of later steps."""
-        return self.model("decoder"), self.model("decoder-with-past")
-
     def new_name(self, stem: str) -> str:
         """The name of a new file: in the folder of the old one, with the suffix of its variant (`_q4`)."""
         return new_name(self.root, self.stack, stem)

@@ -34,8 +34,8 @@ def run_paired(job: PairedJob, announce: Announce) -> PairedDone:
     """Carry out a comparison, up to the first call that differs."""
     original, converted = (open_stack(side, job, announce) for side in (job.original, job.converted))
     pair, failed = _Pair(job, original, converted), ""
-    for planned in plan_walks(original.contract, converted.contract, job.how.capacity):
-        single = job.how.single_steps and planned.batch > 1
+    for planned in plan_walks(original.contract, converted.contract, job.how.capacity, job.how.window):
+        single = 0 < job.how.single_from <= planned.batch
         failed = pair.walk(replace(planned, pieces=(1,) * sum(planned.pieces)) if single else planned)
         if failed:
             break
@@ -137,12 +137,13 @@ class _Pair:
         return ""
 
     def _build(self, walk: Walk) -> tuple[FeedBuilder, FeedBuilder]:
-        contract = self.original.contract
-        usual = Scenario()
-        sizes = Scenario(walk.batch, walk.prompt, 1, contract.encoder_length or usual.encoder, self.job.seed)
-        scenario = replace(sizes, steps=walk.total - walk.prompt + 1)
-        left = self.original.build(scenario)
-        return left, replace(left, contract=self.converted.contract)
+        contracts = self.original.contract, self.converted.contract
+        fixed = [one.encoder_length for one in contracts]
+        fixed += [slot.size("encoder") for one in contracts for slot in one.slots]
+        encoder = next(filter(None, fixed), Scenario().encoder)
+        scenario = Scenario(walk.batch, walk.prompt, walk.total - walk.prompt + 1, encoder, self.job.seed)
+        left, right = self.original.build(scenario), self.converted.build(scenario)
+        return left, replace(left, contract=self.converted.contract, encoded=right.encoded)
 
     def _compare(self, call: Call, want: Answer) -> Answer:
         """Run a call of the converted model and compare it.
@@ -182,26 +183,33 @@ class _Pair:
 
     def _compare_caches(self, call: Call, got: Answer, want: Answer) -> None:
         """Compare what both return of each slot; the rows of a longer cache without tokens are left out."""
-        buffers = {slot.past for slot in self.converted.contract.slots if slot.growth == "static"}
         for slot in self.original.contract.slots:
-            name = slot.filled_by if call.phase == "prefill" else slot.present
-            if name is None or name not in want.outputs:
-                continue
+            name, twin = slot.filled_by if call.phase == "prefill" else slot.present, self._find_twin(slot)
+            if name is None or name not in want.outputs or (twin.filled_in == "encode" and slot.filled_in != "encode"):
+                continue  # the logits of each call rest on what the encoder of the copy made
             rounded = slot.past in self.job.how.drift
             if slot.carry == "hold" and call.phase == "decode" and rounded:
                 continue  # the loop keeps the value of the prefill
-            if name not in got.outputs:
-                raise _Differs(f"{name} is not returned")
-            mine, theirs = self._read(slot.past, name, got), want.outputs[name].array()
-            mine, theirs = _cut_rows(slot, call, (mine, theirs), is_buffer=slot.past in buffers)
+            made = str(twin.filled_by if call.phase == "prefill" else twin.present)
+            if made not in got.outputs:
+                raise _Differs(f"{made} is not returned")
+            mine, theirs = self._read(twin.past, made, got), want.outputs[name].array()
+            mine, theirs = _cut_rows(slot, call, (mine, theirs), is_buffer=twin.growth == "static")
             if rounded:
-                self._compare_stored(slot, name, (mine, theirs), got)
+                self._compare_stored(slot, made, (mine, theirs), got)
                 continue
             if np.array_equal(mine, theirs, equal_nan=True):
                 continue
             off = slot_difference(mine, theirs)
             if off is None or off > self.tolerance.passes:
-                raise _Differs(f"{name} differs" + (f" by {off:.1e} standard deviations" if off is not None else ""))
+                raise _Differs(f"{made} differs" + (f" by {off:.1e} standard deviations" if off is not None else ""))
+
+    def _find_twin(self, slot: Slot) -> Slot:
+        """The slot of the converted model that is this one: by its name, else by its layer and part."""
+        slots = self.converted.contract.slots
+        named = next((one for one in slots if one.past == slot.past), None)
+        key = slot.kind, slot.layer, slot.part
+        return named or next((one for one in slots if (one.kind, one.layer, one.part) == key), slot)
 
     def _read(self, past: str, name: str, answer: Answer) -> Array:
         one = next((one for one in self.job.how.stored if one.past == past), None)
