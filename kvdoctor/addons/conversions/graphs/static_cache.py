@@ -30,6 +30,7 @@ from kvdoctor.addons.conversions.graphs.length_uses import WRITTEN, LengthUses
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
+from kvdoctor.analysis.proof.types import symbol
 from kvdoctor.contract import CacheContract, Graph, Role, Slot
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.errors import UsageError
@@ -46,7 +47,6 @@ from kvdoctor.model.traverse import (
     readers,
 )
 from kvdoctor.records import record
-from kvdoctor.repair.shapes.terms import symbol
 from kvdoctor.repair.workspace import RepairContext
 from kvdoctor.report.repair_record import Change
 
