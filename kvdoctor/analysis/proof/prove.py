@@ -38,6 +38,9 @@ from kvdoctor.records import record
 KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
 
 
+FORMS = {"static": "a buffer of fixed size", "ring": "a ring", "replace": "a state", "paged": "a pool of blocks"}
+
+
 class NotProved(Exception):
     """What stands in the way, as a report says it; and the node, where it is one."""
 
@@ -167,7 +170,8 @@ class Prover:
                 or slot.trimmed
                 or slot.prepended
             ):
-                raise NotProved(f"past {slot.past!r} ({slot.kind}, {'new first' if slot.prepended else slot.growth})")
+                form = "cut to a window" if slot.trimmed else "the new entries come first" if slot.prepended else None
+                raise NotProved(f"past {slot.past!r} ({form or FORMS.get(slot.growth, slot.kind)})")
             if slot.first in ("dummy", "zeros"):
                 raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")
         graphs = [contract.graph("decode"), contract.graph("prefill")]
