@@ -217,7 +217,7 @@ def test_the_step_that_meets_the_fixed_length_is_shown(tmp_path: Path, runtime: 
     (finding,) = report.findings
     assert finding.name == "past-axis-frozen"
     assert "step 2, fed a past of length 2, fails" in finding.effects[0]
-    assert "sample sizes of 2 or more" in finding.repair.text
+    assert "sample inputs of different sizes, all 2 or more" in finding.repair.text
     (run,) = (run for run in report.runs if run.outcome != "skipped")
     assert (run.experiment, run.outcome, run.failed_step) == ("frozen-past", "failed", 2)
     assert [step.past_length for step in run.steps] == [0, 1, 2]
