@@ -31,7 +31,7 @@ from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName
 from kvdoctor.model.flatten import FlatNode
-from kvdoctor.model.traverse import describe_node
+from kvdoctor.model.traverse import name_node
 from kvdoctor.model.view import GraphView, declared
 from kvdoctor.records import record
 
@@ -341,5 +341,5 @@ class Prover:
 
 
 def describe(node: FlatNode) -> str:
-    """A node by its operator and its name."""
-    return describe_node(node.proto)
+    """A node by its operator and its name, or by its first output, which a node that stands for a branch has alone."""
+    return f'{node.op} "{name_node(node.proto) or node.output()}"'

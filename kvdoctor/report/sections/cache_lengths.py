@@ -147,7 +147,7 @@ def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
     """`3 -> 4`, `7 -> 0 empty, null pointer`, `7, held`, `computed: 7`."""
     fed = "-" if cell.fed is None else str(cell.fed)
     if slot.length_axis is None:
-        whole = "blocks" if slot.growth == "paged" else "state"
+        whole = "blocks" if slot.growth == "paged" else "number" if slot.kind == "counter" else "state"
         return "fails" if cell.state == "fails" else whole if cell.state != "not-returned" else "not returned"
     match cell.state:
         case "fails":

@@ -103,7 +103,9 @@ def _list_short_facts(finding: Finding, pictured: bool, quoted: str | None) -> I
         yield "observed", finding.observed
     if finding.evidence:
         yield "cause", finding.evidence[0]
-    elif (static or finding.slots) and finding.where != finding.file:
+    # Of a call that fails, the table names the node.
+    unnamed = said is not None and not pictured if finding.evidence else static or finding.slots
+    if unnamed and finding.where != finding.file:
         yield "where", finding.where
     yield from (("effect", text) for text in finding.effects[: static and not pictured])
     # A name such as /model/layers.0/mlp/Mul says the module itself.
