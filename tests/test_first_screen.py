@@ -68,14 +68,14 @@ def test_the_finding_is_first_the_verdict_last_and_all_of_it_on_one_screen(maria
     explained = "the plain loop failed at step 2, so its later logits were not compared"
     assert explained not in whole
     assert f"explained by a finding: KV301 (merged): {explained}" in " ".join(" ".join(screen(marian, 80, 1)).split())
-    assert "if you feed several tokens on a cache, or pad the encoder rows of a batch, or go on with several" in whole
+    assert "if you feed several tokens on a cache, or pad the encoder rows of a batch, or begin a second turn" in whole
 
 
 def test_what_a_healthy_verdict_does_not_need_is_said_to_be_that(runtime: Runtime) -> None:
     report = step_test(str(SCRATCH / "axes-past-only.onnx"), Options(), runtime)
     assert report.verdict == "healthy"
     first, whole = (" ".join(" ".join(screen(report, verbosity=verbosity)).split()) for verbosity in (0, 1))
-    assert "other histories and states, as there is no call without a cache (no difference; with a" in first
+    assert "other histories and states; this graph has no call without a cache (no difference; " in first
     assert "not checked" not in first
     assert "not checked, and not needed for the verdict: KV301 (axes-past-only): logits parity" in whole
 
@@ -106,7 +106,7 @@ def test_the_picture_shows_the_step_at_which_the_cache_goes_wrong(marian: Report
     assert table.header == ["step", "self-attention", "cross-attention", "logits"]
     assert [row[:3] for row in table.rows] == [
         ["0", "0 → 3", "0 → 7"],
-        ["1", "3 → 4", "7 → 0  empty, null pointer  ← here"],
+        ["1", "3 → 4", "7 → 0 empty, null pointer ← here"],
         ["2", "4 → ✗", "0 → ✗"],
     ]
     assert table.rows[2][3] == 'fails in Reshape "/model/decoder/layers.0/encoder_attn/Reshape_4"'
@@ -116,7 +116,7 @@ def test_the_picture_shows_the_step_at_which_the_cache_goes_wrong(marian: Report
 def test_wrong_logits_are_marked_where_the_lengths_are_right(tmp_path: Path, runtime: Runtime) -> None:
     lines = screen(diagnosed("past-ignored", tmp_path, runtime))
     (here,) = (line for line in lines if line.endswith("← here"))
-    assert re.fullmatch(r" +1 +3 → 4 +off by \d\S* standard deviations  ← here", here)
+    assert re.fullmatch(r" +1 +3 → 4 +off by \d\S* standard deviations ← here", here)
 
 
 def test_the_steps_of_a_run_that_a_finding_quotes_are_the_ones_shown(tmp_path: Path, runtime: Runtime) -> None:
@@ -166,12 +166,12 @@ def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could
     lines = screen(report, 300)
     uses = "one token a step (pasts 0 to 127), several at once (2, 3), batch (2, 3, 9), a prompt of one token, beams"
     assert lines[2] == f"✓ decoder works: {uses}, left padding, going back, a second turn"
-    close = r"largest difference \d\.\de-\d\d of the logits' standard deviation"
-    assert re.fullmatch(rf"  agrees with a run without a cache \({close}; with a corrupted cache \d\S*\)", lines[3])
+    close = r"largest difference \d\.\de-\d\d of the logits' standard deviation; \d\S* with a cache corrupted"
+    assert re.fullmatch(rf"  agrees with a run without a cache \({close} on purpose\)", lines[3])
     for other in (formats.render(report, "markdown"), formats.render(report, "html")):
         assert uses in other.replace("\\", "")
-    lengths = "every past, chunk and batch up to 128 tokens (rows of w_positions)"
-    proved = f"with and without a cache agree for {lengths}, if no attention score is as low as the mask's number"
+    lengths = "agree for every past, chunk and batch up to 128 tokens (rows of w_positions)"
+    proved = f"with and without a cache {lengths}, if no attention score is as low as the number that masks a token"
     assert lines[4] == f"  proved: {proved}"
     assert lines[5].startswith("  not tried: ")
     assert "--thorough" in lines[5]

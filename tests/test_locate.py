@@ -122,7 +122,7 @@ DIFFERING = {
         "Add",
         "/decoder/layers.1/self_attn/Add",
         1,
-        ("with causal1 as in the run without a cache, the logits are right", "scaled1 is right"),
+        ("with the value that causal1 has in the run without a cache, the logits are right", "scaled1 is right"),
     ),
     "positions-not-offset": Expected(
         "Add",

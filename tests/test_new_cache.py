@@ -205,7 +205,7 @@ def test_int8_weights_are_proved_without_their_rounding(tmp_path: Path) -> None:
     assert any("one scale from all tokens" in line for line in repair_of(report).loop)
 
 
-def test_a_hand_written_gpt_and_the_command_that_is_suggested(tmp_path: Path) -> None:
+def test_a_hand_written_gpt_and_the_command_that_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = kvdoctor("step-test", SCRATCH, "--format", "json")
     (entry,) = json.loads(done.stdout)["not_checked"]
     assert f"kvdoctor convert {SCRATCH} --cache growing -o CACHED makes a copy" in entry["reason"]
@@ -215,6 +215,8 @@ def test_a_hand_written_gpt_and_the_command_that_is_suggested(tmp_path: Path) ->
     assert "times as fast" in made.stdout
     old, new = (ort.InferenceSession(path) for path in (SCRATCH, tmp_path / "CACHED" / SCRATCH.name))
     assert decode(new, [5, 6], 30) == decode(old, [5, 6], 30)
+    monkeypatch.chdir(SCRATCH.parent)  # a copy there would be refused
+    assert "--cache growing -o ../CACHED makes a copy" in kvdoctor("inspect", SCRATCH.name).stdout
 
 
 def test_where_it_would_be_refused_the_reason_is_said_instead(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_cause_that_no_run_proved_is_not_invented(name: str, place: str, tmp_p
     report = step_test(str(FIXTURES[name].write(tmp_path)), None, runtime)
     text = report.findings[0].repair.text
     assert text.startswith(f"{place}export again; test the result")
-    assert ("no run proved the cause" in text) == (not place)
+    assert ("the runs do not show the cause" in text) == (not place)
     ran = {run.experiment for run in report.runs if run.shows == "passed"}
     assert ("results that change from call to call" in text) == ("same-feed" in ran and not place)
 
@@ -192,7 +192,7 @@ def test_the_step_that_meets_the_fixed_length_is_shown(tmp_path: Path, runtime: 
     (finding,) = report.findings
     assert finding.name == "past-axis-frozen"
     assert "step 2, fed a past of length 2, fails" in finding.effects[0]
-    assert "sample sizes of 2 or more" in finding.repair.text
+    assert "sample inputs of different sizes, all 2 or more" in finding.repair.text
     (run,) = (run for run in report.runs if run.outcome != "skipped")
     assert (run.experiment, run.outcome, run.failed_step) == ("frozen-past", "failed", 2)
     assert [step.past_length for step in run.steps] == [0, 1, 2]

@@ -61,10 +61,14 @@ class ModelFolder:
 
     @property
     def out(self) -> str:
-        """A folder for a repaired copy, as commands suggest it: a free name here, or next to the model's folder."""
+        """A folder for a repaired copy, as commands suggest it."""
+        return self.name_copy("FIXED")
+
+    def name_copy(self, wanted: str) -> str:
+        """A free name for a folder with a copy: in this folder or, from within the model's folder, next to that."""
         root = self.root.resolve()
         inside = Path.cwd() == root or root in Path.cwd().parents
-        return as_argument(free_name(os.path.relpath(root.parent / "FIXED") if inside else "FIXED"))
+        return as_argument(free_name(os.path.relpath(root.parent / wanted) if inside else wanted))
 
 
 def open_folder(shown: str, at: Path | None = None) -> ModelFolder:

@@ -25,7 +25,7 @@ from kvdoctor.diagnose.build_report import build_report, find_proof, stack_facts
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
-from kvdoctor.errors import as_argument, describe_crash, free_name
+from kvdoctor.errors import as_argument, describe_crash
 from kvdoctor.findings import Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.files import MODEL_SUFFIXES
 from kvdoctor.options import Options
@@ -45,7 +45,7 @@ CACHELESS = (
     "it returns logits, but has neither past inputs nor present outputs, so each token costs a pass over all tokens "
     "before"
 )
-EXPORT = "or export a decoder with the task ...-with-past, or with the cache as inputs and outputs of forward()"
+EXPORT = "else export it with the cache as inputs and outputs, in Optimum with a task that ends in -with-past"
 PADDED: tuple[Role, ...] = ("attention_mask", "padding_mask", "additive_mask", "encoder_mask")
 MOST_PADDED = 2_000
 """Inputs that hide padding, which no proof covers, and the nodes of graphs that are computed for its sake alone."""
@@ -128,7 +128,7 @@ def _explain_no_stack(folder: ModelFolder) -> str:
         below = any(one.suffix in MODEL_SUFFIXES for one in folder.root.glob("*/*"))
         several = f"; `kvdoctor gate {as_argument(folder.shown)}` checks the exports below it" if below else ""
         if any(folder.root.glob("*.safetensors")) or any(folder.root.glob("pytorch_model*.bin")):
-            exported = f"kvdoctor re-export --from {as_argument(folder.shown)} -o {free_name('EXPORTED')}"
+            exported = f"kvdoctor re-export --from {as_argument(folder.shown)} -o {folder.name_copy('EXPORTED')}"
             return f"no .onnx file in {folder.shown}, but a checkpoint of PyTorch; export it: {exported}"
         return f"no .onnx file in {folder.shown}; give the folder of an export or an .onnx file{several}"
     if (cacheless := next((file for file in folder.files if is_cacheless(file)), None)) is not None:

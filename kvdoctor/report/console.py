@@ -17,8 +17,8 @@ from kvdoctor.report.wording.summary import LABEL_WIDTH
 PIPE_WIDTH, LOG_WIDTH, LEAST_WIDTH = 4096, 120, 40
 WIDEST_HEAD = 100
 """Columns within which the location of a finding is put to the right."""
-GAP, GLUE = "  ", "\ue000"
-"""What stands between columns, and for a blank at which no line is broken."""
+GAP, GLUE, ARROW = "  ", "\ue000", "\u2190 "
+"""What stands between columns, and for a blank at which no line is broken; a mark that stays with the text after it."""
 MOST_NARROW = 20
 """The narrowest line, in cells, in which text is wrapped at blanks."""
 STYLES = {"strong": "bold", "good": "green", "bad": "red", "open": "yellow"}
@@ -84,7 +84,7 @@ class Page:
         """Print parts on as few lines as they need; a part is broken only where it is longer than a line."""
         room = self.console.width - 4 if self.console.is_terminal else PIPE_WIDTH
         glued = [part.replace(" ", GLUE) if cell_len(part) < room else part for part in map(self.clean, parts)]
-        body = Line(self.clean(between).join(glued), style)
+        body = Line(self.clean(between).replace(" ", GLUE, 1).join(glued), style)
         made = _wrap(self.console, body, 0, 2) if self.console.is_terminal else [body]
         self.show(Line(line.plain.replace(GLUE, " "), style) for line in made)
 
@@ -182,8 +182,13 @@ class Page:
         """A table without rules."""
         header = [Line(self.clean(shortened(title)), "dim") for title in table.header]
         cells = [[self._make_line(cell) for cell in row] for row in table.rows]
-        rows = [[Line(shortened(cell.plain), cell.style) for cell in row] for row in cells]
-        return list(_lay_out_table(self.console, [header, *rows], indent))
+        rows = [
+            [Line(shortened(cell.plain).replace(ARROW, ARROW[0] + GLUE), cell.style) for cell in row] for row in cells
+        ]
+        made = list(_lay_out_table(self.console, [header, *rows], indent))
+        for line in made:
+            line.plain = line.plain.replace(GLUE, " ")
+        return made
 
     def clean(self, text: str) -> str:
         """A text as it is printed: shortened, harmless, in ASCII if need be."""

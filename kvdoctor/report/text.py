@@ -145,7 +145,10 @@ def _make_short(page: Page, group: FindingGroup) -> list[Line]:
     finding = group.first
     text = f"{MARKS[finding.severity]} {format_name(finding)} ({format_places(group.places)}): {finding.cause}"
     reason = known_reason(finding)
-    way = Span(made, "command") if (made := finding.repair.command) else cut(finding.repair.text, LONGEST_FACT)
+    text_of_fix = finding.repair.text
+    if len(text_of_fix) > LONGEST_FACT:  # without its last parts, rather than with half of one
+        text_of_fix = text_of_fix[:LONGEST_FACT].rpartition("; ")[0] or text_of_fix
+    way = Span(made, "command") if (made := finding.repair.command) else cut(text_of_fix, LONGEST_FACT)
     if reason is not None:
         return page.lines(f"\u00b7 known: {format_name(finding)} ({format_places(group.places)}): {reason}", "dim")
     style = SEVERITIES[finding.severity]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvdoctor.addons.conversions.pipeline import ConvertRequest
     from kvdoctor.options import Options
     from kvdoctor.report.document import Report
-from kvdoctor.errors import as_argument, free_name
+from kvdoctor.errors import as_argument
 
 TITLE = "cache growing"
 LEAST_OPSET = 11
@@ -85,7 +85,7 @@ def advise(folder: ModelFolder, file: OnnxFile) -> str:
         return f"{command} would refuse it: {reason}"
     except Exception as error:  # advice must not cost the diagnosis
         return f"{command} would refuse it: its graph cannot be followed ({type(error).__name__}: {error})"
-    return f"{command} -o {free_name('CACHED')} makes a copy that has one, and proves it"
+    return f"{command} -o {folder.name_copy('CACHED')} makes a copy that has one, and proves it"
 
 
 def _follow(model: ModelProto, file: OnnxFile) -> tuple[TokenAxes, Inputs]:

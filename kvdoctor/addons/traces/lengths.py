@@ -120,6 +120,7 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
     from_right = fills_from_right(port, moment.contract)
     seen = _of_tokens(mask, total, from_right)
     suspected, hidden, advice = None, None, "append a 1 for each new token to the mask of the step before"
+    shown = _shown(mask)
     if before is None:
         wrong = None if seen.any(axis=-1).all() else "hides every token of a sequence"
         # Hidden tokens after one that is shown and before another one.
@@ -140,13 +141,16 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
             known = _of_tokens(earlier.array(), moment.past, from_right)
         comparable = known is not None and known.shape == (len(seen), moment.past)
         same_rows = known is None or not comparable or np.array_equal(known, seen[:, : moment.past])
+        if not same_rows and known is not None:
+            row = int(np.argwhere(known != seen[:, : moment.past])[0, 0])
+            shown = f"{_shown(seen[row])} in row {row}, and {_shown(known[row])} at step {before.last.number}"
         wrong = None if same_rows else f"hides other tokens of the past than at step {before.last.number}"
     if wrong is not None:
         yield ContractViolation(
             kind="mask-values",
             inputs=(port.name,),
             declared=f"{port.name} {moment.step.fed[port.name]}: 1 for every token but padding, the new ones included",
-            observed=f"{port.name} {_shown(mask)}",
+            observed=f"{port.name} {shown}",
             cause=f"{port.name} {wrong}",
             advice=advice,
             suspected=suspected,
@@ -318,9 +322,9 @@ def capacity(moment: StepContext) -> Iterator[ContractViolation]:
     if room is not None and ring == room:
         if moment.new <= room:
             return
-        names, promised = held or names, f"at most {tokens(room)} in one call, the rows that are written in turn"
+        names, promised = held or names, f"at most {tokens(room)} in one call: a call writes no row twice"
         cause = f"{tokens(moment.new)} in one call are more than the {room} rows of the cache: some overwrite others"
-        advice = f"feed the prompt in calls of at most {tokens(room)}; a window needs its own length of room as well"
+        advice = f"feed the prompt in calls of at most {tokens(room)}; fewer if a window needs older rows"
     elif room is not None and total > room:
         names, promised = held or names, f"at most {tokens(room)}, the length of the buffer"
     elif limit is not None and total > limit:

@@ -32,11 +32,14 @@ from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
-from kvdoctor.model.traverse import describe_node
+from kvdoctor.model.traverse import name_node
 from kvdoctor.model.view import GraphView, declared
 from kvdoctor.records import record
 
 KINDS = ("self-attention", "cross-attention", "hidden-memory", "encoder-states")
+
+
+FORMS = {"static": "a buffer of fixed size", "ring": "a ring", "replace": "a state", "paged": "a pool of blocks"}
 
 
 class NotProved(Exception):
@@ -235,7 +238,8 @@ class Prover:
                 or slot.trimmed
                 or slot.prepended
             ):
-                raise NotProved(f"past {slot.past!r} ({slot.kind}, {'new first' if slot.prepended else slot.growth})")
+                form = "cut to a window" if slot.trimmed else "the new entries come first" if slot.prepended else None
+                raise NotProved(f"past {slot.past!r} ({form or FORMS.get(slot.growth, slot.kind)})")
             if slot.first in ("dummy", "zeros"):
                 raise NotProved(f"past {slot.past!r} (the first step takes {slot.first})")
         graphs = [contract.graph("prefill"), contract.graph("decode")]
@@ -409,5 +413,5 @@ class Prover:
 
 
 def describe(node: FlatNode) -> str:
-    """A node by its operator and its name."""
-    return describe_node(node.proto)
+    """A node by its operator and its name, or by its first output, which a node that stands for a branch has alone."""
+    return f'{node.op} "{name_node(node.proto) or node.output()}"'

@@ -210,7 +210,8 @@ def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
     call = f"a cache filled by one call of {stop - 1} tokens is {'right' if refilled else 'wrong as well'}"
     call = call if first < stop else "no longer sequence was run"
     what = "keys" if near.contract.last_logits_only else "logits"
-    seen = f"without a cache, the {what} of the first {start} tokens change when there are {', '.join(changes)}"
+    call_of = f"a call of {' or '.join(changes)} tokens without a cache"
+    seen = f"{call_of} gives the first {start} tokens other {what} than a shorter call"
     evidence = f"{seen}; with a cache, steps differ from there on; {call}"
     return Cause(KEYS_CHANGE, evidence, from_length=first, again=len(changes) > 1)
 

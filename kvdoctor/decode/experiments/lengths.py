@@ -26,7 +26,7 @@ def can_be_filled(contract: CacheContract) -> str | None:
     if fits is None:
         return "the past length is not a fixed number"
     if contract.first_step == "empty-past" or contract.new_tokens not in (None, fits):
-        return f"the past length is fixed at {fits}, and no first step fills it"
+        return f"the past length is fixed at {fits}, and no first step leaves a past of that length"
     return None
 
 

@@ -27,7 +27,8 @@ def describe_changes(context: ContractContext, past: str) -> tuple[str, ...]:
     if flow is None or slot is None or slot.present is None:
         return ()
     nodes = flow.find_changes(past, len(slot.shape), slot.present)
-    return (f"between {past} and {slot.present}: {shorten_names([*map(_name, nodes)], MOST_NODES)}",) if nodes else ()
+    changes = f"entries are changed or cut off between {past} and {slot.present}"
+    return (f"{changes}: {shorten_names([*map(_name, nodes)], MOST_NODES)}",) if nodes else ()
 
 
 def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
@@ -48,7 +49,7 @@ def describe_rounded(context: ContractContext, past: str | None = None) -> tuple
     wanted = next((slot.present for slot in context.contract.slots if slot.past == past), None)
     for name, processed in context.rounded_presents.items():
         if past is None or name == wanted:
-            text = f"between the attention and {name}: {', '.join(processed.words)}"
+            text = f"rounded between the attention and {name}: {', '.join(processed.words)}"
             cuts = any(has(node.op_type, "quantize") for node in processed.rounding)
             return (text + ("; it would also cut off entries beyond the range of its scale" if cuts else ""),)
     return ()

@@ -167,7 +167,8 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     worst = max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
     step = run.wrong_step or worst
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
-    growth = describe_growth(run)
+    known = step is not None and run.growth is not None and run.growth.step == step.step
+    growth = None if known else describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"
     cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, _advise_unproved(context, run))
     fault = Fault(severity, (context.logits_name,), cause, advice, run=run).compare(
@@ -192,7 +193,7 @@ def _advise_unproved(context: RunContext, run: Run) -> Advice:
     shown = [] if context.predicted else [one.experiment for one in context.runs if one.shows == "passed"]
     excluded = [text for name, text in EXCLUDED.items() if name in shown]
     which = f" (excluded: {', '.join(excluded)})" if excluded else ""
-    return Advice("re-export", f"{advise_place(run)}; no run proved the cause{which}")
+    return Advice("re-export", f"{advise_place(run)}; the runs do not show the cause{which}")
 
 
 def build_use_difference(context: RunContext, run: Run, use: "Use", cause: str) -> Fault:

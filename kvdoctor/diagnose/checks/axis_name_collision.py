@@ -62,11 +62,12 @@ def _report_stale(context: ContractContext) -> Iterator[Fault]:
     if stale:
         first = stale[0]
         axes = " and ".join(f"{first.declared[at]!r}" for at in first.axes)
-        cause = f"{first.name} is declared in a shape that is not computed: its axis {axes} has not that length"
+        found = describe(first.dtype, first.found)
+        cause = f"{first.name} is {found}, where its declared axis {axes} stands for another length"
         repair = context.advise_graph_repair("or declare what is returned, and delete stale value_info")
         fault = Fault("note", tuple(one.name for one in stale), cause, repair).compare(
             f"{first.name} {describe(first.dtype, first.declared)}",
-            f"{describe(first.dtype, first.found)} in a call whose inputs give {axes} another length",
+            f"{found} in a call whose inputs give {axes} another length",
         )
         where = f"declared shape of {first.name}" + (f" and {len(stale) - 1} more" if len(stale) > 1 else "")
         yield fault.also(where=where, apart=("stale",))

@@ -18,6 +18,6 @@ from kvdoctor.diagnose.checks._faults import CauseText, check_cause
 WORDS = CauseText(
     cause="a step with a past computes another function than a call without one",
     declared="the same logits for the first token from both",
-    advice="export again: a pair of files from one checkpoint, a single file without a branch that a length selects",
+    advice="export again: two files from the same checkpoint, or one file that computes the same at every length",
 )
 check_cause(__name__, "KV311", "branches-disagree", "runs", WORDS)

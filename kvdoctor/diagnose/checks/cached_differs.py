@@ -60,7 +60,7 @@ LESS_ROUNDING = Advice(
 ACCEPT = "accept the difference: a cache of fewer bits is smaller"
 FINER = "store the cache in more bits, or by a scale that covers its values with smaller steps"
 AMPLIFIED = "correct the state that each step amplifies, or export again"
-OVERFLOWS = f"or replace what overflows (-inf in a mask by the lowest number), or {AMPLIFIED}"
+OVERFLOWS = "or replace what overflows (-inf in a mask by the lowest number), or "
 ONE_SEQUENCE = Advice("re-export", "export again; until then feed the tokens of one sequence a call")
 WIDER = "or run the model in float32 or bfloat16, "
 ALL_HIDDEN = "; a row whose keys are all hidden by -inf gives NaN"
@@ -185,11 +185,14 @@ def non_finite(context: RunContext) -> Faults:
 
 def _advise_range(context: RunContext) -> Advice:
     narrow = context.contract.exactness != "float"
-    return context.advise_graph_repair(WIDER * narrow + OVERFLOWS.removeprefix("or " * narrow))
+    has_states = any(slot.growth == "replace" for slot in context.contract.slots)
+    again = AMPLIFIED if has_states else "export again"
+    return context.advise_graph_repair(WIDER * narrow + OVERFLOWS.removeprefix("or " * narrow) + again)
 
 
 def _describe_steps(run: Run) -> str:
-    return f"logits are not finite at step {join_some([*map(str, run.not_finite)], 1)}"
+    rest = " and in {} of the steps after it"
+    return f"logits are not finite at step {join_some([*map(str, run.not_finite)], 1, rest=rest)}"
 
 
 def _ignores_past(context: RunContext, run: Run) -> bool:
@@ -235,8 +238,8 @@ def _rounded(context: RunContext, run: Run) -> Fault:
     more = f", and in {format_count(len(uses) - MOST_USES, 'other use')}" if len(uses) > MOST_USES else ""
     where = f" with {' or '.join(use.words for _, use in uses[:MOST_USES])}{more}" if uses else ""
     how = f" by so much that the logits are wrong{where}" if coarse else ""
-    names = shorten_names([*rounded])
-    cause = f"{names} is returned rounded{how}, but the same step attends to the unrounded values"
+    names, verb = shorten_names([*rounded]), "are" if len(rounded) > 1 else "is"
+    cause = f"{names} {verb} returned rounded{how}, but the same step attends to the unrounded values"
     wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
     found = build_difference(context, run, "error" if wrong else "warning", cause)
     found = found.also(use=next((use.required for _, use in uses if use.required in context.required), None))

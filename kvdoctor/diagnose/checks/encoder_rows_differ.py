@@ -16,6 +16,7 @@ from kvdoctor.decode.runs import ROWS_DIFFER
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 
+CAUSE = "the encoder returns another number of rows than the prompt has placeholders for them"
 ONE_EXPORT = Advice("caller", "take the encoder and the config from one export, or correct the number in the config")
 
 
@@ -30,6 +31,6 @@ def encoder_rows_differ(context: RunContext) -> Faults:
         return  # the declared number of rows differs already
     returned, _, wanted = run.cause.evidence.partition(", and ")
     file = next((one for one in encoders if returned.startswith(one)), context.decode_file)
-    fault = Fault("error", (file,), run.cause.evidence, ONE_EXPORT, file=file).compare(wanted, returned)
+    fault = Fault("error", (file,), CAUSE, ONE_EXPORT, file=file).compare(wanted, returned)
     effect = "placeholders without a row keep their own embedding, or the loop refuses the prompt"
     yield fault.also(where=f"file {file}, experiment encoder-rows", effects=(effect,))

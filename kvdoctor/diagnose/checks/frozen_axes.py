@@ -16,7 +16,7 @@ from kvdoctor.contract import DECODING, Axis, Graph, Slot, describe
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 
-EXPORT_AGAIN = "export again with dynamic axes; sample sizes of 2 or more, all different"
+EXPORT_AGAIN = "export again with dynamic axes and sample inputs of different sizes, all 2 or more"
 OPEN_AXES: tuple[Axis, ...] = ("past", "batch", "new", "total", "encoder", "encoder_input", "batch_heads", "batch_new")
 """The axes that change from call to call; of the first three, the findings on the later ones refer to the earlier."""
 
@@ -54,7 +54,7 @@ def _advise_export(context: ContractContext, graph: Graph, axis: Axis) -> str:
     if any(port.size(kind) is not None for port in graph.inputs for kind in kinds):
         return EXPORT_AGAIN
     argument = write_dynamic_axes(graph, context.contract.slots)
-    return f"export again; sample sizes of 2 or more, all different; {argument}"
+    return f"{EXPORT_AGAIN}; {argument}"
 
 
 @check("KV110", "past-axis-frozen", "contract")

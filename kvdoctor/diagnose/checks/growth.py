@@ -41,7 +41,7 @@ MISPLACED = replace(
 UNTOUCHED = CauseText(
     cause="a step returns a cache or a state without its new token",
     declared="presents that depend on the token of the step",
-    advice="export again with another cache class or exporter",
+    advice="export again, so that a step returns its new token as well (with another cache class or exporter)",
 )
 LOST = CauseText(
     cause="earlier tokens are lost: they were overwritten in the cache, or are masked",
@@ -56,7 +56,7 @@ UNCOUNTED = CauseText(
 LOST_STATE = CauseText(
     cause="a step returns a state of its own tokens alone; that of the tokens before them is lost",
     declared="states that depend on the state that the step is fed",
-    advice="export again with another exporter, or with a past in the sample inputs",
+    advice="export again, so that a step goes on from the state that it is fed (with a past in the sample inputs)",
 )
 
 

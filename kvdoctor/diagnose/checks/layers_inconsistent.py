@@ -28,7 +28,7 @@ def layers_inconsistent(context: ContractContext) -> Faults:
         others = {s.layer for s in context.contract.slots if s.kind != kind and s.layer is not None}
         reasons = [*_find_gaps(slots, others, is_stage), *_find_lone_parts(slots), *_find_unequal_sizes(slots)]
         if reasons:
-            cause = "the slots of the layers differ" + ", and decode steps with them are right" * proved
+            cause = f"the caches of the layers differ: {reasons[0]}" + ", and decode steps with them are right" * proved
             subject = tuple(slot.past for slot in slots)
             fault = Fault("note" if proved else "warning", subject, cause, EXPORT_AGAIN, where=f"{kind} cache")
             yield fault.compare("the same slots in every layer", "; ".join(reasons))

@@ -19,8 +19,8 @@ from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
 EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
-NOT_PROVED = "or export again; no run proved which number of the graph stands for a size"
-OTHER_ATTENTION = "or export again with another attention operator, or with that one as its kernel takes it"
+NOT_PROVED = "or correct the graph at that node, or export again; no fixed number in the graph explains the error"
+OTHER_ATTENTION = "or export again with another attention operator, or with sizes that the kernel of that one takes"
 
 
 @check("KV201", "empty-past-rejected", "runs")
@@ -57,7 +57,7 @@ def step_fails(context: RunContext) -> Faults:
         uncached = other.experiment == "long-past" and last is not None and last.phase != "decode"
         if uncached and last is not None and limit < last.new_tokens:
             tokens = last.past_length + last.new_tokens
-            raise CannotCheck(f"{tokens} tokens fail, and no config declares that length usable")
+            raise CannotCheck(f"{tokens} tokens fail; no config says that the model takes so many, so this is no fault")
         cause = f"with {use.words}, {_name_failed_step(other)}"
         yield _build_fault(context, other, use.severity, cause, use.words).also(use=use.required)
 

@@ -295,7 +295,7 @@ class DifferenceSearch:
         """How the value differs, and the check whose fault that is, empty where the place alone does not tell."""
         off = f"off by {divergence.relative:g} standard deviations"
         if divergence.relative < 0:
-            off = "infinite or NaN in other entries than the reference"
+            off = "infinite or NaN in other entries than in the run without a cache"
         elif divergence.relative > MOST_DEVIATIONS:
             off = "different from a reference whose entries are all equal"
         if divergence.order is not None:
@@ -310,7 +310,7 @@ class DifferenceSearch:
             return f"{exchanged[0]} does not hold the expected entries, {exchanged[1]} does", name
         if divergence.switches:
             chosen = shorten_names(tuple(map(graph.flat.label, divergence.switches)))
-            words = f"it depends on {chosen}, which a length selects: with the values of the run without a cache"
+            words = f"it depends on {chosen}, which a length selects; with the values of the run without a cache"
             name = "cache-misread" if change_entries(graph, divergence.switches) else "branches-disagree"
             return f"its output is {off}; {words} the logits are right", name
         root = graph.flat.label(divergence.root) if divergence.root is not None else None
@@ -320,14 +320,16 @@ class DifferenceSearch:
             return words, name_numbers(graph.flat, divergence.root or "")
         held = (slot for slot in self.contract.slots if {"layers", "parts"} & set(slot.axes) or "state" in slot.kind)
         packed = {slot.past for slot in held}  # a state may hold those of all layers
-        side = find_wrong_side(graph, divergence.value, packed) if divergence.sudden else None
+        side = (
+            find_wrong_side(graph, divergence.value, packed) if divergence.sudden and divergence.relative >= 0 else None
+        )
         if side is not None:
             return f"its output is {off}: {side[1]}", side[0]
         if root is not None:
-            which = "that" if divergence.root == divergence.value else root
-            return f"its output is {off}; with {which} as in the run without a cache, the logits are right", ""
+            which = "its value" if divergence.root == divergence.value else f"the value that {root} has"
+            return f"its output is {off}; with {which} in the run without a cache, the logits are right", ""
         if divergence.sudden:
-            return f"its output is the first wrong value, {off}", ""
+            return f"its output is {off}", ""
         return f"no single node stands out: differences grow from node to node, and its output is {off}", ""
 
     def _describe_cache(self, search: DivergenceSearch) -> FaultLocation:

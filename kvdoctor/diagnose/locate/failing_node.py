@@ -325,7 +325,10 @@ class FailingNode:
         if odd:
             shape, returned = list(self.feeds[odd[0].name].shape), self.carried.get(odd[0].name)
             return "feed", f"{clash}: {odd[0].name} was fed as {shape}" + (f", {returned}" if returned else "")
-        return "graph", clash if self.node.op in NO_LENGTHS else f"{clash}, although the fed lengths agree"
+        return (
+            "graph",
+            clash if self.node.op in NO_LENGTHS else f"{clash}, although the lengths that were fed fit together",
+        )
 
     def _kind(self, source: SizeSource) -> Axis | None:
         """What a fed axis counts."""

@@ -110,7 +110,7 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
     wrong = _find_wrong_cell(run, slots, last)
     if wrong is not None:
         row, column = wrong
-        rows[row][column] += f"{' standard deviations' * rows[row][column].startswith('off by')}  {HERE}"
+        rows[row][column] += f"{' standard deviations' * rows[row][column].startswith('off by')} {HERE}"
     left_out = len(rows) - MOST_ROWS
     if left_out > 1:
         rows[FIRST_ROWS : FIRST_ROWS + left_out] = [["\u2026", *("" for _ in kinds), f"{left_out} equal steps"]]
@@ -144,10 +144,10 @@ def _find_wrong_cell(run: Run, slots: list[Slot], last: int) -> tuple[int, int] 
 
 
 def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
-    """`3 -> 4`, `7 -> 0  empty, null pointer`, `7, held`, `computed: 7`."""
+    """`3 -> 4`, `7 -> 0 empty, null pointer`, `7, held`, `computed: 7`."""
     fed = "-" if cell.fed is None else str(cell.fed)
     if slot.length_axis is None:
-        whole = "blocks" if slot.growth == "paged" else "state"
+        whole = "blocks" if slot.growth == "paged" else "number" if slot.kind == "counter" else "state"
         return "fails" if cell.state == "fails" else whole if cell.state != "not-returned" else "not returned"
     match cell.state:
         case "fails":
@@ -158,7 +158,7 @@ def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
             return f"{fed}, not returned"
         case "emptied":
             seen = step.returned.get(slot.present or "")
-            return f"{fed} \u2192 0  empty" + (", null pointer" if seen is not None and seen.null else "")
+            return f"{fed} \u2192 0 empty" + (", null pointer" if seen is not None and seen.null else "")
     returned = "?" if cell.returned is None else str(cell.returned)
     return f"computed: {returned}" if cell.fed is None else f"{fed} \u2192 {returned}"
 

@@ -83,29 +83,36 @@ def make_short_card(report: Report, group: FindingGroup, picture: bool) -> Card:
     fix = tuple((label, _make_advice(first, text)) for label, text in fixes)
     more = (("more", f"kvdoctor explain {first.code}"),) if first.severity == "error" else ()
     place = first.file if len(group.findings) == 1 and first.file is not None else format_places(group.places)
-    facts = tuple((label, cut(text, LONGEST_FACT)) for label, text in _list_short_facts(first, drawn is not None))
+    found = _list_short_facts(first, drawn is not None, quote)
+    facts = tuple((label, cut(text, LONGEST_FACT)) for label, text in found)
     return replace(_start_card(first, place, 300), picture=drawn, quote=quote, facts=facts, fix=fix, more=more)
 
 
-def _list_short_facts(finding: Finding, pictured: bool) -> Iterator[tuple[str, str]]:
+def _list_short_facts(finding: Finding, pictured: bool, quoted: str | None) -> Iterator[tuple[str, str]]:
     if (reason := known_reason(finding)) is not None:
         yield "known", reason
     # The end of a runtime's message stands in place of the whole, which -v has.
-    said = finding.error
+    said, predicted = finding.error, " as it was derived from the graph," * finding.predicted
     static = finding.experiment is None
     if static and not finding.evidence:
         yield "expected" if (finding.file or "").endswith(".onnx") else "declared", finding.declared
-    yield "observed", finding.observed if said is None else finding.observed.replace(said, f'"{quote_error(said)}"')
+    if said is not None:
+        old, new = (f": {said}", "") if quoted else (said, f'"{quote_error(said)}"')
+        yield "observed", finding.observed.replace(old, new)
+    elif not finding.predicted:
+        yield "observed", finding.observed
     if finding.evidence:
         yield "cause", finding.evidence[0]
-    elif (static or finding.slots) and finding.where != finding.file:
+    # Of a call that fails, the table names the node.
+    unnamed = said is not None and not pictured if finding.evidence else static or finding.slots
+    if unnamed and finding.where != finding.file:
         yield "where", finding.where
     yield from (("effect", text) for text in finding.effects[: static and not pictured])
     # A name such as /model/layers.0/mlp/Mul says the module itself.
     if any(source.line or source.kind for source in finding.sources):
         yield from (("module", text) for text in list_sources(finding))
     if finding.confidence == "suspected":
-        yield "certainty", "suspected, not confirmed by a run"
+        yield "certainty", f"suspected,{predicted} not confirmed by a run"
 
 
 def _list_group_facts(group: FindingGroup) -> Iterator[tuple[str, str]]:
@@ -174,7 +181,7 @@ def draw_cache(report: Report, finding: Finding) -> tuple[Table | None, str | No
 
 def _find_run(report: Report, finding: Finding) -> Run | None:
     """The run that a finding is about: of its use, else the loop that is wrong, else the first wrong run."""
-    if finding.stack is None:
+    if finding.stack is None or finding.name == "loop-breaks-contract":  # that is about the caller's own run
         return None
     runs = [run for run in select_local_runs(report, finding.stack) if run.shows in WRONG and run.steps]
     if not runs:

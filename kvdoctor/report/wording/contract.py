@@ -147,11 +147,11 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
         else:
             lengths = "past, chunk and batch" if batched else "past and chunk"
         end = f" up to {proof.up_to:,} tokens (rows of {proof.table})" if proof.up_to is not None else ""
-        end += ", if no attention score is as low as the mask's number" if proof.weak_mask else ""
+        end += ", if no attention score is as low as the number that masks a token" if proof.weak_mask else ""
         yield "proved", f"with and without a cache agree for every {lengths}{end}"
     if proof.exceptions:
-        what = "several new tokens a step" if proof.single else "lengths that no run has"
-        yield "not proved", f"{what}; the proof stops here: {'; '.join(proof.exceptions)}"
+        what = "several new tokens a step" if proof.single else "lengths that were not run"
+        yield "not proved", f"{what}; outside the proof: {'; '.join(proof.exceptions)}"
 
 
 OUTLINED = (

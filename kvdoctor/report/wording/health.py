@@ -46,11 +46,11 @@ USES = {
     "other-encoder-length": ("another encoder length", "change the encoder length"),
     **dict.fromkeys(("encoder-rows", "rows-in-prompt"), ("images or audio", "feed images or audio with the prompt")),
     "rewind": ("going back", "take tokens back"),
-    "second-turn": ("a second turn", "go on with several tokens after single ones"),
+    "second-turn": ("a second turn", "begin a second turn (several tokens after single ones)"),
     "speculation": ("drafts", "check several drafts in a call"),
     "unread-content": ("buffers with old content", "reuse a buffer with old content"),
-    "history": ("other histories", "change earlier tokens"),
-    "own-session": ("a session of its own", "run two sequences in turn"),
+    "history": ("other earlier tokens", "change earlier tokens"),
+    "own-session": ("two sequences in turn", "run two sequences in turn"),
     "adapter": ("an adapter (LoRA)", "feed an adapter (LoRA)"),
     "full-context": ("the full context", "fill the context"),
     "state-put-back": ("a state put back", "save and restore a state"),
@@ -218,12 +218,12 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; with a corrupted cache 3.5)`."""
     loop = next(filter(_is_passed_loop, list_uses(report, stack)))
     others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
-    same = f"{others}, as there is no call without a cache" if loop.repeats else "a run without a cache"
+    same = f"{others}; this graph has no call without a cache" if loop.repeats else "a run without a cache"
     worst = max((step.difference.relative for step in loop.steps if step.difference is not None), default=0.0)
     float32 = f", {loop.unrounded.worst:.1e} in a float32 copy" if loop.unrounded is not None else ""
     close = f"largest difference {worst:.1e} of the logits' standard deviation{float32}" if worst else "no difference"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
-    control = f"; with a corrupted cache {min(visible):.2g}" if visible else ""
+    control = f"; {min(visible):.2g} with a cache corrupted on purpose" if visible else ""
     verb = "differs by rounding alone from" if loop.by_rounding else "agrees with"
     return f"{verb} {same} ({close}{control})"
 
