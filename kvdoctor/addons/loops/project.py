@@ -84,25 +84,14 @@ def _copy_program(language: Language, name: str) -> Iterator[tuple[str, str]]:
 
 def rename(text: str, name: str) -> str:
     """The text with a name in place of `decode_loop`, `decode-loop`, `decodeloop`, `decodeLoop` and `DecodeLoop`."""
-    forms = {form(DEFAULT_NAME): form(name) for form in (str, _with_hyphens, _joined, _camel, _pascal)}
+    forms = dict(zip(_list_spellings(DEFAULT_NAME), _list_spellings(name), strict=True))
     return re.sub("|".join(forms), lambda found: forms[found.group()], text)
 
 
-def _with_hyphens(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _joined(name: str) -> str:
-    return name.replace("_", "")
-
-
-def _pascal(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-def _camel(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(part.capitalize() for part in others)
+def _list_spellings(name: str) -> tuple[str, ...]:
+    parts = name.split("_")
+    pascal = "".join(part.capitalize() for part in parts)
+    return name, "-".join(parts), "".join(parts), parts[0] + pascal[len(parts[0]) :], pascal
 
 
 def make_readme(project: Project) -> str:

@@ -52,7 +52,7 @@ struct Take {
 struct Axis {
   std::string value;
   std::size_t axis;
-  std::int64_t each = 1;
+  std::int64_t each;
 };
 
 /// A call of a file.
@@ -89,10 +89,10 @@ struct Source {
   bool masked;
 };
 
-/// The type and the sizes of an input.
+/// The type and the sizes of an input; -1 is any.
 struct Port {
   ONNXTensorElementDataType dtype;
-  Dims dims;
+  std::vector<std::int64_t> shape;
 };
 
 /// A file of the model, and what a session of it must have.
@@ -106,8 +106,6 @@ struct File {
 struct Generation {
   /// What a prompt begins with; ids that end a sequence, and are not among its tokens.
   std::vector<std::int64_t> start, end;
-  /// Fed to a sequence that has ended.
-  std::optional<std::int64_t> padding;
   /// Ids that are never chosen, and those that are not chosen as the first new token.
   std::vector<std::int64_t> suppress, begin_suppress;
   /// Places, counted from the first token of the prompt, with the id there.
@@ -132,7 +130,7 @@ struct Contract {
   std::int64_t heads;
   std::optional<Source> source;
   /// Token ids are smaller than `vocabulary`, a sequence has at most `context_limit` tokens.
-  std::optional<std::int64_t> vocabulary, context_limit;
+  std::int64_t vocabulary, context_limit;
   /// The number of sequences, where the graph takes one number only.
   std::optional<std::size_t> batch;
   bool one_token, capacity_is_chosen, pads, chunks, rewinds, reorders;

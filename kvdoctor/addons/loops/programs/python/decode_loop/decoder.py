@@ -1,6 +1,5 @@
 """The decoder: opens the files of a model, runs its calls, and holds the cache of one batch of sequences."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,9 @@ class Decoder:
             file.file: _open(Path(folder), file, providers, options or ort.SessionOptions())
             for file in self.contract.files
         }
-        limit = self.contract.context_limit or sys.maxsize
-        self._capacity = capacity if self.contract.capacity_is_chosen else self.contract.context_limit or 1
-        self.most = min(limit, capacity) if self.contract.capacity_is_chosen else limit
+        limit = self.contract.context_limit
+        self._capacity = capacity if self.contract.capacity_is_chosen else limit
+        self.most = min(limit, self._capacity)
         self.trace: Trace | None = None
         self.reset()
 
@@ -317,19 +316,13 @@ class Decoder:
         Raises:
             ValueError: the rows have unequal lengths, or hold something else than ids that the model takes.
         """
-        vocabulary = self.contract.vocabulary or sys.maxsize
-        width = len(rows[0]) if len(rows) else 0
-        for row in rows:
-            if len(row) != width or not width:
-                raise ValueError("give token ids, as many for each sequence")
-            for token in row:
-                if not 0 <= token < vocabulary:
-                    raise ValueError(f"token id {token} is not one of 0 to {vocabulary - 1}")
-                if token in self.contract.placeholders:
-                    raise ValueError(f"token {token} stands for an image or audio, which this program does not take")
-        ids = np.array(rows)
-        if ids.ndim != 2 or ids.dtype.kind not in "iu":
-            raise ValueError("token ids are whole numbers, a list for each sequence")
+        if not len(rows) or not len(rows[0]) or any(len(row) != len(rows[0]) for row in rows):
+            raise ValueError("give token ids, as many for each sequence")
+        ids, vocabulary = np.array(rows), self.contract.vocabulary
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
+            raise ValueError(f"token ids are whole numbers, 0 to {vocabulary - 1}; got {ids.tolist()}")
+        for token in self.contract.placeholders.intersection(ids.flat):
+            raise ValueError(f"token {token} stands for an image or audio, which this program does not take")
         return ids.astype(np.int64, copy=False)
 
 
