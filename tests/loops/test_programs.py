@@ -117,7 +117,7 @@ def _of_another_model(contract: dict[str, Any]) -> dict[str, Any]:
 def _of_another_size(contract: dict[str, Any]) -> dict[str, Any]:
     (file,) = contract["files"]
     inputs = {
-        name: one | {"shape": [3 if dim == 2 else dim for dim in one["shape"]]} for name, one in file["inputs"].items()
+        n: one | {"shape": [3 if size == 2 else size for size in one["shape"]]} for n, one in file["inputs"].items()
     }
     return {"files": [file | {"inputs": inputs}]}
 

@@ -110,7 +110,7 @@ def make_readme(project: Project) -> str:
         "contract": "\n".join(f"| {label} | {code(text)} |" for label, text in describe_contract(facts)),
         "own": describe_own_loop(project),
         "rules": "\n".join(f"{at}. {text}" for at, text in enumerate(_list_rules(plan), 1)),
-        "notes": rename("\n## ".join(_list_sections(notes, plan)).strip(), project.name),
+        "notes": rename("\n- **".join(_list_sections(notes, plan)).strip(), project.name),
         "example": vectors[0].example if vectors else "--prompt 5,6,7",
         "consumer": " --consumer held" if any(slot.carry == "hold" for slot in plan.slots) else "",
         "source": SOURCE_FILE if vectors and vectors[0].source is not None else "",
@@ -129,13 +129,13 @@ endian. `vectors.json` has its shape."""
 
 
 def _list_sections(notes: str, plan: LoopPlan) -> Iterator[str]:
-    """The sections of a language's notes, without those on what the contract does not offer."""
+    """The points of a language's notes, without those on what the contract does not offer."""
     left_out = {
         "Beams": not plan.reorders,
         "A second turn": not plan.chunks,
         "The source": plan.source is None,
     }
-    yield from (part for part in notes.split("\n## ") if not left_out.get(part.partition("\n")[0].removeprefix("## ")))
+    yield from (part for part in notes.split("\n- **") if not left_out.get(part.partition("**")[0]))
 
 
 def _list_rules(plan: LoopPlan) -> Iterator[str]:

@@ -44,7 +44,6 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Made, name, dtype, dims, batch_axis, copy, be
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Take, output, value, carry, axis)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Axis, value, axis, each)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Call, file, values, made, outputs, logits, takes, sizes)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Calls, encode, prefill, decode)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Zeros, value, dtype, dims)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Source, dtype, dims, batch_axis, length_axis, masked)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Port, dtype, shape)

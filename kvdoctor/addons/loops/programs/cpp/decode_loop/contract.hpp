@@ -68,11 +68,6 @@ struct Call {
   std::map<std::string, Axis> sizes;
 };
 
-/// The calls of each phase, in order.
-struct Calls {
-  std::vector<Call> encode, prefill, decode;
-};
-
 /// A value before the first call.
 struct Zeros {
   std::string value;
@@ -123,7 +118,8 @@ struct Contract {
 
   std::string model;
   std::vector<File> files;
-  Calls calls;
+  /// Those of each phase (encode, prefill, decode), in order.
+  std::map<std::string, std::vector<Call>> calls;
   std::vector<Zeros> zeros;
   /// What a rewind cuts, and what a reorder changes.
   std::vector<Axis> cut, rows;

@@ -160,7 +160,7 @@ void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mas
   try {
     state_.mask = state_.source_mask = std::move(mask);
     state_.encoded.emplace("source", tensor(shape, source.dtype, at));
-    run(contract_->calls.encode, Tokens(source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1));
+    run("encode", Tokens(source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1));
     state_.encoded.merge(state_.cache);
   } catch (...) {
     state_ = std::move(before);
@@ -260,15 +260,15 @@ Logits Decoder::step(const Tokens& tokens) {
 
 /// Runs the calls on new tokens.
 Logits Decoder::advance(const Tokens& tokens) {
-  auto logits = run(state_.length == 0 ? contract_->calls.prefill : contract_->calls.decode, tokens);
+  auto logits = run(state_.length == 0 ? "prefill" : "decode", tokens);
   state_.length += static_cast<std::int64_t>(tokens[0].size());
   return std::move(logits.value());
 }
 
-/// Runs calls, and takes over what they return of the cache; the logits of the last one, if it has some.
-std::optional<Logits> Decoder::run(const std::vector<Call>& calls, const Tokens& tokens) {
+/// Runs the calls of a phase, and takes over what they return of the cache; the logits of the last one, if it has some.
+std::optional<Logits> Decoder::run(const std::string& phase, const Tokens& tokens) {
   std::optional<Logits> logits;
-  for (const Call& call : calls) {
+  for (const Call& call : contract_->calls.at(phase)) {
     Values made = run_session(call, tokens);
     if (call.logits) logits.emplace(std::move(made.at(*call.logits)), tokens.size());
     take(call.takes, std::move(made));

@@ -129,7 +129,7 @@ class Decoder {
   void check_ids(std::span<const std::int64_t> ids) const;
   void check_room(std::int64_t total) const;
   Logits advance(const Tokens& tokens);
-  std::optional<Logits> run(const std::vector<Call>& calls, const Tokens& tokens);
+  std::optional<Logits> run(const std::string& phase, const Tokens& tokens);
   Values run_session(const Call& call, const Tokens& tokens);
   Sizes sizes_of(const Tokens& tokens) const;
   Ort::Value make(const Made& made, Sizes sizes, const Tokens& tokens) const;

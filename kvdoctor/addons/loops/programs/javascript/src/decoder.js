@@ -83,10 +83,8 @@ export class Decoder {
     const { contract, ort } = this.#model;
     const { source: expected } = contract;
     check(expected !== null, "the model reads no source");
-    const { data, shape, padding } = {
-      padding: undefined,
-      ...("shape" in source ? source : padSources(source, expected)),
-    };
+    const { data, shape, padding } =
+      "shape" in source ? { ...source, padding: undefined } : padSources(source, expected);
     const fits = expected.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
     check(
       shape.length === expected.dims.length && fits && product(shape) === data.length && data.length > 0,
@@ -185,11 +183,7 @@ export class Decoder {
     return this.#alone(() => this.#advance(tokens, every));
   }
 
-  /**
-   * Forget the last `count` tokens of every sequence. At least one token must stay.
-   *
-   * @param {number} count
-   */
+  /** Forget the last `count` tokens of every sequence. At least one token must stay. @param {number} count */
   async rewind(count) {
     const shortest = this.#length - Math.max(0, ...this.#padding);
     check(this.#model.contract.rewinds, "a part of the cache of this model cannot go back");

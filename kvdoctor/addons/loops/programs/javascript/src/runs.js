@@ -80,13 +80,7 @@ async function make(decoder, call, host) {
   }
 }
 
-/**
- * Numbers given as float32, little endian.
- *
- * @param {Uint8Array} bytes
- * @param {number[]} shape
- * @returns {Source}
- */
+/** Numbers given as float32, little endian. @param {Uint8Array} bytes @param {number[]} shape @returns {Source} */
 export function floatsOf(bytes, shape) {
   check(bytes.length === product(shape) * 4, `the source has ${bytes.length} bytes, which is not float32[${shape}]`);
   return { data: new Float32Array(Uint8Array.from(bytes).buffer), shape }; // a copy begins where a float may

@@ -1,6 +1,5 @@
 //! The decoder: a model, and the cache of one batch of sequences.
 
-use std::iter::repeat_n;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -89,12 +88,10 @@ impl Decoder {
         if let Some(id) = rows.iter().copied().flatten().find(|id| **id < 0) {
             return refuse(format!("the ids of the source are 0 or more, not {id}"));
         }
+        let pad = |row: &[i64]| [row, &vec![0; longest - row.len()]].concat();
+        let ids = rows.iter().flat_map(|row| pad(row)).map(|id| id as f64).collect();
         let unequal = rows.iter().any(|row| row.len() != longest);
-        let pad = |row: &[i64], one: &dyn Fn(i64) -> i64| -> Vec<i64> {
-            row.iter().map(|id| one(*id)).chain(repeat_n(0, longest - row.len())).collect()
-        };
-        let ids = rows.iter().flat_map(|row| pad(row, &|id| id)).map(|id| id as f64).collect();
-        let mask = unequal.then(|| rows.iter().map(|row| pad(row, &|_| 1)).collect());
+        let mask = unequal.then(|| rows.iter().map(|row| pad(&vec![1; row.len()])).collect());
         self.encode_values(ids, &[rows.len(), longest], mask)
     }
 

@@ -29,32 +29,17 @@ struct Run {
     calls: Vec<Call>,
 }
 
-/// A call of the decoder. The likeliest tokens are to `expect` where it returns logits; -1 where any is right.
+/// A call of the decoder. The likeliest tokens are to `expect` where it returns logits; -1 where any is right. A file is of
+/// float32, little endian.
 #[derive(Deserialize)]
 #[serde(tag = "call", rename_all = "kebab-case")]
 pub enum Call {
-    Encode {
-        rows: Vec<Vec<i64>>,
-    },
-    /// A file of float32, little endian.
-    EncodeFile {
-        file: PathBuf,
-        shape: Vec<usize>,
-    },
-    Prefill {
-        rows: Vec<Vec<i64>>,
-        expect: Vec<i64>,
-    },
-    Step {
-        rows: Vec<Vec<i64>>,
-        expect: Vec<i64>,
-    },
-    Rewind {
-        count: usize,
-    },
-    Reorder {
-        order: Vec<usize>,
-    },
+    Encode { rows: Vec<Vec<i64>> },
+    EncodeFile { file: PathBuf, shape: Vec<usize> },
+    Prefill { rows: Vec<Vec<i64>>, expect: Vec<i64> },
+    Step { rows: Vec<Vec<i64>>, expect: Vec<i64> },
+    Rewind { count: usize },
+    Reorder { order: Vec<usize> },
 }
 
 impl Call {

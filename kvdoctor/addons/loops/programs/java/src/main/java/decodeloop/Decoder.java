@@ -21,7 +21,6 @@ import java.util.function.Consumer;
 import java.util.function.IntToDoubleFunction;
 import java.util.stream.IntStream;
 import java.util.stream.Stream;
-import java.util.stream.StreamSupport;
 
 /**
  * A model, and the cache of one batch of sequences. What the loop does is read from a
@@ -302,12 +301,13 @@ public final class Decoder implements AutoCloseable {
   }
 
   /**
-   * Decodes one token after another, those of all sequences in turn; each is decoded when it is
-   * asked for. In place of an {@link OrtException} they throw an {@link IllegalStateException} with
-   * that cause. A caller that stops earlier has nothing to close.
+   * Decodes one token after another, those of all sequences in turn, as they are asked for. In
+   * place of an {@link OrtException} they throw an {@link IllegalStateException} with that cause. A
+   * caller that stops earlier has nothing to close.
    */
   public Stream<Token> tokens(int[][] prompts, Generation how) {
-    return StreamSupport.stream(new Tokens(this, prompts, how), false);
+    Tokens tokens = new Tokens(this, prompts, how);
+    return Stream.generate(tokens::next).takeWhile(step -> !step.isEmpty()).flatMap(List::stream);
   }
 
   /** A new token of a sequence. */
