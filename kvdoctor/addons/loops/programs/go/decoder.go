@@ -144,18 +144,18 @@ func (d *Decoder) Reset() {
 // Prefill begins sequences with their prompts. Shorter prompts are padded on the left where the contract says so: the
 // mask hides the padding, and positions do not count it.
 func (d *Decoder) Prefill(ctx context.Context, prompts [][]int64) (Logits, error) {
-	longest := 0
-	for _, prompt := range prompts {
-		if longest = max(longest, len(prompt)); len(prompt) == 0 {
-			return nil, errors.New("prompts: every sequence begins with at least one token")
-		}
-	}
 	if err := d.checkBegin(prompts); err != nil {
 		return nil, err
 	}
-	padded, padding := make([][]int64, len(prompts)), make([]int64, len(prompts))
+	longest := 0
+	for _, prompt := range prompts {
+		longest = max(longest, len(prompt))
+	}
+	padded, padding := slices.Clone(prompts), make([]int64, len(prompts))
 	for row, prompt := range prompts {
-		padded[row] = prompt
+		if len(prompt) == 0 {
+			return nil, errors.New("prompts: every sequence begins with at least one token")
+		}
 		if d.contract.Pads {
 			padding[row] = int64(longest - len(prompt))
 			padded[row] = append(make([]int64, padding[row], longest), prompt...)

@@ -48,11 +48,8 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 	if given == nil {
 		return errors.New("this model takes no source")
 	}
-	fits := len(shape) == len(given.Dims)
-	for axis, dim := range given.Dims {
-		fits = fits && (dim.Axis != "" || dim.Size == shape[axis])
-	}
-	if !fits {
+	fits := func(size int64, dim Dim) bool { return dim.Axis != "" || dim.Size == size }
+	if !slices.EqualFunc(shape, given.Dims, fits) {
 		return fmt.Errorf("the source is %v, not %v", given.Dims, shape)
 	}
 	if mask != nil {
@@ -122,10 +119,9 @@ func (d *Decoder) make(one *Made, sizes map[string]int64, tokens [][]int64) (ort
 	if last > 0 {
 		rows = shape[last-1]
 	}
-	switch one.Copy {
-	case "tokens":
+	if one.Copy == "tokens" {
 		copied = tokens
-	case "mask":
+	} else if one.Copy == "mask" {
 		copied = d.mask
 	}
 	sizes = maps.Clone(sizes)
