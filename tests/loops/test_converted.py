@@ -63,9 +63,8 @@ def read_tokens(model: str | Path, scratch: Path) -> dict[tuple[int, ...], int]:
     runs = json.loads((materials(model, scratch).folder / "vectors.json").read_text("utf-8"))["runs"]
     found = {}
     for run in (run for run in runs if run["name"] not in ("rewind", "reorder")):
-        before = [[] for _ in run["calls"][0]["rows"]]
+        before: list[list[int]] = [[] for _ in run["calls"][0]["rows"]]
         for call in run["calls"]:
             before = [[*row, *new] for row, new in zip(before, call["rows"], strict=True)]
-            due = zip(before, call["expect"], strict=True)
-            found |= {tuple(row): token for row, token in due if token >= 0}
+            found |= {tuple(row): token for row, token in zip(before, call["expect"], strict=True) if token >= 0}
     return found

@@ -52,8 +52,7 @@ def assert_plays(language: str, name: str, scratch: Path) -> None:
     assert [entry["run"] for entry in ended] == [run["name"] for run in runs]
     for entry, run in zip(ended, runs, strict=True):
         assert entry["error"] is None
-        expected = [call["expect"] for call in run["calls"] if "expect" in call]
-        for tokens, due in zip(entry["tokens"], expected, strict=True):
+        for tokens, due in zip(entry["tokens"], (c["expect"] for c in run["calls"] if "expect" in c), strict=True):
             assert all(wanted in (-1, token) for token, wanted in zip(tokens, due, strict=True))
 
 
