@@ -68,11 +68,13 @@ def _compare(language: str, model: Path, due: list[int], scratch: Path) -> str:
 
 def _arguments(run: dict[str, Any], folder: Path) -> Iterator[str]:
     """The prompt and the source of a run with one sequence."""
-    yield from ("--prompt", _listed(run["prompts"][0]))
-    if isinstance(source := run["source"], dict):
-        yield from ("--source", str(folder / source["file"]), "--source-shape", _listed(source["shape"]))
-    elif source is not None:
-        yield from ("--source", _listed(source[0]))
+    for call in run["calls"]:
+        if call["call"] == "prefill":
+            yield from ("--prompt", _listed(call["rows"][0]))
+        elif call["call"] == "encode":
+            yield from ("--source", _listed(call["rows"][0]))
+        elif call["call"] == "encode-file":
+            yield from ("--source", str(folder / call["file"]), "--source-shape", _listed(call["shape"]))
 
 
 def _listed(numbers: list[int]) -> str:

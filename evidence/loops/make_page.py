@@ -80,7 +80,8 @@ def cell(language: str, model: Path, scratch: Path) -> str:
         wrong = [line for line in (done.stdout + done.stderr).splitlines() if not line.endswith(": as expected")]
         return f"**{wrong[0] if wrong else done.returncode}**".replace("|", "\\|")
     runs = json.loads((materials(model, scratch).folder / VECTORS_FILE).read_text("utf-8"))["runs"]
-    return f"{sum(token >= 0 for run in runs for row in run['expect'] for token in row)} tokens"
+    expected = [call["expect"] for run in runs for call in run["calls"] if "expect" in call]
+    return f"{sum(token >= 0 for row in expected for token in row)} tokens"
 
 
 def models(zoo: Path, scratch: Path) -> Iterator[Path]:

@@ -19,18 +19,18 @@ def decode(checkpoint: str, loop: Path) -> list[int]:
     import transformers
     from transformers.modeling_outputs import BaseModelOutput
 
-    run = json.loads((loop / "vectors.json").read_text())["runs"][0]
+    calls = {call["call"]: call for call in json.loads((loop / "vectors.json").read_text())["runs"][0]["calls"]}
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     model = getattr(transformers, config.architectures[0]).from_pretrained(checkpoint).eval()
-    prompt, source = torch.tensor(run["prompts"]), run["source"]
+    prompt = torch.tensor(calls["prefill"]["rows"])
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    if isinstance(source, dict):
+    if source := calls.get("encode-file"):
         given = torch.from_numpy(np.fromfile(loop / source["file"], "<f4").reshape(source["shape"]))
         states = json.loads((loop / "contract.json").read_text())["calls"]["encode"] == []
         encoded = {"encoder_outputs": BaseModelOutput(given)} if states else {model.main_input_name: given}
         inputs = {**encoded, "decoder_input_ids": prompt}
-    elif source is not None:
-        ids = torch.tensor(source)
+    elif source := calls.get("encode"):
+        ids = torch.tensor(source["rows"])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": prompt}
     with torch.inference_mode():  # by the method of all models: that of Whisper cuts the sound into windows
         made = transformers.GenerationMixin.generate(

@@ -38,11 +38,11 @@ def test_a_readme_has_what_the_contract_has(tmp_path: Path) -> None:
         return (out / "README.md").read_text("utf-8")
 
     whole = readme(LLAMA)
-    assert [part in whole for part in ("## Beams", "## A second turn", "## The source")] == [True, True, False]
+    assert [part in whole for part in ("**Beams**", "**A second turn**", "**The source**")] == [True, True, False]
     assert "KV203" not in whole
     assert "padded on the left" in whole
     one_row = readme(text_fixtures.load_all()["layout-states-of-all-kinds-one-token-healthy"].write(tmp_path / "model"))
-    assert "## A second turn" not in one_row
+    assert "**A second turn**" not in one_row
     assert "It cannot go back" in one_row
     assert ("decoder.rewind" in whole, "decoder.rewind" in one_row) == (True, False)
 

@@ -62,7 +62,9 @@ def read_tokens(model: str | Path, scratch: Path) -> dict[tuple[int, ...], int]:
     """The tokens that a program for a model must find, by the tokens before them."""
     runs = json.loads((materials(model, scratch).folder / "vectors.json").read_text("utf-8"))["runs"]
     found = {}
-    for run in runs:
-        for prompt, follow, due in zip(run["prompts"], run["follow"], run["expect"], strict=True):
-            found |= {(*prompt, *follow[:count]): token for count, token in enumerate(due) if token >= 0}
+    for run in (run for run in runs if run["name"] not in ("rewind", "reorder")):
+        before: list[list[int]] = [[] for _ in run["calls"][0]["rows"]]
+        for call in run["calls"]:
+            before = [[*row, *new] for row, new in zip(before, call["rows"], strict=True)]
+            found |= {tuple(row): token for row, token in zip(before, call["expect"], strict=True) if token >= 0}
     return found

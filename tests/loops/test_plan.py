@@ -58,4 +58,4 @@ def test_ids_are_those_of_the_configs_that_the_model_has() -> None:
         "suppress_tokens": [-1, 8],
     }
     found = find_generation_ids(SideCars(config, generation=generation), plan_of("llama-gqa"))
-    assert found == {"start": [1], "end": [2], "padding": 0, "suppress": [8], "begin_suppress": [], "forced": [[1, 7]]}
+    assert found == {"start": [1], "end": [2], "suppress": [8], "begin_suppress": [], "forced": [[1, 7]]}

@@ -153,7 +153,7 @@ def test_a_wrong_provider_is_found_with_its_first_step_and_tensor(
 ) -> None:
     (tmp_path / "wrong.py").write_text(WRONG.format(name=key))
     made = play(name, scratch, str(tmp_path / "wrong.py"), "wrong.jsonl")
-    assert made.said[0].startswith("one-sequence: sequence 0, step")
+    assert made.said[0].startswith("one-sequence: step")
     (finding,) = judged(made.model, made.record).findings
     assert (finding.code, finding.severity) == ("KV420", "error")
     assert finding.observed.startswith("step 0 (line ")
@@ -198,7 +198,7 @@ def test_noise_as_of_another_arithmetic_is_a_warning(error: float, scratch: Path
 
 def other_token(line: Line) -> Line:
     if line.get("tokens") and line["run"] == "one-sequence":
-        line["tokens"][0][2] += 1
+        line["tokens"][2][0] += 1
     return line
 
 
@@ -207,7 +207,7 @@ def failed(line: Line) -> Line:
 
 
 def one_row(line: Line) -> Line:
-    return line | {"tokens": line["tokens"][:1]} if "tokens" in line else line
+    return line | {"tokens": [found[:1] for found in line["tokens"]]} if "tokens" in line else line
 
 
 def half_logits(line: Line) -> Line:
@@ -296,8 +296,8 @@ def test_expected_tokens_of_another_model_are_no_pass(scratch: Path) -> None:
     made = recorded(MARIAN, scratch)
     first, *lines = made.record.read_text("utf-8").splitlines()
     document = json.loads(first)
-    row = document["runs"][0]["expect"][0]
-    row[:] = [token + 1 for token in row]
+    for call in (call for call in document["runs"][0]["calls"] if "expect" in call):
+        call["expect"] = [token + 1 for token in call["expect"]]
     other = made.record.with_name("other.jsonl")
     other.write_text("\n".join([json.dumps(document), *lines]) + "\n", "utf-8")
     (reason,) = essential(judged(made.model, other))
@@ -316,8 +316,8 @@ def test_runs_of_a_program_of_your_own_need_no_ends(scratch: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (('{"run": "a", "tokens": [[1], [1, 2]], "error": null}',), "a list of ids for each sequence"),
-        (('{"run": "a", "tokens": [["x"]], "error": null}',), "a list of ids for each sequence"),
+        (('{"run": "a", "tokens": [[1], [1, 2]], "error": null}',), "a list of ids for each call"),
+        (('{"run": "a", "tokens": [["x"]], "error": null}',), "a list of ids for each call"),
         (('{"run": "a", "tokens": [], "error": "no such file"}',), "has no call of the model: no such file"),
         (('{"runs": [{"name": 3}]}',), "'runs' must be those of vectors.json"),
         (('{"run": "a", "tokens": [[1]], "error": null}', '{"fed": {}}'), "names no run, as other lines do"),

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 from kvdoctor.addons.loops.contract_file import VECTORS_FILE
 from kvdoctor.addons.loops.languages import Language
 from kvdoctor.addons.loops.plan import CannotBuild
-from kvdoctor.addons.loops.vectors import Vector, differences, list_runs
+from kvdoctor.addons.loops.vectors import Vector, differences, list_calls, list_runs
 from kvdoctor.records import record
 from kvdoctor.runtime.environments import cache_folder
 from kvdoctor.runtime.process import NO_TELEMETRY
 
 BUILD_SECONDS = 900
-SELF_TEST = re.compile(r"^(error: )?(rewind|reorder): .* in place of ", re.MULTILINE)
-"""The message of a program that decodes other tokens after going back or changing rows."""
 
 
 @record
@@ -93,8 +90,9 @@ def _compare(name: str, vector: Vector, ended: dict[str, Any] | None, why: str) 
     if ended is None:
         return VectorResult(name, why)
     if (error := ended.get("error")) is not None:
-        return VectorResult(name, _last(str(error)), SELF_TEST.search(str(error)) is not None)
-    problem = next(differences(vector, ended["tokens"]), None)
+        return VectorResult(name, _last(str(error)))
+    expected = [call["expect"] for call in list_calls(name, vector) if "expect" in call]
+    problem = next(differences(expected, ended["tokens"]), None)
     return VectorResult(name, problem, problem is not None, vector.decided)
 
 

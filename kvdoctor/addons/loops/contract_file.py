@@ -10,19 +10,16 @@ from typing import Any, TypeGuard
 
 from kvdoctor._version import __version__
 from kvdoctor.addons.loops.plan import CallPlan, Dim, LoopPlan
-from kvdoctor.addons.loops.vectors import LoopTarget, Vector, list_runs
+from kvdoctor.addons.loops.vectors import LoopTarget, Vector, list_calls, list_runs
 from kvdoctor.analysis.configs import decoder_config
 from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.records import to_plain
 
 CONTRACT_FILE, VECTORS_FILE = "contract.json", "vectors.json"
-CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/3", "kvdoctor/loop-vectors/1"
-ANY = -1
-"""In place of an expected token, where several are right."""
-FACTS = (
-    *("vocabulary", "context_limit", "longest", "one_token", "batch", "capacity_is_chosen"),
-    *("pads", "chunks", "rewinds", "reorders"),
-)
+CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/4", "kvdoctor/loop-vectors/2"
+MANY = (1 << 31) - 1
+"""In place of a limit that nothing sets."""
+FACTS = ("one_token", "batch", "capacity_is_chosen", "pads", "chunks", "rewinds", "reorders")
 """What the contract says as the plan has it."""
 WIDTH = 200
 MOST_IDS = 4096
@@ -49,10 +46,13 @@ def make_contract(target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
             for one in plan.slots
             if one.zeros is not None
         ],
-        "cut": [{"value": one.value, "axis": one.length_axis} for one in plan.slots if one.rewinds == "cut"],
+        "cut": [{"value": one.value, "axis": one.length_axis, "each": 1} for one in plan.slots if one.rewinds == "cut"],
         "rows": [{"value": value, "axis": axis, "each": each} for value, axis, each in _list_rows(plan)],
         "heads": next((slot.heads for slot in plan.slots if slot.heads > 1), 1),
         "source": _describe_given(plan),
+        "vocabulary": plan.vocabulary or MANY,
+        "context_limit": plan.context_limit or MANY,
+        "longest": plan.longest or plan.context_limit or MANY,
         **{name: getattr(plan, name) for name in FACTS},
         "placeholders": list(plan.placeholders),
         "generation": find_generation_ids(target.side_cars, plan),
@@ -97,14 +97,14 @@ def _describe_call(call: CallPlan) -> dict[str, Any]:
         "outputs": list(call.outputs),
         "logits": call.logits,
         "logits_type": call.logits_type,
-        "logits_dims": list(call.logits_dims),
+        "logits_dims": call.logits_dims and list(call.logits_dims),
         "takes": [to_plain(take) for take in call.takes],
         "sizes": {name: to_plain(found) for name, found in call.sizes.items()},
     }
 
 
 def _describe_file(file: str, target: LoopTarget, plan: LoopPlan) -> dict[str, Any]:
-    """What a session of the file must have: its inputs, and the outputs that are used."""
+    """What a session of the file must have: its inputs, -1 for a size that is free, and the outputs that are used."""
     calls = [call for call in plan.calls if call.file == file]
     pasts = {past for call in calls for past in call.pasts}
     taken: dict[str, tuple[str, tuple[Dim, ...]]] = {
@@ -114,7 +114,10 @@ def _describe_file(file: str, target: LoopTarget, plan: LoopPlan) -> dict[str, A
     return {
         "file": file,
         "external": list(target.external.get(file, ())),
-        "inputs": {name: {"dtype": dtype, "dims": list(dims)} for name, (dtype, dims) in taken.items()},
+        "inputs": {
+            name: {"dtype": dtype, "shape": [dim if isinstance(dim, int) else -1 for dim in dims]}
+            for name, (dtype, dims) in taken.items()
+        },
         "outputs": list(dict.fromkeys(name for call in calls for name in call.outputs)),
     }
 
@@ -138,7 +141,6 @@ def find_generation_ids(configs: SideCars, plan: LoopPlan) -> dict[str, Any]:
     return {
         "start": (ids("decoder_start_token_id") if plan.source is not None else []) or ids("bos_token_id"),
         "end": ids("eos_token_id"),
-        "padding": next(iter(ids("pad_token_id")), None),
         "suppress": ids("suppress_tokens"),
         "begin_suppress": ids("begin_suppress_tokens"),
         "forced": [list(pair) for pair in sorted(dict(reversed(forced)).items())],
@@ -162,31 +164,13 @@ def _is_token(value: Any, plan: LoopPlan) -> TypeGuard[int]:
 def make_vectors(vectors: tuple[Vector, ...]) -> dict[str, Any]:
     """The content of `vectors.json`: runs that a program plays, with the tokens that it must find.
 
-    After the prompts, `follow` is fed token by token. `expect` has a row for each sequence, the likeliest token after
-    the prompt and after each of these; -1 where several are right. A run with a `self_test` then takes its last step
-    again: after a rewind of one token, and for `reorder` with the rows in the order n-1, ..., 1, 0, 0 as well.
+    A run is a list of calls of the decoder. Where one returns logits, `expect` has the likeliest token of each
+    sequence; -1 where several are right.
     """
     return {
         "schema": VECTORS_SCHEMA,
-        "runs": [
-            {
-                "name": name,
-                "prompts": [list(row) for row in vector.prompts],
-                "follow": [list(row) for row in vector.follow],
-                "source": _describe_source(vector),
-                "expect": [[ANY if token is None else token for token in row] for row in vector.expected],
-                "self_test": name if name in vector.self_tests else None,
-            }
-            for name, vector in list_runs(vectors)
-        ],
+        "runs": [{"name": name, "calls": list(list_calls(name, vector))} for name, vector in list_runs(vectors)],
     }
-
-
-def _describe_source(vector: Vector) -> Any:
-    """Token ids of each source, or the file of an array (float32, little endian, C order) with its shape."""
-    if vector.source is not None:
-        return {"file": vector.source_file, "shape": list(vector.source.shape)}
-    return [list(row) for row in vector.sources] or None
 
 
 def as_text(document: dict[str, Any]) -> str:

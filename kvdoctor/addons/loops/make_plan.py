@@ -158,7 +158,7 @@ def _call(contract: CacheContract, phase: PhaseName, slots: tuple[SlotPlan, ...]
         outputs=tuple(port.name for port in graph.outputs if port.name in used),
         logits=logits.name if logits else None,
         logits_type=logits.dtype if logits else "float",
-        logits_dims=next((_dims(port) for port in graph.outputs if logits is port and port.axes), ()),
+        logits_dims=next((_dims(port) for port in graph.outputs if logits is port and port.axes), None),
         takes=takes,
         sizes=dict(_sizes(inputs, phase, contract)),
     )
@@ -172,7 +172,8 @@ def _takes(phase: PhaseName, slots: tuple[SlotPlan, ...]) -> Iterator[Take]:
             output = slot.made if phase == ("encode" if slot.by_encoder else "prefill") else None
             carry = slot.carry if slot.copies and not slot.by_encoder else "feed-back"
         if output is not None:
-            yield Take(output, slot.value, carry, slot.length_axis, slot.dtype, _returned(slot, carry))
+            axis = None if carry == "feed-back" else slot.length_axis
+            yield Take(output, slot.value, carry, axis, slot.dtype, _returned(slot, carry))
 
 
 def _returned(slot: SlotPlan, carry: Carry) -> tuple[Dim, ...]:
@@ -191,7 +192,7 @@ def _passes_on(phase: PhaseName, contract: CacheContract) -> Iterator[Take]:
     if phase == "encode" and (states := _output(graph, "encoder_states")) is not None:
         port = next(port for port in graph.outputs if port.name == states)
         taker = next((one for one in contract.graph("decode").inputs if one.role == "encoder_states"), port)
-        yield Take(states, f"encoder {states}", "feed-back", None, port.dtype, _dims(taker) if taker.axes else ())
+        yield Take(states, f"encoder {states}", "feed-back", None, port.dtype, _dims(taker) if taker.axes else None)
     for decoding in DECODING if phase == "embed" else ():
         for name, made in embedded_inputs(contract, decoding).items():
             port = next(port for port in contract.graph(decoding).inputs if port.name == name)

@@ -63,22 +63,23 @@ class Input:
 
 @record
 class Take:
-    """An output of a call that becomes a value, by this rule along the axis; `dims` is its shape, empty if unknown."""
+    """An output of a call that becomes a value, by a rule along an axis or as it is; `dims` is its shape, if known."""
 
     output: str
     value: str
     carry: Carry
     axis: int | None
     dtype: str
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...] | None
 
 
 @record
 class SizeOf:
-    """The size of an axis of a value."""
+    """The size of an axis of a value, in units of `each` entries."""
 
     value: str
     axis: int
+    each: int = 1
 
 
 @record
@@ -96,7 +97,7 @@ class CallPlan:
     outputs: tuple[str, ...]
     logits: str | None = None
     logits_type: str = "float"
-    logits_dims: tuple[Dim, ...] = ()
+    logits_dims: tuple[Dim, ...] | None = None
     takes: tuple[Take, ...] = ()
     sizes: Mapping[str, SizeOf] = field(default_factory=dict)
 

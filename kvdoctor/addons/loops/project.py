@@ -84,25 +84,14 @@ def _copy_program(language: Language, name: str) -> Iterator[tuple[str, str]]:
 
 def rename(text: str, name: str) -> str:
     """The text with a name in place of `decode_loop`, `decode-loop`, `decodeloop`, `decodeLoop` and `DecodeLoop`."""
-    forms = {form(DEFAULT_NAME): form(name) for form in (str, _with_hyphens, _joined, _camel, _pascal)}
+    forms = dict(zip(_list_spellings(DEFAULT_NAME), _list_spellings(name), strict=True))
     return re.sub("|".join(forms), lambda found: forms[found.group()], text)
 
 
-def _with_hyphens(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _joined(name: str) -> str:
-    return name.replace("_", "")
-
-
-def _pascal(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-def _camel(name: str) -> str:
-    first, *others = name.split("_")
-    return first + "".join(part.capitalize() for part in others)
+def _list_spellings(name: str) -> tuple[str, ...]:
+    parts = name.split("_")
+    pascal = "".join(part.capitalize() for part in parts)
+    return name, "-".join(parts), "".join(parts), parts[0] + pascal[len(parts[0]) :], pascal
 
 
 def make_readme(project: Project) -> str:
@@ -121,7 +110,7 @@ def make_readme(project: Project) -> str:
         "contract": "\n".join(f"| {label} | {code(text)} |" for label, text in describe_contract(facts)),
         "own": describe_own_loop(project),
         "rules": "\n".join(f"{at}. {text}" for at, text in enumerate(_list_rules(plan), 1)),
-        "notes": rename("\n## ".join(_list_sections(notes, plan)).strip(), project.name),
+        "notes": rename("\n- **".join(_list_sections(notes, plan)).strip(), project.name),
         "example": vectors[0].example if vectors else "--prompt 5,6,7",
         "consumer": " --consumer held" if any(slot.carry == "hold" for slot in plan.slots) else "",
         "source": SOURCE_FILE if vectors and vectors[0].source is not None else "",
@@ -140,14 +129,14 @@ endian. `vectors.json` has its shape."""
 
 
 def _list_sections(notes: str, plan: LoopPlan) -> Iterator[str]:
-    """The sections of a language's notes, without those on what the contract does not offer."""
+    """The points of a language's notes, without those on what the contract does not offer."""
     left_out = {
         "Beams": not plan.reorders,
         "A second turn": not plan.chunks,
         "Going back": not plan.rewinds,
         "The source": plan.source is None,
     }
-    yield from (part for part in notes.split("\n## ") if not left_out.get(part.partition("\n")[0].removeprefix("## ")))
+    yield from (part for part in notes.split("\n- **") if not left_out.get(part.partition("**")[0]))
 
 
 def _list_rules(plan: LoopPlan) -> Iterator[str]:

@@ -291,15 +291,41 @@ def _ids(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def differences(vector: Vector, found: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Each place where the tokens that were found are not the expected ones."""
-    if [len(row) for row in found] != [len(row) for row in vector.expected]:
-        yield f"{[len(row) for row in found]} tokens in place of {[len(row) for row in vector.expected]}"
+ANY = -1
+"""In place of an expected token, where several are right."""
+
+
+def list_calls(name: str, vector: Vector) -> Iterator[dict[str, Any]]:
+    """The calls of a run: of a self test the last step again, after a rewind and perhaps with other rows.
+
+    An encoder reads token ids of each source, or the file of an array (float32, little endian, C order) with its shape.
+    """
+    if vector.source is not None:
+        yield {"call": "encode-file", "file": vector.source_file, "shape": list(vector.source.shape)}
+    elif vector.sources:
+        yield {"call": "encode", "rows": [list(row) for row in vector.sources]}
+    due = [[ANY if token is None else token for token in found] for found in zip(*vector.expected, strict=True)]
+    yield {"call": "prefill", "rows": [list(row) for row in vector.prompts], "expect": due[0]}
+    steps = [[[token] for token in tokens] for tokens in zip(*vector.follow, strict=True)]
+    yield from ({"call": "step", "rows": rows, "expect": found} for rows, found in zip(steps, due[1:], strict=True))
+    if name in vector.self_tests:
+        order = list(range(len(vector.prompts)))
+        yield {"call": "rewind", "count": 1}
+        if name == "reorder":
+            order = [*reversed(order), 0]  # backwards, and the first one once more
+            yield {"call": "reorder", "order": order}
+        yield {"call": "step", "rows": [steps[-1][row] for row in order], "expect": [due[-1][row] for row in order]}
+
+
+def differences(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Each place where the tokens that were found after calls are not the expected ones."""
+    if [len(row) for row in found] != [len(row) for row in expected]:
+        yield f"{[len(row) for row in found]} tokens in place of {[len(row) for row in expected]}"
         return
-    for row, (tokens, expected) in enumerate(zip(found, vector.expected, strict=True)):
-        for step, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
-            if wanted not in (None, token):
-                yield f"sequence {row}, step {step}: token {token} in place of {wanted}"
+    for call, (tokens, due) in enumerate(zip(found, expected, strict=True)):
+        for row, (token, wanted) in enumerate(zip(tokens, due, strict=True)):
+            if wanted not in (ANY, token):
+                yield f"sequence {row}, step {call}: token {token} in place of {wanted}"
 
 
 def list_runs(vectors: tuple[Vector, ...]) -> Iterator[tuple[str, Vector]]:

@@ -17,7 +17,7 @@ from kvdoctor.errors import UsageError
 from kvdoctor.records import record
 
 SELF_TESTS = ("rewind", "reorder")
-"""Runs that end with one step more, taken after going back or changing rows; the program itself compares its tokens."""
+"""Runs that end with one step more, taken after going back or changing rows."""
 AGAIN = "give the whole file that the program wrote with --record, or record again (docs/trace.md)"
 MOST_CALLS = 4096
 MOST_RUNS = 64
@@ -28,12 +28,16 @@ Rows = tuple[tuple[int, ...], ...]
 
 @record
 class DueRun:
-    """A run that a program was to play: it feeds the prompts, then `follow` token by token; -1 expects nothing."""
+    """A run that a program was to play: it feeds the prompts, then `follow` token by token; -1 expects nothing.
+
+    `again` is expected of the step that ends a self test.
+    """
 
     name: str
     prompts: Rows
     follow: Rows
     expect: Rows
+    again: tuple[int, ...] = ()
 
 
 @record
@@ -127,17 +131,27 @@ def _read_runs(path: Path) -> Recording:
 
 def _read_due(found: dict[str, Any], where: str, may: bool) -> tuple[DueRun, ...]:
     """The runs of a `vectors.json`, which only the first line may have."""
-    runs = found["runs"] if isinstance(found["runs"], list) else []
-    for one in runs:
-        named = isinstance(one, dict) and isinstance(one.get("name"), str)
-        if not named or not all(_is_rows(one.get(key) or []) for key in ("prompts", "follow", "expect")):
-            runs = []
-    if not may or not runs:
+    try:
+        due = tuple(_parse_due(one) for one in found["runs"])
+    except (TypeError, KeyError, IndexError, ValueError):
+        due = ()
+    if not may or not due:
         raise UsageError(f"{where}: 'runs' must be those of vectors.json, and in the first line alone; {AGAIN}")
-    return tuple(
-        DueRun(one["name"], *(tuple(map(tuple, one.get(key) or [])) for key in ("prompts", "follow", "expect")))
-        for one in runs
-    )
+    return due
+
+
+def _parse_due(one: dict[str, Any]) -> DueRun:
+    """A run of a `vectors.json`; raises an error of Python where it is none."""
+    names = [call["call"] for call in one["calls"]]
+    end = names.index("rewind") if "rewind" in names else len(names)
+    first, *steps = [call for call in one["calls"][:end] if "expect" in call]
+    again = [tuple(call["expect"]) for call in one["calls"][end:] if "expect" in call]
+    rows = [*first["rows"], *(row for call in steps for row in call["rows"]), *(call["expect"] for call in steps)]
+    if not isinstance(one["name"], str) or not _is_rows([*rows, first["expect"], *map(list, again)]):
+        raise ValueError(one)
+    follow = tuple(tuple(token for call in steps for token in call["rows"][row]) for row in range(len(first["rows"])))
+    expect = tuple(zip(first["expect"], *(call["expect"] for call in steps), strict=True))
+    return DueRun(one["name"], tuple(map(tuple, first["rows"])), follow, expect, *again[:1])
 
 
 def _is_rows(found: Any) -> bool:
@@ -148,11 +162,16 @@ def _is_rows(found: Any) -> bool:
 
 def _ended(run: TraceRun, found: dict[str, Any], where: str) -> TraceRun:
     tokens, error = found["tokens"], found.get("error")
-    if set(found) - set(RUNS_FIELDS) or not _is_rows(tokens) or len({len(row) for row in tokens}) > 1:
-        raise UsageError(f"{where} must have run, tokens (a list of ids for each sequence) and error; {AGAIN}")
+    again = tokens[-1] if run.name in SELF_TESTS and error is None and isinstance(tokens, list) and tokens else None
+    calls = tokens if again is None else tokens[:-1]
+    if set(found) - set(RUNS_FIELDS) or not _is_rows(tokens) or len({len(row) for row in calls}) > 1:
+        raise UsageError(f"{where} must have run, tokens (a list of ids for each call) and error; {AGAIN}")
     if not isinstance(error, (str, type(None))):
         raise UsageError(f"{where}: 'error' must be a text; {AGAIN}")
-    return replace(run, tokens=tuple(map(tuple, tokens)), error=error, finished=True)
+    wanted = run.due.again if run.due is not None else ()
+    if again is not None and any(one not in (ANY, token) for one, token in zip(wanted, again, strict=False)):
+        error = f"{run.name}: {again} in place of {list(wanted)}"
+    return replace(run, tokens=tuple(zip(*calls, strict=True)), error=error, finished=True)
 
 
 def with_likeliest(run: TraceRun, contract: CacheContract) -> Trace:

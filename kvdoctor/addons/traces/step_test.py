@@ -92,8 +92,8 @@ class TracePart:
         )
         text = f"trace {self.path}: {which} ({steps} steps of {self.stack}) follow the contract, and give the same here"
         alone = [str(run.trace_run.name) for run in runs if run.trace_run.has_last_step_again]
-        text += f" ({furthest:.1e})"
-        return text + (f"; the last step of {' and '.join(alone)} was compared by the program alone" if alone else "")
+        again = f"; the last step of {' and '.join(alone)} was compared with the expected tokens alone"
+        return f"{text} ({furthest:.1e}){again if alone else ''}"
 
     def _judge_run(self, caller: CallerContext, options: Options) -> CheckResults:
         from kvdoctor.addons.traces.runs import list_open

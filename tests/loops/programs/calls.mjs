@@ -64,7 +64,7 @@ await says(() => open(bufferFolder, {}, { capacity: 0.5 }), "the capacity is a w
 
 // What opens no model.
 const { files } = contract(llamaFolder);
-const sized = { input_ids: { dtype: "int32", dims: ["batch", "new"] } };
+const sized = { input_ids: { dtype: "int32", shape: [-1, -1] } };
 await says(() => open(llamaFolder, { schema: "kvdoctor/loop/9" }), "schema kvdoctor/loop/9");
 await says(() => open(llamaFolder, { files: contract(marianFolder).files }), "");
 await says(() => open(llamaFolder, { files: [{ ...files[0], outputs: ["nothing"] }] }), "has no nothing");

@@ -60,7 +60,7 @@ fn main() {
 
     let text = std::fs::read_to_string(&given[3]).unwrap();
     for (now, reason) in [
-        (text.replace("kvdoctor/loop/3", "kvdoctor/loop/9"), "unknown variant `kvdoctor/loop/9`"),
+        (text.replace("kvdoctor/loop/4", "kvdoctor/loop/9"), "unknown variant `kvdoctor/loop/9`"),
         (text.replace("\"feed-back\"", "\"image\""), "unknown variant `image`"),
         (text.replace("\"int64\"", "\"int32\""), "contract.json is of another model"),
     ] {

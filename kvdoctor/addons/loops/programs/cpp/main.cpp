@@ -1,27 +1,27 @@
 // Decodes from the command line: token ids in, token ids out. `decode --help` lists the options.
 
 #include <algorithm>
-#include <charconv>
-#include <chrono>
+#include <cstring>
 #include <fstream>
-#include <functional>
-#include <iomanip>
 #include <iostream>
+#include <iterator>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "decode_loop/decoder.hpp"
-#include "runs.hpp"
 
 namespace {
 
 using namespace decode_loop;
-using Clock = std::chrono::steady_clock;
+using nlohmann::json;
+using Path = std::filesystem::path;
 
-constexpr const char* kUsage =
+constexpr std::string_view kSchema = "kvdoctor/loop-vectors/2";
+constexpr std::string_view kUsage =
     "Token ids in, token ids out.\n\n"
     "  --model FOLDER       folder of the model files\n"
     "  --contract FILE      its contract (contract.json of this project)\n"
@@ -42,167 +42,194 @@ constexpr const char* kUsage =
     "  --record FILE        write a trace for kvdoctor step-test --trace; without a --prompt, of the runs\n"
     "  --runs FILE          runs to play (vectors.json next to the contract)\n";
 
-struct Options {
-  std::filesystem::path model, contract = std::filesystem::path(PROJECT_FOLDER) / "contract.json", record, runs;
-  std::string provider = "CPUExecutionProvider";
-  std::int64_t capacity = 512;
-  int threads = 0;
-  Tokens prompts;
-  std::vector<std::string> sources;
-  Shape source_shape;
-  std::size_t most = 20;
-  std::optional<std::vector<std::int64_t>> stop;
-  Sampling sampling{.top_k = 50};
-};
-
-template <typename Number>
-void set(Number& number, const std::string& option, const std::string& text) {
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  Number read{};
-  if (text.starts_with('-') || !(stream >> read) || stream.peek() != std::istringstream::traits_type::eof()) {
-    throw std::invalid_argument(option + " " + text + ": this is no number that fits");
-  }
-  number = read;
+void require(bool holds, const std::string& otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
 }
 
-/// Numbers with commas between them.
-std::vector<std::int64_t> numbers(const std::string& option, const std::string& text) {
-  std::vector<std::int64_t> made;
-  std::istringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) {
-    const char* const last = part.data() + part.size();
-    const auto [end, error] = std::from_chars(part.data(), last, made.emplace_back());
-    if (error != std::errc{} || end != last) {
-      throw std::invalid_argument(option + " " + text + ": these are not numbers with commas");
+/// The values of each option, in the order in which they were given.
+class Options {
+ public:
+  explicit Options(const std::vector<std::string>& arguments) {
+    for (std::size_t i = 0; i < arguments.size(); i += 2) {
+      const bool known = kUsage.find("\n  " + arguments[i] + " ") != std::string_view::npos;
+      require(known, "there is no option " + arguments[i] + "; --help lists them");
+      require(i + 1 < arguments.size(), arguments[i] + " needs a value");
+      given_[arguments[i]].push_back(arguments[i + 1]);
     }
   }
-  return made;
-}
 
-Options parse(const std::vector<std::string>& arguments) {
-  Options all;
-  Sampling& sampling = all.sampling;
-  std::string option, value;
-  const auto to = [&](auto& number) { return [&] { set(number, option, value); }; };
-  const std::map<std::string, std::function<void()>, std::less<>> known{
-      {"--model", [&] { all.model = value; }},
-      {"--contract", [&] { all.contract = value; }},
-      {"--record", [&] { all.record = value; }},
-      {"--runs", [&] { all.runs = value; }},
-      {"--provider", [&] { all.provider = value; }},
-      {"--prompt", [&] { all.prompts.push_back(numbers(option, value)); }},
-      {"--source", [&] { all.sources.push_back(value); }},
-      {"--source-shape", [&] { all.source_shape = numbers(option, value); }},
-      {"--stop", [&] { all.stop = numbers(option, value); }},
-      {"--capacity", to(all.capacity)},
-      {"--threads", to(all.threads)},
-      {"--most", to(all.most)},
-      {"--temperature", to(sampling.temperature)},
-      {"--top-k", to(sampling.top_k)},
-      {"--top-p", to(sampling.top_p)},
-      {"--min-p", to(sampling.min_p)},
-      {"--repetition-penalty", to(sampling.repetition_penalty)},
-      {"--seed", to(sampling.seed)},
-  };
-  for (std::size_t i = 0; i < arguments.size(); i += 2) {
-    option = arguments[i];
-    const auto found = known.find(option);
-    if (found == known.end()) throw std::invalid_argument("there is no option " + option + "; --help lists them");
-    if (i + 1 == arguments.size()) throw std::invalid_argument(option + " needs a value");
-    value = arguments[i + 1];
-    found->second();
-  }
-  if (all.model.empty()) throw std::invalid_argument("give the --model folder");
-  if (all.record.empty() && all.prompts.empty()) {
-    throw std::invalid_argument("give at least one --prompt, or a --record; --help lists the options");
-  }
-  if (all.most < 1) throw std::invalid_argument("--most is 1 or more");
-  return all;
-}
+  const std::vector<std::string>& all(const std::string& name) { return given_[name]; }
 
-Ort::SessionOptions session_options(const Options& given) {
+  std::string text(const std::string& name, const std::string& otherwise = {}) {
+    return all(name).empty() ? otherwise : all(name).back();
+  }
+
+  /// A number that is not below 0.
+  template <typename Number>
+  Number number(const std::string& name, Number otherwise) {
+    if (all(name).empty()) return otherwise;
+    std::istringstream stream(text(name));
+    const bool read = !text(name).starts_with('-') && stream >> otherwise;
+    require(read && stream.peek() == std::istringstream::traits_type::eof(), name + " takes a number that fits");
+    return otherwise;
+  }
+
+  /// Each value as numbers with commas between them.
+  Tokens rows(const std::string& name) try {
+    Tokens rows;
+    for (const std::string& text : all(name)) rows.push_back(json::parse("[" + text + "]"));
+    return rows;
+  } catch (const json::exception&) {
+    throw std::invalid_argument(name + " takes numbers with commas");
+  }
+
+ private:
+  std::map<std::string, std::vector<std::string>> given_;
+};
+
+Ort::SessionOptions session_options(Options& given) {
+  const std::string provider = given.text("--provider", "CPUExecutionProvider");
   const std::vector<std::string> available = Ort::GetAvailableProviders();
-  if (std::ranges::find(available, given.provider) == available.end()) {
-    std::string names;
-    for (const std::string& name : available) names += (names.empty() ? "" : ", ") + name;
-    throw std::invalid_argument("there is no provider " + given.provider + " in this ONNX Runtime; it has " + names);
-  }
+  require(std::ranges::find(available, provider) != available.end(),
+          "there is no provider " + provider + " in this ONNX Runtime; it has " + json(available).dump());
   Ort::SessionOptions options;
-  if (given.threads > 0) options.SetIntraOpNumThreads(given.threads);
-  if (given.provider == "CUDAExecutionProvider") {
+  options.SetIntraOpNumThreads(given.number("--threads", 0));
+  if (provider == "CUDAExecutionProvider") {
     options.AppendExecutionProvider_CUDA(OrtCUDAProviderOptions{});
-  } else if (given.provider == "TensorrtExecutionProvider") {
+  } else if (provider == "TensorrtExecutionProvider") {
     options.AppendExecutionProvider_TensorRT(OrtTensorRTProviderOptions{});
-  } else if (given.provider != "CPUExecutionProvider") {
-    options.AppendExecutionProvider(given.provider);
+  } else if (provider != "CPUExecutionProvider") {
+    options.AppendExecutionProvider(provider);
   }
   return options;
 }
 
-/// Gives the source to the decoder: ids, or a file where its shape is given.
-void encode(Decoder& decoder, const Options& given) {
-  if (!decoder.contract().source && !given.sources.empty()) throw std::invalid_argument("this model takes no --source");
-  if (decoder.contract().source && given.sources.empty()) throw std::invalid_argument("give a --source");
-  Tokens ids;
-  if (given.source_shape.empty()) {
-    for (const std::string& source : given.sources) ids.push_back(numbers("--source", source));
-  } else {
-    encode_file(decoder, given.sources.front(), given.source_shape);
+std::string read(const Path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  require(stream.good(), file.string() + " cannot be read");
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+/// Makes a call of a run; the logits that it returns. A file has float32, little endian.
+std::optional<Logits> make(Decoder& decoder, const json& call, const Path& folder) {
+  const std::string kind = call.at("call");
+  if (kind == "prefill") return decoder.prefill(call.at("rows"));
+  if (kind == "step") return decoder.step(call.at("rows"));
+  if (kind == "encode") decoder.encode(call.at("rows").get<Tokens>());
+  if (kind == "rewind") decoder.rewind(call.at("count"));
+  if (kind == "reorder") decoder.reorder(call.at("order").get<std::vector<std::size_t>>());
+  if (kind == "encode-file") {
+    const std::string bytes = read(folder / call.at("file").get<std::string>());
+    std::vector<float> values(bytes.size() / sizeof(float));
+    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
+    decoder.encode(values, call.at("shape"));
   }
-  if (!ids.empty()) decoder.encode(ids);
+  return std::nullopt;
 }
 
-void print_measured(Clock::time_point began, const std::vector<Clock::time_point>& times) {
-  if (times.empty()) return;
-  using Seconds = std::chrono::duration<double>;
-  const double span = Seconds(times.back() - times.front()).count();
-  const double rate = span > 0 ? static_cast<double>(times.size() - 1) / span : 0;
-  std::cerr << std::fixed << std::setprecision(1) << "first token " << Seconds(times.front() - began).count() * 1000
-            << " ms, " << rate << " tokens/s\n";
+/// Makes the calls of a run: the likeliest tokens after each that returns logits, and a text if they are not as
+/// expected, where -1 is any.
+std::string follow(Decoder& decoder, const json& calls, const Path& folder, Tokens& made) {
+  std::string problem;
+  for (const json& call : calls) {
+    const auto logits = make(decoder, call, folder);
+    if (!logits) continue;
+    const auto expect = call.at("expect").get<std::vector<std::int64_t>>();
+    const std::string step = "step " + std::to_string(made.size());
+    auto& tokens = made.emplace_back();
+    for (std::size_t row = 0; row < logits->rows(); ++row) tokens.push_back(likeliest(logits->last(row)));
+    const auto fits = [](std::int64_t token, std::int64_t due) { return due < 0 || token == due; };
+    if (problem.empty() && !std::ranges::equal(tokens, expect, fits)) {
+      problem = step + ": " + json(tokens).dump() + " in place of " + json(expect).dump();
+    }
+  }
+  return problem;
 }
 
-/// Tokens go to standard output, a line for each sequence, and measurements to standard error.
-int decode(const Options& given) {
+/// Plays all runs of a file, and writes the trace; whether all tokens are as expected.
+bool play(Decoder& decoder, const Path& runs, const Path& file) {
+  const json vectors = json::parse(read(runs));
+  require(vectors.at("schema") == kSchema, runs.string() + " has no runs of the schema " + std::string(kSchema));
+  require(!std::filesystem::exists(file) || !std::filesystem::equivalent(file, runs),
+          "--record is the file of --runs itself");
+  std::ofstream lines(file);
+  lines << vectors << std::endl;  // the runs that are due
+  bool all = true;
+  for (const json& run : vectors.at("runs")) {
+    json ended{{"run", run.at("name")}, {"tokens", json::array()}, {"error", nullptr}};
+    decoder.reset();
+    decoder.trace_to([&](const std::string& line) {
+      lines << "{\"run\":" << run.at("name") << ',' << std::string_view(line).substr(1) << std::endl;
+    });
+    Tokens tokens;
+    std::string problem;
+    try {
+      problem = follow(decoder, run.at("calls"), runs.parent_path(), tokens);
+    } catch (const std::exception& raised) {
+      ended["error"] = raised.what();
+      problem = std::string("error: ") + raised.what();
+    }
+    ended["tokens"] = tokens;
+    lines << ended.dump(-1, ' ', false, json::error_handler_t::replace) << std::endl;
+    require(lines.good(), file.string() + " cannot be written");
+    std::cout << run.at("name").get<std::string>() << ": " << (problem.empty() ? "as expected" : problem) << '\n';
+    all = all && problem.empty();
+  }
+  decoder.trace_to({});
+  return all;
+}
+
+/// Tokens go to standard output, a line for each sequence; whether all was as expected.
+bool decode(Options given) {
+  const Path contract = given.text("--contract", PROJECT_FOLDER "/contract.json"), record = given.text("--record");
+  const Tokens prompts = given.rows("--prompt");
+  require(!given.text("--model").empty(), "give the --model folder");
+  require(!record.empty() || !prompts.empty(), "give at least one --prompt, or a --record; --help lists the options");
+  Sampling sampling{.temperature = given.number("--temperature", 0.0F),
+                    .top_k = given.number("--top-k", std::size_t{50}),
+                    .top_p = given.number("--top-p", 1.0F),
+                    .min_p = given.number("--min-p", 0.0F),
+                    .repetition_penalty = given.number("--repetition-penalty", 1.0F),
+                    .seed = given.number("--seed", std::uint64_t{0})};
   const Ort::Env env;
-  Decoder decoder(env, given.model, Contract::read(given.contract), session_options(given), given.capacity);
-  if (given.prompts.empty()) {
-    const auto runs = given.runs.empty() ? given.contract.parent_path() / "vectors.json" : given.runs;
-    return play(decoder, runs, given.record) ? 0 : 1;
+  Decoder decoder(env, given.text("--model"), Contract::read(contract), session_options(given),
+                  given.number("--capacity", std::int64_t{512}));
+  Generation generation = decoder.contract().generation;
+  generation.most = given.number("--most", std::size_t{20});
+  require(generation.most > 0, "--most is 1 or more");
+  if (prompts.empty()) {
+    const std::string next_to = (contract.parent_path() / "vectors.json").string();
+    return play(decoder, given.text("--runs", next_to), record);
   }
   std::ofstream lines;
-  if (!given.record.empty()) {
-    lines.open(given.record);
+  if (!record.empty()) {
+    lines.open(record);
     decoder.trace_to([&lines](const std::string& line) { lines << line << std::endl; });
   }
-  const auto began = Clock::now();
-  encode(decoder, given);
-  std::vector<Clock::time_point> times;
-  Generation generation = decoder.contract().generation;
-  generation.most = given.most;
-  generation.end = given.stop.value_or(generation.end);
-  const auto note = [&times](Token) {
-    times.push_back(Clock::now());
-    return true;
-  };
-  const Tokens made = decoder.generate(given.prompts, generation, Sampler(given.sampling), note);
-  for (const auto& row : made) std::cout << listed(row) << '\n';
-  print_measured(began, times);
-  return 0;
+  const Tokens shape = given.rows("--source-shape"), stop = given.rows("--stop");
+  if (!stop.empty()) generation.end = stop.back();
+  if (!shape.empty()) {
+    make(decoder, {{"call", "encode-file"}, {"file", given.text("--source")}, {"shape", shape.back()}}, {});
+  } else if (!given.all("--source").empty()) {
+    decoder.encode(given.rows("--source"));
+  }
+  for (const auto& row : decoder.generate(prompts, generation, Sampler(sampling))) {
+    for (std::size_t i = 0; i < row.size(); ++i) std::cout << (i > 0 ? "," : "") << row[i];
+    std::cout << '\n';
+  }
+  return true;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   if (std::ranges::find(arguments, "--help") != arguments.end()) {
     std::cout << kUsage;
     return 0;
   }
-  try {
-    return decode(parse(arguments));
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-    return 1;
-  }
+  return decode(Options(arguments)) ? 0 : 1;
+} catch (const std::exception& error) {
+  std::cerr << "error: " << error.what() << '\n';
+  return 1;
 }

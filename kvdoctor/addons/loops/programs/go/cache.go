@@ -54,21 +54,20 @@ func (d *Decoder) take(takes []Take, outputs map[string]ort.Value) error {
 
 // next is the next value: the output itself or what is made of it; nil where it is written into the past.
 func (d *Decoder) next(one *Take, present ort.Value) (ort.Value, error) {
-	if one.Carry == "feed-back" || one.Axis == nil {
+	if one.Axis == nil {
 		return present, nil
 	}
 	past, axis := d.cache[one.Value], *one.Axis
 	length, count := past.GetShape()[axis], present.GetShape()[axis]
 	switch one.Carry {
-	case "append":
-		return join(axis, part{past, 0, length}, part{present, 0, count})
-	case "shift":
-		return join(axis, part{past, min(count, length), length}, part{present, 0, count})
+	case "write": // after the tokens that are there, where nothing is read before the call has succeeded
+		return nil, overwrite(past, present, axis, d.length)
 	case "drop-oldest":
 		return join(axis, part{present, 1, count})
+	case "shift":
+		return join(axis, part{past, min(count, length), length}, part{present, 0, count})
 	}
-	// After the tokens that are there, where nothing is read before the call has succeeded.
-	return nil, overwrite(past, present, axis, d.length)
+	return join(axis, part{past, 0, length}, part{present, 0, count})
 }
 
 // change replaces values by parts of them along an axis, all or none.

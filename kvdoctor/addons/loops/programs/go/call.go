@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
-	"strings"
 
 	ort "github.com/yalue/onnxruntime_go"
 )
@@ -74,35 +72,28 @@ func (d *Decoder) call(ctx context.Context, call *Call, tokens [][]int64) (map[s
 type room struct {
 	name, dtype string
 	dims        []Dim
-	scalar      bool
 }
 
 // rooms are the outputs of a call that need room made for them: those of types that Go does not have, those without
 // axes, and all of a call that returns others than its session: the binding has one list of outputs for a session. It
 // fails where the size of one is not known before the call.
-func (d *Decoder) rooms(call *Call) ([]room, error) {
-	all := []room{}
-	if call.Logits != "" {
-		all = append(all, room{call.Logits, call.LogitsType, call.LogitsDims, false})
-	}
+func (d *Decoder) rooms(call *Call, encodes bool) (needed []room, err error) {
+	all := []room{{call.Logits, call.LogitsType, call.LogitsDims}}
 	for _, one := range call.Takes {
-		scalar := len(one.Dims) == 0 && strings.HasPrefix(one.Value, "cache ")
-		all = append(all, room{one.Output, one.DType, one.Dims, scalar})
+		all = append(all, room{one.Output, one.DType, one.Dims})
 	}
 	counted := d.sizes([][]int64{{0}})
-	maps.Copy(counted, map[string]int64{"encoder": 1, "encoder_input": 1})
-	// An encoder may shorten features; it returns a state for each token of a text.
-	for i := range d.contract.Calls.Encode {
-		if !d.contract.Source.isIDs() && call == &d.contract.Calls.Encode[i] {
-			delete(counted, "encoder")
-		}
+	counted["encoder"], counted["encoder_input"] = 1, 1
+	if encodes && !d.contract.Source.isIDs() { // it may shorten features
+		delete(counted, "encoder")
 	}
-	bound, needed := !slices.Equal(d.graphs[call.File].outputs, call.Outputs), []room{}
+	bound := !slices.Equal(d.graphs[call.File].outputs, call.Outputs)
 	for _, one := range all {
-		if kind := elements[one.dtype]; !bound && !kind.isHalf() && !one.scalar {
+		kind, scalar := elements[one.dtype], one.dims != nil && len(one.dims) == 0
+		if one.name == "" || !bound && !kind.isHalf() && !scalar {
 			continue
 		}
-		if _, err := resolve(one.dims, counted, 0); err != nil || len(one.dims) == 0 && !one.scalar {
+		if _, err := resolve(one.dims, counted, 0); err != nil || one.dims == nil {
 			return nil, fmt.Errorf("the binding for Go must know the shape of output %q before a call", one.name)
 		}
 		needed = append(needed, one)

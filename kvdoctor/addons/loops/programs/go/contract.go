@@ -3,6 +3,7 @@ package decodeloop
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -10,7 +11,7 @@ import (
 	ort "github.com/yalue/onnxruntime_go"
 )
 
-const contractSchema = "kvdoctor/loop/3"
+const contractSchema = "kvdoctor/loop/4"
 
 // Contract is what contract.json says of a model: its calls, what each is fed, and what becomes of the cache.
 type Contract struct {
@@ -25,8 +26,8 @@ type Contract struct {
 	Heads            int64
 	Source           *Source // what Encode takes; nil where there is nothing to encode
 	Placeholders     []int64 // tokens in whose places an image or sound belongs
-	Vocabulary       int64   // entries of a row of logits; 0 where nothing says
-	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence; 0 where nothing says
+	Vocabulary       int64   // token ids are smaller
+	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence
 	OneToken         bool    `json:"one_token"`     // every call takes one new token
 	Batch            int64   // the number of sequences where the graph takes one only, else 0
 	CapacityIsChosen bool    `json:"capacity_is_chosen"`
@@ -36,19 +37,18 @@ type Contract struct {
 	Reorders         bool
 	Generation       struct {
 		Start, End    []int64
-		Padding       *int64
 		Suppress      []int64
 		BeginSuppress []int64    `json:"begin_suppress"`
 		Forced        [][2]int64 // position, counted from the first token of the prompt, and id
 	}
 }
 
-// File is one file of the model, with the inputs and outputs that its calls use.
+// File is one file of the model, with the inputs and outputs that its calls use; -1 is any size.
 type File struct {
 	File   string
 	Inputs map[string]struct {
 		DType string
-		Dims  []Dim
+		Shape []int64
 	}
 	Outputs []string
 }
@@ -72,7 +72,7 @@ type Call struct {
 	Outputs    []string
 	Logits     string
 	LogitsType string `json:"logits_type"`
-	LogitsDims []Dim  `json:"logits_dims"`
+	LogitsDims []Dim  `json:"logits_dims"` // nil where it is not known before a call, as in Take
 	Takes      []Take
 	Sizes      map[string]Axis // those that only values have
 }
@@ -177,32 +177,25 @@ func (c *Contract) compare(folder string) error {
 }
 
 func (f *File) compare(inputs, outputs []ort.InputOutputInfo) error {
+	missing := maps.Clone(f.Inputs)
 	for _, found := range inputs {
-		given, ok := f.Inputs[found.Name]
-		if !ok {
-			return fmt.Errorf("the file has an input %q, which the contract does not feed", found.Name)
-		}
-		same := found.DataType == elements[given.DType].code
-		same = same && (len(found.Dimensions) == 0 || len(found.Dimensions) == len(given.Dims))
-		for axis, size := range found.Dimensions {
-			same = same && (size <= 0 || given.Dims[axis] == Dim{Size: size})
-		}
-		if !same {
-			return fmt.Errorf("input %q is %s%v, not %s%v", found.Name, found.DataType, found.Dimensions, given.DType, given.Dims)
+		due, known := missing[found.Name]
+		delete(missing, found.Name)
+		fits := slices.EqualFunc(found.Dimensions, due.Shape, func(size, wanted int64) bool {
+			return size <= 0 || size == wanted
+		})
+		if !known || found.DataType != elements[due.DType].code || len(found.Dimensions) > 0 && !fits {
+			return fmt.Errorf("its input %q is %s%v, not %s%v", found.Name, found.DataType, found.Dimensions, due.DType, due.Shape)
 		}
 	}
-	has := func(all []ort.InputOutputInfo, name string) bool {
-		return slices.ContainsFunc(all, func(one ort.InputOutputInfo) bool { return one.Name == name })
-	}
-	for name := range f.Inputs {
-		if !has(inputs, name) {
-			return fmt.Errorf("the file has no input %q", name)
-		}
-	}
+	names := slices.Collect(maps.Keys(missing))
 	for _, name := range f.Outputs {
-		if !has(outputs, name) {
-			return fmt.Errorf("the file has no output %q", name)
+		if !slices.ContainsFunc(outputs, func(one ort.InputOutputInfo) bool { return one.Name == name }) {
+			names = append(names, name)
 		}
+	}
+	if len(names) > 0 {
+		return fmt.Errorf("the file has no %q", names)
 	}
 	return nil
 }

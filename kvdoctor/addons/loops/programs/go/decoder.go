@@ -65,10 +65,7 @@ func Open(folder string, contract *Contract, options Options) (*Decoder, error) 
 	}
 	capacity := contract.ContextLimit
 	if contract.CapacityIsChosen {
-		capacity = cmp.Or(options.Capacity, 512)
-	}
-	if capacity < 0 {
-		return nil, errors.New("the cache needs room for at least one token")
+		capacity = max(cmp.Or(options.Capacity, 512), 1)
 	}
 	if !options.Unchecked {
 		if err := contract.compare(folder); err != nil {
@@ -79,10 +76,10 @@ func Open(folder string, contract *Contract, options Options) (*Decoder, error) 
 		contract: contract, capacity: capacity, graphs: map[string]*graph{}, reserved: map[*Call][]room{},
 		encoded: map[string]ort.Value{}, cache: map[string]ort.Value{},
 	}
-	for _, call := range contract.calls() {
+	for i, call := range contract.calls() {
 		err := d.open(folder, call, options.Session)
 		if err == nil {
-			d.reserved[call], err = d.rooms(call)
+			d.reserved[call], err = d.rooms(call, i < len(contract.Calls.Encode))
 		}
 		if err != nil {
 			d.Close()
@@ -134,13 +131,8 @@ func (d *Decoder) History() [][]int64 {
 	return rows
 }
 
-// MostTokens is the most tokens that a sequence may have, padding counted; 0 where nothing limits them.
-func (d *Decoder) MostTokens() int64 {
-	if limit := d.contract.ContextLimit; limit != 0 && (d.capacity == 0 || limit < d.capacity) {
-		return limit
-	}
-	return d.capacity
-}
+// MostTokens is the most tokens that a sequence may have, padding counted.
+func (d *Decoder) MostTokens() int64 { return min(d.capacity, d.contract.ContextLimit) }
 
 // Reset begins anew: no sequences, and nothing encoded.
 func (d *Decoder) Reset() {
@@ -152,18 +144,18 @@ func (d *Decoder) Reset() {
 // Prefill begins sequences with their prompts. Shorter prompts are padded on the left where the contract says so: the
 // mask hides the padding, and positions do not count it.
 func (d *Decoder) Prefill(ctx context.Context, prompts [][]int64) (Logits, error) {
-	longest := 0
-	for _, prompt := range prompts {
-		if longest = max(longest, len(prompt)); len(prompt) == 0 {
-			return nil, errors.New("prompts: every sequence begins with at least one token")
-		}
-	}
 	if err := d.checkBegin(prompts); err != nil {
 		return nil, err
 	}
-	padded, padding := make([][]int64, len(prompts)), make([]int64, len(prompts))
+	longest := 0
+	for _, prompt := range prompts {
+		longest = max(longest, len(prompt))
+	}
+	padded, padding := slices.Clone(prompts), make([]int64, len(prompts))
 	for row, prompt := range prompts {
-		padded[row] = prompt
+		if len(prompt) == 0 {
+			return nil, errors.New("prompts: every sequence begins with at least one token")
+		}
 		if d.contract.Pads {
 			padding[row] = int64(longest - len(prompt))
 			padded[row] = append(make([]int64, padding[row], longest), prompt...)
@@ -227,8 +219,8 @@ func (d *Decoder) Step(ctx context.Context, tokens [][]int64) (Logits, error) {
 // check refuses ids that are no tokens of text, rows of unequal length, and more tokens than there may be.
 func (d *Decoder) check(tokens, rows [][]int64, length int64) error {
 	for _, id := range slices.Concat(tokens...) {
-		if most := d.contract.Vocabulary; id < 0 || most != 0 && id >= most {
-			return fmt.Errorf("%d is no token id: the vocabulary has %d entries", id, most)
+		if id < 0 || id >= d.contract.Vocabulary {
+			return fmt.Errorf("%d is no token id: they are 0 to %d", id, d.contract.Vocabulary-1)
 		}
 		if slices.Contains(d.contract.Placeholders, id) {
 			return fmt.Errorf("token %d stands for an image or audio, which this program does not take", id)
@@ -238,7 +230,7 @@ func (d *Decoder) check(tokens, rows [][]int64, length int64) error {
 	if err != nil {
 		return err
 	}
-	if most := d.MostTokens(); most != 0 && length+shape[1] > most {
+	if most := d.MostTokens(); length+shape[1] > most {
 		return fmt.Errorf("a sequence has at most %d tokens here, not %d", most, length+shape[1])
 	}
 	return nil

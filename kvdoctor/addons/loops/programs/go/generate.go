@@ -23,11 +23,9 @@ func (l Logits) Last(sequence int) []float32 { return l[sequence][len(l[sequence
 func (d *Decoder) logits(value ort.Value, batch int64) Logits {
 	shape, numbers := value.GetShape(), floats(value)
 	each := int64(len(numbers)) / batch
-	width := d.contract.Vocabulary
-	if width == 0 || each%width != 0 {
-		if width = each; len(shape) == 3 { // a row for each new token
-			width = shape[2]
-		}
+	width := each
+	if len(shape) == 3 && shape[0] == batch { // a row for each new token
+		width = shape[2]
 	}
 	made := make(Logits, batch)
 	for row := range made {
@@ -120,8 +118,7 @@ func (d *Decoder) generate(
 				return nil
 			}
 		}
-		full := d.MostTokens() != 0 && d.length >= d.MostTokens()
-		if count >= most || full || !slices.Contains(ended, false) {
+		if count >= most || d.length >= d.MostTokens() || !slices.Contains(ended, false) {
 			return nil
 		}
 		if logits, err = d.Step(ctx, chosen); err != nil {
@@ -177,58 +174,43 @@ func (s Sampling) Sampler() (Choose, error) {
 	}
 	random := rand.New(rand.NewPCG(s.Seed, 0))
 	return func(logits []float32, tokens []int64) (int64, error) {
-		s.penalize(logits, tokens)
+		penalty := float32(cmp.Or(s.RepetitionPenalty, 1))
+		for _, token := range slices.Compact(slices.Sorted(slices.Values(tokens))) {
+			if logits[token] > 0 {
+				logits[token] /= penalty
+			} else {
+				logits[token] *= penalty
+			}
+		}
 		if s.Temperature == 0 {
 			return Likeliest(logits), nil
 		}
-		candidates, weights, sum := s.candidates(logits)
-		at := random.Float64() * sum
-		for i, weight := range weights {
-			if at -= weight; at < 0 {
-				return int64(candidates[i]), nil
-			}
-		}
-		return Likeliest(logits), nil
+		return s.draw(logits, random), nil
 	}, nil
 }
 
-func (s Sampling) penalize(logits []float32, tokens []int64) {
-	if s.RepetitionPenalty == 0 || s.RepetitionPenalty == 1 {
-		return
-	}
-	seen := slices.Clone(tokens)
-	slices.Sort(seen)
-	for _, token := range slices.Compact(seen) {
-		if logits[token] > 0 {
-			logits[token] /= float32(s.RepetitionPenalty)
-		} else {
-			logits[token] *= float32(s.RepetitionPenalty)
-		}
-	}
-}
-
-// candidates are tokens with their weights and the sum of these, the likeliest first.
-func (s Sampling) candidates(logits []float32) ([]int, []float64, float64) {
+// draw picks one of the likeliest tokens.
+func (s Sampling) draw(logits []float32, random *rand.Rand) int64 {
 	tokens := make([]int, len(logits))
 	for i := range tokens {
 		tokens[i] = i
 	}
 	slices.SortStableFunc(tokens, func(a, b int) int { return cmp.Compare(logits[b], logits[a]) })
-	if s.TopK > 0 {
-		tokens = tokens[:min(s.TopK, len(tokens))]
-	}
-	weights, all := make([]float64, len(tokens)), 0.0
+	tokens = tokens[:min(cmp.Or(s.TopK, len(tokens)), len(tokens))]
+	weights, all, sum, count := make([]float64, len(tokens)), 0.0, 0.0, 0
 	for i, token := range tokens {
 		weights[i] = math.Exp(float64(logits[token]-logits[tokens[0]]) / s.Temperature)
 		all += weights[i]
 	}
-	sum := 0.0
-	for count, weight := range weights {
-		enough := s.TopP > 0 && sum >= s.TopP*all
-		if count > 0 && (enough || weight < s.MinP) {
-			return tokens[:count], weights[:count], sum
-		}
-		sum += weight
+	for count < len(tokens) && (count == 0 || sum < cmp.Or(s.TopP, 1)*all && weights[count] >= s.MinP) {
+		sum += weights[count]
+		count++
 	}
-	return tokens, weights, sum
+	left := random.Float64() * sum
+	for i := range count {
+		if left -= weights[i]; left < 0 {
+			return int64(tokens[i])
+		}
+	}
+	return int64(tokens[0])
 }

@@ -22,14 +22,16 @@ type element struct {
 }
 
 var elements = map[string]element{
-	"float":    number[float32](ort.TensorElementDataTypeFloat),
-	"double":   number[float64](ort.TensorElementDataTypeDouble),
-	"int64":    number[int64](ort.TensorElementDataTypeInt64),
-	"int32":    number[int32](ort.TensorElementDataTypeInt32),
-	"int8":     number[int8](ort.TensorElementDataTypeInt8),
-	"uint8":    number[uint8](ort.TensorElementDataTypeUint8),
-	"bool":     truthValue(),
-	"float16":  half(ort.TensorElementDataTypeFloat16, fromHalf, toHalf),
+	"float":  number[float32](ort.TensorElementDataTypeFloat),
+	"double": number[float64](ort.TensorElementDataTypeDouble),
+	"int64":  number[int64](ort.TensorElementDataTypeInt64),
+	"int32":  number[int32](ort.TensorElementDataTypeInt32),
+	"int8":   number[int8](ort.TensorElementDataTypeInt8),
+	"uint8":  number[uint8](ort.TensorElementDataTypeUint8),
+	"bool":   truthValue(),
+	"float16": half(ort.TensorElementDataTypeFloat16,
+		func(bits uint16) float32 { return float16.Frombits(bits).Float32() },
+		func(number float32) uint16 { return float16.Fromfloat32(number).Bits() }),
 	"bfloat16": half(ort.TensorElementDataTypeBFloat16, fromBrain, toBrain),
 }
 
@@ -197,10 +199,6 @@ func rectangle(rows [][]int64) ([]int64, error) {
 	}
 	return []int64{int64(len(rows)), int64(len(rows[0]))}, nil
 }
-
-func toHalf(number float32) uint16 { return float16.Fromfloat32(number).Bits() }
-
-func fromHalf(bits uint16) float32 { return float16.Frombits(bits).Float32() }
 
 // toBrain rounds to the nearest bfloat16.
 func toBrain(number float32) uint16 {

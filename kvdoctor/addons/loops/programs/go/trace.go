@@ -11,14 +11,6 @@ import (
 // mostElements is the largest size of a tensor of which a trace has all elements; of larger ones it has so many.
 const mostElements = 64
 
-// tensor is a tensor in a trace.
-type tensor struct {
-	DType  string  `json:"dtype"`
-	Shape  []int64 `json:"shape"`
-	Data   *[]any  `json:"data,omitempty"`
-	Sample *[]any  `json:"sample,omitempty"`
-}
-
 // Trace writes each later call as a line of JSON for `kvdoctor step-test MODEL --trace FILE`: shapes, the elements of
 // small tensors, samples of larger ones. The lines have the name of the run, which may be empty. Without a writer nothing
 // is written.
@@ -37,13 +29,16 @@ func (d *Decoder) note(file string, fed, got map[string]ort.Value, failure error
 	return json.NewEncoder(d.trace).Encode(line)
 }
 
-func described(values map[string]ort.Value) map[string]tensor {
-	all := map[string]tensor{}
+func described(values map[string]ort.Value) map[string]any {
+	all := map[string]any{}
 	for name, value := range values {
 		dtype, kind := kindOf(value)
-		one := tensor{DType: dtype, Shape: append([]int64{}, value.GetShape()...)}
-		bytes, size := kind.bytes(value), product(one.Shape)
+		shape := append([]int64{}, value.GetShape()...)
+		bytes, size, part := kind.bytes(value), product(shape), "data"
 		chosen := make([]any, min(size, mostElements))
+		if size > mostElements {
+			part = "sample"
+		}
 		for i := range chosen {
 			at := int64(i)
 			if size > mostElements {
@@ -54,10 +49,7 @@ func described(values map[string]ort.Value) map[string]tensor {
 				chosen[i] = number
 			}
 		}
-		if one.Data = &chosen; size > mostElements {
-			one.Data, one.Sample = nil, &chosen
-		}
-		all[name] = one
+		all[name] = map[string]any{"dtype": dtype, "shape": shape, part: chosen}
 	}
 	return all
 }

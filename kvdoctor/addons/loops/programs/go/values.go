@@ -13,29 +13,25 @@ import (
 // Encode says what the sequences are about, in token ids: it runs the encoder, where the model has one. The mask has 0
 // for padding on the right; without it all of the source is read, and shorter rows are padded.
 func (d *Decoder) Encode(ctx context.Context, rows, mask [][]int64) error {
-	longest, unequal := 0, false
+	longest, unequal, ids, ones := 0, false, []int64{}, [][]int64{}
 	for _, row := range rows {
 		unequal, longest = unequal || len(row) != len(rows[0]), max(longest, len(row))
-		for _, id := range row {
-			if id < 0 { // a Gather counts it from the end
-				return fmt.Errorf("the ids of the source are 0 or more; got %d", id)
-			}
+	}
+	for _, row := range rows {
+		if least := slices.Min(append(row, 0)); least < 0 { // a Gather counts it from the end
+			return fmt.Errorf("the ids of the source are 0 or more; got %d", least)
 		}
+		rest := make([]int64, longest-len(row))
+		ids = slices.Concat(ids, row, rest)
+		ones = append(ones, slices.Concat(slices.Repeat([]int64{1}, len(row)), rest))
 	}
 	if unequal && mask == nil {
-		padded := make([][]int64, len(rows))
-		for i, row := range rows {
-			rest := make([]int64, longest-len(row))
-			padded[i] = slices.Concat(row, rest)
-			mask = append(mask, slices.Concat(slices.Repeat([]int64{1}, len(row)), rest))
-		}
-		rows = padded
+		mask = ones
 	}
-	shape, err := rectangle(rows)
-	if err != nil {
-		return fmt.Errorf("source: %w", err)
+	if longest == 0 {
+		return errors.New("source: there is nothing in it")
 	}
-	ids := slices.Concat(rows...)
+	shape := []int64{int64(len(rows)), int64(longest)}
 	return d.encode(ctx, shape, mask, func(i int64) float64 { return float64(ids[i]) })
 }
 
@@ -52,11 +48,8 @@ func (d *Decoder) encode(ctx context.Context, shape []int64, mask [][]int64, at 
 	if given == nil {
 		return errors.New("this model takes no source")
 	}
-	fits := len(shape) == len(given.Dims)
-	for axis, dim := range given.Dims {
-		fits = fits && (dim.Axis != "" || dim.Size == shape[axis])
-	}
-	if !fits {
+	fits := func(size int64, dim Dim) bool { return dim.Axis != "" || dim.Size == size }
+	if !slices.EqualFunc(shape, given.Dims, fits) {
 		return fmt.Errorf("the source is %v, not %v", given.Dims, shape)
 	}
 	if mask != nil {
@@ -126,10 +119,9 @@ func (d *Decoder) make(one *Made, sizes map[string]int64, tokens [][]int64) (ort
 	if last > 0 {
 		rows = shape[last-1]
 	}
-	switch one.Copy {
-	case "tokens":
+	if one.Copy == "tokens" {
 		copied = tokens
-	case "mask":
+	} else if one.Copy == "mask" {
 		copied = d.mask
 	}
 	sizes = maps.Clone(sizes)

@@ -9,13 +9,8 @@ import { pipeline } from "node:stream/promises";
 import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 
-const TYPES = new Map([
-  [".html", "text/html; charset=utf-8"],
-  [".js", "text/javascript"],
-  [".json", "application/json"],
-  [".mjs", "text/javascript"],
-  [".wasm", "application/wasm"],
-]);
+/** @type {Record<string, string>} */
+const TYPES = { ".html": "text/html; charset=utf-8", ".js": "text/javascript", ".mjs": "text/javascript" };
 const HEADERS = {
   "cache-control": "no-store",
   "cross-origin-embedder-policy": "require-corp",
@@ -37,11 +32,7 @@ if (folder === "") {
   process.exit(2);
 }
 
-/**
- * The file that a path of the address stands for; undefined outside of the two folders.
- *
- * @param {string} path
- */
+/** The file that a path of the address stands for; undefined outside of the two folders. @param {string} path */
 function fileOf(path) {
   const parts = decodeURIComponent(path).split("/").slice(1);
   const root = resolve(parts[0] === "model" ? folder : HERE);
@@ -49,12 +40,8 @@ function fileOf(path) {
   return file.startsWith(root + sep) ? file : undefined;
 }
 
-/**
- * Answer a request; an error becomes the answer 404.
- *
- * @param {import("node:http").IncomingMessage} request
- * @param {import("node:http").ServerResponse} response
- */
+/** @import { IncomingMessage, ServerResponse } from "node:http" */
+/** Answer a request; an error becomes the answer 404. @param {IncomingMessage} request @param {ServerResponse} response */
 async function answer(request, response) {
   const { pathname } = new URL(request.url ?? "/", "http://localhost");
   if (request.method === "POST" && pathname === "/record") {
@@ -72,7 +59,7 @@ async function answer(request, response) {
   if (file === undefined || !(await stat(file)).isFile()) {
     throw new Error(`no file ${pathname}`);
   }
-  const type = TYPES.get(extname(file)) ?? "application/octet-stream";
+  const type = TYPES[extname(file)] ?? (file.endsWith(".wasm") ? "application/wasm" : "application/octet-stream");
   response.writeHead(200, { ...HEADERS, "content-type": type });
   await pipeline(createReadStream(file), response);
 }
@@ -87,8 +74,7 @@ const server = createServer((request, response) => {
   });
 });
 server.listen(Number(given.port), "127.0.0.1", () => {
-  const address = server.address();
-  const port = address !== null && typeof address === "object" ? address.port : given.port;
+  const { port } = /** @type {import("node:net").AddressInfo} */ (server.address());
   const provider = encodeURIComponent(given.provider);
   console.log(`http://127.0.0.1:${port}/?provider=${provider}&model=model&post=record`);
 });

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from decode_loop import Decoder, Sampling
-from decode_loop.record import play, read_source, trace_to
+from decode_loop.record import pad_source, play, read_source, trace_to
 
 HERE = Path(__file__).parent
 
@@ -62,8 +62,10 @@ def decode(decoder: Decoder, given: argparse.Namespace) -> None:
     if decoder.contract.source is not None:
         if not given.source:
             raise ValueError("give --source: this model reads it with its encoder")
-        shaped = {"file": given.source[0], "shape": given.source_shape}
-        decoder.encode(*read_source(shaped if given.source_shape else [*map(ids, given.source)], Path()))
+        if given.source_shape:
+            decoder.encode(read_source(Path(given.source[0]), given.source_shape))
+        else:
+            decoder.encode(*pad_source([*map(ids, given.source)]))
     made: list[list[int]] = [[] for _ in given.prompt]
     for tokens in decoder.stream(given.prompt, given.most, given.stop, sampling.chooser()):
         times.append(time.perf_counter())

@@ -28,7 +28,7 @@ struct nlohmann::adl_serializer<std::optional<T>> {
 
 namespace decode_loop {
 
-static constexpr std::string_view kSchema = "kvdoctor/loop/3";
+static constexpr std::string_view kSchema = "kvdoctor/loop/4";
 
 // The conversions that the library finds by the types.
 
@@ -42,14 +42,13 @@ static void from_json(const json& from, Dim& to) {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Made, name, dtype, dims, batch_axis, copy, begin, end, inside, outside, step)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Take, output, value, carry, axis)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Axis, value, axis, each)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Axis, value, axis, each)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Call, file, values, made, outputs, logits, takes, sizes)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Calls, encode, prefill, decode)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Zeros, value, dtype, dims)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Source, dtype, dims, batch_axis, length_axis, masked)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Port, dtype, dims)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Port, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(File, file, inputs, outputs)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, start, end, padding, suppress, begin_suppress, forced)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, start, end, suppress, begin_suppress, forced)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Contract, model, files, calls, zeros, cut, rows, heads, source, vocabulary,
                                    context_limit, batch, one_token, capacity_is_chosen, pads, chunks, rewinds, reorders,
                                    placeholders, generation)

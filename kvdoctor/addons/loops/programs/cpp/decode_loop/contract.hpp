@@ -52,7 +52,7 @@ struct Take {
 struct Axis {
   std::string value;
   std::size_t axis;
-  std::int64_t each = 1;
+  std::int64_t each;
 };
 
 /// A call of a file.
@@ -66,11 +66,6 @@ struct Call {
   std::vector<Take> takes;
   /// The sizes that only values have.
   std::map<std::string, Axis> sizes;
-};
-
-/// The calls of each phase, in order.
-struct Calls {
-  std::vector<Call> encode, prefill, decode;
 };
 
 /// A value before the first call.
@@ -89,10 +84,10 @@ struct Source {
   bool masked;
 };
 
-/// The type and the sizes of an input.
+/// The type and the sizes of an input; -1 is any.
 struct Port {
   ONNXTensorElementDataType dtype;
-  Dims dims;
+  std::vector<std::int64_t> shape;
 };
 
 /// A file of the model, and what a session of it must have.
@@ -106,8 +101,6 @@ struct File {
 struct Generation {
   /// What a prompt begins with; ids that end a sequence, and are not among its tokens.
   std::vector<std::int64_t> start, end;
-  /// Fed to a sequence that has ended.
-  std::optional<std::int64_t> padding;
   /// Ids that are never chosen, and those that are not chosen as the first new token.
   std::vector<std::int64_t> suppress, begin_suppress;
   /// Places, counted from the first token of the prompt, with the id there.
@@ -125,14 +118,15 @@ struct Contract {
 
   std::string model;
   std::vector<File> files;
-  Calls calls;
+  /// Those of each phase (encode, prefill, decode), in order.
+  std::map<std::string, std::vector<Call>> calls;
   std::vector<Zeros> zeros;
   /// What a rewind cuts, and what a reorder changes.
   std::vector<Axis> cut, rows;
   std::int64_t heads;
   std::optional<Source> source;
   /// Token ids are smaller than `vocabulary`, a sequence has at most `context_limit` tokens.
-  std::optional<std::int64_t> vocabulary, context_limit;
+  std::int64_t vocabulary, context_limit;
   /// The number of sequences, where the graph takes one number only.
   std::optional<std::size_t> batch;
   bool one_token, capacity_is_chosen, pads, chunks, rewinds, reorders;

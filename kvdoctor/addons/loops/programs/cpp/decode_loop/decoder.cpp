@@ -2,17 +2,49 @@
 
 #include <algorithm>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <utility>
-
-#include "decode_loop/trace.hpp"
 
 namespace decode_loop {
 
 namespace {
 
-std::filesystem::path path_of(const std::filesystem::path& folder, const std::string& file) {
-  return folder / std::filesystem::path(std::u8string(file.begin(), file.end()));
+using nlohmann::json;
+
+/// Tensors of a call by name.
+using Tensors = std::vector<std::pair<std::string_view, Ort::ConstValue>>;
+
+constexpr std::size_t kMostElements = 64;  // of a tensor in a line
+
+json describe(const Tensors& tensors) {
+  json all = json::object();
+  for (const auto& [name, value] : tensors) {
+    const auto info = value.GetTensorTypeAndShapeInfo();
+    const std::size_t size = info.GetElementCount(), count = std::min(size, kMostElements);
+    json numbers = json::array();
+    with_type(info.GetElementType(), [&]<typename T>() {
+      for (std::size_t k = 0; k < count; ++k) {
+        const T entry = value.GetTensorData<T>()[size == count ? k : k * (size - 1) / (count - 1)];
+        if constexpr (std::is_integral_v<T>) {
+          numbers.push_back(entry);
+        } else {
+          numbers.push_back(as_float(entry));  // null where it is not finite
+        }
+      }
+    });
+    all[std::string(name)] = {{"dtype", static_cast<int>(info.GetElementType())},
+                              {"shape", info.GetShape()},
+                              {size == count ? "data" : "sample", numbers}};
+  }
+  return all;
+}
+
+/// A call of a file of the model as a line of JSON.
+std::string describe_call(const std::string& file, const Tensors& fed, const Tensors& got, const Ort::Status& status) {
+  json line{{"file", file}, {"fed", describe(fed)}, {"got", describe(got)}, {"error", nullptr}};
+  if (!status.IsOK()) line["error"] = status.GetErrorMessage();
+  return line.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 /// Compares a session with what the contract says of its file.
@@ -22,17 +54,14 @@ void check(const File& file, const Ort::Session& session) {
   };
   const std::vector<std::string> inputs = session.GetInputNames(), outputs = session.GetOutputNames();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const auto port = file.inputs.find(inputs[i]);
-    if (port == file.inputs.end()) other("an input \"" + inputs[i] + "\" that the contract does not feed");
+    const auto due = file.inputs.find(inputs[i]);
     const auto type_info = session.GetInputTypeInfo(i);
     const auto info = type_info.GetTensorTypeAndShapeInfo();
-    const auto& [type, dims] = port->second;
-    if (info.GetElementType() != type) other("another type of \"" + inputs[i] + "\"");
-    const Shape shape = info.GetShape();
-    if (shape.empty()) continue;  // a graph that declares no shape looks like one of a scalar here
-    if (!std::ranges::equal(shape, dims,
-                            [](std::int64_t size, const Dim& dim) { return size < 0 || size == dim.size; })) {
-      other("other sizes of \"" + inputs[i] + "\"");
+    const Shape shape = info.GetShape();  // empty where a graph declares none
+    const auto same = [](std::int64_t size, std::int64_t wanted) { return size < 0 || size == wanted; };
+    if (due == file.inputs.end() || info.GetElementType() != due->second.dtype ||
+        (!shape.empty() && !std::ranges::equal(shape, due->second.shape, same))) {
+      other("another input \"" + inputs[i] + "\"");
     }
   }
   for (const auto& [name, port] : file.inputs) {
@@ -74,18 +103,13 @@ Decoder::Decoder(const Ort::Env& env, const std::filesystem::path& folder, Contr
     : contract_(std::make_shared<const Contract>(std::move(contract))),
       capacity_(contract_->capacity_is_chosen ? capacity : contract_->context_limit) {
   for (const File& file : contract_->files) {
-    const auto path = path_of(folder, file.file);
+    const auto path = folder / std::u8string(file.file.begin(), file.file.end());
     if (!std::filesystem::exists(path)) throw std::invalid_argument("there is no file " + path.string());
     check(file, sessions_.emplace(file.file, Ort::Session(env, path.c_str(), options)).first->second);
   }
 }
 
 void Decoder::trace_to(Trace trace) { trace_ = std::move(trace); }
-
-std::optional<std::int64_t> Decoder::limit() const {
-  if (capacity_ && contract_->context_limit) return std::min(*capacity_, *contract_->context_limit);
-  return capacity_ ? capacity_ : contract_->context_limit;
-}
 
 // The source of an encoder.
 
@@ -100,11 +124,12 @@ void Decoder::encode(const Tokens& sources) {
   if (!source_is_ids() || longest == 0) throw std::invalid_argument("this model takes no ids as its source");
   Tokens mask;
   std::vector<std::int64_t> ids;
+  const bool even = std::ranges::all_of(sources, [longest](const auto& row) { return row.size() == longest; });
   for (const auto& row : sources) {
     if (row.empty() || std::ranges::min(row) < 0) throw std::invalid_argument("a source has ids, which are 0 or more");
     ids.insert(ids.end(), row.begin(), row.end());
     ids.resize(ids.size() + longest - row.size(), 0);
-    mask.emplace_back(row.size(), 1).resize(longest, 0);
+    if (!even) mask.emplace_back(row.size(), 1).resize(longest, 0);
   }
   const Shape shape{static_cast<std::int64_t>(sources.size()), static_cast<std::int64_t>(longest)};
   encode_elements(shape, [&ids](std::size_t i) { return static_cast<double>(ids[i]); }, std::move(mask));
@@ -135,7 +160,7 @@ void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mas
   try {
     state_.mask = state_.source_mask = std::move(mask);
     state_.encoded.emplace("source", tensor(shape, source.dtype, at));
-    run(contract_->calls.encode, Tokens(source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1));
+    run("encode", Tokens(source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1));
     state_.encoded.merge(state_.cache);
   } catch (...) {
     state_ = std::move(before);
@@ -147,12 +172,11 @@ void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mas
 
 void Decoder::check_ids(std::span<const std::int64_t> ids) const {
   for (const std::int64_t id : ids) {
-    if (id < 0 || (contract_->vocabulary && id >= *contract_->vocabulary)) {
-      const std::string most = contract_->vocabulary ? " to " + std::to_string(*contract_->vocabulary - 1) : "";
-      throw std::invalid_argument("token ids are 0" + most + ", not " + std::to_string(id));
+    if (id < 0 || id >= contract_->vocabulary) {
+      throw std::invalid_argument("token ids are 0 to " + std::to_string(contract_->vocabulary - 1) + ", not " +
+                                  std::to_string(id));
     }
-    const auto& refused = contract_->placeholders;
-    if (std::find(refused.begin(), refused.end(), id) != refused.end()) {
+    if (std::ranges::find(contract_->placeholders, id) != contract_->placeholders.end()) {
       throw std::invalid_argument("token " + std::to_string(id) +
                                   " stands for an image or audio, which this program does not take");
     }
@@ -160,8 +184,8 @@ void Decoder::check_ids(std::span<const std::int64_t> ids) const {
 }
 
 void Decoder::check_room(std::int64_t total) const {
-  if (const auto most = limit(); most && total > *most) {
-    throw std::invalid_argument(std::to_string(total) + " tokens; a sequence has at most " + std::to_string(*most) +
+  if (total > limit()) {
+    throw std::invalid_argument(std::to_string(total) + " tokens; a sequence has at most " + std::to_string(limit()) +
                                 " here");
   }
 }
@@ -226,7 +250,7 @@ Logits Decoder::step(const Tokens& tokens) {
     throw std::invalid_argument("a step takes new tokens of " + std::to_string(state_.padding.size()) +
                                 " sequences, the same number of each");
   }
-  if (count > 1 && (!contract_->chunks || contract_->one_token)) {
+  if (count > 1 && !contract_->chunks) {
     throw std::invalid_argument("a step of this model takes one token of each sequence");
   }
   for (const auto& row : tokens) check_ids(row);
@@ -236,15 +260,15 @@ Logits Decoder::step(const Tokens& tokens) {
 
 /// Runs the calls on new tokens.
 Logits Decoder::advance(const Tokens& tokens) {
-  auto logits = run(state_.length == 0 ? contract_->calls.prefill : contract_->calls.decode, tokens);
+  auto logits = run(state_.length == 0 ? "prefill" : "decode", tokens);
   state_.length += static_cast<std::int64_t>(tokens[0].size());
   return std::move(logits.value());
 }
 
-/// Runs calls, and takes over what they return of the cache; the logits of the last one, if it has some.
-std::optional<Logits> Decoder::run(const std::vector<Call>& calls, const Tokens& tokens) {
+/// Runs the calls of a phase, and takes over what they return of the cache; the logits of the last one, if it has some.
+std::optional<Logits> Decoder::run(const std::string& phase, const Tokens& tokens) {
   std::optional<Logits> logits;
-  for (const Call& call : calls) {
+  for (const Call& call : contract_->calls.at(phase)) {
     Values made = run_session(call, tokens);
     if (call.logits) logits.emplace(std::move(made.at(*call.logits)), tokens.size());
     take(call.takes, std::move(made));
@@ -262,7 +286,7 @@ Decoder::Sizes Decoder::sizes_of(const Tokens& tokens) const {
           {"new", count},
           {"past", past},
           {"total", past + count},
-          {"capacity", static_cast<double>(capacity_.value_or(1))}};
+          {"capacity", static_cast<double>(capacity_)}};
 }
 
 /// A value: what the loop holds, else what is encoded.
@@ -346,7 +370,7 @@ void Decoder::take(const std::vector<Take>& takes, Values made) {
 
 /// The next value: the output itself, or what is made of it; none where it is written into the past.
 std::optional<Ort::Value> Decoder::next_value(const Take& take, Ort::Value made) {
-  if (take.carry == "feed-back" || !take.axis) return made;
+  if (!take.axis) return made;
   const std::int64_t count = size_of(made, *take.axis);
   if (take.carry == "drop-oldest") return join(*take.axis, {{&made, 1, count}});
   if (take.carry == "write") {

@@ -10,6 +10,7 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -83,7 +84,7 @@ class Decoder {
   /// Tokens in the cache, padding counted.
   std::int64_t length() const { return state_.length; }
   /// The most tokens that a sequence may have.
-  std::optional<std::int64_t> limit() const;
+  std::int64_t limit() const { return std::min(capacity_, contract_->context_limit); }
   /// Writes down the calls from now on; without a function no longer.
   void trace_to(Trace trace);
   /// Begins anew: no sequences, and nothing encoded.
@@ -128,7 +129,7 @@ class Decoder {
   void check_ids(std::span<const std::int64_t> ids) const;
   void check_room(std::int64_t total) const;
   Logits advance(const Tokens& tokens);
-  std::optional<Logits> run(const std::vector<Call>& calls, const Tokens& tokens);
+  std::optional<Logits> run(const std::string& phase, const Tokens& tokens);
   Values run_session(const Call& call, const Tokens& tokens);
   Sizes sizes_of(const Tokens& tokens) const;
   Ort::Value make(const Made& made, Sizes sizes, const Tokens& tokens) const;
@@ -141,7 +142,7 @@ class Decoder {
   std::map<std::string, Ort::Session> sessions_;
   Ort::RunOptions run_options_;
   Trace trace_;
-  std::optional<std::int64_t> capacity_;
+  std::int64_t capacity_;
   State state_;
 };
 

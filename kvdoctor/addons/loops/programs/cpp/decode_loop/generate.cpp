@@ -1,9 +1,11 @@
-// Generation: tokens step by step, and the loop over them.
+// Generation: tokens step by step, the loop over them, and how a token is chosen.
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -54,11 +56,8 @@ std::vector<Token> Stream::next() {
   std::vector<Token> tokens;
   if (std::find(running_.begin(), running_.end(), true) == running_.end()) return tokens;
   if (!logits_) {
-    Tokens fed;
-    for (std::size_t row = 0; row < sequences_.size(); ++row) {
-      const std::int64_t last = sequences_[row].back();
-      fed.push_back({running_[row] ? last : generation_.padding.value_or(last)});
-    }
+    Tokens fed;  // of those that have ended as well: what is fed to them does not matter
+    for (const auto& sequence : sequences_) fed.push_back({sequence.back()});
     logits_ = decoder_.step(fed);
   }
   std::vector<std::int64_t> chosen(sequences_.size());
@@ -75,9 +74,7 @@ std::vector<Token> Stream::next() {
     running_[row] = generation_.most == 0 || sequences_[row].size() - begins_[row] < generation_.most;
     tokens.push_back({row, chosen[row]});
   }
-  if (const auto most = decoder_.limit(); most && decoder_.length() >= *most) {
-    std::fill(running_.begin(), running_.end(), false);
-  }
+  if (decoder_.length() >= decoder_.limit()) std::fill(running_.begin(), running_.end(), false);
   return tokens;
 }
 
@@ -132,6 +129,57 @@ Tokens Decoder::generate(const Tokens& prompts, const Generation& generation, co
     if (!stop.stop_requested()) throw;
   }
   return tokens ? tokens->made() : Tokens(prompts.size());
+}
+
+std::int64_t Sampler::operator()(std::span<const float> logits, std::span<const std::int64_t> tokens) {
+  std::vector<float> penalized;
+  if (sampling_.repetition_penalty != 1) {
+    penalized.assign(logits.begin(), logits.end());
+    for (const std::int64_t token : tokens) {
+      const auto id = static_cast<std::size_t>(token);
+      if (id >= logits.size()) continue;
+      penalized[id] =
+          logits[id] > 0 ? logits[id] / sampling_.repetition_penalty : logits[id] * sampling_.repetition_penalty;
+    }
+    logits = penalized;
+  }
+  if (sampling_.temperature <= 0) return likeliest(logits);
+  std::vector<std::size_t> ids(logits.size());
+  std::iota(ids.begin(), ids.end(), std::size_t{0});
+  const auto first = [logits](std::size_t a, std::size_t b) {
+    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+  };
+  const std::size_t most = sampling_.top_k > 0 ? std::min(sampling_.top_k, ids.size()) : ids.size();
+  std::partial_sort(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), ids.end(), first);
+  std::vector<float> weights;
+  for (std::size_t i = 0; i < most; ++i) {
+    weights.push_back(std::exp((logits[ids[i]] - logits[ids[0]]) / sampling_.temperature));
+  }
+  const float enough = sampling_.top_p * std::accumulate(weights.begin(), weights.end(), 0.0F);
+  float reached = 0;
+  std::size_t count = 0;
+  while (count < most && (count == 0 || (reached < enough && weights[count] >= sampling_.min_p))) {
+    reached += weights[count++];
+  }
+  float left = uniform() * reached;
+  for (std::size_t i = 0; i < count; ++i) {
+    left -= weights[i];
+    if (left < 0) return static_cast<std::int64_t>(ids[i]);
+  }
+  return static_cast<std::int64_t>(ids[0]);
+}
+
+/// A number from 0 to 1, without 1 (SplitMix64).
+float Sampler::uniform() {
+  state_ += 0x9e3779b97f4a7c15;
+  std::uint64_t mixed = state_;
+  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
+  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
+  return static_cast<float>((mixed ^ (mixed >> 31)) >> 40) / static_cast<float>(1 << 24);
+}
+
+std::int64_t likeliest(std::span<const float> logits) {
+  return std::max_element(logits.begin(), logits.end()) - logits.begin();
 }
 
 }  // namespace decode_loop

@@ -92,7 +92,7 @@ export class Cache {
    * @param {number} length - tokens before the call
    */
   #next({ carry, axis }, past, present, length) {
-    if (axis === null || carry === "feed-back") {
+    if (axis === null) {
       return present;
     }
     const count = present.dims[axis];

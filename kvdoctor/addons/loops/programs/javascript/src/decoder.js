@@ -83,10 +83,8 @@ export class Decoder {
     const { contract, ort } = this.#model;
     const { source: expected } = contract;
     check(expected !== null, "the model reads no source");
-    const { data, shape, padding } = {
-      padding: undefined,
-      ...("shape" in source ? source : padSources(source, expected)),
-    };
+    const { data, shape, padding } =
+      "shape" in source ? { ...source, padding: undefined } : padSources(source, expected);
     const fits = expected.dims.every((dim, axis) => typeof dim === "string" || dim === shape[axis]);
     check(
       shape.length === expected.dims.length && fits && product(shape) === data.length && data.length > 0,
@@ -174,11 +172,10 @@ export class Decoder {
   async step(tokens, { every = false, signal } = {}) {
     check(this.#length > 0, "begin with prefill()");
     const [rows, count] = sameLength(tokens, "the tokens of a step");
-    const { chunks, one_token } = this.#model.contract;
-    const several = chunks && !one_token;
-    const wanted = several ? "tokens" : "one token";
+    const { chunks } = this.#model.contract;
+    const wanted = chunks ? "tokens" : "one token";
     check(
-      rows === this.#padding.length && (count === 1 || several),
+      rows === this.#padding.length && (count === 1 || chunks),
       `a step takes ${wanted} of each of ${this.#padding.length} sequences`,
     );
     this.#checkTokens(tokens, this.#length + count);
@@ -186,11 +183,7 @@ export class Decoder {
     return this.#alone(() => this.#advance(tokens, every));
   }
 
-  /**
-   * Forget the last `count` tokens of every sequence. At least one token must stay.
-   *
-   * @param {number} count
-   */
+  /** Forget the last `count` tokens of every sequence. At least one token must stay. @param {number} count */
   async rewind(count) {
     const shortest = this.#length - Math.max(0, ...this.#padding);
     check(this.#model.contract.rewinds, "a part of the cache of this model cannot go back");
@@ -247,7 +240,7 @@ export class Decoder {
    * @returns {AsyncGenerator<{ sequence: number, token: number }, void>}
    */
   async *stream(tokens, options = {}) {
-    const { end, forced, padding, suppress, begin_suppress } = this.#model.contract.generation;
+    const { end, forced, suppress, begin_suppress } = this.#model.contract.generation;
     const { most = 20, stop = end, continued = false, choose = sampler(options), signal } = options;
     check(most >= 1, `most is 1 or more; got ${most}`);
     const running = tokens.map(() => true);
@@ -257,7 +250,7 @@ export class Decoder {
       const chosen = logits.map((row, sequence) => {
         const [, id] = forced.find(([position]) => position === this.#tokens[sequence].length) ?? [];
         if (id !== undefined || !running[sequence]) {
-          return id ?? padding ?? 0;
+          return id ?? 0; // what is fed to a sequence that has ended does not matter
         }
         const suppressed = count > 1 || continued ? suppress : [...suppress, ...begin_suppress];
         suppressed.forEach((id) => (row[id] = -Infinity));
@@ -385,10 +378,9 @@ export class Decoder {
   #checkTokens(rows, length = 0) {
     const { most, contract } = this.#model;
     const { vocabulary, placeholders } = contract;
-    const end = vocabulary ?? Number.MAX_SAFE_INTEGER;
     check(
-      rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < end),
-      `token ids are whole numbers, 0 ${vocabulary === null ? "or more" : `to ${end - 1}`}`,
+      rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < vocabulary),
+      `token ids are whole numbers, 0 to ${vocabulary - 1}`,
     );
     const stand = placeholders.find((id) => rows.some((row) => row.includes(id)));
     check(stand === undefined, `token ${stand} stands for an image or audio, which this program does not take`);

@@ -8,7 +8,7 @@ import { makeInput, sample, typeName, useBits } from "./tensors.js";
 /** @import { Runtime, Tensor } from "./tensors.js" */
 /** @import { Call, Contract, ModelFile, Moment, OpenOptions, TracedTensor, Values } from "./types.js" */
 
-const SCHEMA = "kvdoctor/loop/3";
+const SCHEMA = "kvdoctor/loop/4";
 
 /** A model that is open: decoders share it. */
 export class Model {
@@ -24,9 +24,9 @@ export class Model {
     this.options = options;
     const limit = contract.context_limit;
     /** The length of buffers. */
-    this.capacity = contract.capacity_is_chosen ? capacity : (limit ?? 1);
+    this.capacity = contract.capacity_is_chosen ? capacity : limit;
     /** The most tokens of a sequence. */
-    this.most = Math.min(limit ?? Infinity, contract.capacity_is_chosen ? capacity : Infinity);
+    this.most = Math.min(limit, this.capacity);
   }
 
   /**
@@ -118,26 +118,21 @@ export class Model {
  */
 function compare({ file, inputs, outputs }, { inputNames, inputMetadata, outputNames }) {
   const of = `contract.json is of another model: ${file}`;
-  const expected = Object.keys(inputs);
-  for (const name of expected) {
-    check(inputNames.includes(name), `${of} has no ${name}`);
-  }
-  for (const name of outputs) {
-    check(outputNames.includes(name), `${of} has no ${name}`);
-  }
-  for (const name of inputNames) {
-    check(expected.includes(name), `${of} has the input ${name} as well`);
-  }
-  for (const found of inputMetadata) {
-    if (found.isTensor) {
-      const { name, shape, type } = found;
-      const { dtype, dims } = inputs[name];
-      const agree = dims.every((dim, axis) => {
-        const size = shape[axis]; // the name of an axis in both, or -1 for any size
-        return typeof dim === "string" || typeof size === "string" || size < 0 || dim === size;
-      });
-      const fits = type === typeName(dtype) && shape.length === dims.length && agree;
-      check(fits, `${of} declares ${name} as ${type}[${shape}], not as ${typeName(dtype)}[${dims}]`);
+  const [expected, found] = [
+    [...Object.keys(inputs), ...outputs],
+    [...inputNames, ...outputNames],
+  ];
+  const missing = expected.find((name) => !found.includes(name));
+  check(missing === undefined, `${of} has no ${missing}`);
+  for (const port of inputMetadata) {
+    const due = inputs[port.name];
+    check(due !== undefined, `${of} has the input ${port.name} as well`);
+    if (port.isTensor) {
+      const { name, shape, type } = port;
+      // A size is the name of an axis or -1 where it is free.
+      const agree = shape.every((size, axis) => typeof size === "string" || size < 0 || size === due.shape[axis]);
+      const fits = type === typeName(due.dtype) && (shape.length === due.shape.length || shape.length === 0);
+      check(fits && agree, `${of} declares ${name} as ${type}[${shape}], not as ${typeName(due.dtype)}[${due.shape}]`);
     }
   }
 }

@@ -16,12 +16,8 @@ const WORK = {
   webnn: ["MLContext", ["dispatch", "compute"]],
 };
 
-/**
- * Count what a provider gives its device to do: the runtime computes nodes that the provider does not take as
- * WebAssembly, and does not say so.
- *
- * @param {string} provider
- */
+// The runtime computes nodes that the provider does not take as WebAssembly, and does not say so.
+/** Count what a provider gives its device to do. @param {string} provider */
 function countWork(provider) {
   const counted = { pieces: 0 };
   const [owner, methods] = WORK[provider] ?? ["", []];
@@ -36,11 +32,7 @@ function countWork(provider) {
   return counted;
 }
 
-/**
- * The provider, and the device that it was given.
- *
- * @param {string} provider
- */
+/** The provider, and the device that it was given. @param {string} provider */
 async function describe(provider) {
   if (provider !== "webgpu") {
     return provider;
@@ -51,12 +43,8 @@ async function describe(provider) {
   return `webgpu (${[vendor, architecture].filter(Boolean).join(" ") || "no adapter"}${software})`;
 }
 
-/**
- * What a tensor holds, which stays where it is: `getData` would move it off the device.
- *
- * @param {Runtime} ort
- * @param {Tensor} value
- */
+// `getData` would move it off the device.
+/** What a tensor holds, which stays where it is. @param {Runtime} ort @param {Tensor} value */
 async function read(ort, value) {
   if (value.location !== "gpu-buffer") {
     return value.getData();
@@ -75,28 +63,16 @@ async function read(ort, value) {
 }
 
 /** @param {string} id */
-function element(id) {
-  return /** @type {HTMLElement} */ (document.getElementById(id));
-}
+const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
-/**
- * Say how far the page is; what comes from the model or the runtime is shown as text only.
- *
- * @param {string} text
- * @param {string} state
- */
+// What comes from the model or the runtime is shown as text only.
+/** Say how far the page is. @param {string} text @param {string} state */
 function show(text, state) {
   element("status").textContent = text;
   element("status").dataset["state"] = state;
 }
 
-/**
- * Add a run to the table.
- *
- * @param {string} name
- * @param {string} outcome
- * @param {boolean} good
- */
+/** Add a run to the table. @param {string} name @param {string} outcome @param {boolean} good */
 function report(name, outcome, good) {
   const row = document.createElement("tr");
   for (const text of [name, outcome]) {
@@ -106,12 +82,7 @@ function report(name, outcome, good) {
   element("runs").append(row);
 }
 
-/**
- * A file of the folder of the page; or what an address answers.
- *
- * @param {string} file
- * @param {RequestInit} [options]
- */
+/** A file of the folder of the page; or what an address answers. @param {string} file @param {RequestInit} [options] */
 async function fetched(file, options) {
   const response = await fetch(file, options);
   check(response.ok, `${file}: ${response.status} ${response.statusText}`);

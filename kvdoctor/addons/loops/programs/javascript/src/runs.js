@@ -5,7 +5,7 @@ import { likeliest } from "./decoder.js";
 import { product } from "./tensors.js";
 
 /** @import { Decoder } from "./decoder.js" */
-/** @import { Run, Source, Tokens, TracedCall } from "./types.js" */
+/** @import { RunCall, Source, TracedCall } from "./types.js" */
 
 /**
  * What the runs need of the program around them.
@@ -25,85 +25,63 @@ import { product } from "./tensors.js";
  */
 export async function playRuns(vectors, host) {
   check(
-    vectors?.schema === "kvdoctor/loop-vectors/1" && vectors.runs.length > 0,
-    "the file of runs has another schema than kvdoctor/loop-vectors/1, or no run",
+    vectors?.schema === "kvdoctor/loop-vectors/2" && vectors.runs.length > 0,
+    "the file of runs has another schema than kvdoctor/loop-vectors/2, or no run",
   );
   host.write(JSON.stringify(vectors)); // what is due, so that a run that is missing is seen
   let name = "";
   let good = true;
   /** @type {Promise<Decoder> | undefined} */
   let decoder;
-  for (const run of /** @type {Run[]} */ (vectors.runs)) {
+  for (const run of /** @type {{ name: string, calls: RunCall[] }[]} */ (vectors.runs)) {
     name = run.name;
     /** @type {number[][]} */
-    let tokens = [];
-    /** @type {string | null} */
-    let error = null;
+    const tokens = [];
+    /** @type {[error: string | null, problem: string]} */
+    let [error, problem] = [null, ""];
     try {
       decoder ??= host.open((call) => host.write(JSON.stringify({ run: name, ...call })));
-      tokens = await play(await decoder, run, host);
+      (await decoder).reset();
+      for (const call of run.calls) {
+        const logits = await make(await decoder, call, host);
+        if (logits !== undefined && "expect" in call) {
+          const found = logits.map(likeliest);
+          const right = call.expect.every((due, row) => due === -1 || due === found[row]);
+          problem ||= right ? "" : `step ${tokens.length}: ${found} in place of ${call.expect}`;
+          tokens.push(found);
+        }
+      }
     } catch (raised) {
       error = raised instanceof Error ? raised.message : String(raised);
+      problem = `error: ${error}`;
     }
     host.write(JSON.stringify({ run: name, tokens, error }));
-    const problem = error === null ? difference(tokens, run.expect) : `error: ${error}`;
-    host.report(name, problem ?? "as expected", problem === undefined);
-    good &&= problem === undefined;
+    host.report(name, problem || "as expected", problem === "");
+    good &&= problem === "";
   }
   return good;
 }
 
-/**
- * The likeliest token after the prompts and after each further token of a run, whatever the one before left.
- *
- * @param {Decoder} decoder
- * @param {Run} run
- * @param {Host} host
- */
-async function play(decoder, { prompts, follow, source, self_test: test }, host) {
-  decoder.reset();
-  if (source !== null) {
-    await decoder.encode("shape" in source ? floatsOf(await host.read(source.file), source.shape) : source);
+/** Make a call of a run; returns its logits. @param {Decoder} decoder @param {RunCall} call @param {Host} host */
+async function make(decoder, call, host) {
+  switch (call.call) {
+    case "prefill":
+      return decoder.prefill(call.rows);
+    case "step":
+      return decoder.step(call.rows);
+    case "encode":
+      return decoder.encode(call.rows);
+    case "encode-file":
+      return decoder.encode(floatsOf(await host.read(call.file), call.shape));
+    case "rewind":
+      return decoder.rewind(call.count);
+    case "reorder":
+      return decoder.reorder(call.order);
   }
-  const made = (await decoder.prefill(prompts)).map((logits) => [likeliest(logits)]);
-  for (const at of follow[0]?.keys() ?? []) {
-    const logits = await decoder.step(follow.map((row) => [row[at]]));
-    logits.forEach((row, sequence) => made[sequence].push(likeliest(row)));
-  }
-  if (test !== null) {
-    // The last step again, after going back, and perhaps with the rows backwards and the first one once more.
-    const rows = [...follow.keys()];
-    const order = test === "reorder" ? rows.reverse().concat(0) : rows;
-    await decoder.rewind(1);
-    if (test === "reorder") {
-      await decoder.reorder(order);
-    }
-    const got = (await decoder.step(order.map((row) => follow[row].slice(-1)))).map(likeliest);
-    const expected = order.map((row) => made[row].at(-1));
-    check(String(got) === String(expected), `${test}: ${got} in place of ${expected}`);
-  }
-  return made;
 }
 
-/**
- * Numbers given as float32, little endian.
- *
- * @param {Uint8Array} bytes
- * @param {number[]} shape
- * @returns {Source}
- */
+/** Numbers given as float32, little endian. @param {Uint8Array} bytes @param {number[]} shape @returns {Source} */
 export function floatsOf(bytes, shape) {
   check(bytes.length === product(shape) * 4, `the source has ${bytes.length} bytes, which is not float32[${shape}]`);
   return { data: new Float32Array(Uint8Array.from(bytes).buffer), shape }; // a copy begins where a float may
-}
-
-/** The first place where other tokens were likeliest than expected. @param {Tokens} tokens @param {Tokens} expected */
-function difference(tokens, expected) {
-  for (const [sequence, row] of expected.entries()) {
-    const step = row.findIndex((token, at) => token !== -1 && token !== tokens[sequence][at]);
-    if (step >= 0) {
-      return `sequence ${sequence}, step ${step}: token ${tokens[sequence][step]} in place of ${row[step]}`;
-    }
-  }
-  return undefined;
 }

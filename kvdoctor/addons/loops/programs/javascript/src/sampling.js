@@ -16,12 +16,7 @@ export function likeliest(logits) {
   return best;
 }
 
-/**
- * A function that chooses tokens.
- *
- * @param {Sampling} how
- * @returns {Choose}
- */
+/** A function that chooses tokens. @param {Sampling} how @returns {Choose} */
 export function sampler(how) {
   const { temperature = 0, topK = Infinity, topP = 1, minP = 0, repetitionPenalty: penalty = 1, seed = 0 } = how;
   check(

@@ -51,13 +51,7 @@ export function tensor(ort, dtype, shape, data = new ARRAYS[dtype](product(shape
   return new ort.Tensor(/** @type {"float32"} */ (typeName(dtype)), data, shape);
 }
 
-/**
- * The value of an input that is made for a call.
- *
- * @param {Runtime} ort
- * @param {Made} made
- * @param {Moment} moment
- */
+/** The value of an input that is made for a call. @param {Runtime} ort @param {Made} made @param {Moment} moment */
 export function makeInput(ort, { dtype, dims, batch_axis: axis, ...made }, { sizes, rows, padding }) {
   const shape = shapeOf(dims, sizes);
   const data = new ARRAYS[dtype](product(shape));

@@ -44,11 +44,11 @@ export interface Call {
   sizes: Readonly<Record<string, { value: string; axis: number }>>;
 }
 
-/** What a session of a file must have. */
+/** What a session of a file must have; -1 is any size. */
 export interface ModelFile {
   file: string;
   external: readonly string[];
-  inputs: Readonly<Record<string, { dtype: string; dims: readonly Dim[] }>>;
+  inputs: Readonly<Record<string, { dtype: string; shape: readonly number[] }>>;
   outputs: readonly string[];
 }
 
@@ -69,8 +69,8 @@ export interface Contract {
     length_axis: number;
     masked: boolean;
   } | null;
-  vocabulary: number | null;
-  context_limit: number | null;
+  vocabulary: number;
+  context_limit: number;
   one_token: boolean;
   batch: number | null;
   capacity_is_chosen: boolean;
@@ -82,7 +82,6 @@ export interface Contract {
   generation: {
     start: readonly number[];
     end: readonly number[];
-    padding: number | null;
     suppress: readonly number[];
     begin_suppress: readonly number[];
     forced: readonly (readonly [position: number, id: number])[];
@@ -180,15 +179,10 @@ export interface DecodeOptions extends Sampling {
   signal?: AbortSignal;
 }
 
-/** One run: after the prompts, the tokens of `follow` are fed one by one, whatever is likeliest. */
-export interface Run {
-  name: string;
-  prompts: Tokens;
-  follow: Tokens;
-  /** Ids, or a file of float32, little endian. */
-  source: Tokens | { file: string; shape: number[] } | null;
-  /** The likeliest token after the prompt and after each further one; -1 where any is right. */
-  expect: Tokens;
-  /** Afterwards the last step is taken again: after a `rewind`, or a `reorder` as well. */
-  self_test: string | null;
-}
+/** A call of a run: with the likeliest token of each sequence, -1 where any is right, or with what it is given. */
+export type RunCall =
+  | { call: "prefill" | "step"; rows: Tokens; expect: readonly number[] }
+  | { call: "encode"; rows: Tokens }
+  | { call: "encode-file"; file: string; shape: number[] }
+  | { call: "rewind"; count: number }
+  | { call: "reorder"; order: number[] };

@@ -30,7 +30,7 @@ class Cache:
     def take(self, takes: Sequence[Take], outputs: Mapping[str, ort.OrtValue], length: int) -> None:
         """Take over what a call returned; `length` tokens were there before it."""
         for one in takes:
-            if one.carry == "feed-back" or one.axis is None:
+            if one.axis is None:
                 self.values[one.value] = outputs[one.output]
                 self._arrays.pop(one.value, None)
             else:

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import onnxruntime as ort
 
-SCHEMA = "kvdoctor/loop/3"
+SCHEMA = "kvdoctor/loop/4"
 Dims = tuple[int | str, ...]
 """Sizes of a tensor: numbers, or the names of what an axis counts."""
 Terms = Mapping[str, float]
@@ -56,7 +57,7 @@ class Axis:
 
     value: str
     axis: int
-    each: int = 1
+    each: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,6 @@ class Generation:
 
     start: tuple[int, ...]
     end: tuple[int, ...]
-    padding: int | None
     suppress: tuple[int, ...]
     begin_suppress: tuple[int, ...]
     forced: tuple[tuple[int, int], ...]
@@ -106,7 +106,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class File:
-    """A file of the model: the type and axes of each input, and the outputs that are used."""
+    """A file of the model: the type and shape of each input (-1 is any size), and the outputs that are used."""
 
     file: str
     inputs: Mapping[str, Any]
@@ -128,9 +128,9 @@ class Contract:
     rows: tuple[Axis, ...]
     heads: int
     source: Source | None
-    vocabulary: int | None
-    context_limit: int | None
-    longest: int | None
+    vocabulary: int
+    context_limit: int
+    longest: int
     one_token: bool
     batch: int | None
     capacity_is_chosen: bool
@@ -179,17 +179,15 @@ def compare(file: File, session: ort.InferenceSession) -> None:
     Raises:
         ContractError: the session is of another model.
     """
-    found = {port.name: port for port in session.get_inputs()}
-    returned = {port.name for port in session.get_outputs()}
-    missing = [*file.inputs.keys() - found.keys(), *set(file.outputs) - returned]
-    other = [name for name, port in found.items() if not _fits(port, file.inputs.get(name))]
-    if missing or other:
-        problem = f"no {missing[0]!r}" if missing else f"another input {other[0]!r}"
-        raise ContractError(f"contract.json is of another model: {file.file} has {problem}")
+    inputs = {port.name: port for port in session.get_inputs()}
+    wrong = inputs.keys() ^ file.inputs.keys() | set(file.outputs) - {port.name for port in session.get_outputs()}
+    wrong = wrong or {name for name, due in file.inputs.items() if not _fits(inputs[name], due)}
+    if wrong:
+        raise ContractError(f"contract.json is of another model: {file.file} differs in {min(wrong)!r}")
 
 
-def _fits(port: ort.NodeArg, due: Mapping[str, Any] | None) -> bool:
+def _fits(port: ort.NodeArg, due: Mapping[str, Any]) -> bool:
     """Whether an input has the type and the sizes of the contract; a graph may declare no sizes."""
-    if due is None or port.type != f"tensor({due['dtype']})" or (port.shape and len(port.shape) != len(due["dims"])):
-        return False
-    return all(size == dim for size, dim in zip(port.shape, due["dims"], strict=False) if isinstance(size, int))
+    sizes = zip_longest(port.shape or due["shape"], due["shape"], fillvalue=-1)
+    fits = all(size == wanted for size, wanted in sizes if isinstance(size, int))
+    return fits and port.type == f"tensor({due['dtype']})"

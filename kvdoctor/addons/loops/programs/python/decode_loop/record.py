@@ -1,17 +1,17 @@
 """Plays the runs of `vectors.json` and writes what was fed and got, for `kvdoctor step-test MODEL --trace FILE`."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import onnxruntime as ort
 
-from .decoder import Decoder, Tokens
+from .decoder import Decoder
 from .values import Array
 
-SCHEMA = "kvdoctor/loop-vectors/1"
+SCHEMA = "kvdoctor/loop-vectors/2"
 ANY = -1
 """In place of an expected token, where several are right."""
 MOST_WHOLE = 64
@@ -45,64 +45,54 @@ def play(decoder: Decoder, vectors: Path, result: Path, say: Callable[[str], Non
         for run in document["runs"]:
             decoder.reset()
             trace_to(decoder, lines, run["name"])
-            tokens, error = list[list[int]](), None
+            tokens, error, problem = list[list[int]](), None, None
             try:
-                if run["source"] is not None:
-                    decoder.encode(*read_source(run["source"], vectors.parent))
-                tokens = _follow(decoder, run["prompts"], run["follow"])
-                if run["self_test"] is not None:
-                    _self_test(decoder, run["self_test"], run["follow"], tokens)
+                for call in run["calls"]:
+                    if (logits := _make(decoder, call, vectors.parent)) is not None:
+                        found, due = logits.argmax(-1).tolist(), call["expect"]
+                        if any(wanted not in (ANY, token) for wanted, token in zip(due, found, strict=True)):
+                            problem = problem or f"step {len(tokens)}: {found} in place of {due}"
+                        tokens.append(found)
             except Exception as failed:  # the next runs say more
                 error = str(failed) or type(failed).__name__
+                problem = f"error: {error}"
             print(json.dumps({"run": run["name"], "tokens": tokens, "error": error}), file=lines, flush=True)
-            problem = _difference(tokens, run["expect"]) if error is None else f"error: {error}"
             wrong += problem is not None
             say(f"{run['name']}: {problem or 'as expected'}")
     decoder.trace = None
     return wrong
 
 
-def read_source(source: Any, folder: Path) -> tuple[Array, Array | None]:
-    """What an encoder reads, and its mask: ids of unequal length with padding on the right, or the array of a file."""
-    if isinstance(source, Mapping):
-        return np.fromfile(folder / source["file"], "<f4").reshape(source["shape"]), None
-    longest = max(map(len, source))
-    ids = np.array([[*row, *[0] * (longest - len(row))] for row in source])
-    even = all(len(row) == longest for row in source)
-    return ids, None if even else np.array([[1] * len(row) + [0] * (longest - len(row)) for row in source])
-
-
-def _follow(decoder: Decoder, prompts: Tokens, rows: Tokens) -> list[list[int]]:
-    """The likeliest token after the prompt and after each given one, whatever was likeliest before."""
-    made = [[int(row.argmax())] for row in decoder.prefill(prompts)]
-    for tokens in zip(*rows, strict=True):
-        for row, logits in zip(made, decoder.step([[token] for token in tokens]), strict=True):
-            row.append(int(logits.argmax()))
-    return made
-
-
-def _self_test(decoder: Decoder, name: str, rows: Tokens, made: Tokens) -> None:
-    """Take the last step again after going back, or also with other rows: the likeliest tokens must be the same.
-
-    Raises:
-        ValueError: they are not.
-    """
-    order = list(range(len(rows)))
-    decoder.rewind(1)
-    if name == "reorder":
-        order = [*reversed(order), 0]  # the rows backwards, and the first one once more
-        decoder.reorder(order)
-    got = [int(logits.argmax()) for logits in decoder.step([[rows[row][-1]] for row in order])]
-    if got != (due := [made[row][-1] for row in order]):
-        raise ValueError(f"{name}: {got} in place of {due}")
-
-
-def _difference(made: Tokens, expected: Tokens) -> str | None:
-    for row, (tokens, due) in enumerate(zip(made, expected, strict=True)):
-        for step, (token, wanted) in enumerate(zip(tokens, due, strict=True)):
-            if wanted not in (ANY, token):
-                return f"sequence {row}, step {step}: token {token} in place of {wanted}"
+def _make(decoder: Decoder, call: Mapping[str, Any], folder: Path) -> Array | None:
+    """Make one call of a run; the logits that it returns."""
+    match call["call"]:
+        case "encode":
+            decoder.encode(*pad_source(call["rows"]))
+        case "encode-file":
+            decoder.encode(read_source(folder / call["file"], call["shape"]))
+        case "rewind":
+            decoder.rewind(call["count"])
+        case "reorder":
+            decoder.reorder(call["order"])
+        case "prefill":
+            return decoder.prefill(call["rows"])
+        case "step":
+            return decoder.step(call["rows"])
     return None
+
+
+def read_source(file: Path, shape: Sequence[int]) -> Array:
+    """The array of a file of float32, little endian."""
+    return np.fromfile(file, "<f4").reshape(shape)
+
+
+def pad_source(rows: Sequence[Sequence[int]]) -> tuple[Array, Array | None]:
+    """Ids for an encoder, the shorter ones padded on the right, and their mask where some are."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    ids = np.zeros(mask.shape, np.int64)
+    ids[mask] = [token for row in rows for token in row]
+    return ids, None if mask.all() else mask.astype(np.int64)
 
 
 def _noted(values: Mapping[str, ort.OrtValue]) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ fn search(decoder: &mut Decoder, prompt: &[i64], beams: usize, most: usize) -> d
         let done = ended.len() == beams && ended[beams - 1].0 >= found[0].0 / count as f32;
         let going: Vec<_> = found.into_iter().filter(|one| !end.contains(&one.2)).take(beams).collect();
         live = going.iter().map(|(score, row, id)| (*score, [&live[*row].1[..], &[*id]].concat())).collect();
-        if done || count == most || decoder.limit().is_some_and(|limit| decoder.length() >= limit) {
+        if done || count == most || decoder.length() >= decoder.limit() {
             break;
         }
         decoder.reorder(&going.iter().map(|one| one.1).collect::<Vec<_>>())?;

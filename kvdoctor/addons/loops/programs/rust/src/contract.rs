@@ -22,9 +22,9 @@ pub struct Contract {
     pub(crate) heads: usize,
     pub(crate) source: Option<Source>,
     /// Token ids are smaller than this.
-    pub vocabulary: Option<i64>,
+    pub vocabulary: i64,
     /// The most tokens of a sequence.
-    pub context_limit: Option<usize>,
+    pub context_limit: usize,
     pub(crate) one_token: bool,
     /// The number of sequences, where the graph takes one number only.
     pub batch: Option<usize>,
@@ -42,8 +42,8 @@ pub struct Contract {
 
 #[derive(Clone, Debug, Deserialize)]
 enum Schema {
-    #[serde(rename = "kvdoctor/loop/3")]
-    Third,
+    #[serde(rename = "kvdoctor/loop/4")]
+    Fourth,
 }
 
 /// Where a text ends, and what is left out of it: at first the ids of the model's configs.
@@ -53,8 +53,6 @@ pub struct Generation {
     pub start: Vec<i64>,
     /// Ids that end a sequence; they are not among its tokens.
     pub end: Vec<i64>,
-    /// Fed to a sequence that has ended.
-    pub padding: Option<i64>,
     /// Ids that are never chosen.
     pub suppress: Vec<i64>,
     /// Ids that are not chosen as the first new token.
@@ -74,11 +72,12 @@ pub(crate) struct File {
     pub outputs: Vec<String>,
 }
 
+/// The type and the sizes of an input; -1 is any.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Port {
     #[serde(with = "Dtype")]
     pub dtype: TensorElementType,
-    pub dims: Vec<Dim>,
+    pub shape: Vec<i64>,
 }
 
 /// The calls of each phase, in order.
@@ -159,7 +158,6 @@ pub(crate) enum Carry {
 pub(crate) struct Axis {
     pub value: String,
     pub axis: usize,
-    #[serde(default)]
     pub each: usize,
 }
 
@@ -214,12 +212,6 @@ impl Contract {
             Ok(text) => text.parse().map_err(|error| Error::Contract(format!("{shown}: {error}"))),
             Err(error) => Err(Error::File(shown, error)),
         }
-    }
-
-    /// Whether the source is ids; `None` where the model has none.
-    pub fn source_is_ids(&self) -> Option<bool> {
-        let is_ids = |source: &Source| matches!(source.dtype, TensorElementType::Int64 | TensorElementType::Int32);
-        self.source.as_ref().map(is_ids)
     }
 }
 

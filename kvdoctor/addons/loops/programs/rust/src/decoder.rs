@@ -1,6 +1,5 @@
 //! The decoder: a model, and the cache of one batch of sequences.
 
-use std::iter::repeat_n;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -50,7 +49,7 @@ impl Decoder {
         settings: Settings,
     ) -> Result<Self> {
         let graphs = Graphs::open(environment, folder.as_ref(), &contract, &settings)?;
-        let capacity = if contract.capacity_is_chosen { Some(settings.capacity) } else { contract.context_limit };
+        let capacity = if contract.capacity_is_chosen { settings.capacity } else { contract.context_limit };
         let state = State { capacity, ..State::default() };
         Ok(Self { contract: Arc::new(contract), graphs, state })
     }
@@ -65,8 +64,8 @@ impl Decoder {
     }
 
     /// The most tokens that a sequence may have.
-    pub fn limit(&self) -> Option<usize> {
-        [self.contract.context_limit, self.state.capacity].into_iter().flatten().min()
+    pub fn limit(&self) -> usize {
+        self.contract.context_limit.min(self.state.capacity)
     }
 
     /// Writes down the calls from now on.
@@ -89,12 +88,10 @@ impl Decoder {
         if let Some(id) = rows.iter().copied().flatten().find(|id| **id < 0) {
             return refuse(format!("the ids of the source are 0 or more, not {id}"));
         }
+        let pad = |row: &[i64]| [row, &vec![0; longest - row.len()]].concat();
+        let ids = rows.iter().flat_map(|row| pad(row)).map(|id| id as f64).collect();
         let unequal = rows.iter().any(|row| row.len() != longest);
-        let pad = |row: &[i64], one: &dyn Fn(i64) -> i64| -> Vec<i64> {
-            row.iter().map(|id| one(*id)).chain(repeat_n(0, longest - row.len())).collect()
-        };
-        let ids = rows.iter().flat_map(|row| pad(row, &|id| id)).map(|id| id as f64).collect();
-        let mask = unequal.then(|| rows.iter().map(|row| pad(row, &|_| 1)).collect());
+        let mask = unequal.then(|| rows.iter().map(|row| pad(&vec![1; row.len()])).collect());
         self.encode_values(ids, &[rows.len(), longest], mask)
     }
 
@@ -181,7 +178,7 @@ impl Decoder {
         if tokens.len() != batch || tokens.iter().any(|row| row.as_ref().len() != count) || count == 0 {
             return refuse(format!("a step takes new tokens of {batch} sequences, the same number of each"));
         }
-        if count > 1 && (!self.contract.chunks || self.contract.one_token) {
+        if count > 1 && !self.contract.chunks {
             return refuse("a step of this model takes one token of each sequence");
         }
         self.check_tokens(tokens, self.state.length + count)?;
@@ -196,17 +193,16 @@ impl Decoder {
     fn check_tokens(&self, rows: &[impl AsRef<[i64]>], total: usize) -> Result<()> {
         let contract = &self.contract;
         for id in rows.iter().flat_map(AsRef::as_ref) {
-            if *id < 0 || contract.vocabulary.is_some_and(|size| *id >= size) {
-                let most = contract.vocabulary.map_or_else(String::new, |size| format!(" to {}", size - 1));
-                return refuse(format!("token ids are 0{most}, not {id}"));
+            if !(0..contract.vocabulary).contains(id) {
+                return refuse(format!("token ids are 0 to {}, not {id}", contract.vocabulary - 1));
             }
             if contract.placeholders.contains(id) {
                 return refuse(format!("token {id} stands for an image or audio, which this program does not take"));
             }
         }
-        match self.limit().filter(|limit| total > *limit) {
-            Some(limit) => refuse(format!("{total} tokens; a sequence has at most {limit} here")),
-            None => Ok(()),
+        match self.limit() {
+            limit if total > limit => refuse(format!("{total} tokens; a sequence has at most {limit} here")),
+            _ => Ok(()),
         }
     }
 

@@ -44,10 +44,8 @@ impl<C: FnMut(&[f32], &[i64]) -> Result<i64>> Tokens<'_, C> {
         let logits = match self.logits.take() {
             Some(logits) => logits,
             None => {
-                let fed = self.sequences.iter().map(|sequence| match (sequence.running, generation.padding) {
-                    (false, Some(padding)) => [padding],
-                    _ => [sequence.tokens.last().copied().unwrap_or(0)],
-                });
+                // Of those that have ended as well: what is fed to them does not matter.
+                let fed = self.sequences.iter().map(|sequence| [sequence.tokens.last().copied().unwrap_or(0)]);
                 self.decoder.step(&fed.collect::<Vec<_>>())?
             }
         };
@@ -62,7 +60,7 @@ impl<C: FnMut(&[f32], &[i64]) -> Result<i64>> Tokens<'_, C> {
                 tokens.push(Token { row, id });
             }
         }
-        if self.decoder.limit().is_some_and(|limit| self.decoder.length() >= limit) {
+        if self.decoder.length() >= self.decoder.limit() {
             self.stop();
         }
         Ok(tokens)

@@ -1,6 +1,6 @@
 //! The files of the model as sessions of the runtime, and the trace of their calls.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use ort::session::{OutputSelector, RunOptions, Session, SessionInputValue};
 use ort::value::{DynTensor, DynValue, Outlet, ValueType};
 use serde_json::{Map, Value, json};
 
-use crate::contract::{Call, Contract, Dim, File, Port};
+use crate::contract::{Call, Contract, File, Port};
 use crate::decoder::Settings;
 use crate::{Error, Result};
 
@@ -59,18 +59,15 @@ impl Graphs {
 
 /// Compares a session with what the contract says of its file.
 fn compare(file: &File, session: &Session) -> Result<()> {
-    let has = |outlets: &[Outlet], name: &String| outlets.iter().any(|one| one.name() == name);
-    let fits = |outlet: &&Outlet| file.inputs.get(outlet.name()).is_some_and(|port| fits(outlet, port));
-    let difference = if let Some(input) = session.inputs().iter().find(|outlet| !fits(outlet)) {
-        format!("the input {:?} of {}", input.name(), input.dtype())
-    } else if let Some(name) = file.inputs.keys().find(|name| !has(session.inputs(), name)) {
-        format!("no input {name:?}")
-    } else if let Some(name) = file.outputs.iter().find(|name| !has(session.outputs(), name)) {
-        format!("no output {name:?}")
-    } else {
-        return Ok(());
-    };
-    Err(Error::Contract(format!("contract.json is of another model: {} has {difference}", file.file)))
+    let (inputs, outputs) = (session.inputs().iter(), session.outputs().iter().map(Outlet::name));
+    let strange = inputs.clone().filter(|input| file.inputs.get(input.name()).is_none_or(|port| !fits(input, port)));
+    let strange = strange.map(|input| format!("the input {:?} of {}", input.name(), input.dtype()));
+    let known: HashSet<&str> = inputs.map(Outlet::name).chain(outputs).collect();
+    let missing = file.inputs.keys().chain(&file.outputs).filter(|name| !known.contains(name.as_str()));
+    match strange.chain(missing.map(|name| format!("no {name:?}"))).next() {
+        Some(found) => Err(Error::Contract(format!("contract.json is of another model: {} has {found}", file.file))),
+        None => Ok(()),
+    }
 }
 
 /// Whether an input has the element type and the fixed sizes of the contract.
@@ -78,13 +75,9 @@ fn fits(outlet: &Outlet, port: &Port) -> bool {
     let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else {
         return false;
     };
-    let agree = |(size, dim): (&i64, &Dim)| match dim {
-        Dim::Size(wanted) => *size < 0 || *size == *wanted as i64,
-        Dim::Axis(_) => true,
-    };
     // A graph that declares no shape looks like one of a scalar here.
-    let declared = !shape.is_empty();
-    *ty == port.dtype && (!declared || shape.len() == port.dims.len() && shape.iter().zip(&port.dims).all(agree))
+    let agree = shape.iter().zip(&port.shape).all(|(size, due)| *size < 0 || size == due);
+    *ty == port.dtype && (shape.is_empty() || shape.len() == port.shape.len() && agree)
 }
 
 /// Where calls are written down, a line of JSON for each: `kvdoctor step-test MODEL --trace FILE` reads it.

@@ -13,7 +13,7 @@ use std::str::FromStr;
 use decode_loop::ort::ep;
 use decode_loop::{Contract, Decoder, Generation, Sampler, Sampling, Settings, ort};
 
-use runs::Source;
+use runs::Call;
 
 /// What goes wrong here ends the program with its text.
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -72,16 +72,12 @@ impl Options {
         self.all(name).iter().map(row).collect()
     }
 
-    /// The source in the form that the contract asks for.
-    fn source(&self, contract: &Contract) -> Result<Option<Source>> {
-        match (contract.source_is_ids(), self.get("--source")?) {
-            (None, None) => Ok(None),
-            (None, Some(_)) => Err("this model takes no --source".into()),
-            (Some(_), None) => Err("give a --source".into()),
-            (Some(true), _) => Ok(Some(Source::Ids(self.rows("--source")?))),
-            (Some(false), Some(file)) => {
-                Ok(Some(Source::Floats { file, shape: self.rows("--source-shape")?.pop().unwrap_or_default() }))
-            }
+    /// The call that gives the source to the decoder: a file where its shape is given, else ids.
+    fn source(&self) -> Result<Option<Call>> {
+        match (self.get("--source")?, self.rows("--source-shape")?.pop()) {
+            (None, _) => Ok(None),
+            (Some(file), Some(shape)) => Ok(Some(Call::EncodeFile { file, shape })),
+            (Some(_), None) => Ok(Some(Call::Encode { rows: self.rows("--source")? })),
         }
     }
 }
@@ -161,8 +157,8 @@ fn decode() -> Result<bool> {
         let runs = given.get("--runs")?.unwrap_or_else(|| file.with_file_name("vectors.json"));
         return runs::record(&mut decoder, &runs, &record);
     }
-    if let Some(source) = given.source(decoder.contract())? {
-        source.encode(&mut decoder, Path::new(""))?;
+    if let Some(source) = given.source()? {
+        source.make(&mut decoder, Path::new(""))?;
     }
     let mut generation = Generation { most, ..decoder.contract().generation.clone() };
     if let Some(end) = given.rows("--stop")?.pop() {

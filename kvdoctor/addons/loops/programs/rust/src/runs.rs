@@ -19,90 +19,62 @@ struct Vectors {
 
 #[derive(Deserialize)]
 enum Schema {
-    #[serde(rename = "kvdoctor/loop-vectors/1")]
-    First,
+    #[serde(rename = "kvdoctor/loop-vectors/2")]
+    Second,
 }
 
-/// Prompts, and ids to follow whatever is likeliest.
 #[derive(Deserialize)]
 struct Run {
     name: String,
-    prompts: Vec<Vec<i64>>,
-    follow: Vec<Vec<i64>>,
-    source: Option<Source>,
-    /// The likeliest tokens of each sequence; -1 where any is right.
-    expect: Vec<Vec<i64>>,
-    /// What is tried after the last step: `rewind` or `reorder`.
-    self_test: Option<String>,
+    calls: Vec<Call>,
 }
 
+/// A call of the decoder. The likeliest tokens are to `expect` where it returns logits; -1 where any is right. A file is of
+/// float32, little endian.
 #[derive(Deserialize)]
-#[serde(untagged)]
-pub enum Source {
-    Ids(Vec<Vec<i64>>),
-    /// A file of float32, little endian.
-    Floats {
-        file: PathBuf,
-        shape: Vec<usize>,
-    },
+#[serde(tag = "call", rename_all = "kebab-case")]
+pub enum Call {
+    Encode { rows: Vec<Vec<i64>> },
+    EncodeFile { file: PathBuf, shape: Vec<usize> },
+    Prefill { rows: Vec<Vec<i64>>, expect: Vec<i64> },
+    Step { rows: Vec<Vec<i64>>, expect: Vec<i64> },
+    Rewind { count: usize },
+    Reorder { order: Vec<usize> },
 }
 
-impl Source {
-    /// Gives the source to the decoder; files are relative to a folder.
-    pub fn encode(&self, decoder: &mut Decoder, folder: &Path) -> Result<()> {
+impl Call {
+    /// Makes the call; the logits that it returns, with the tokens that are expected. Files are relative to a folder.
+    pub fn make(&self, decoder: &mut Decoder, folder: &Path) -> Result<Option<(Logits, &[i64])>> {
         match self {
-            Self::Ids(rows) => decoder.encode_ids(rows)?,
-            Self::Floats { file, shape } => {
+            Self::Encode { rows } => decoder.encode_ids(rows)?,
+            Self::EncodeFile { file, shape } => {
                 let bytes = fs::read(folder.join(file)).map_err(|error| format!("{}: {error}", file.display()))?;
                 let values: Vec<f32> = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
                 decoder.encode(&values, shape, None)?;
             }
+            Self::Prefill { rows, expect } => return Ok(Some((decoder.prefill(rows)?, expect))),
+            Self::Step { rows, expect } => return Ok(Some((decoder.step(rows)?, expect))),
+            Self::Rewind { count } => decoder.rewind(*count)?,
+            Self::Reorder { order } => decoder.reorder(order)?,
         }
-        Ok(())
+        Ok(None)
     }
 }
 
 impl Run {
-    /// The likeliest token after the prompt and after each id to follow.
-    fn play(&self, decoder: &mut Decoder, folder: &Path) -> Result<Vec<Vec<i64>>> {
+    /// The likeliest tokens after each call that returns logits, and the first that are not as expected.
+    fn play(&self, decoder: &mut Decoder, folder: &Path) -> Result<(Vec<Vec<i64>>, Option<String>)> {
         decoder.reset();
-        if let Some(source) = &self.source {
-            source.encode(decoder, folder)?;
-        }
-        let all = |logits: Logits| (0..logits.rows()).map(|row| likeliest(&logits.last(row))).collect::<Vec<_>>();
-        let mut made = vec![all(decoder.prefill(&self.prompts)?)];
-        let steps = self.follow.first().map_or(0, Vec::len);
-        for step in 0..steps {
-            let fed: Vec<_> = self.follow.iter().map(|row| [row[step]]).collect();
-            made.push(all(decoder.step(&fed)?));
-        }
-        if let Some(test) = &self.self_test {
-            // The last step again, after going back and perhaps with the rows backwards and the first once more.
-            let mut order: Vec<usize> = (0..self.prompts.len()).collect();
-            decoder.rewind(1)?;
-            if test == "reorder" {
-                order = order.into_iter().rev().chain([0]).collect();
-                decoder.reorder(&order)?;
+        let (mut all, mut problem) = (Vec::new(), None);
+        for call in &self.calls {
+            let Some((logits, expect)) = call.make(decoder, folder)? else { continue };
+            let tokens: Vec<_> = (0..logits.rows()).map(|row| likeliest(&logits.last(row))).collect();
+            if problem.is_none() && expect.iter().zip(&tokens).any(|(due, token)| *due >= 0 && due != token) {
+                problem = Some(format!("step {}: {tokens:?} in place of {expect:?}", all.len()));
             }
-            let fed: Vec<_> = order.iter().map(|row| [self.follow[*row][steps - 1]]).collect();
-            let (got, expected) = (all(decoder.step(&fed)?), order.iter().map(|row| made[steps][*row]));
-            if !expected.clone().eq(got.iter().copied()) {
-                return Err(format!("{test}: {got:?} in place of {:?}", expected.collect::<Vec<_>>()).into());
-            }
+            all.push(tokens);
         }
-        Ok((0..self.prompts.len()).map(|row| made.iter().map(|step| step[row]).collect()).collect())
-    }
-
-    /// The first token that is not as expected.
-    fn difference(&self, tokens: &[Vec<i64>]) -> Option<String> {
-        let rows = self.expect.iter().zip(tokens).enumerate();
-        let mut steps = rows.flat_map(|(row, (expected, made))| {
-            expected.iter().zip(made).enumerate().map(move |(step, pair)| (row, step, pair))
-        });
-        let differs = steps.find(|(_, _, (expected, made))| **expected >= 0 && expected != made);
-        differs.map(|(row, step, (expected, made))| {
-            format!("sequence {row}, step {step}: token {made} in place of {expected}")
-        })
+        Ok((all, problem))
     }
 }
 
@@ -115,17 +87,17 @@ pub fn record(decoder: &mut Decoder, runs: &Path, file: &Path) -> Result<bool> {
     }
     let mut lines = File::create(file).map_err(|error| format!("{}: {error}", file.display()))?;
     writeln!(lines, "{}", text.trim().replace('\n', " "))?; // the runs that are due
-    let mut all = true;
+    let mut good = true;
     for run in vectors.runs {
         decoder.set_trace(Some(Trace::new(lines.try_clone()?, Some(&run.name))));
         let made = run.play(decoder, runs.parent().unwrap_or(Path::new("")));
         decoder.set_trace(None);
         let error = made.as_ref().err().map(|error| error.to_string().replace('\n', " "));
-        let tokens = made.unwrap_or_default();
-        let problem = error.as_ref().map(|error| format!("error: {error}")).or_else(|| run.difference(&tokens));
+        let (tokens, problem) = made.unwrap_or_default();
+        let problem = error.as_ref().map(|error| format!("error: {error}")).or(problem);
         writeln!(lines, "{}", json!({"run": run.name, "tokens": tokens, "error": error}))?;
         println!("{}: {}", run.name, problem.as_deref().unwrap_or("as expected"));
-        all &= problem.is_none();
+        good &= problem.is_none();
     }
-    Ok(all)
+    Ok(good)
 }

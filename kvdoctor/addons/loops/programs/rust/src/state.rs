@@ -24,7 +24,7 @@ pub struct State {
     pub mask: Option<Vec<Vec<i64>>>,
     pub source_mask: Option<Vec<Vec<i64>>>,
     /// The most tokens that the cache has room for.
-    pub capacity: Option<usize>,
+    pub capacity: usize,
 }
 
 /// What axes and sums count.
@@ -45,7 +45,7 @@ impl State {
             ("new", new),
             ("past", self.length),
             ("total", self.length + new),
-            ("capacity", self.capacity.unwrap_or(1)),
+            ("capacity", self.capacity),
         ];
         counted.into_iter().map(|(name, size)| (name, size as f64)).collect()
     }

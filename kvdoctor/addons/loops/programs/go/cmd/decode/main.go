@@ -23,7 +23,8 @@ type options struct {
 	capacity                  int64
 	threads                   int
 	prompts                   [][]int64
-	source                    source
+	sources                   []string
+	shape                     []int64
 	sampling                  decodeloop.Sampling
 	how                       decodeloop.Generation
 	record, runs              string
@@ -31,42 +32,7 @@ type options struct {
 
 func main() {
 	var given options
-	flag.StringVar(&given.model, "model", "", "`folder` of the model files")
-	flag.StringVar(&given.contract, "contract", nextTo("contract.json"), "`file` with the contract of the model")
-	flag.StringVar(&given.provider, "provider", cpu, "`name` of the execution provider")
-	flag.IntVar(&given.threads, "threads", 0, "of the sessions; 0 lets the runtime choose")
-	flag.Int64Var(&given.capacity, "capacity", 0, "room of the cache in tokens, where it can be chosen")
-	flag.Func("prompt", "`ids` with commas; once a sequence", func(text string) error {
-		ids, err := row(text)
-		given.prompts = append(given.prompts, ids)
-		return err
-	})
-	flag.Func("source", "`ids` for the encoder, with commas, once a sequence; or the file of its input: float32, "+
-		"little endian", func(text string) error {
-		if ids, err := row(text); err == nil {
-			given.source.ids = append(given.source.ids, ids)
-		} else {
-			given.source.File = text
-		}
-		return nil
-	})
-	flag.Func("source-shape", "the `shape` of the file, with commas", func(text string) (err error) {
-		given.source.Shape, err = row(text)
-		return err
-	})
-	flag.IntVar(&given.how.Most, "most", 20, "the most new tokens")
-	flag.Func("stop", "`ids` that end a sequence, in place of those of the contract", func(text string) (err error) {
-		given.how.Stop, err = row(text)
-		return err
-	})
-	flag.Float64Var(&given.sampling.Temperature, "temperature", 0, "0 takes the likeliest token, otherwise sampled")
-	flag.IntVar(&given.sampling.TopK, "top-k", 50, "sample from so many tokens; 0 is all")
-	flag.Float64Var(&given.sampling.TopP, "top-p", 0, "sample from the likeliest tokens of this probability together")
-	flag.Float64Var(&given.sampling.MinP, "min-p", 0, "sample from tokens of this part of the largest probability")
-	flag.Float64Var(&given.sampling.RepetitionPenalty, "repetition-penalty", 1, "of tokens that are there")
-	flag.Uint64Var(&given.sampling.Seed, "seed", 0, "of the sampling")
-	flag.StringVar(&given.record, "record", "", "play the runs, and write their calls into this `file`")
-	flag.StringVar(&given.runs, "runs", nextTo("vectors.json"), "`file` of runs to play")
+	given.define()
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
@@ -75,6 +41,35 @@ func main() {
 		stop()
 		os.Exit(1)
 	}
+}
+
+func (given *options) define() {
+	sampling := &given.sampling
+	flag.StringVar(&given.model, "model", "", "`folder` of the model files")
+	flag.StringVar(&given.contract, "contract", nextTo("contract.json"), "`file` with the contract of the model")
+	flag.StringVar(&given.provider, "provider", cpu, "`name` of the execution provider")
+	flag.IntVar(&given.threads, "threads", 0, "of the sessions; 0 lets the runtime choose")
+	flag.Int64Var(&given.capacity, "capacity", 0, "room of the cache in tokens, where it can be chosen")
+	flag.Func("prompt", "`ids` with commas; once a sequence", func(text string) error {
+		given.prompts = append(given.prompts, nil)
+		return row(&given.prompts[len(given.prompts)-1])(text)
+	})
+	sources := "`ids` for the encoder, once a sequence; or the file of its input: float32, little endian"
+	flag.Func("source", sources, func(text string) error {
+		given.sources = append(given.sources, text)
+		return nil
+	})
+	flag.Func("source-shape", "the `shape` of the file, with commas", row(&given.shape))
+	flag.IntVar(&given.how.Most, "most", 20, "the most new tokens")
+	flag.Func("stop", "`ids` that end a sequence, in place of those of the contract", row(&given.how.Stop))
+	flag.Float64Var(&sampling.Temperature, "temperature", 0, "0 takes the likeliest token, otherwise sampled")
+	flag.IntVar(&sampling.TopK, "top-k", 50, "sample from so many tokens; 0 is all")
+	flag.Float64Var(&sampling.TopP, "top-p", 0, "sample from the likeliest tokens of this probability together")
+	flag.Float64Var(&sampling.MinP, "min-p", 0, "sample from tokens of this part of the largest probability")
+	flag.Float64Var(&sampling.RepetitionPenalty, "repetition-penalty", 1, "of tokens that are there")
+	flag.Uint64Var(&sampling.Seed, "seed", 0, "of the sampling")
+	flag.StringVar(&given.record, "record", "", "play the runs, and write their calls into this `file`")
+	flag.StringVar(&given.runs, "runs", nextTo("vectors.json"), "`file` of runs to play")
 }
 
 // execute decodes: tokens go to standard output, a line for each sequence.
@@ -88,8 +83,6 @@ func (given *options) execute(ctx context.Context) error {
 		return errors.New("give at least one --prompt, or a --record")
 	case given.capacity < 0 || given.threads < 0 || given.how.Most < 1:
 		return errors.New("--capacity, --threads and --most are at least 1")
-	case given.source.File != "" && given.source.Shape == nil:
-		return fmt.Errorf("--source-shape of the file %q is missing", given.source.File)
 	}
 	choose, err := given.sampling.Sampler()
 	if err != nil {
@@ -104,17 +97,32 @@ func (given *options) execute(ctx context.Context) error {
 	if given.record != "" {
 		return playAll(ctx, d, given.runs, given.record)
 	}
-	if err := given.source.encode(ctx, d, ""); err != nil {
+	if err := given.encode(ctx, d); err != nil {
 		return err
 	}
 	made, err := d.Generate(ctx, given.prompts, given.how)
-	if err != nil {
-		return err
-	}
 	for _, tokens := range made {
 		fmt.Println(strings.Trim(strings.ReplaceAll(fmt.Sprint(tokens), " ", ","), "[]"))
 	}
-	return nil
+	return err
+}
+
+// encode gives the decoder the source: a file where its shape is given, else ids.
+func (given *options) encode(ctx context.Context, d *decodeloop.Decoder) error {
+	if len(given.sources) == 0 {
+		return nil
+	}
+	source := call{Call: "encode-file", File: given.sources[0], Shape: given.shape}
+	if given.shape == nil {
+		source = call{Call: "encode", Rows: make([][]int64, len(given.sources))}
+		for i, text := range given.sources {
+			if err := row(&source.Rows[i])(text); err != nil {
+				return fmt.Errorf("%w; a file needs its --source-shape", err)
+			}
+		}
+	}
+	_, err := source.make(ctx, d, "")
+	return err
 }
 
 // open opens the model.
@@ -149,18 +157,18 @@ func addProvider(options *ort.SessionOptions, provider string) error {
 		return nil
 	case "CUDAExecutionProvider":
 		cuda, err := ort.NewCUDAProviderOptions()
-		if err != nil {
-			return err
+		if err == nil {
+			defer cuda.Destroy()
+			err = options.AppendExecutionProviderCUDA(cuda)
 		}
-		defer cuda.Destroy()
-		return options.AppendExecutionProviderCUDA(cuda)
+		return err
 	case "TensorrtExecutionProvider":
 		tensorRT, err := ort.NewTensorRTProviderOptions()
-		if err != nil {
-			return err
+		if err == nil {
+			defer tensorRT.Destroy()
+			err = options.AppendExecutionProviderTensorRT(tensorRT)
 		}
-		defer tensorRT.Destroy()
-		return options.AppendExecutionProviderTensorRT(tensorRT)
+		return err
 	case "CoreMLExecutionProvider":
 		return options.AppendExecutionProviderCoreMLV2(nil)
 	case "DmlExecutionProvider":
@@ -173,20 +181,21 @@ func addProvider(options *ort.SessionOptions, provider string) error {
 
 // nextTo is the path of a file next to the program, or in the current folder.
 func nextTo(name string) string {
-	if program, err := os.Executable(); err == nil {
-		path := filepath.Join(filepath.Dir(program), name)
-		if _, err := os.Stat(path); err == nil {
-			return path
-		}
+	program, _ := os.Executable()
+	path := filepath.Join(filepath.Dir(program), name)
+	if _, err := os.Stat(path); err != nil {
+		return name
 	}
-	return name
+	return path
 }
 
 // row reads integers with commas between them.
-func row(text string) ([]int64, error) {
-	numbers := []int64{}
-	if err := json.Unmarshal([]byte("["+text+"]"), &numbers); err != nil {
-		return nil, fmt.Errorf("%q are not integers with commas", text)
+func row(into *[]int64) func(string) error {
+	return func(text string) error {
+		*into = []int64{}
+		if err := json.Unmarshal([]byte("["+text+"]"), into); err != nil {
+			return fmt.Errorf("%q are not integers with commas", text)
+		}
+		return nil
 	}
-	return numbers, nil
 }

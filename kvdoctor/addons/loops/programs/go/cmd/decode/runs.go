@@ -15,54 +15,79 @@ import (
 	"decodeloop"
 )
 
-const runsSchema = "kvdoctor/loop-vectors/1"
+const runsSchema = "kvdoctor/loop-vectors/2"
 
 // anyToken stands for a token that is not compared.
 const anyToken = -1
 
-// run is a run of vectors.json.
-type run struct {
-	Name     string
-	Prompts  [][]int64
-	Source   source
-	Follow   [][]int64 // what each sequence continues with
-	Expect   [][]int64 // the likeliest token after the prompt and after each followed token
-	SelfTest string    `json:"self_test"`
+// vectors is what vectors.json has.
+type vectors struct {
+	Schema string
+	Runs   []struct {
+		Name  string
+		Calls []call
+	}
 }
 
-// source is what the sequences are about: ids, or a file of numbers (float32, little endian) with its shape.
-type source struct {
-	ids   [][]int64
-	File  string
-	Shape []int64
+// call is a call of the decoder, with the likeliest tokens that it must return.
+type call struct {
+	Call, File           string
+	Rows                 [][]int64
+	Shape, Order, Expect []int64
+	Count                int64
 }
 
-// UnmarshalJSON reads a list of ids, an object or null.
-func (s *source) UnmarshalJSON(text []byte) error {
-	if text[0] == '[' {
-		return json.Unmarshal(text, &s.ids)
+// make makes the call; files are in a folder.
+func (c *call) make(ctx context.Context, d *decodeloop.Decoder, folder string) (decodeloop.Logits, error) {
+	switch c.Call {
+	case "encode":
+		return nil, d.Encode(ctx, c.Rows, nil)
+	case "encode-file": // float32, little endian
+		bytes, err := os.ReadFile(filepath.Join(folder, c.File))
+		if err != nil {
+			return nil, err
+		}
+		numbers := make([]float32, len(bytes)/4)
+		for i := range numbers {
+			numbers[i] = math.Float32frombits(binary.LittleEndian.Uint32(bytes[4*i:]))
+		}
+		return nil, d.EncodeFloats(ctx, numbers, c.Shape, nil)
+	case "prefill":
+		return d.Prefill(ctx, c.Rows)
+	case "step":
+		return d.Step(ctx, c.Rows)
+	case "rewind":
+		return nil, d.Rewind(c.Count)
+	case "reorder":
+		return nil, d.Reorder(c.Order)
 	}
-	type plain source
-	return json.Unmarshal(text, (*plain)(s))
+	return nil, fmt.Errorf("there is no call %q", c.Call)
 }
 
-// encode gives the decoder what the sequences are about; a file is in a folder.
-func (s *source) encode(ctx context.Context, d *decodeloop.Decoder, folder string) error {
-	if s.File == "" && len(s.ids) == 0 {
-		return nil
+// play makes calls in order: the likeliest tokens after each that returns logits, and the first that differ from the
+// expected ones.
+func play(ctx context.Context, d *decodeloop.Decoder, calls []call, folder string) ([][]int64, error, error) {
+	d.Reset()
+	tokens, differs := [][]int64{}, error(nil)
+	for _, one := range calls {
+		logits, err := one.make(ctx, d, folder)
+		if err != nil {
+			return tokens, nil, err
+		}
+		if logits == nil {
+			continue
+		}
+		found := make([]int64, len(logits))
+		for row := range found {
+			found[row] = decodeloop.Likeliest(logits.Last(row))
+		}
+		fits := func(token, due int64) bool { return due == anyToken || token == due }
+		if differs == nil && !slices.EqualFunc(found, one.Expect, fits) {
+			differs = fmt.Errorf("step %d: %v in place of %v", len(tokens), found, one.Expect)
+		}
+		tokens = append(tokens, found)
 	}
-	if s.File == "" {
-		return d.Encode(ctx, s.ids, nil)
-	}
-	bytes, err := os.ReadFile(filepath.Join(folder, s.File))
-	if err != nil {
-		return err
-	}
-	numbers := make([]float32, len(bytes)/4)
-	for i := range numbers {
-		numbers[i] = math.Float32frombits(binary.LittleEndian.Uint32(bytes[4*i:]))
-	}
-	return d.EncodeFloats(ctx, numbers, s.Shape, nil)
+	return tokens, differs, nil
 }
 
 // playAll decodes each run of a file, and records its calls and its tokens. It fails where some tokens are other ones.
@@ -71,15 +96,12 @@ func playAll(ctx context.Context, d *decodeloop.Decoder, path, record string) er
 	if err != nil {
 		return err
 	}
-	var vectors struct {
-		Schema string
-		Runs   []run
-	}
-	if err := json.Unmarshal(text, &vectors); err != nil {
+	var all vectors
+	if err := json.Unmarshal(text, &all); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	if vectors.Schema != runsSchema {
-		return fmt.Errorf("%s has the schema %q, and this program reads %q", path, vectors.Schema, runsSchema)
+	if all.Schema != runsSchema {
+		return fmt.Errorf("%s has the schema %q, and this program reads %q", path, all.Schema, runsSchema)
 	}
 	runs, _ := os.Stat(path)
 	if there, err := os.Stat(record); err == nil && os.SameFile(runs, there) {
@@ -95,109 +117,24 @@ func playAll(ctx context.Context, d *decodeloop.Decoder, path, record string) er
 		return err
 	}
 	wrong := 0
-	for _, one := range vectors.Runs {
-		d.Reset()
+	for _, one := range all.Runs {
 		d.Trace(file, one.Name)
-		tokens, failure := one.play(ctx, d, filepath.Dir(path))
-		line := map[string]any{"run": one.Name, "tokens": tokens, "error": nil}
-		outcome := one.difference(tokens)
+		tokens, differs, failure := play(ctx, d, one.Calls, filepath.Dir(path))
+		line, outcome := map[string]any{"run": one.Name, "tokens": tokens, "error": nil}, "as expected"
 		if failure != nil {
-			line["error"], line["tokens"], outcome = failure.Error(), [][]int64{}, "error: "+failure.Error()
+			line["error"], differs = failure.Error(), fmt.Errorf("error: %w", failure)
+		}
+		if differs != nil {
+			outcome = differs.Error()
+			wrong++
 		}
 		if err := json.NewEncoder(file).Encode(line); err != nil {
 			return err
 		}
 		fmt.Printf("%s: %s\n", one.Name, outcome)
-		if outcome != asExpected {
-			wrong++
-		}
 	}
-	if wrong > 0 || len(vectors.Runs) == 0 {
-		return fmt.Errorf("%d of %d runs are not as expected", wrong, len(vectors.Runs))
+	if wrong > 0 || len(all.Runs) == 0 {
+		return fmt.Errorf("%d of %d runs are not as expected", wrong, len(all.Runs))
 	}
 	return nil
-}
-
-// play gives the likeliest token after the prompt and after each given one, whatever was likeliest before. Then the last
-// step may be taken again.
-func (r *run) play(ctx context.Context, d *decodeloop.Decoder, folder string) ([][]int64, error) {
-	if err := r.Source.encode(ctx, d, folder); err != nil {
-		return nil, err
-	}
-	logits, err := d.Prefill(ctx, r.Prompts)
-	if err != nil {
-		return nil, err
-	}
-	made, last, steps := make([][]int64, len(r.Prompts)), [][]int64{}, 0
-	if len(r.Follow) > 0 {
-		steps = len(r.Follow[0])
-	}
-	for step := 0; ; step++ {
-		for row := range made {
-			made[row] = append(made[row], decodeloop.Likeliest(logits.Last(row)))
-		}
-		if step == steps {
-			break
-		}
-		last = make([][]int64, len(r.Follow))
-		for row, follow := range r.Follow {
-			last[row] = follow[step : step+1]
-		}
-		if logits, err = d.Step(ctx, last); err != nil {
-			return nil, err
-		}
-	}
-	if r.SelfTest != "" {
-		return made, r.again(ctx, d, last, made)
-	}
-	return made, nil
-}
-
-// again takes the last step again after going back, and perhaps with the rows backwards and the first one once more: the
-// likeliest tokens must be the same.
-func (r *run) again(ctx context.Context, d *decodeloop.Decoder, last, made [][]int64) error {
-	if err := d.Rewind(1); err != nil {
-		return err
-	}
-	order := make([]int64, len(last))
-	for row := range order {
-		order[row] = int64(row)
-	}
-	if r.SelfTest == "reorder" {
-		slices.Reverse(order)
-		order = append(order, 0)
-		if err := d.Reorder(order); err != nil {
-			return err
-		}
-	}
-	var tokens [][]int64
-	var got, expected []int64
-	for _, row := range order {
-		tokens, expected = append(tokens, last[row]), append(expected, made[row][len(made[row])-1])
-	}
-	logits, err := d.Step(ctx, tokens)
-	if err != nil {
-		return err
-	}
-	for row := range logits {
-		got = append(got, decodeloop.Likeliest(logits.Last(row)))
-	}
-	if !slices.Equal(got, expected) {
-		return fmt.Errorf("%s: %v in place of %v", r.SelfTest, got, expected)
-	}
-	return nil
-}
-
-const asExpected = "as expected"
-
-// difference is the first token that is not the expected one, in a text.
-func (r *run) difference(made [][]int64) string {
-	for i, tokens := range made {
-		for step, got := range tokens {
-			if expected := r.Expect[i][step]; expected != anyToken && got != expected {
-				return fmt.Sprintf("sequence %d, step %d: token %d in place of %d", i, step, got, expected)
-			}
-		}
-	}
-	return asExpected
 }

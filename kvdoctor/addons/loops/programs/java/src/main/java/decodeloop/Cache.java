@@ -59,7 +59,7 @@ final class Cache {
         takes,
         Take::value,
         one -> {
-          if (one.carry().equals("feed-back") || one.axis() == null) {
+          if (one.axis() == null) {
             return outputs.remove(one.output());
           }
           OnnxTensor value = outputs.get(one.output());

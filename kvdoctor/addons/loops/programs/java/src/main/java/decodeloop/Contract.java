@@ -16,6 +16,7 @@ import java.util.List;
 import java.util.Locale;
 import java.util.Map;
 import java.util.Set;
+import java.util.stream.IntStream;
 
 /**
  * What contract.json says of a model: its calls, what each is fed, and what becomes of the outputs.
@@ -24,8 +25,8 @@ import java.util.Set;
  * @param zeros the values before the first call
  * @param cut the axes that a rewind cuts, and {@code rows} those that a reorder changes
  * @param source what {@link Decoder#encode} takes, or null
- * @param vocabulary entries of a row of logits, or null
- * @param contextLimit the most tokens of a sequence, or null
+ * @param vocabulary token ids are smaller
+ * @param contextLimit the most tokens of a sequence
  * @param oneToken whether every call takes one new token
  * @param batch the number of sequences where the graph takes one only, or null
  * @param capacityIsChosen whether the caller chooses the room of the cache
@@ -43,8 +44,8 @@ public record Contract(
     List<Axis> rows,
     int heads,
     Source source,
-    Integer vocabulary,
-    Integer contextLimit,
+    int vocabulary,
+    int contextLimit,
     boolean oneToken,
     Integer batch,
     boolean capacityIsChosen,
@@ -55,7 +56,7 @@ public record Contract(
     Set<Integer> placeholders,
     Ids generation) {
 
-  private static final String SCHEMA = "kvdoctor/loop/3";
+  private static final String SCHEMA = "kvdoctor/loop/4";
   static final Gson GSON =
       new GsonBuilder()
           .setFieldNamingPolicy(FieldNamingPolicy.LOWER_CASE_WITH_UNDERSCORES)
@@ -63,10 +64,10 @@ public record Contract(
           .create();
 
   /** A file of the model, with its inputs and the outputs that are used. */
-  public record ModelFile(String file, Map<String, Type> inputs, List<String> outputs) {}
+  public record ModelFile(String file, Map<String, Port> inputs, List<String> outputs) {}
 
-  /** The element type of a tensor and its sizes: numbers, or the names of what an axis counts. */
-  public record Type(String dtype, List<JsonPrimitive> dims) {}
+  /** The element type of an input and its sizes; -1 is any. */
+  public record Port(String dtype, long[] shape) {}
 
   /**
    * A call of a file.
@@ -120,7 +121,6 @@ public record Contract(
   public record Ids(
       List<Integer> start,
       List<Integer> end,
-      Integer padding,
       List<Integer> suppress,
       List<Integer> beginSuppress,
       List<int[]> forced) {}
@@ -149,28 +149,28 @@ public record Contract(
   static void compare(ModelFile file, OrtSession session) throws OrtException {
     String other = "contract.json is of another model than " + file.file + ": ";
     Map<String, NodeInfo> inputs = session.getInputInfo();
-    for (String name : inputs.keySet()) {
-      require(file.inputs.containsKey(name), other + "it has an input " + name);
+    for (Map.Entry<String, NodeInfo> input : inputs.entrySet()) {
+      TensorInfo found = (TensorInfo) input.getValue().getInfo();
+      Port due = file.inputs.get(input.getKey());
+      boolean fits = due != null && typeOf(due.dtype) == found.type && fits(found, due.shape);
+      require(fits, other + "it has the input " + input.getKey() + " as " + found);
     }
-    for (Map.Entry<String, Type> due : file.inputs.entrySet()) {
-      String name = due.getKey();
+    for (String name : file.inputs.keySet()) {
       require(inputs.containsKey(name), other + "it has no input " + name);
-      TensorInfo found = (TensorInfo) inputs.get(name).getInfo();
-      List<JsonPrimitive> dims = due.getValue().dims;
-      require(typeOf(due.getValue().dtype) == found.type, other + name + " has " + found.type);
-      long[] shape = found.getShape();
-      require(shape.length == 0 || shape.length == dims.size(), other + name + " has other axes");
-      for (int axis = 0; axis < shape.length; axis++) {
-        JsonPrimitive dim = dims.get(axis);
-        boolean fits = shape[axis] < 0 || dim.isNumber() && dim.getAsLong() == shape[axis];
-        require(fits, other + name + " has the size " + shape[axis] + " for " + dim);
-      }
     }
     for (String name : file.outputs) {
       require(session.getOutputNames().contains(name), other + "it has no output " + name);
       // The runtime would return the very memory that was fed, which the binding frees.
       require(!inputs.containsKey(name), "output " + name + " is an input as well; rename it");
     }
+  }
+
+  /** Whether each size that is known is the one that is due; a graph may declare none. */
+  private static boolean fits(TensorInfo found, long[] due) {
+    long[] shape = found.getShape();
+    IntStream axes = IntStream.range(0, shape.length);
+    return shape.length == 0
+        || shape.length == due.length && axes.allMatch(i -> shape[i] < 0 || shape[i] == due[i]);
   }
 
   static OnnxJavaType typeOf(String dtype) {

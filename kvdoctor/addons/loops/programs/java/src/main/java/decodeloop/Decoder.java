@@ -21,7 +21,6 @@ import java.util.function.Consumer;
 import java.util.function.IntToDoubleFunction;
 import java.util.stream.IntStream;
 import java.util.stream.Stream;
-import java.util.stream.StreamSupport;
 
 /**
  * A model, and the cache of one batch of sequences. What the loop does is read from a
@@ -74,8 +73,7 @@ public final class Decoder implements AutoCloseable {
       throws OrtException {
     require(!contract.capacityIsChosen() || capacity > 0, "the cache needs room for a token");
     this.contract = contract;
-    int limit = Objects.requireNonNullElse(contract.contextLimit(), 0);
-    this.capacity = contract.capacityIsChosen() ? capacity : limit;
+    this.capacity = contract.capacityIsChosen() ? capacity : contract.contextLimit();
     sessions = new Sessions(folder, contract, options);
   }
 
@@ -91,8 +89,7 @@ public final class Decoder implements AutoCloseable {
 
   /** The most tokens that a sequence may have, padding counted. */
   public int limit() {
-    int most = capacity == 0 ? Integer.MAX_VALUE : capacity;
-    return contract.contextLimit() == null ? most : Math.min(most, contract.contextLimit());
+    return Math.min(capacity, contract.contextLimit());
   }
 
   /**
@@ -131,15 +128,29 @@ public final class Decoder implements AutoCloseable {
 
   /**
    * Says what the sequences are about, in token ids: runs the encoder, where the model has one.
+   * Shorter rows are padded on the right.
    *
-   * @param mask 0 for padding on the right, else 1, for each id; null where all is read
+   * @param mask 0 for padding, else 1, for each id; null where all of each row is read
    */
   public void encode(int[][] source, int[][] mask) throws OrtException {
-    requireRectangle(source, "source");
     boolean ids = Arrays.stream(source).flatMapToInt(Arrays::stream).allMatch(id -> id >= 0);
     require(ids, "the ids of the source are 0 or more");
-    int columns = source[0].length;
-    encode(new long[] {source.length, columns}, mask, i -> source[i / columns][i % columns]);
+    int longest = longest(source);
+    int[][] read = mask;
+    if (mask == null && Arrays.stream(source).anyMatch(row -> row.length < longest)) {
+      read = new int[source.length][longest];
+      for (int row = 0; row < source.length; row++) {
+        Arrays.fill(read[row], 0, source[row].length, 1);
+      }
+    }
+    int[][] padded =
+        Arrays.stream(source).map(row -> Arrays.copyOf(row, longest)).toArray(int[][]::new);
+    requireRectangle(padded, "source");
+    encode(new long[] {source.length, longest}, read, i -> padded[i / longest][i % longest]);
+  }
+
+  private static int longest(int[][] rows) {
+    return Arrays.stream(rows).mapToInt(row -> row.length).max().orElse(0);
   }
 
   /** Is {@link #encode(int[][], int[][])} for features of sound or a picture, or for states. */
@@ -182,7 +193,7 @@ public final class Decoder implements AutoCloseable {
    * says so: the mask hides the padding, and positions do not count it.
    */
   public Logits prefill(int[][] prompts) throws OrtException {
-    int longest = Arrays.stream(prompts).mapToInt(prompt -> prompt.length).max().orElse(0);
+    int longest = longest(prompts);
     int[][] tokens = prompts.clone();
     for (int row = 0; contract.pads() && row < prompts.length; row++) {
       int[] prompt = prompts[row];
@@ -237,7 +248,7 @@ public final class Decoder implements AutoCloseable {
   }
 
   private void requireIds(int[][] rows) {
-    int most = Objects.requireNonNullElse(contract.vocabulary(), Integer.MAX_VALUE);
+    int most = contract.vocabulary();
     for (int[] row : rows) {
       require(row.length > 0, "each sequence needs at least one token");
       for (int id : row) {
@@ -290,12 +301,13 @@ public final class Decoder implements AutoCloseable {
   }
 
   /**
-   * Decodes one token after another, those of all sequences in turn; each is decoded when it is
-   * asked for. In place of an {@link OrtException} they throw an {@link IllegalStateException} with
-   * that cause. A caller that stops earlier has nothing to close.
+   * Decodes one token after another, those of all sequences in turn, as they are asked for. In
+   * place of an {@link OrtException} they throw an {@link IllegalStateException} with that cause. A
+   * caller that stops earlier has nothing to close.
    */
   public Stream<Token> tokens(int[][] prompts, Generation how) {
-    return StreamSupport.stream(new Tokens(this, prompts, how), false);
+    Tokens tokens = new Tokens(this, prompts, how);
+    return Stream.generate(tokens::next).takeWhile(step -> !step.isEmpty()).flatMap(List::stream);
   }
 
   /** A new token of a sequence. */

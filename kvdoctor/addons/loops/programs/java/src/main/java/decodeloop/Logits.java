@@ -3,6 +3,7 @@ package decodeloop;
 import ai.onnxruntime.OnnxJavaType;
 import ai.onnxruntime.OnnxTensor;
 import java.nio.ByteBuffer;
+import java.util.List;
 import java.util.stream.IntStream;
 import java.util.stream.Stream;
 
@@ -50,6 +51,11 @@ public final class Logits {
   /** A copy of the row after the last token of a sequence. */
   public float[] last(int sequence) {
     return row(sequence, rows - 1);
+  }
+
+  /** The likeliest token after the last one of each sequence. */
+  public List<Integer> likeliest() {
+    return IntStream.range(0, sequences).map(i -> likeliest(last(i))).boxed().toList();
   }
 
   /** The token with the highest of some logits, the first of several. */

@@ -4,16 +4,13 @@ import ai.onnxruntime.OrtEnvironment;
 import ai.onnxruntime.OrtEpDevice;
 import ai.onnxruntime.OrtException;
 import ai.onnxruntime.OrtSession;
-import com.google.gson.JsonElement;
 import java.io.IOException;
 import java.io.PrintStream;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.ArrayList;
-import java.util.Arrays;
 import java.util.HashMap;
 import java.util.List;
-import java.util.Locale;
 import java.util.Map;
 import java.util.stream.Collectors;
 import java.util.stream.IntStream;
@@ -50,12 +47,9 @@ public final class Main {
 
   private Main(String[] args) {
     for (int i = 0; i < args.length; i += 2) {
-      if (!args[i].startsWith("--") || !USAGE.contains("  " + args[i] + " ")) {
-        throw new IllegalArgumentException("unknown option " + args[i] + "; see --help");
-      }
-      if (i + 1 == args.length) {
-        throw new IllegalArgumentException(args[i] + " needs a value");
-      }
+      boolean known = args[i].startsWith("--") && USAGE.contains("  " + args[i] + " ");
+      Contract.require(known, "unknown option " + args[i] + "; see --help");
+      Contract.require(i + 1 < args.length, args[i] + " needs a value");
       options.computeIfAbsent(args[i], key -> new ArrayList<>()).add(args[i + 1]);
     }
   }
@@ -99,9 +93,7 @@ public final class Main {
 
   /** Returns whether all runs gave the expected tokens; decoding is always right. */
   private boolean run() throws OrtException, IOException {
-    if (!options.containsKey("--model")) {
-      throw new IllegalArgumentException("--model is missing; see --help");
-    }
+    Contract.require(options.containsKey("--model"), "--model is missing; see --help");
     Contract contract = Contract.read(Path.of(one("--contract", "contract.json")));
     try (OrtSession.SessionOptions session = new OrtSession.SessionOptions()) {
       session.setIntraOpNumThreads(whole("--threads", "0"));
@@ -119,10 +111,8 @@ public final class Main {
     List<OrtEpDevice> devices = OrtEnvironment.getEnvironment().getEpDevices();
     List<OrtEpDevice> chosen =
         devices.stream().filter(one -> one.getEpName().equals(name)).limit(1).toList();
-    if (chosen.isEmpty()) {
-      String known = devices.stream().map(OrtEpDevice::getEpName).collect(Collectors.joining(", "));
-      throw new IllegalArgumentException("there is no device for " + name + "; there is " + known);
-    }
+    String known = devices.stream().map(OrtEpDevice::getEpName).collect(Collectors.joining(", "));
+    Contract.require(!chosen.isEmpty(), "there is no device for " + name + "; there is " + known);
     session.addExecutionProvider(chosen, Map.of());
   }
 
@@ -131,9 +121,7 @@ public final class Main {
     Path vectors = Path.of(one("--runs", "vectors.json")).toAbsolutePath();
     Path file = Path.of(one("--record", "")).toAbsolutePath();
     boolean plays = !options.containsKey("--prompt");
-    if (file.equals(vectors)) {
-      throw new IllegalArgumentException("--record is the file of --runs itself");
-    }
+    Contract.require(!file.equals(vectors), "--record is the file of --runs itself");
     String text = plays ? Files.readString(vectors) : "";
     Runs runs = plays ? Runs.read(text) : null;
     try (PrintStream lines = new PrintStream(Files.newOutputStream(file), true, "UTF-8")) {
@@ -152,9 +140,7 @@ public final class Main {
 
   private boolean decode(Decoder decoder) throws OrtException, IOException {
     int[][] prompts = rows("--prompt");
-    if (prompts.length == 0) {
-      throw new IllegalArgumentException("--prompt is missing; see --help");
-    }
+    Contract.require(prompts.length > 0, "--prompt is missing; see --help");
     Generation how =
         Generation.most(whole("--most", "20"))
             .choose(
@@ -169,39 +155,16 @@ public final class Main {
     if (options.containsKey("--stop")) {
       how = how.stopAt(IntStream.of(rows("--stop")[0]).boxed().collect(Collectors.toSet()));
     }
-    long began = System.nanoTime();
-    Runs.encode(decoder, source(), Path.of(""));
-    List<Long> times = new ArrayList<>();
-    List<List<Integer>> made = new ArrayList<>();
-    Arrays.stream(prompts).forEach(prompt -> made.add(new ArrayList<>()));
-    decoder
-        .tokens(prompts, how)
-        .forEach(
-            token -> {
-              times.add(System.nanoTime());
-              made.get(token.sequence()).add(token.id());
-            });
-    for (List<Integer> row : made) {
+    if (options.containsKey("--source-shape")) {
+      long[] shape = IntStream.of(rows("--source-shape")[0]).asLongStream().toArray();
+      String file = one("--source", "");
+      new Runs.Call("encode-file", null, file, shape, 0, null, null).make(decoder, Path.of(""));
+    } else if (options.containsKey("--source")) {
+      decoder.encode(rows("--source"), null);
+    }
+    for (List<Integer> row : decoder.generate(prompts, how)) {
       System.out.println(row.stream().map(String::valueOf).collect(Collectors.joining(",")));
     }
-    if (!times.isEmpty()) {
-      double all = (times.get(times.size() - 1) - times.get(0)) / 1e9;
-      System.err.printf(
-          Locale.ROOT,
-          "first token %.1f ms, %.1f tokens/s%n",
-          (times.get(0) - began) / 1e6,
-          all > 0 ? (times.size() - 1) / all : 0);
-    }
     return true;
-  }
-
-  /** The source as vectors.json has it. */
-  private JsonElement source() {
-    if (!options.containsKey("--source-shape")) {
-      int[][] ids = rows("--source");
-      return ids.length == 0 ? null : Contract.GSON.toJsonTree(ids);
-    }
-    long[] shape = IntStream.of(rows("--source-shape")[0]).asLongStream().toArray();
-    return Contract.GSON.toJsonTree(new Runs.SourceFile(one("--source", ""), shape));
   }
 }

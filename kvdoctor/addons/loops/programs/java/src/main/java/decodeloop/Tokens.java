@@ -7,13 +7,10 @@ import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.List;
 import java.util.Set;
-import java.util.Spliterator;
-import java.util.Spliterators;
-import java.util.function.Consumer;
 import java.util.stream.Collectors;
 
-/** The tokens of {@link Decoder#tokens}, one after another. */
-final class Tokens extends Spliterators.AbstractSpliterator<Token> {
+/** Makes the tokens of {@link Decoder#tokens}, step by step. */
+final class Tokens {
   private final Decoder decoder;
   private final int[][] prompts;
   private final Generation how;
@@ -21,13 +18,9 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
   private final Set<Integer> stop;
   private final List<List<Integer>> sequences;
   private final boolean[] ended;
-  private int going;
-  private Logits logits;
   private int steps;
-  private int row;
 
   Tokens(Decoder decoder, int[][] prompts, Generation how) {
-    super(Long.MAX_VALUE, Spliterator.ORDERED | Spliterator.NONNULL);
     this.decoder = decoder;
     this.prompts = prompts;
     this.how = how;
@@ -38,49 +31,39 @@ final class Tokens extends Spliterators.AbstractSpliterator<Token> {
             .map(one -> Arrays.stream(one).boxed().collect(Collectors.toList()))
             .toList();
     ended = new boolean[prompts.length];
-    going = prompts.length;
-    row = prompts.length;
   }
 
-  @Override
-  public boolean tryAdvance(Consumer<? super Token> action) {
-    while (row < prompts.length || step()) {
-      int at = row++;
-      if (ended[at]) {
-        continue;
-      }
-      int id = pick(logits.last(at), sequences.get(at));
-      sequences.get(at).add(id);
-      if (!stop.contains(id)) {
-        action.accept(new Token(at, id));
-        return true;
-      }
-      ended[at] = true;
-      going--;
+  /** A token of each sequence that goes on; none after the last ones. */
+  List<Token> next() {
+    List<Token> made = new ArrayList<>();
+    if (steps > 0 && (steps >= how.most() || decoder.length() >= decoder.limit())) {
+      return made;
     }
-    return false;
-  }
-
-  /** Makes the logits of the next tokens; false after the last ones. */
-  private boolean step() {
+    Logits logits;
     try {
-      if (steps == 0) {
-        logits = how.continues() ? decoder.step(prompts) : decoder.prefill(prompts);
-      } else if (going == 0 || steps >= how.most() || decoder.length() >= decoder.limit()) {
-        return false;
-      } else {
-        logits =
-            decoder.step(
-                sequences.stream()
-                    .map(tokens -> new int[] {tokens.get(tokens.size() - 1)})
-                    .toArray(int[][]::new));
-      }
+      logits = steps > 0 || how.continues() ? decoder.step(fed()) : decoder.prefill(prompts);
     } catch (OrtException failed) {
       throw new IllegalStateException(failed.getMessage(), failed);
     }
     steps++;
-    row = 0;
-    return true;
+    for (int row = 0; row < ended.length; row++) {
+      if (!ended[row]) {
+        int id = pick(logits.last(row), sequences.get(row));
+        sequences.get(row).add(id);
+        ended[row] = stop.contains(id);
+        made.addAll(ended[row] ? List.of() : List.of(new Token(row, id)));
+      }
+    }
+    return made;
+  }
+
+  /** What the sequences go on with. */
+  private int[][] fed() {
+    return steps == 0
+        ? prompts
+        : sequences.stream()
+            .map(tokens -> new int[] {tokens.get(tokens.size() - 1)})
+            .toArray(int[][]::new);
   }
 
   /** Chooses a token, from those that the contract leaves. */
