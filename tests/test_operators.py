@@ -26,7 +26,7 @@ OWN = ("model/operators.py", "model/operator_axes.py")
 MOST_COMPARISONS = 60
 
 COMPUTING = ("arithmetic", "attention", "combining", "indexing", "shaping")
-PROVING = ("combining", "elementwise", "masks", "parts", "shaping")
+PROVING = ("attention", "combining", "elementwise", "masks", "parts", "shaping")
 OUTSIDE = {
     **{f"analysis/proof/{name}.py": "the position type of what each operator returns" for name in PROVING},
     **{f"analysis/abstract_run/{name}.py": "computes each operator" for name in COMPUTING},

@@ -163,10 +163,10 @@ def _remove_encoder(first: ModelProto, cut: Cut) -> None:
     known = all_names(graph)
     outputs = [output for output in graph.output if output.name != cut.states]
     replace_all(graph.output, outputs)
-    taken = fresh_name(STATES, known)
-    if taken != STATES:
-        rename_all(graph, {STATES: taken})
-    rename_all(graph, {cut.states: STATES})
+    if cut.states != STATES:
+        if STATES in known:
+            rename_all(graph, {STATES: fresh_name(STATES, known)})
+        rename_all(graph, {cut.states: STATES})
     node = producers(graph)[STATES]
     node.output[:] = [fresh_name("unused", known) if name == STATES else name for name in node.output]
     replace_all(graph.value_info, [info for info in graph.value_info if info.name != STATES])
