@@ -55,7 +55,6 @@ OUTSIDE = {
     "model/precision.py": "reads an attribute of MatMulNBits",
     "model/traverse.py": "the table needs it",
     "model/view.py": "a Not reverses a switch",
-    "addons/conversions/graphs/attentions.py": "weights of an attention come from a Softmax, never from a LogSoftmax",
     "addons/conversions/graphs/cache_type.py": "rewrites a Concat, ScatterND or TensorScatter",
     "addons/conversions/graphs/growing_cache.py": "the cache of GroupQueryAttention",
     "addons/conversions/graphs/length_uses.py": "rewrites the bounds of a Slice",
