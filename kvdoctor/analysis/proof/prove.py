@@ -215,7 +215,7 @@ class Prover:
                 self._output(walk, port.name)
         limits = merged_limits(walks)
         table = min(limits, key=limits.__getitem__, default="")
-        nodes = [(walk, node) for walk in walks for node in walk.flow.nodes if node.has("softmax") or node.has("attend")]
+        nodes = [(walk, node) for walk in walks for node in walk.flow.nodes if node.has("softmax", "attend")]
         taken = [walk.values.get(name) for walk, node in nodes for name in node.inputs]
         return Proof(limits.get(table), table, weak_mask=any(is_weak(one.type) for one in taken if one is not None))
 
