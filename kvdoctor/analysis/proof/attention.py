@@ -3,19 +3,8 @@
 from collections.abc import Sequence
 
 from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule, is_calm, known
-from kvdoctor.analysis.proof.masks import hides_later
-from kvdoctor.analysis.proof.types import (
-    HIDDEN,
-    UNKNOWN,
-    Axis,
-    Term,
-    Type,
-    axis_of,
-    constant_of,
-    is_fixed,
-    number,
-    size_of,
-)
+from kvdoctor.analysis.proof.masks import hides_later, is_hiding
+from kvdoctor.analysis.proof.types import UNKNOWN, Axis, Term, Type, axis_of, constant_of, is_fixed, number, size_of
 from kvdoctor.model.operators import CONTRIB, CachePorts, ports_of
 
 COUNTED = (number(0), ((-1, 1),))
@@ -31,7 +20,7 @@ def attention(call: Reading) -> list[Made]:
     ports = known(ports_of(call.node.domain, call.op))
     others, filled = (*ports.roles, ports.fixed_with or len(call.inputs)), call.node.attribute("mask_filter_value")
     # Before release 1.27 a cap also limited what a mask adds.
-    if call.node.attribute("softcap") is not None or any(map(call.has, others)) or (filled and filled.f > HIDDEN):
+    if call.node.attribute("softcap") is not None or any(map(call.has, others)) or (filled and not is_hiding(filled.f)):
         return []
     query, entries = call.axes(0, 3), [_entries(call, (*at, 0)[0]) for at in (ports.keys, ports.values)]
     pasts = [at for at in ports.pasts if call.has(at)]
