@@ -124,6 +124,9 @@ UNEQUAL = """(keys_before_0, joined)
   once = ReduceSum (most, last)
   joined = Add (k0, four_times)
   new_keys_0 = Add (k0, once)"""
+AGAIN = """(parts, first)
+  more = Unsqueeze (parts0, front)
+  parts = Gather <axis = 0> (more, first)"""
 OF_LAST = """from = Constant <value_ints = [-1]> ()
   to = Constant <value_ints = [9223372036854775807]> ()
   axis = Constant <value_ints = [3]> ()
@@ -148,6 +151,15 @@ OF_LAST = """from = Constant <value_ints = [-1]> ()
         ("multihead-attention", PADDED.split("\n  ", 2)[2].replace("pad", ""), PADDED, 'MultiHeadAttention "mixed0"'),
         ("gqa-window", "do_rotary = 1", "do_rotary = 1, causal = 0", 'GroupQueryAttention "mixed0"'),
         ("delta-appended", "logits = MatMul (x2, w_logits)", OF_LAST, 'Slice "last"'),
+        ("dynamo-anonymous-grouped", "Reshape (transpose_7,", "Reshape (unsqueeze,", 'Reshape "view_7"'),
+        (
+            *(
+                "parts-behind-length",
+                "(parts0, first)",
+                AGAIN,
+            ),
+            "past 'past_key_values.0.key_value' (joined with other entries than 'present.0.key_value' has)",
+        ),
         (
             *("delta-appended", "(keys_before_0, k0)\n  new_keys_0 = Identity (k0)", UNEQUAL),
             "past 'keys_before_0' (joined with other entries than 'new_keys_0' has)",

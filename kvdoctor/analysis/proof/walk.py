@@ -79,7 +79,7 @@ class Keys:
     def sliced(self, key: int, bound: Bound) -> int:
         """The number of a part of a function; what was joined of parts, or another order of axes, is seen through."""
         what = self.parts[key]
-        if what[0] == "permute":
+        if what[0] == "permute" and -bound[0] <= len(what[2]):
             order = what[2]
             below = self.sliced(what[1], (order[bound[0]] - len(order), *bound[1:]))
             return self.permuted(below, order)
