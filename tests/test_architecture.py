@@ -44,7 +44,7 @@ BUDGET = {
     "addons/loops": 2_200,
     "addons/reproducer": 2_325,
     "addons/traces": 3_575,
-    "analysis": 14_650,
+    "analysis": 14_675,
     "cli": 1_425,
     "decode": 9_525,
     "diagnose": 13_425,

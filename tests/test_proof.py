@@ -11,13 +11,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import NodeProto
+from onnx.helper import make_node
 from onnx.reference import ReferenceEvaluator
 from support.text_fixtures import load_all
 
 from kvdoctor import api
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.analysis.proof import Proof
+from kvdoctor.analysis.proof import Proof, combining
 from kvdoctor.analysis.proof.call import NotKnown, Reading
 from kvdoctor.analysis.proof.prove import Prover, prove
 from kvdoctor.analysis.proof.types import (
@@ -78,6 +79,7 @@ def test_most_healthy_models_that_grow_are_proved(tmp_path: Path) -> None:
     caches = ("delta-appended", "delta-stacked", "fused-split-first", "ort-gpt2-stacked-split", "parts-behind-length")
     assert {"decoder-only-healthy", "merged-healthy", "pair-healthy"} <= set(proved)
     assert {f"layout-{name}-healthy" for name in (*layouts, *caches)} <= set(proved)
+    assert proofs["layout-multihead-attention-healthy"][0].weak_mask
 
 
 @pytest.mark.parametrize(
@@ -98,19 +100,95 @@ def test_real_exports_are_proved(folder: str, up_to: int | None, single: bool, r
         assert [one.split()[0] for one in proof.exceptions] == ([reason] if reason else [])
 
 
+LATENT = """rest = Constant <value_ints = [1, 8]> ()
+  rows = Shape <start = 0, end = 1> (input_ids)
+  sizes = Concat <axis = 0> (rows, rest)
+  latent = ReduceMax <keepdims = 1> (w_q0)
+  q0 = Expand (latent, sizes)"""
+OF_NEW = """one = Constant <value_int = 1> ()
+  axis = Constant <value_ints = [1]> ()
+  end = Squeeze (total)
+  columns = Range (offset, end, one)
+  rows = Unsqueeze (columns, axis)
+  seen = LessOrEqual (columns, rows)"""
+PADDED = """sizes = Shape (input_ids)
+  pad = ConstantOfShape <value = int32[1] {1}> (sizes)
+  mixed0, "present.0.key", "present.0.value" = com.microsoft.MultiHeadAttention <num_heads = 2> (
+    q0, k0, v0, w_qkv_bias0, pad, bias"""
+UNEQUAL = """(keys_before_0, joined)
+  last = Constant <value_ints = [-1]> ()
+  four = Constant <value_ints = [4]> ()
+  most = ReduceMax <axes = [-1]> (k0)
+  wide = Expand (most, four)
+  four_times = ReduceSum (wide, last)
+  once = ReduceSum (most, last)
+  joined = Add (k0, four_times)
+  new_keys_0 = Add (k0, once)"""
+AGAIN = """(parts, first)
+  more = Unsqueeze (parts0, front)
+  parts = Gather <axis = 0> (more, first)"""
+OF_LAST = """from = Constant <value_ints = [-1]> ()
+  to = Constant <value_ints = [9223372036854775807]> ()
+  axis = Constant <value_ints = [3]> ()
+  last = Slice (scaled1, from, to, axis)
+  logits = Einsum <equation = "bnql,hv->bqv"> (last, w_logits)"""
+
+
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    ("name", "old", "new", "reason"),
     [
-        ("attention-23", "is_causal = 1", "is_causal = 0"),
-        ("attention-23", "is_causal = 1", "is_causal = 1, softcap = 5.0"),
-        ("ort-gpt2-attention", "unidirectional = 1", "unidirectional = 0"),
+        ("attention-23", "is_causal = 1", "is_causal = 0", 'Attention "mixed0"'),
+        ("attention-23", "is_causal = 1", "is_causal = 1, softcap = 5.0", 'Attention "mixed0"'),
+        ("attention-23", "q0 = MatMul (x0, w_q0)", LATENT, 'Attention "mixed0"'),
+        ("attention-23-masked", "seen = And (causal_seen, real4)", OF_NEW, 'Attention "mixed0"'),
+        ("ort-gpt2-attention", "unidirectional = 1", "unidirectional = 0", 'Attention "mixed0"'),
+        (
+            "ort-gpt2-attention",
+            "unidirectional = 1",
+            "unidirectional = 1, mask_filter_value = 0.0",
+            'Attention "mixed0"',
+        ),
+        ("multihead-attention", PADDED.split("\n  ", 2)[2].replace("pad", ""), PADDED, 'MultiHeadAttention "mixed0"'),
+        ("gqa-window", "do_rotary = 1", "do_rotary = 1, causal = 0", 'GroupQueryAttention "mixed0"'),
+        ("delta-appended", "logits = MatMul (x2, w_logits)", OF_LAST, 'Slice "last"'),
+        ("dynamo-anonymous-grouped", "Reshape (transpose_7,", "Reshape (unsqueeze,", 'Reshape "view_7"'),
+        (
+            *(
+                "parts-behind-length",
+                "(parts0, first)",
+                AGAIN,
+            ),
+            "past 'past_key_values.0.key_value' (joined with other entries than 'present.0.key_value' has)",
+        ),
+        (
+            *("delta-appended", "(keys_before_0, k0)\n  new_keys_0 = Identity (k0)", UNEQUAL),
+            "past 'keys_before_0' (joined with other entries than 'new_keys_0' has)",
+        ),
     ],
 )
-def test_an_attention_that_may_see_later_tokens_is_not_proved(name: str, old: str, new: str, tmp_path: Path) -> None:
+def test_a_step_that_may_differ_is_not_proved(name: str, old: str, new: str, reason: str, tmp_path: Path) -> None:
     fixture = load_all()[f"layout-{name}-healthy"]
+    assert old in fixture.files["model.onnx"]
     files = {file: text.replace(old, new) for file, text in fixture.files.items()}
     [proof] = proofs_of(replace(fixture, files=files).write(tmp_path))
-    assert proof.exceptions == ('Attention "mixed0"',)
+    assert proof.exceptions == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("node", "rows", "lengths", "uniform"),
+    [
+        (make_node("MatMul", "ab", "c"), NEW, Lengths(single=True), True),
+        (make_node("MatMul", "ab", "c"), "total", Lengths(single=True), False),
+        (make_node("ReduceSum", "a", "c", axes=[1]), NEW, Lengths(first=True), True),
+        (make_node("ReduceSum", "a", "c", axes=[0, 1]), NEW, Lengths(first=True), False),
+    ],
+)
+def test_a_sum_is_of_no_later_token(node: NodeProto, rows: str, lengths: Lengths, uniform: bool) -> None:
+    axes = (lengths.new if rows == NEW else lengths.total,), (lengths.total,)
+    regions = tuple((pair, (0.0, 1.0, 0.0)) for pair in ((-2, -1), (-1, -2)))
+    taken = [Type("f", axes, uniform=True, regions=regions), Type("f", axes[::-1], uniform=True)]
+    made: Any = combining.RULES[node.op_type](Reading(FlatNode(node, (), ()), taken[: len(node.input)], lengths))
+    assert made.type.uniform is uniform
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class AxisWalks:
         if made is None:  # of other operators, those that hold the content of the input keep its axes
             return None if operator_of(node.op).keeps else axes
         found = [(NEW if size == 1 else axis_within(size, index)) for size in made[0]]
-        after = tuple(axes[at] if at is not None and at != NEW else at for at in found)
+        after = tuple(at if at == NEW else axes[at] if at is not None and at < len(axes) else None for at in found)
         return tuple(at for at in after if at is not None) if None not in after else None
 
     def find_stacked_axes(self, name: str, rank: int) -> tuple[int | None, int | None]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule, is_calm, known
-from kvdoctor.analysis.proof.masks import hides_later
+from kvdoctor.analysis.proof.masks import hides_later, is_hiding
 from kvdoctor.analysis.proof.types import UNKNOWN, Axis, Term, Type, axis_of, constant_of, is_fixed, number, size_of
 from kvdoctor.model.operators import CONTRIB, CachePorts, ports_of
 
@@ -18,14 +18,16 @@ def attention(call: Reading) -> list[Made]:
     Source: https://onnx.ai/onnx/operators/onnx__Attention.html, ContribOperators.md of ONNX Runtime.
     """
     ports = known(ports_of(call.node.domain, call.op))
+    others, filled = (*ports.roles, ports.fixed_with or len(call.inputs)), call.node.attribute("mask_filter_value")
     # Before release 1.27 a cap also limited what a mask adds.
-    if call.node.attribute("softcap") is not None or any(
-        map(call.has, (*ports.roles, ports.fixed_with or len(call.inputs)))
-    ):
+    if call.node.attribute("softcap") is not None or any(map(call.has, others)) or (filled and not is_hiding(filled.f)):
         return []
     query, entries = call.axes(0, 3), [_entries(call, (*at, 0)[0]) for at in (ports.keys, ports.values)]
     pasts = [at for at in ports.pasts if call.has(at)]
     if pasts and not _are_joined(call, pasts, entries):
+        return []
+    # Groups of heads are as long as the numbers of heads say: no tokens may stand in their place.
+    if not all(is_fixed(axes[1]) for axes in (*entries, query) if len(axes) == len(entries[0])):
         return []
     columns = known(size_of(entries[1][3]).number)
     if len(query) == len(("batch", "tokens", "columns")):
@@ -33,7 +35,9 @@ def attention(call: Reading) -> list[Made]:
     masks = [one for at, one in enumerate(call.inputs) if one is not None and at in ports.mask and one.kind != "i"]
     rows = [one for at, one in enumerate(call.inputs) if one is not None and at not in (*pasts, *ports.mask)]
     shape = (*query[:-1], axis_of(number(columns)))
-    forgets = _forgets_later(call, entries[0][2], bool(pasts), masks) and _pads_nothing(call, ports)
+    tokens = entries[0][2]
+    forgets = _forgets_later(call, tokens, bool(pasts), masks) and _pads_nothing(call, ports)
+    forgets = forgets and (is_fixed(tokens) or call.lengths.is_row(query[-2]))
     made = [Made(call.opaque(shape, [*rows, *masks], "f", True) if forgets else Type("f", shape))]
     stacked = () if ports.keys else ((PAIR,),)
     for (past, (_, output)), (batch, heads, _, width) in zip(ports.pasts.items(), entries, strict=False):
@@ -65,9 +69,12 @@ def _are_joined(call: Reading, pasts: Sequence[int], entries: Sequence[tuple[Axi
 
 
 def _pads_nothing(call: Reading, ports: CachePorts) -> bool:
-    """Whether no mask of whole numbers hides anything: that is padding, which the proof leaves out."""
+    """Whether no mask of whole numbers hides anything: that is padding, which the proof leaves out.
+
+    One without an axis of all tokens lists lengths or places.
+    """
     padding = [call.input(at) for at in ports.mask if call.has(at) and call.input(at).kind == "i"]
-    return all(map(_is_true, padding))
+    return all(_is_true(one) and (call.lengths.total,) in (one.shape or ()) for one in padding)
 
 
 def _forgets_later(call: Reading, tokens: Axis, joined: bool, masks: Sequence[Type]) -> bool:
@@ -78,6 +85,8 @@ def _forgets_later(call: Reading, tokens: Axis, joined: bool, masks: Sequence[Ty
     # Without a past among its inputs the operator counts rows and columns from the first.
     if (causal and not joined and not lengths.first) or not (joined or lengths.is_total(tokens)):
         return False
+    if any(not call.lengths.is_total(axis) for one in masks for axis in known(one.shape)[-1:] if axis):
+        return False  # Attention may take fewer columns than there are tokens
     hidden = [_hides(one) for one in masks]
     open_ones = [one for one, hides in zip(masks, hidden, strict=True) if not hides]
     calm = all(is_calm(one) if one.kind == "f" else _is_true(one) for one in open_ones)
@@ -100,7 +109,7 @@ def grouped_attention(call: Reading) -> list[Made]:
     A window counts from each token in every release, though not the same number of tokens.
     """
     lengths, query, past = call.lengths, call.input(0), [call.input(3), call.input(4)]
-    rounded = call.node.number("kv_cache_bit_width", 0)
+    rounded = call.node.number("kv_cache_bit_width", 0) or not call.node.number("causal", 1)
     last, total = constant_of(call.input(5)), constant_of(call.input(6))
     whole = last is lengths.total - number(1) and total is lengths.total and all(one.past for one in past)
     if any(call.has(index) for index in range(10, 15)) or rounded or not whole:

@@ -5,7 +5,7 @@ weights of later ones are exactly 0: after a softmax over scores of which a mask
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, is_calm, known
@@ -32,8 +32,11 @@ AXIS_IS_LAST = 13
 """The opset from which on a softmax without an axis is along the last one."""
 
 
-def _may_combine(call: Reading, taken: Type, at: int) -> bool:
-    """Whether elements along an axis, counted from the end, may be combined: later tokens weigh nothing."""
+def _may_combine(call: Reading, taken: Type, at: int, made: Sequence[Axis]) -> bool:
+    """Whether elements along an axis, counted from the end, may be combined: later tokens weigh nothing.
+
+    `made` are the axes of the result: of one new token none is later, but there are later ones than each in the past.
+    """
     shape = taken.shape or ()
     axis = shape[at]
     if is_fixed(axis):
@@ -41,11 +44,16 @@ def _may_combine(call: Reading, taken: Type, at: int) -> bool:
     if not call.lengths.is_total(axis):
         return False
     if call.lengths.single:
-        return True
+        return not any(map(call.lengths.is_total, made))
     for (row, column), marks in taken.regions:
         if column == at and marks[0] == 0.0 and call.lengths.is_row(shape[row]):
             return True
     return False
+
+
+def _is_one(gone: Iterable[Axis]) -> bool:
+    """Whether at most one axis that goes counts tokens: a row that goes hides nothing of a column."""
+    return sum(not is_fixed(axis) for axis in gone) <= 1
 
 
 def matmul(call: Reading) -> Made:
@@ -58,7 +66,7 @@ def matmul(call: Reading) -> Made:
         return Made(UNKNOWN)
     # Where the weights are the second factor, the keys are its rows, the queries its columns.
     turned = bool(columns) and not call.lengths.single and not is_fixed(inner)
-    combined = _may_combine(call, one, -1) or (turned and _may_combine(call, other, -2))
+    combined = _may_combine(call, one, -1, shape) or (turned and _may_combine(call, other, -2, shape))
     return _made(call, combined, shape, [one, other])
 
 
@@ -103,9 +111,9 @@ def einsum(call: Reading) -> Made:
                 return Made(UNKNOWN)
     shape = [sizes[name] for name in result if name in sizes]
     gone = [name for name in sizes if name not in result]
-    combined = all(
+    combined = _is_one(sizes[name] for name in gone) and all(
         any(
-            name in names and _may_combine(call, one, names.index(name) - len(names))
+            name in names and _may_combine(call, one, names.index(name) - len(names), shape)
             for names, one in zip(letters, taken, strict=True)
         )
         for name in gone
@@ -150,7 +158,7 @@ def reduce(call: Reading) -> Made:
         return Made(Type(taken.kind, shape, linear=(found, ())))
     # A sum may leave out what a mask makes 0, an extreme or a mean may not.
     summed = taken if has(call.op, "sum") else replace(taken, regions=())
-    combined = all(_may_combine(call, summed, at - rank) for at in gone)
+    combined = _is_one(whole[at] for at in gone) and all(_may_combine(call, summed, at - rank, shape) for at in gone)
     return _made(call, combined, shape, [taken], taken.kind)
 
 

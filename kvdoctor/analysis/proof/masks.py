@@ -155,7 +155,7 @@ def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
 
 def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:
     """The same where some are no numbers: scores that are hidden, or plain."""
-    hidden, plain = [_hides(mark) for mark in marks], [is_plain(mark) for mark in marks]
+    hidden, plain = [is_hiding(mark) for mark in marks], [is_plain(mark) for mark in marks]
     hides = {
         "Add": any(hidden) and all(h or p for h, p in zip(hidden, plain, strict=True)),
         "Sub": hidden[0] and plain[-1],
@@ -172,7 +172,7 @@ def _combine_scores(op: str, marks: Sequence[Mark], kind: str) -> Mark:
 
 
 def _still_hides(mark: Mark, times: float) -> bool:
-    return _hides(mark) and times >= (SMALLEST if _is_buried(mark) else 1)
+    return is_hiding(mark) and times >= (SMALLEST if _is_buried(mark) else 1)
 
 
 def _is_buried(mark: Mark) -> bool:
@@ -182,12 +182,13 @@ def _is_buried(mark: Mark) -> bool:
 def _either(one: Mark, other: Mark) -> Mark:
     if one is not None and one == other:
         return one
-    if _hides(one) and _hides(other):
+    if is_hiding(one) and is_hiding(other):
         return HIDE
     return PLAIN if is_plain(one) and is_plain(other) else None
 
 
-def _hides(mark: Mark) -> bool:
+def is_hiding(mark: Mark) -> bool:
+    """Whether it hides a score that it is added to."""
     return mark in (HIDE, BURY) or (isinstance(mark, float) and mark <= HIDDEN)
 
 
@@ -198,10 +199,10 @@ def is_plain(mark: Mark) -> bool:
 
 def is_weak(one: Type) -> bool:
     """Whether scores of later tokens are hidden by a number of moderate size, which no score must come near."""
-    return any(_hides(marks[0]) and not _is_buried(marks[0]) for _, marks in one.regions)
+    return any(is_hiding(marks[0]) and not _is_buried(marks[0]) for _, marks in one.regions)
 
 
 def hides_later(one: Type, row: int, column: int, single: bool = False) -> bool:
     """Whether scores of later tokens are hidden, if there may be any, and that of the token itself is not."""
     marks = dict(one.regions).get((row, column))
-    return marks is not None and (single or _hides(marks[0])) and is_plain(marks[1])
+    return marks is not None and (single or is_hiding(marks[0])) and is_plain(marks[1])

@@ -114,7 +114,8 @@ def _take(call: Reading, taken: Type, at: int, begin: Term, stop: Term) -> tuple
         return Type(taken.kind, shape, items=taken.items[begin.number : stop.number], linear=linear), False, False
     if linear is not None:
         return replace(taken, shape=shape, linear=linear, items=None), True, False
-    if not new and old in ((lengths.new,), (lengths.total,)) and stop is size_of(old):
+    alone = not any(map(lengths.counts, shape))  # the key of the last token says nothing of earlier ones
+    if not new and old in ((lengths.new,), (lengths.total,)) and stop is size_of(old) and alone:
         return Type(taken.kind, shape, uniform=taken.uniform, calm=taken.calm, last=True), True, True
     whole, first, then = replace(taken, items=None), lengths.offset(old), lengths.offset(new)
     if new and not is_fixed(new) and first is not None and then is not None and first + begin is then:
@@ -243,7 +244,7 @@ def _gather_last(call: Reading, data: Type, at: int, index: Linear, shape: tuple
     axis = (data.shape or ())[at]
     if place is None or axis not in ((call.lengths.new,), (call.lengths.total,)) or data.linear is not None:
         return Made(Type(data.kind, shape))
-    if not call.lengths.equal(place, whole - ONE):
+    if not call.lengths.equal(place, whole - ONE) or any(map(call.lengths.counts, shape)):
         return Made(Type(data.kind, shape))
     return Made(Type(data.kind, shape, uniform=call.lengths.is_uniform(data), calm=data.calm, last=True), ("last", at))
 

@@ -275,8 +275,9 @@ class Prover:
                 self._output(walk, port.name)
         limits = merged_limits(walks)
         table = min(limits, key=limits.__getitem__, default="")
-        scores = [walk.values.get(node.input(0)) for walk in walks for node in walk.flow.nodes if node.has("softmax")]
-        return Proof(limits.get(table), table, weak_mask=any(is_weak(one.type) for one in scores if one is not None))
+        nodes = [(walk, node) for walk in walks for node in walk.flow.nodes if node.has("softmax", "attend")]
+        taken = [walk.values.get(name) for walk, node in nodes for name in node.inputs]
+        return Proof(limits.get(table), table, weak_mask=any(is_weak(one.type) for one in taken if one is not None))
 
     def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
         """The types of all values of the graph of a phase; `given` are inputs that another graph makes.

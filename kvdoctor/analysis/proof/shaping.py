@@ -1,6 +1,6 @@
 """Values that are moved, or made from lengths: other axes, axes in another order, shapes, numbers that count."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known, regroup
@@ -43,7 +43,8 @@ def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
     old = known(taken.shape)
     shape = regroup(old, targets)
     if shape is None:
-        known(constant_of(taken))
+        as_many = call.lengths.equal(_product(map(size_of, old)), _product(targets))
+        known(constant_of(taken) if as_many else None)
         shape = tuple(map(axis_of, targets))
     made = moved(call, shape, _match(old, shape), taken)
     same, canonical = _stripped(old) == _stripped(shape), call.lengths.canonical
@@ -103,7 +104,7 @@ def _with_token(call: Reading, targets: list[Term]) -> list[Term]:
     return [new if n == chosen else target for n, target in enumerate(targets)]
 
 
-def _product(sizes: Sequence[Term]) -> Term:
+def _product(sizes: Iterable[Term]) -> Term:
     found = ONE
     for size in sizes:
         found = found * size

@@ -79,7 +79,7 @@ class Keys:
     def sliced(self, key: int, bound: Bound) -> int:
         """The number of a part of a function; what was joined of parts, or another order of axes, is seen through."""
         what = self.parts[key]
-        if what[0] == "permute":
+        if what[0] == "permute" and -bound[0] <= len(what[2]):
             order = what[2]
             below = self.sliced(what[1], (order[bound[0]] - len(order), *bound[1:]))
             return self.permuted(below, order)
@@ -122,7 +122,7 @@ class Walk:
     values: dict[str, Typed]
     streams: dict[str, set[tuple[tuple[Step, ...], int]]] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
-    known: dict[Any, tuple[list[Made], list[tuple[int, int]]]] = field(default_factory=dict)
+    known: dict[Any, tuple[list[Made], list[tuple[int, int]], Any]] = field(default_factory=dict)
     types: dict[Type, Type] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
 
@@ -149,8 +149,9 @@ class Walk:
         found = self.known.get(key)
         if found is None:
             missing = any(name and name not in values for name in inputs)
-            found = self.known[key] = ([Made(UNKNOWN)], []) if missing else self._ask(node, taken)
-        made, limits = found
+            made, limits = ([Made(UNKNOWN)], []) if missing else self._ask(node, taken)
+            found = self.known[key] = made, limits, self._sized(node, mark, taken)
+        made, limits, mark = found
         for limit, index in limits:
             ending = inputs[index] if index < len(inputs) else ""
             self.limits[ending] = min(limit, self.limits.get(ending, limit))
@@ -158,6 +159,12 @@ class Walk:
             if name:
                 one = made[at] if at < len(made) else Made(UNKNOWN)
                 values[name] = self._name(node, mark, at, one, taken)
+
+    def _sized(self, node: FlatNode, mark: Any, taken: Sequence[Typed | None]) -> Any:
+        """What a node does, also for values that are equal but for broadcasting: along which axes, of which lengths."""
+        if node.has("elementwise"):
+            return mark
+        return mark, tuple(one and self.lengths.canonical(one.type.shape or ()) for one in taken)
 
     def _attributes(self, node: FlatNode) -> Any:
         if node.call is not None:
