@@ -6,7 +6,9 @@ graph that a length is compared with (`analysis/thresholds.py`): it costs ten ca
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,8 +33,8 @@ WALK = 40
 """Tokens of the walk: every past length below is visited."""
 SHORT = Scenario().total
 """Tokens of a call without a cache that must give the logits of the walk's reference run."""
-MOST_LENGTH, MOST_THRESHOLDS = 260, 6
-"""The longest sequence around a threshold, in tokens, and the number of thresholds that are visited."""
+MOST_LENGTH, MOST_THRESHOLDS, MOST_PAIRS = 260, 6, 2
+"""The longest sequence around a threshold, in tokens; the thresholds that are visited, and the pairs of neighbors."""
 FAR_LENGTH, MOST_LOGITS = 4096, 1 << 22
 """The longest sequence with --thorough; numbers in the logits of a call that is small: such run by default too."""
 BEFORE, AFTER, CHUNK = 2, 4, 3
@@ -244,7 +246,7 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
     order=33,
 )
 def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
-    """A chunk over each threshold, one after it, and chunks of as many tokens; each followed by a single step."""
+    """A chunk over each threshold, one after it, chunks of as many tokens, and beyond two; a single step after each."""
     lengths = list(visited(builder.thresholds, builder.contract.usable_length))
     found, _ = yield from _each_threshold(builder, lengths)
     if not found:
@@ -261,6 +263,21 @@ def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
         for size in (threshold, threshold + 1):
             if size > 1 and size + 2 <= stop:
                 yield from _chunk(near, 1, size + 2, past, expected)
+    usable = builder.contract.usable_length
+    pairs = [pair for pair in pairwise(sorted(lengths)) if any(visited((sum(pair),), usable))]
+    for pair in pairs[-MOST_PAIRS:]:
+        yield from _past_two(builder, pair)
+
+
+def _past_two(builder: FeedBuilder, lengths: tuple[int, int]) -> Calls:
+    """A chunk longer than one threshold on a past longer than the other: a fault may need both at once."""
+    with suppress(CannotCheck):  # no sequence is so long
+        found, _ = yield from _each_threshold(builder, [sum(lengths)])
+        for near, _, stop in found:
+            expected = yield from near.whole(stop)
+            for begin in (length + 1 for length in lengths):
+                past = yield from near.begin(stop=begin)
+                yield from _chunk(near, begin, stop, past, expected)
 
 
 def _each_threshold(builder: FeedBuilder, lengths: list[int]) -> Asking[tuple[list[Visit], list[Visit]]]:
