@@ -27,7 +27,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ["LC_ALL"] = "C.UTF-8"  # in a locale without it, text is printed in ASCII
 if os.environ.pop("CI", None) == "true":  # there a long command prints its progress, which no test expects
     os.environ["KVDOCTOR_TESTS_IN_CI"] = "true"
-os.environ["KVDOCTOR_SIDE_BY_SIDE"] = "1"  # waiting threads of ONNX Runtime sleep: spinning takes half of the time
 CACHE = tempfile.TemporaryDirectory(prefix="kvdoctor-tests-cache-")
 os.environ["KVDOCTOR_CACHE_DIR"] = CACHE.name
 

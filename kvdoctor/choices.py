@@ -24,7 +24,7 @@ Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
 AttentionOperator = Literal["gqa"]
-"""The attention weights that a converted model returns."""
+"""The operator that computes the attention of a converted model."""
 LogitsRows = Literal["last", "selectable"]
 """The rows of logits that a converted model computes."""
 CacheType = Literal["float16", "int8", "int4"]

@@ -46,7 +46,7 @@ BUDGET = {
     "addons/traces": 3_575,
     "analysis": 14_675,
     "cli": 1_425,
-    "decode": 9_525,
+    "decode": 9_550,
     "diagnose": 13_425,
     "gating": 2_600,
     "model": 4_350,

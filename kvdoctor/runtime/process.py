@@ -79,6 +79,8 @@ class Worker:
         self._next_look = 0.0
         self._memory_limit: int | None = None
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # One thread: numpy multiplies nothing here.
+        self._variables = os.environ | NO_TELEMETRY | {"OPENBLAS_NUM_THREADS": "1"} | dict(environment or {})
         self._process = subprocess.Popen(
             [*([sys.executable] if python is None else [python, "-I"]), "-c", BOOT, str(Path(__file__).parent.parent)],
             stdin=subprocess.PIPE,
@@ -86,8 +88,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            # One thread: numpy multiplies nothing here.
-            env=os.environ | NO_TELEMETRY | {"OPENBLAS_NUM_THREADS": "1"} | dict(environment or {}),
+            env=self._variables,
         )
         free_memory_limit(self._process)
         self._number = self._process.pid
@@ -188,14 +189,20 @@ class Worker:
             self.stop()
             return f"stopped: it closed its output and did not end within {END_SECONDS:g} s"
         if self.hello is None:
-            again = subprocess.run(
-                self._process.args, input=b"", capture_output=True, check=False
-            )  # to read what it says
-            said = [*filter(None, map(str.strip, again.stderr.decode("utf-8", "replace").splitlines()))]
-            why = f": {said[-1].replace(str(Path.home()), '~')[:300]}" if said else ""
+            said = self._ask_why()
+            why = f": {said.replace(str(Path.home()), '~')[:300]}" if said else ""
             text = f"the worker process could not start ONNX Runtime{why}; `kvdoctor env` says what is missing"
             raise RuntimeUnavailable(text)
         return describe_exit(code)
+
+    def _ask_why(self) -> str:
+        """The last line that a process says which cannot start; empty where it says none in time."""
+        quiet: dict[str, Any] = {"input": b"", "capture_output": True, "env": self._variables}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            again = subprocess.run(self._process.args, timeout=END_SECONDS, check=False, **quiet)
+            said = again.stderr.decode("utf-8", "replace").split("\n")
+            return next(filter(None, map(str.strip, reversed(said))), "")
+        return ""
 
 
 def resident_bytes(process: int) -> int:

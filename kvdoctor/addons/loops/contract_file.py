@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from kvdoctor._version import __version__
-from kvdoctor.addons.loops.plan import CallPlan, Dim, LoopPlan
+from kvdoctor.addons.loops.plan import MANY, CallPlan, Dim, LoopPlan
 from kvdoctor.addons.loops.vectors import LoopTarget, Vector, list_calls, list_runs
 from kvdoctor.analysis.configs import decoder_config
 from kvdoctor.analysis.model_folder import SideCars
@@ -17,8 +17,6 @@ from kvdoctor.records import to_plain
 
 CONTRACT_FILE, VECTORS_FILE = "contract.json", "vectors.json"
 CONTRACT_SCHEMA, VECTORS_SCHEMA = "kvdoctor/loop/4", "kvdoctor/loop-vectors/2"
-MANY = (1 << 31) - 1
-"""In place of a limit that nothing sets."""
 FACTS = ("one_token", "batch", "capacity_is_chosen", "pads", "chunks", "rewinds", "reorders")
 """What the contract says as the plan has it."""
 WIDTH = 200

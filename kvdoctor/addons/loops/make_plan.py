@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kvdoctor.addons.loops.plan import (
     FLOATS,
     INTEGERS,
+    MANY,
     SOURCE,
     CallPlan,
     Dim,
@@ -50,8 +51,6 @@ experiment runs."""
 ORDER: tuple[Axis, ...] = ("batch", "new", "vocabulary")
 """The order of axes in which a program makes its inputs and reads the logits."""
 
-UNLIMITED = 2**31 - 1
-"""Tokens of a sequence that nothing ends."""
 FROM_RIGHT: Terms = {"columns": 1, "total": -1}
 """The column of the first token where the last token is in the last one."""
 
@@ -83,7 +82,7 @@ def make_plan(contract: CacheContract, model: str) -> LoopPlan:
         slots=slots,
         vocabulary=contract.vocabulary,
         context_limit=contract.usable_length,
-        longest=(contract.longest_sequence or UNLIMITED) if contract.ring else None,
+        longest=(contract.longest_sequence or MANY) if contract.ring else None,
         one_token=contract.new_tokens == 1,
         batch=contract.fixed_batch or _one_row(contract),
         capacity_is_chosen=any("capacity" in s.axes and s.size("capacity") is None for s in contract.slots),

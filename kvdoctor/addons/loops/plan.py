@@ -26,6 +26,8 @@ sequence (its place on the axis of sequences), padding (the entries on the left 
 SOURCE = "source"
 """The value that the caller gives to `encode`. Others are `cache`, `encoder` or `embed` with the name of a tensor."""
 
+MANY = (1 << 31) - 1
+"""In place of a limit that nothing sets."""
 FLOATS = ("float", "float16")
 INTEGERS = ("int64", "int32")
 

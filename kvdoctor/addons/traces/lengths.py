@@ -319,7 +319,7 @@ def capacity(moment: StepContext) -> Iterator[ContractViolation]:
     held = tuple(slot.past for slot, _ in moment.slots if slot.growth in ("static", "delta", "shared"))
     advice = "stop there, drop the oldest entries, or allocate (and export) a longer one"
     cause = f"{tokens(total)} are more than the buffer of the cache holds"
-    if room is not None and ring == room:
+    if room is not None and ring in (0, room):
         if moment.new <= room:
             return
         names, promised = held or names, f"at most {tokens(room)} in one call: a call writes no row twice"

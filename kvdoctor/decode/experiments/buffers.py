@@ -352,8 +352,9 @@ class _FullRing:
             if position < self.size and len(places) > 1:
                 raise CannotCheck(f"{NOT_FULL}: entries move within their buffers")
             if places != [right]:
-                seen = f"changes entries {', '.join(map(str, places[:4]))}" if places else "changes no entry"
-                text = f"the step at position {position} {seen} of {slot.past}; the oldest is entry {right}"
+                listed = ", ".join(map(str, places[:4]))
+                named = f"entr{'y' if len(places) == 1 else 'ies'} {listed}" if places else "no entry"
+                text = f"the step at position {position} changes {named} of {slot.past}; the oldest is entry {right}"
                 return Cause("present-rewrites-past" if places else "present-does-not-grow", text, slot.past)
         return None
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kvdoctor.contract import describe
-from kvdoctor.decode.runs import FaultLocation, Run
+from kvdoctor.decode.runs import RING, FaultLocation, Run
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.diagnose.checks._attribution import (
     AT_LENGTHS,
@@ -35,12 +35,16 @@ EXCLUDED = {"same-feed": "results that change from call to call", "later-token":
 
 @record
 class CauseText:
-    """What a check says of its fault, whatever the model. `on_graph`: a repair of the graph may fix it."""
+    """What a check says of its fault, whatever the model. `on_graph`: a repair of the graph may fix it.
+
+    `on_ring` is the advice where steps on a full ring are wrong.
+    """
 
     cause: str
     declared: str
     advice: str
     on_graph: bool = False
+    on_ring: str = ""
 
 
 def report_cause(context: RunContext, name: str, text: CauseText) -> Faults:
@@ -86,7 +90,8 @@ def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Fau
         effects = tuple(describe_effect(run) for run, _, _ in found if run.failed_step is not None)
         # A repair of the computation changes every step, and those of other lengths are right.
         on_graph = text.on_graph and not any(run.experiment in AT_LENGTHS for run, _, _ in found)
-        text = replace(text, cause=f"with {use.words}: {text.cause}", on_graph=on_graph)
+        on_ring = text.on_ring if found[0][0].experiment == RING else ""
+        text = replace(text, cause=f"with {use.words}: {text.cause}", on_graph=on_graph, advice=on_ring or text.advice)
         yield build_fault(context, why, text, use.severity, effects).also(use=use.required)
 
 

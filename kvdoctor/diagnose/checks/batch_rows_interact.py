@@ -36,7 +36,7 @@ def batch_rows_interact(context: RunContext) -> Faults:
     if run is None or run.shows != "differs":
         yield from report_cause(context, "batch-rows-interact", WORDS)
         for one in (run for run, _ in find_faulty_uses(context, "differs") if differs_before_reorder(run)):
-            fault = build_difference(context, one, "warning", f"in a batch of more rows, {WORDS.cause}")
+            fault = build_difference(context, one, "warning", f"in a batch of nine, {WORDS.cause}")
             yield fault.also(use="batch", repair=Advice("re-export", ALONE))
         return
     if leading and leading[0] == "nondeterministic":

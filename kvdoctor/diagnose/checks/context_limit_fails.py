@@ -32,7 +32,7 @@ NUMBERS = CauseText(
 )
 UNDECLARED = replace(
     NUMBERS,
-    cause="from position {} on, tokens get positions of earlier ones, with and without the cache; no file has a limit",
+    cause="from position {} on, tokens get positions of earlier ones, cache or not; no file declares a limit",
     declared="a different position for each token",
     advice="export again with wider positions or longer tables, or declare the length that the graph supports",
 )

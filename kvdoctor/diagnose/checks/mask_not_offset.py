@@ -26,6 +26,7 @@ WORDS = CauseText(
     declared="each new token attends to all of the past, and to no later token",
     advice=f"{AGAIN}; until then feed one token per step once there is a cache",
     on_graph=True,
+    on_ring="export again with a mask by position: entry e of a ring of N holds the newest position p with p % N = e",
 )
 
 

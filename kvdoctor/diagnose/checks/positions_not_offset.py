@@ -22,5 +22,6 @@ WORDS = CauseText(
     declared="new tokens at the positions after the past",
     advice="export again with positions that start after the past",
     on_graph=True,
+    on_ring="export again with positions that go on beyond the size of the ring; an entry alone is placed modulo it",
 )
 check_cause(__name__, "KV310", "positions-not-offset", "runs", WORDS)

@@ -28,6 +28,7 @@ WORDS = CauseText(
     declared="a present that begins with the past",
     advice="export again so that the present is the past followed by the new entries",
     on_graph=True,
+    on_ring="export again so that a step writes over the oldest entry alone: position p in entry p % N of a ring of N",
 )
 DROPPED = replace(
     WORDS, cause="a step drops the oldest entries of the past, which later tokens attend to", advice=RETAIN_WINDOW

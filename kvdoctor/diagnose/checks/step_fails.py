@@ -3,7 +3,7 @@
 Reproduce: `kvdoctor step-test MODEL -v` lists the inputs and outputs of each step.
 
 Repair: the node and the shapes of its inputs show which axis the export has fixed. `kvdoctor re-export` makes it
-dynamic if numbers in the graph stand for it; else export again with sample sizes of 2 or more, all different. If
+dynamic if numbers in the graph stand for it; else export again with sample inputs of different sizes, all 2 or more. If
 several sequences at once, or another encoder length, fail while one sequence works, it is a warning. A length that no
 config declares usable is not a fault.
 """
@@ -18,7 +18,7 @@ from kvdoctor.findings import Fault, Faults, Severity, check
 from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
-EXPORT_AGAIN = "or export again with sample sizes of 2 or more, all different"
+EXPORT_AGAIN = "or export again with sample inputs of different sizes, all 2 or more"
 NOT_PROVED = "or correct the graph at that node, or export again; no fixed number in the graph explains the error"
 OTHER_ATTENTION = "or export again with another attention operator, or with sizes that the kernel of that one takes"
 

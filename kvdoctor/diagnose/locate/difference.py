@@ -303,7 +303,7 @@ class DifferenceSearch:
             entries = join_some([*map(str, places)], MOST_PLACES)
             maker = graph.flat.producers.get(value)
             where = maker.in_file.shown if maker is not None else graph.flat.label(value)
-            off += f" ({where} has the expected entries {entries} along axis {axis})"
+            off += f" ({where} has the entries of axis {axis} in the order {entries})"
         if exchanged is not None:
             layers = {slot.layer for slot in self.contract.slots if slot.past in exchanged}
             name = "key-value-swapped" if len(layers) == 1 else "layers-swapped"

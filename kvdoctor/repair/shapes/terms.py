@@ -9,7 +9,7 @@ from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.contract import Axis, Dim, Graph, Port
 from kvdoctor.repair.workspace import CannotRepair
 
-EXPORT_AGAIN = "export again with dynamic axes, and with sample sizes of 2 or more, all different"
+EXPORT_AGAIN = "export again with dynamic axes, and with sample inputs of different sizes, all 2 or more"
 
 
 class CannotFree(CannotRepair):

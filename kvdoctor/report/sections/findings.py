@@ -21,7 +21,7 @@ from kvdoctor.report.wording.finding import (
     list_facts,
     list_sources,
 )
-from kvdoctor.report.wording.runs import select_local_runs
+from kvdoctor.report.wording.runs import NOT_COMPARED, select_local_runs
 from kvdoctor.report.wording.summary import format_open
 
 LONGEST, LONGEST_FACT, LONGEST_REASON = 900, 400, 600
@@ -170,7 +170,7 @@ def draw_cache(report: Report, finding: Finding) -> tuple[Table | None, str | No
     contract = next((stack.contract for stack in report.stacks if stack.name == finding.stack), None)
     run = _find_run(report, finding)
     found = tabulate_lengths(run, contract) if run is not None and contract is not None else None
-    if found is None:
+    if found is None or all(row[-1] == NOT_COMPARED for row in found.rows):
         return None, None
     rows: list[list[Text]] = [list(row) for row in found.rows]
     if found.wrong is not None:

@@ -39,7 +39,7 @@ USES = {
     "rows-near-thresholds": (BATCH, LENGTHS),
     "one-token-prompt": ("a prompt of one token", "begin with a prompt of one token"),
     "rows-apart": ("rows of different lengths", "feed rows of different lengths"),
-    "beam-reorder": ("beams", "reorder the rows of the cache (beams)"),
+    "beam-reorder": ("beams", "decode beams (nine rows that are reordered)"),
     "left-padding": ("left padding", "pad a batch on the left"),
     "right-padding": ("right padding", "pad a prompt on the right"),
     "encoder-padding": ("padded encoder rows", "pad the encoder rows of a batch"),

@@ -12,6 +12,8 @@ from kvdoctor.report.wording import format_milliseconds, join_some
 
 HEADER = ["step", "max diff", "max diff, SD", "1 - cosine", "KL, nats", "top 1", "top 5"]
 FLOAT32 = "float32, SD"
+NOT_COMPARED = "returned"
+"""The logits of a step that nothing was compared with."""
 MOST_PARTS = 12
 
 
@@ -103,7 +105,7 @@ def format_logits(step: Step) -> str:
     if not step.returned:
         return "-"
     if step.difference is None:
-        return "returned"
+        return NOT_COMPARED
     return format_difference(step.difference.relative) if step.difference.finite else "not finite"
 
 
