@@ -108,11 +108,12 @@ def whole_folder(out: Path) -> Iterator[Pending]:
     out = Path(os.path.abspath(out))  # noqa: PTH100 - "." has no name, and a link must stay one
     pending = Pending(out.with_name(f".{out.name}.kvdoctor-{os.getpid()}.partial"))
     _sweep(out)
+    replaces = os.path.lexists(out)
     try:
         pending.path.mkdir()
         yield pending
         if pending.kept:
-            _put(pending.path, out)
+            _put(pending.path, out, replaces)
     except OSError as error:
         raise UsageError(f"cannot write {str(out)!r}: {error.strerror or error}; nothing was left there") from None
     finally:
@@ -200,8 +201,10 @@ def _foreign(out: Path) -> str | None:
     return next((name for name in sorted(there) if name not in contents), None)
 
 
-def _put(partial: Path, out: Path) -> None:
-    if not out.exists():
+def _put(partial: Path, out: Path, replaces: bool) -> None:
+    if not replaces:
+        if os.path.lexists(out):
+            raise UsageError(f"OUT {str(out)!r} was written by another run meanwhile; give another folder")
         partial.rename(out)
         return
     old = out.with_name(f".{out.name}.kvdoctor-{os.getpid()}.old")

@@ -16,6 +16,9 @@ from kvdoctor.repair.workspace import CannotConvert, source_of
 from kvdoctor.report.document import Report
 from kvdoctor.report.repair_record import AppliedRepair, ChangedFile, NotRepaired, RepairRecord, RepairSide
 
+COMPARED = ("original", "repaired copy")
+"""What a copy is compared with in a claim: the original, or what repairs made of it."""
+
 
 def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Report:
     """The report of a repair; `out` is None if nothing is written, and then the verdict is that on the original."""
@@ -40,7 +43,7 @@ def report_fix(session: RepairSession, outcome: Outcome, out: str | None) -> Rep
         f"{stack}: the original returns no logits to compare; the proof rests on the parity of the copy's own loops"
         # A layout is compared under the name that the stack has in the copy.
         for stack in dict.fromkeys(one.stack for one in outcome.applied if not one.repair.name.startswith("layout "))
-        if not any(entry.stack == stack and "original" in entry.claim for entry in outcome.proof)
+        if not any(entry.stack == stack and any(name in entry.claim for name in COMPARED) for entry in outcome.proof)
     ]
     if not outcome.holds:
         failed = (f"{entry.claim} ({entry.detail or 'no'})" for entry in outcome.proof if not entry.holds)

@@ -79,7 +79,7 @@ def list_buffer_rules(contract: CacheContract, capacity: int, has_position: bool
     inputs = contract.graph("decode").inputs
     lengths = ", ".join(port.name for port in inputs if "total" in port.axes or port.role in TOLD_BY)
     counts = f" ({lengths})" if lengths else ""
-    yield f"The other inputs are those of a growing cache{counts}: they say which of the {capacity} rows hold tokens."
+    yield f"The other inputs are those of a growing cache{counts}, as long as the tokens so far and not {capacity}."
     yield (
         f"A sequence has {capacity} tokens at most: a call beyond that returns longer presents, and fails where they "
         "are bound to the buffer. To go back, feed a shorter total length: later rows are written again."
