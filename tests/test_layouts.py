@@ -346,6 +346,7 @@ def test_other_caches_of_one_graph(name: str, tmp_path: Path) -> None:
         ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
         ("gpt2", "optimum", "it already has Optimum's names"),
         ("t5", "pair", "already holds 'decoder_model.onnx' next to 'decoder_model_merged.onnx'"),
+        ("t5", "single", "'decoder_with_past_model.onnx' would be written to the same files as 'decoder_model_merged"),
         ("t5/decoder_with_past_model.onnx", "pair", "it is already a pair"),
         ("t5/encoder_model.onnx", "pair", "it holds no decoder with a cache"),
         ("t5", "tower", "there is no layout 'tower'"),
@@ -361,6 +362,17 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(name: str, layout: 
     source = texts[name].write(tmp_path / "model") if name in texts else EXPORTS / name
     with pytest.raises(UsageError, match=re.escape(says)):
         converted(source, tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("choices", [{"cache": "static=16"}, {"layout": "single"}], ids=["cache", "layout"])
+def test_no_decoder_is_lost_where_two_would_be_model_onnx(choices: Any, tmp_path: Path) -> None:
+    source = tmp_path / "mixed"
+    source.mkdir()
+    for name in ("gpt2/model", "marian-4.57.6/decoder_model_merged", "marian-4.57.6/encoder_model"):
+        shutil.copy(EXPORTS / f"{name}.onnx", source)
+    with pytest.raises(UsageError, match=r"already holds 'model.onnx' next to .*: kvdoctor convert .*merged.onnx --"):
+        conversions.convert(source, tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
 
 

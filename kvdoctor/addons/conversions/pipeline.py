@@ -9,14 +9,15 @@ from kvdoctor.addons.conversions.convert_layout import (
     ConvertedStack,
     apply_layout,
     convert_layouts,
+    convert_stack,
     find_replaced_files,
-    make_single,
     put_in_place,
+    refuse_clashes,
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
 from kvdoctor.addons.conversions.graphs.conversion import Asked, Base, Converted, measure_costs, prove_conversions
-from kvdoctor.addons.conversions.layouts.registry import DoesNotFit
+from kvdoctor.addons.conversions.layouts.registry import DoesNotFit, load
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.new_cache import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
@@ -208,21 +209,20 @@ def make_one_graph(
 
     Raises:
         CannotConvert: the graph of later steps cannot serve the first one.
+        UsageError: several would have files of one name.
     """
     wanting, done = next((one for one in asked if one.conversion.one_graph), None), list[ConvertedStack]()
+    single = next(layout for layout in load() if layout.name == "single")
     for stack in folder.stacks:
         contract = contracts.get(stack.name)
         if wanting is None or stack.kind not in ("pair", "merged") or contract is None or not contract.slots:
             continue
         try:
-            made = make_single(folder, stack, contract)
+            done.append(convert_stack(folder, stack, contract, single))
         except DoesNotFit as error:
             why = CannotRepair(f"its first step is another graph or branch, and its later one cannot serve it: {error}")
             raise _refuse(folder, stack, wanting, why) from None
-        if (same := next((one for one in done if set(one.files) & set(made.files)), None)) is not None:
-            why = CannotRepair(f"its copy would have the files of that of {same.stack.main.name}")
-            raise _refuse(folder, stack, wanting, why)
-        done.append(made)
+    refuse_clashes(folder, [(one.stack, one.files) for one in done], " ".join(f"--{one.title}" for one in asked))
     return tuple(done)
 
 

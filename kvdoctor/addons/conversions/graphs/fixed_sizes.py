@@ -10,12 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.addons.conversions.graphs.conversion import (
-    Converted,
-    GraphConversion,
-    fix_sizes,
-    name_reader,
-)
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes, name_reader
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Axis, CacheContract, Graph, Slot

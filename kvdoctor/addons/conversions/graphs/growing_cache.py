@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvdoctor.addons.conversions.graphs.conversion import (
-    Converted,
-    GraphConversion,
-    declare_sizes,
-    forget_trace,
-)
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, declare_sizes, forget_trace
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.proof.types import symbol

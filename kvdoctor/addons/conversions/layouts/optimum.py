@@ -27,6 +27,7 @@ from dataclasses import replace
 from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES, bring_encoder, return_from_encoder
 from kvdoctor.addons.conversions.layouts.merging import find_kept, merge_halves
 from kvdoctor.addons.conversions.layouts.naming import (
+    ENCODER,
     FIRST,
     LATER,
     MERGED,
@@ -221,8 +222,10 @@ def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedM
         names = replace(names, inputs=cut.inputs, axes={**names.axes, **cut.axes})
     rename_as(first, names, contract.graph("prefill"))
     made.encoder = made.encoder or source.name("encoder")
-    encoder = made.models[made.encoder] if made.encoder in made.models else source.model("encoder")
-    made.models[made.encoder] = encoder
+    if made.encoder not in made.models:
+        made.models[made.encoder] = source.model("encoder")
+        made.replaces = (*made.replaces, made.encoder)
+    encoder = made.models[made.encoder]
     caches = [f"present.{slot_name(slot, contract)}" for slot in contract.of_kind("cross-attention")]
     return_from_encoder(encoder, first, (RESULT, STATES), caches)
     name_axes(encoder.graph, {name: names.axes[name] for name in caches}, axis_names(contract))
@@ -310,17 +313,33 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
 
 
 LAYOUTS = (
-    Layout("optimum", "the names and files that Optimum and transformers.js look for", (SINGLE, MERGED), refuse, make),
+    Layout(
+        "optimum",
+        "the names and files that Optimum and transformers.js look for",
+        lambda stack: (MERGED if stack.kind in ("pair", "merged") else SINGLE,),
+        refuse,
+        make,
+    ),
     Layout(
         "optimum-pair",
         "the names of Optimum, and both graphs of a pair in files of their own",
-        (FIRST, LATER),
+        lambda _: (FIRST, LATER),
         refuse_pair,
         make_pair,
     ),
-    Layout("merged", "one file with an If on use_cache_branch", (MERGED,), refuse_merged, make_merged),
-    Layout("single", "the graph of later steps alone, as model.onnx", (SINGLE,), refuse_single, make_single),
+    Layout("merged", "one file with an If on use_cache_branch", lambda _: (MERGED,), refuse_merged, make_merged),
     Layout(
-        "shared", "a pair whose weights are stored once, in a data file of both graphs", (), refuse_shared, make_shared
+        "single",
+        "the graph of later steps alone, as model.onnx",
+        lambda _: (SINGLE, ENCODER),
+        refuse_single,
+        make_single,
+    ),
+    Layout(
+        "shared",
+        "a pair whose weights are stored once, in a data file of both graphs",
+        lambda _: (),
+        refuse_shared,
+        make_shared,
     ),
 )
