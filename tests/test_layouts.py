@@ -16,7 +16,7 @@ from support.proofs import repair_of
 from support.text_fixtures import load_all
 
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions.convert_layout import convert_layouts
+from kvdoctor.addons.conversions.convert_layout import ConvertedStack, convert_layouts, convert_stack
 from kvdoctor.addons.conversions.layouts.merging import MergePlan, merge
 from kvdoctor.addons.conversions.layouts.pair import split_halves
 from kvdoctor.addons.conversions.layouts.registry import FileSizeLimit, load, read_located, write_models
@@ -374,6 +374,30 @@ def test_no_decoder_is_lost_where_two_would_be_model_onnx(choices: Any, tmp_path
     with pytest.raises(UsageError, match=r"already holds 'model.onnx' next to .*: kvdoctor convert .*merged.onnx --"):
         conversions.convert(source, tmp_path / "out", **choices)
     assert not (tmp_path / "out").exists()
+
+
+def as_single(source: Path) -> ConvertedStack:
+    """A decoder as its graph of later steps alone, in memory."""
+    folder, layout = open_folder(str(source)), next(one for one in load() if one.name == "single")
+    (stack,) = folder.stacks
+    return convert_stack(folder, stack, read_contract(stack, folder.side_cars), layout)
+
+
+@pytest.mark.parametrize(
+    ("file", "count"),
+    [
+        ("marian-4.57.6/decoder_model_merged", 0),
+        ("marian-4.57.6/decoder_with_past_model", 0),
+        ("marian-4.46.3/decoder_model_merged", 2),
+    ],
+)
+def test_later_tokens_are_hidden_where_the_proof_finds_no_mask(file: str, count: int) -> None:
+    made = as_single(EXPORTS / f"{file}.onnx").made
+    assert [one.before for one in made.changes if "self-attention" in one.where] == (
+        ["no proved mask of later tokens"] if count else []
+    )
+    masks = [node for node in made.models["model.onnx"].graph.node if node.output[0].startswith("causal.scores")]
+    assert len(masks) == count
 
 
 def test_a_refusal_of_a_faulty_model_shows_its_findings(tmp_path: Path) -> None:

@@ -263,7 +263,8 @@ def apply_layout(
     if not request.has_versions:
         return outcome
     model = session.model if request.layout is None else "."
-    return _change_files(session, model, outcome, VERSIONS, partial(_change_versions, request=request))
+    to = request.ir_version, request.opset
+    return _change_files(session, model, outcome, VERSIONS, lambda _, file, one: change_versions(one, *to, file.name))
 
 
 def _change_files(
@@ -306,10 +307,6 @@ def _name_axes(
         return []
     done = name_axes(model.graph, port_axes(contract, file.name), axis_names(contract))
     return [Change(file.name, "axes", "", "; ".join(done))] if done else []
-
-
-def _change_versions(_: StackFiles, file: OnnxFile, model: ModelProto, request: ConvertChoices) -> Sequence[Change]:
-    return change_versions(model, request.ir_version, request.opset, file.name)
 
 
 def _convert(

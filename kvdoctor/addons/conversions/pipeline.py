@@ -116,7 +116,7 @@ def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert |
             if not outcome.applied:
                 return report_nothing_done(before.report, first, ())
             if not outcome.holds:
-                if refusal is not None and not _has_errors(before.report):
+                if refusal is not None and exit_code(before.report, before.report.fail_on) != EXIT_FINDINGS:
                     raise refusal  # the model works, and what was tried to repair it did not help
                 return report_unproved(session, outcome, False, refusal)
             report = replace(report_fix(session, outcome, request.out), command="convert")
@@ -151,13 +151,9 @@ def _report_refusal(before: Report, tried: RepairedFiles, refusal: CannotConvert
     Raises:
         CannotConvert: there are no errors.
     """
-    if not _has_errors(before):
+    if exit_code(before, before.fail_on) != EXIT_FINDINGS:
         raise refusal
     return report_refused(before, tried, refusal)
-
-
-def _has_errors(report: Report) -> bool:
-    return exit_code(report, report.fail_on) == EXIT_FINDINGS
 
 
 def _make_copy(session: RepairSession, request: ConvertRequest, first: RepairedFiles) -> Outcome:
