@@ -186,8 +186,7 @@ def refuse_single(stack: StackFiles, contract: CacheContract) -> str | None:
         inside = contract.graph("prefill").port("encoder_states") is None
         if not inside and ("encoder" not in stack.files or "encode" not in contract.phases):
             return "the encoder, which would return its cross-attention cache, is not next to it"
-        return find_unnameable(contract)
-    if (count := contract.step_tokens) is not None:
+    elif (count := contract.step_tokens) is not None:
         return f"its later graph takes {count} new token at a time: export it with several new tokens"
     if contract.frozen_past is not None:
         return f"the past of its later graph has the fixed length {contract.frozen_past}"
