@@ -19,7 +19,7 @@ from kvdoctor.addons.conversions import api as conversions
 from kvdoctor.addons.conversions.convert_layout import ConvertedStack, convert_layouts, convert_stack
 from kvdoctor.addons.conversions.layouts.merging import MergePlan, merge
 from kvdoctor.addons.conversions.layouts.pair import split_halves
-from kvdoctor.addons.conversions.layouts.registry import FileSizeLimit, load, read_located, write_models
+from kvdoctor.addons.conversions.layouts.registry import DoesNotFit, FileSizeLimit, load, read_located, write_models
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest, convert
 from kvdoctor.analysis.contract_reader import read_contract
@@ -398,6 +398,30 @@ def test_later_tokens_are_hidden_where_the_proof_finds_no_mask(file: str, count:
     )
     masks = [node for node in made.models["model.onnx"].graph.node if node.output[0].startswith("causal.scores")]
     assert len(masks) == count
+
+
+def fuse(graph: onnx.GraphProto) -> None:
+    """One operator is the whole attention over the first past."""
+    next(node for node in graph.node if "past_key_values.0.decoder.key" in node.input).op_type = "MultiHeadAttention"
+
+
+def freeze(graph: onnx.GraphProto) -> None:
+    """The past of tokens has one length."""
+    for value in graph.input:
+        if ".decoder." in value.name:
+            value.type.tensor_type.shape.dim[2].dim_value = 4
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(fuse, "the node MultiHeadAttention"), (freeze, "the past of its later graph has the fixed")]
+)
+def test_a_later_graph_that_cannot_serve_the_first_step(change: Any, why: str, tmp_path: Path) -> None:
+    source = shutil.copytree(EXPORTS / "marian-4.46.3", tmp_path / "model") / "decoder_with_past_model.onnx"
+    model = onnx.load(str(source))
+    change(model.graph)
+    onnx.save(model, str(source))
+    with pytest.raises(DoesNotFit, match=why):
+        as_single(source)
 
 
 def test_a_refusal_of_a_faulty_model_shows_its_findings(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ from kvdoctor.addons.conversions.layouts.registry import (
     span_of,
 )
 from kvdoctor.analysis import stacks
+from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.proof.masks import hides_later
 from kvdoctor.analysis.proof.prove import find_types
 from kvdoctor.analysis.proof.types import Type
@@ -237,7 +238,7 @@ def hide_later(model: ModelProto, contract: CacheContract, types: Mapping[str, T
     """Hide later tokens in each self-attention of a graph where no type shows a mask; gives the number of these.
 
     Raises:
-        DoesNotFit: the operators that this takes are not in its opset.
+        DoesNotFit: the operators that this takes are not in its opset, or one operator is the whole attention.
     """
     graph, writer, decode = model.graph, GraphWriter(model, prefix="causal"), contract.graph("decode")
     keys = [slot for slot in contract.of_kind("self-attention") if slot.part == "key"]
@@ -278,6 +279,8 @@ def _find_softmaxes(graph: GraphProto, key: Slot) -> Iterator[tuple[NodeProto, s
             if made in seen or has(node.op_type, "measure"):
                 continue
             seen.add(made)
+            if has(node.op_type, "attend"):
+                raise DoesNotFit(f"no mask of later tokens can be put into the node {describe_op(node)}, an attention")
             if has(node.op_type, "softmax"):
                 yield node, dtype
             else:
