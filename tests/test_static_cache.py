@@ -172,6 +172,8 @@ STATIC, GROWING = {"cache": "static=12"}, {"cache": "growing"}
         ),
         ("layout-lstm-states-healthy", STATIC, "no past has a variable length"),
         (DECODER, GROWING, "it has no static buffer"),
+        ("layout-ring-healthy", GROWING, "is a ring, where new rows replace the oldest"),
+        (DECODER, {"sizes": ("batch=1", "encoder=4")}, "no input, output or cache has an axis of encoder states"),
         ("layout-retained-state-healthy", GROWING, "the node Where .* where a write of new rows is expected"),
         ("layout-decoder-masked-mha-healthy", GROWING, "the node com.microsoft.DecoderMaskedMultiHeadAttention"),
         ("layout-delta-healthy", GROWING, "is not written in place by the graph"),
