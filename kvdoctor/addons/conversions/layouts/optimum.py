@@ -339,7 +339,7 @@ LAYOUTS = (
     Layout("merged", "one file with an If on use_cache_branch", lambda _: (MERGED,), refuse_merged, make_merged),
     Layout(
         "single",
-        "the graph of later steps alone, as model.onnx",
+        "the graph of later steps as model.onnx, and the encoder with the cross-attention cache if there is one",
         lambda _: (SINGLE, ENCODER),
         refuse_single,
         make_single,
