@@ -16,10 +16,10 @@ from support.proofs import repair_of
 from support.text_fixtures import load_all
 
 from kvdoctor.addons.conversions import api as conversions
-from kvdoctor.addons.conversions.convert_layout import convert_layouts
+from kvdoctor.addons.conversions.convert_layout import ConvertedStack, convert_layouts, convert_stack
 from kvdoctor.addons.conversions.layouts.merging import MergePlan, merge
 from kvdoctor.addons.conversions.layouts.pair import split_halves
-from kvdoctor.addons.conversions.layouts.registry import FileSizeLimit, load, read_located, write_models
+from kvdoctor.addons.conversions.layouts.registry import DoesNotFit, FileSizeLimit, load, read_located, write_models
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.addons.conversions.pipeline import ConvertRequest, convert
 from kvdoctor.analysis.contract_reader import read_contract
@@ -346,6 +346,7 @@ def test_other_caches_of_one_graph(name: str, tmp_path: Path) -> None:
         ("gpt2", "merged", "one graph serves the first and the later steps, so there is nothing to merge"),
         ("gpt2", "optimum", "it already has Optimum's names"),
         ("t5", "pair", "already holds 'decoder_model.onnx' next to 'decoder_model_merged.onnx'"),
+        ("t5", "single", "'decoder_with_past_model.onnx' would be written to the same files as 'decoder_model_merged"),
         ("t5/decoder_with_past_model.onnx", "pair", "it is already a pair"),
         ("t5/encoder_model.onnx", "pair", "it holds no decoder with a cache"),
         ("t5", "tower", "there is no layout 'tower'"),
@@ -362,6 +363,58 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(name: str, layout: 
     with pytest.raises(UsageError, match=re.escape(says)):
         converted(source, tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("choices", [{"cache": "static=16"}, {"layout": "single"}], ids=["cache", "layout"])
+def test_no_decoder_is_lost_where_two_would_be_model_onnx(choices: Any, tmp_path: Path) -> None:
+    source = tmp_path / "mixed"
+    source.mkdir()
+    for name in ("gpt2/model", "marian-4.57.6/decoder_model_merged", "marian-4.57.6/encoder_model"):
+        shutil.copy(EXPORTS / f"{name}.onnx", source)
+    with pytest.raises(UsageError, match=r"already holds 'model.onnx' next to .*: kvdoctor convert .*merged.onnx --"):
+        conversions.convert(source, tmp_path / "out", **choices)
+    assert not (tmp_path / "out").exists()
+
+
+def as_single(source: Path) -> ConvertedStack:
+    """A decoder as its graph of later steps alone, in memory."""
+    folder, layout = open_folder(str(source)), next(one for one in load() if one.name == "single")
+    (stack,) = folder.stacks
+    return convert_stack(folder, stack, read_contract(stack, folder.side_cars), layout)
+
+
+@pytest.mark.parametrize(("name", "count"), [("marian-4.57.6", 0), ("marian-4.46.3", 2)])
+@pytest.mark.parametrize("file", ["decoder_model_merged", "decoder_with_past_model"])
+def test_later_tokens_are_hidden_where_the_proof_finds_no_mask(name: str, file: str, count: int) -> None:
+    made = as_single(EXPORTS / name / f"{file}.onnx").made
+    listed = [one.before for one in made.changes if "self-attention" in one.where]
+    assert listed == ["no proved mask of later tokens"] * (count > 0)
+    masks = [node for node in made.models["model.onnx"].graph.node if node.output[0].startswith("causal.scores")]
+    assert len(masks) == count
+
+
+def fuse(graph: onnx.GraphProto) -> None:
+    """One operator is the whole attention over the first past."""
+    next(node for node in graph.node if "past_key_values.0.decoder.key" in node.input).op_type = "MultiHeadAttention"
+
+
+def freeze(graph: onnx.GraphProto) -> None:
+    """The past of tokens has one length."""
+    for value in graph.input:
+        if ".decoder." in value.name:
+            value.type.tensor_type.shape.dim[2].dim_value = 4
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(fuse, "the node MultiHeadAttention"), (freeze, "the past of its later graph has the fixed")]
+)
+def test_a_later_graph_that_cannot_serve_the_first_step(change: Any, why: str, tmp_path: Path) -> None:
+    source = shutil.copytree(EXPORTS / "marian-4.46.3", tmp_path / "model") / "decoder_with_past_model.onnx"
+    model = onnx.load(str(source))
+    change(model.graph)
+    onnx.save(model, str(source))
+    with pytest.raises(DoesNotFit, match=why):
+        as_single(source)
 
 
 def test_a_refusal_of_a_faulty_model_shows_its_findings(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ The weights of converted models are copied from file to file and written once.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from kvdoctor.addons.conversions.layout_proof import Source, prove_generation, prove_split_encoder
 from kvdoctor.addons.conversions.layouts.naming import axis_names, name_axes, port_axes
@@ -22,12 +23,13 @@ from kvdoctor.addons.conversions.layouts.registry import (
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
-from kvdoctor.analysis.stacks import StackFiles
+from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import UsageError, as_argument
 from kvdoctor.model.output_folder import copy_whole, regular_files
+from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.write import write_model
 from kvdoctor.records import record
@@ -37,14 +39,6 @@ from kvdoctor.repair.proof import equal, prove, prove_close, prove_loops, prove_
 from kvdoctor.repair.session import Applied, Conversion, DiagnosisSide, Outcome, RepairSession
 from kvdoctor.repair.workspace import CannotConvert, side_car_path
 from kvdoctor.report.repair_record import Change, Proof
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
-from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.model.proto import ModelProto
 
 GENAI = "genai_config.json"
 NEW = ".kvdoctor-layout"
@@ -103,7 +97,8 @@ def refuse_impossible_layout(path: str, request: ConvertChoices) -> None:
         raise _report_refusals(folder, layout, {name: reason for name, reason in reasons.items() if reason})
     fitting = [stack for stack in folder.stacks if reasons[stack.name] is None]
     _refuse_several(folder, layout, [stack.main.name for stack in fitting])
-    _refuse_clashes(folder, layout, fitting)
+    planned = [(stack, [new_name(folder.root, stack, stem) for stem in layout.writes(stack)]) for stack in fitting]
+    refuse_clashes(folder, planned, f"--layout {layout.name}")
 
 
 def _find_layout(request: ConvertChoices) -> Layout | None:
@@ -139,32 +134,28 @@ def convert_layouts(
         return ()
     reasons, done = {}, []
     for stack in folder.stacks:
-        contract = contracts.get(stack.name)
-        reason = _refuse_stack(layout, stack, contract)
-        if reason is None and contract is not None:
-            try:
-                made = layout.make(LayoutSource(folder.root, stack, contract, request.axes == "readable"))
-                done.append(ConvertedStack(stack, contract, layout, made, tuple(made.models)))
-            except DoesNotFit as error:
-                reason = str(error)
-        if reason is not None:
-            reasons[stack.name] = reason
+        try:
+            done.append(convert_stack(folder, stack, contracts.get(stack.name), layout, request.axes == "readable"))
+        except DoesNotFit as error:
+            reasons[stack.name] = str(error)
     if not done:
         raise _report_refusals(folder, layout, reasons)
     _refuse_several(folder, layout, [one.stack.main.name for one in done])
+    refuse_clashes(folder, [(one.stack, one.files) for one in done], f"--layout {layout.name}")
     return tuple(done)
 
 
-def make_single(folder: ModelFolder, stack: StackFiles, contract: CacheContract) -> ConvertedStack:
-    """A pair or merged decoder as one graph, in memory.
+def convert_stack(
+    folder: ModelFolder, stack: StackFiles, contract: CacheContract | None, layout: Layout, readable: bool = False
+) -> ConvertedStack:
+    """Convert one stack in memory, without its weights.
 
     Raises:
-        DoesNotFit: its graph of later steps cannot serve the first one.
+        DoesNotFit: it cannot have the layout.
     """
-    layout = next(one for one in load() if one.name == "single")
-    if (reason := _refuse_stack(layout, stack, contract)) is not None:
+    if (reason := _refuse_stack(layout, stack, contract)) is not None or contract is None:
         raise DoesNotFit(reason)
-    made = layout.make(LayoutSource(folder.root, stack, contract))
+    made = layout.make(LayoutSource(folder.root, stack, contract, readable))
     return ConvertedStack(stack, contract, layout, made, tuple(made.models))
 
 
@@ -172,23 +163,30 @@ def _refuse_several(folder: ModelFolder, layout: Layout, names: list[str]) -> No
     if layout.consumer and len(names) > 1:
         raise UsageError(
             f"{folder.shown!r} holds {len(names)} decoders ({', '.join(names[:3])}), and a folder for "
-            f"{layout.consumer} holds one; give the file: "
-            f"kvdoctor convert {as_argument(str(Path(folder.shown) / names[0]))} --layout {layout.name} -o OUT"
+            f"{layout.consumer} holds one; {_advise_file(folder, names[0], f'--layout {layout.name}')}"
         )
 
 
-def _refuse_clashes(folder: ModelFolder, layout: Layout, stacks: list[StackFiles]) -> None:
-    theirs = {file.name for stack in stacks for file in stack.files.values()}
-    there = {file.name for file in folder.files} - theirs
-    for stack in stacks:
-        new = [new_name(folder.root, stack, stem) for stem in layout.writes]
-        taken = next((name for name in new if name in there), None)
-        if taken is not None:
-            place, main = Path(folder.shown) / stack.main.name, stack.main.name
-            raise UsageError(
-                f"{folder.shown!r} already holds {taken!r} next to {main!r}; to replace it by a conversion of it, "
-                f"give the file: kvdoctor convert {as_argument(str(place))} --layout {layout.name} -o OUT"
-            )
+def refuse_clashes(folder: ModelFolder, planned: Sequence[tuple[StackFiles, Sequence[str]]], option: str) -> None:
+    """Refuse new files of stacks that have the name of a file that stays, or of a new one of another stack.
+
+    Raises:
+        UsageError: with the command that converts one stack alone.
+    """
+    theirs = {file.name for stack, _ in planned for file in stack.files.values()}
+    owners = dict.fromkeys({file.name for file in folder.files} - theirs, "")
+    for stack, names in planned:
+        main = stack.main.name
+        if (name := next((name for name in names if name in owners), None)) is not None:
+            why = f"{main!r} would be written to the same files as {owners[name]!r}; to convert it alone"
+            if not owners[name]:
+                why = f"{folder.shown!r} already holds {name!r} next to {main!r}; to replace it by a conversion of it"
+            raise UsageError(f"{why}, {_advise_file(folder, main, option)}")
+        owners |= dict.fromkeys(names, main)
+
+
+def _advise_file(folder: ModelFolder, name: str, option: str) -> str:
+    return f"give the file: kvdoctor convert {as_argument(str(Path(folder.shown) / name))} {option} -o OUT"
 
 
 def find_replaced_files(folder: ModelFolder, done: Iterable[ConvertedStack]) -> frozenset[Path]:
@@ -219,6 +217,7 @@ def put_in_place(done: Iterable[ConvertedStack], root: Path, out: Path, gone: It
     """Write the new models, whose weights lie below `root`, into a folder; `gone` are files there to remove.
 
     Raises:
+        UsageError: one of them would be written over a file that stays.
         OSError: something cannot be read or written.
     """
     for one in done:
@@ -226,8 +225,11 @@ def put_in_place(done: Iterable[ConvertedStack], root: Path, out: Path, gone: It
     for path in gone:
         if path.is_relative_to(out):  # a config above the models' folder may lie outside, and is the user's
             path.unlink(missing_ok=True)
+    texts = {out / name for one in done for name in one.made.texts}
     for path in [*regular_files(out / NEW)]:
         place = out / path.relative_to(out / NEW)
+        if place.exists() and place not in texts:
+            raise UsageError(f"{place.name!r} would be written over a file that stays: convert a folder without it")
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
     shutil.rmtree(out / NEW, ignore_errors=True)
@@ -261,7 +263,8 @@ def apply_layout(
     if not request.has_versions:
         return outcome
     model = session.model if request.layout is None else "."
-    return _change_files(session, model, outcome, VERSIONS, partial(_change_versions, request=request))
+    to = request.ir_version, request.opset
+    return _change_files(session, model, outcome, VERSIONS, lambda _, file, one: change_versions(one, *to, file.name))
 
 
 def _change_files(
@@ -304,10 +307,6 @@ def _name_axes(
         return []
     done = name_axes(model.graph, port_axes(contract, file.name), axis_names(contract))
     return [Change(file.name, "axes", "", "; ".join(done))] if done else []
-
-
-def _change_versions(_: StackFiles, file: OnnxFile, model: ModelProto, request: ConvertChoices) -> Sequence[Change]:
-    return change_versions(model, request.ir_version, request.opset, file.name)
 
 
 def _convert(

@@ -23,7 +23,7 @@ from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.diagnose.float32 import write_float32_copy
-from kvdoctor.errors import CannotCheck, UsageError, describe_crash
+from kvdoctor.errors import CannotCheck, UsageError, as_argument, describe_crash
 from kvdoctor.model.operators import has
 from kvdoctor.model.output_folder import whole_folder
 from kvdoctor.model.proto import ModelProto, NodeProto
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from kvdoctor.addons.conversions.pipeline import ConvertRequest
     from kvdoctor.options import Options
     from kvdoctor.report.document import Report
-from kvdoctor.errors import as_argument
 
 TITLE = "cache growing"
 LEAST_OPSET = 11

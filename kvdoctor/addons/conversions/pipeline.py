@@ -9,14 +9,15 @@ from kvdoctor.addons.conversions.convert_layout import (
     ConvertedStack,
     apply_layout,
     convert_layouts,
+    convert_stack,
     find_replaced_files,
-    make_single,
     put_in_place,
+    refuse_clashes,
     refuse_impossible_layout,
     refuse_unknown_layout,
 )
 from kvdoctor.addons.conversions.graphs.conversion import Asked, Base, Converted, measure_costs, prove_conversions
-from kvdoctor.addons.conversions.layouts.registry import DoesNotFit
+from kvdoctor.addons.conversions.layouts.registry import DoesNotFit, load
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.addons.conversions.new_cache import convert_cacheless, find_cacheless
 from kvdoctor.addons.conversions.options import ConvertChoices
@@ -115,7 +116,7 @@ def _convert(request: ConvertRequest, options: Options, refusal: CannotConvert |
             if not outcome.applied:
                 return report_nothing_done(before.report, first, ())
             if not outcome.holds:
-                if refusal is not None and not _has_errors(before.report):
+                if refusal is not None and exit_code(before.report, before.report.fail_on) != EXIT_FINDINGS:
                     raise refusal  # the model works, and what was tried to repair it did not help
                 return report_unproved(session, outcome, False, refusal)
             report = replace(report_fix(session, outcome, request.out), command="convert")
@@ -150,13 +151,9 @@ def _report_refusal(before: Report, tried: RepairedFiles, refusal: CannotConvert
     Raises:
         CannotConvert: there are no errors.
     """
-    if not _has_errors(before):
+    if exit_code(before, before.fail_on) != EXIT_FINDINGS:
         raise refusal
     return report_refused(before, tried, refusal)
-
-
-def _has_errors(report: Report) -> bool:
-    return exit_code(report, report.fail_on) == EXIT_FINDINGS
 
 
 def _make_copy(session: RepairSession, request: ConvertRequest, first: RepairedFiles) -> Outcome:
@@ -208,21 +205,20 @@ def make_one_graph(
 
     Raises:
         CannotConvert: the graph of later steps cannot serve the first one.
+        UsageError: several would have files of one name.
     """
     wanting, done = next((one for one in asked if one.conversion.one_graph), None), list[ConvertedStack]()
+    single = next(layout for layout in load() if layout.name == "single")
     for stack in folder.stacks:
         contract = contracts.get(stack.name)
         if wanting is None or stack.kind not in ("pair", "merged") or contract is None or not contract.slots:
             continue
         try:
-            made = make_single(folder, stack, contract)
+            done.append(convert_stack(folder, stack, contract, single))
         except DoesNotFit as error:
             why = CannotRepair(f"its first step is another graph or branch, and its later one cannot serve it: {error}")
             raise _refuse(folder, stack, wanting, why) from None
-        if (same := next((one for one in done if set(one.files) & set(made.files)), None)) is not None:
-            why = CannotRepair(f"its copy would have the files of that of {same.stack.main.name}")
-            raise _refuse(folder, stack, wanting, why)
-        done.append(made)
+    refuse_clashes(folder, [(one.stack, one.files) for one in done], " ".join(f"--{one.title}" for one in asked))
     return tuple(done)
 
 

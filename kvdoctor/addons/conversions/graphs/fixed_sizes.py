@@ -10,12 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvdoctor.addons.conversions.graphs.conversion import (
-    Converted,
-    GraphConversion,
-    fix_sizes,
-    name_reader,
-)
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, fix_sizes, name_reader
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.contract import Axis, CacheContract, Graph, Slot
@@ -70,8 +65,10 @@ def convert(context: RepairContext, sizes: FixedSizes) -> Converted:
     """
     contract = context.drivable
     file = context.file_of("decode")
-    model = context.model(file)
-    changes = list[Change]()
+    model, changes = context.model(file), list[Change]()
+    axes = [port.axes for graph in contract.graphs.values() for port in (*graph.inputs, *graph.outputs)]
+    if sizes.encoder is not None and not any("encoder" in own for own in (*axes, *(s.axes for s in contract.slots))):
+        context.cannot(f"no input, output or cache has an axis of encoder states: leave out encoder={sizes.encoder}")
     if sizes.past is not None:
         _refuse_past(context, contract, model)
         changes += _cut_presents(context, model, sizes.past, file)

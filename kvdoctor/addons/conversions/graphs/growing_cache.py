@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvdoctor.addons.conversions.graphs.conversion import (
-    Converted,
-    GraphConversion,
-    declare_sizes,
-    forget_trace,
-)
+from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, declare_sizes, forget_trace
 from kvdoctor.addons.conversions.graphs.length_uses import PAST, LengthUses
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.proof.types import symbol
@@ -144,6 +139,8 @@ def _find_buffers(context: RepairContext, contract: CacheContract) -> list[Slot]
     slots = [slot for slot in contract.slots if "capacity" in slot.axes]
     if not slots:
         context.cannot("it has no static buffer")
+    if contract.ring is not None:
+        context.cannot(f"{slots[0].past!r} is a ring, where new rows replace the oldest: one that grows keeps them")
     for slot in slots:
         if slot.growth != "static" or slot.carry != "feed-back" or slot.present is None:
             context.cannot(

@@ -105,7 +105,8 @@ def _count_written(context: RepairContext, model: ModelProto, slot: Slot) -> lis
     uses = LengthUses(model, graph)
     mask, tokens = graph.port("attention_mask"), graph.port("token_ids") or graph.port("embeddings")
     if mask is None or tokens is None or "total" not in mask.axes:
-        return uses.rewrite_alike(symbol(WRITTEN), _find_first(writer, graph))
+        first = writer.node("first", "Gather", [_find_position(writer, graph), writer.numbers([0])], axis=0)
+        return uses.rewrite_alike(symbol(WRITTEN), first)
     total, new = (
         writer.node("size", "Gather", [writer.node("shape", "Shape", [port.name]), writer.numbers([at])])
         for port, at in ((mask, mask.axes.index("total")), (tokens, tokens.axes.index("new")))
@@ -122,11 +123,6 @@ def _find_position(writer: GraphWriter, graph: Graph) -> str:
     size = tokens.dim("new") if tokens is not None else None
     writer.model.graph.input.append(declare(position, TensorProto.INT64, (size,)))
     return position
-
-
-def _find_first(writer: GraphWriter, graph: Graph) -> str:
-    """The number of tokens in the buffer, int64[1]."""
-    return writer.node("first", "Gather", [_find_position(writer, graph), writer.numbers([0])], axis=0)
 
 
 def _choose_capacity(context: RepairContext, contract: CacheContract, asked: int) -> int:

@@ -90,7 +90,7 @@ def _convert_encoder_file(source: LayoutSource, made: ConvertedModels) -> None:
     rename_ports(model.graph, inputs, outputs)
     _name_encoder_axes(model.graph)
     made.models[new], made.encoder = model, new
-    made.replaces = (*made.replaces, *((old,) if old != new else ()))
+    made.replaces = (*made.replaces, old)
     made.changes.append(Change(old, "file", old, new))
 
 

@@ -291,7 +291,7 @@ def refuse_any(stack: StackFiles, contract: CacheContract) -> str | None:
 LAYOUT = Layout(
     "genai",
     f"the graphs and genai_config.json for {CONSUMER}, proved by generating with it",
-    (SINGLE, ENCODER, DECODER),
+    lambda _: (SINGLE, ENCODER, DECODER),
     refuse_any,
     lambda source: (make if source.contract.has_encoder else genai.make)(source),
     consumer=CONSUMER,

@@ -14,19 +14,22 @@ Single requires a pair or a merged decoder, whose later graph takes any number o
 It ensures model.onnx, as Optimum exports decoders today. The second diagnosis shows whether an empty past works. With
 an encoder, what computes the cross-attention cache moves from the first step into encoder_model.onnx, and model.onnx
 takes that cache as inputs, held by the loop. Graphs of later steps often have no mask of later tokens: each
-self-attention gets one.
+self-attention gets one where the proof finds none.
 
 Shared requires two files of one stack with weights of equal content. The graphs are unchanged; tensors of equal type,
 shape and content refer to the same bytes of the data file. What is smaller than 64 bytes stays inside the files, where
 shape inference looks for it.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES, bring_encoder, return_from_encoder
 from kvdoctor.addons.conversions.layouts.merging import find_kept, merge_halves
 from kvdoctor.addons.conversions.layouts.naming import (
+    ENCODER,
     FIRST,
     LATER,
     MERGED,
@@ -58,6 +61,10 @@ from kvdoctor.addons.conversions.layouts.registry import (
     span_of,
 )
 from kvdoctor.analysis import stacks
+from kvdoctor.analysis.lm_head import describe_op
+from kvdoctor.analysis.proof.masks import hides_later
+from kvdoctor.analysis.proof.prove import find_types
+from kvdoctor.analysis.proof.types import Type
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.edit import GraphWriter, keep_only, prune, sort_nodes
@@ -92,11 +99,6 @@ def make(source: LayoutSource) -> ConvertedModels:
     if source.stack.kind == "pair":
         return _convert_pair(source, together=True)
     return _convert_single(source)
-
-
-def make_pair(source: LayoutSource) -> ConvertedModels:
-    """The same, with the graphs of a pair in files of their own."""
-    return _convert_pair(source, together=False)
 
 
 def _convert_pair(source: LayoutSource, together: bool) -> ConvertedModels:
@@ -185,8 +187,7 @@ def refuse_single(stack: StackFiles, contract: CacheContract) -> str | None:
         inside = contract.graph("prefill").port("encoder_states") is None
         if not inside and ("encoder" not in stack.files or "encode" not in contract.phases):
             return "the encoder, which would return its cross-attention cache, is not next to it"
-        return find_unnameable(contract)
-    if (count := contract.step_tokens) is not None:
+    elif (count := contract.step_tokens) is not None:
         return f"its later graph takes {count} new token at a time: export it with several new tokens"
     if contract.frozen_past is not None:
         return f"the past of its later graph has the fixed length {contract.frozen_past}"
@@ -203,8 +204,9 @@ def make_single(source: LayoutSource) -> ConvertedModels:
         _move_cross_caches(source, first, made)
         caches = {slot.present for slot in crossed}
         names = replace(names, outputs={old: new for old, new in names.outputs.items() if old not in caches})
-        if count := hide_later(later, contract):
-            made.changes.append(Change(gone[-1], f"{count} self-attentions", "no mask of later tokens", "with one"))
+        if count := hide_later(later, contract, find_types(source.stack, contract)):
+            which = f"{count} self-attention{'s' * (count > 1)}"
+            made.changes.append(Change(gone[-1], which, "no proved mask of later tokens", "with one"))
     name_as_optimum(later, source, role, names, made)
     if made.encoder is not None and crossed and all(value.name != STATES for value in later.graph.input):
         keep_only(made.models[made.encoder].graph.output, lambda value: value.name != RESULT)
@@ -221,8 +223,10 @@ def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedM
         names = replace(names, inputs=cut.inputs, axes={**names.axes, **cut.axes})
     rename_as(first, names, contract.graph("prefill"))
     made.encoder = made.encoder or source.name("encoder")
-    encoder = made.models[made.encoder] if made.encoder in made.models else source.model("encoder")
-    made.models[made.encoder] = encoder
+    if made.encoder not in made.models:
+        made.models[made.encoder] = source.model("encoder")
+        made.replaces = (*made.replaces, made.encoder)
+    encoder = made.models[made.encoder]
     caches = [f"present.{slot_name(slot, contract)}" for slot in contract.of_kind("cross-attention")]
     return_from_encoder(encoder, first, (RESULT, STATES), caches)
     name_axes(encoder.graph, {name: names.axes[name] for name in caches}, axis_names(contract))
@@ -230,18 +234,18 @@ def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedM
     made.notes.append(f"Run {made.encoder} once for each input, and feed its outputs as the cross-attention cache.")
 
 
-def hide_later(model: ModelProto, contract: CacheContract) -> int:
-    """Hide later tokens in each self-attention of a graph; gives the number of these.
+def hide_later(model: ModelProto, contract: CacheContract, types: Mapping[str, Type]) -> int:
+    """Hide later tokens in each self-attention of a graph where no type shows a mask; gives the number of these.
 
     Raises:
-        DoesNotFit: the operators that this takes are not in its opset.
+        DoesNotFit: the operators that this takes are not in its opset, or one operator is the whole attention.
     """
     graph, writer, decode = model.graph, GraphWriter(model, prefix="causal"), contract.graph("decode")
     keys = [slot for slot in contract.of_kind("self-attention") if slot.part == "key"]
     tokens = decode.port("token_ids") or decode.port("embeddings")
     if (old := explain_old_opset(model, decode.file, LEAST_OPSET, "Range")) is not None or tokens is None:
         raise DoesNotFit(old or "it takes no token ids")
-    found = [one for slot in keys for one in _find_softmaxes(graph, slot)]
+    found = [one for slot in keys for one in _find_softmaxes(graph, slot) if not _is_hidden(one[0].input[0], types)]
     for softmax, dtype in found:
         past, new = (
             writer.node("length", "Gather", [writer.node("shape", "Shape", [name]), writer.numbers([at], [])])
@@ -260,6 +264,12 @@ def hide_later(model: ModelProto, contract: CacheContract) -> int:
     return len(found)
 
 
+def _is_hidden(scores: str, types: Mapping[str, Type]) -> bool:
+    """Whether types of a graph, where names of a branch follow its number, show that no score is of a later token."""
+    found = [one for name, one in types.items() if name == scores or re.fullmatch(rf"\d+:{re.escape(scores)}", name)]
+    return bool(found) and all(hides_later(one, -2, -1) for one in found)
+
+
 def _find_softmaxes(graph: GraphProto, key: Slot) -> Iterator[tuple[NodeProto, str]]:
     """What makes weights of the scores over a key, with the type of the scores."""
     reading, waiting, seen = readers(graph), [(key.past, key.dtype)], set[str]()
@@ -269,6 +279,8 @@ def _find_softmaxes(graph: GraphProto, key: Slot) -> Iterator[tuple[NodeProto, s
             if made in seen or has(node.op_type, "measure"):
                 continue
             seen.add(made)
+            if has(node.op_type, "attend"):
+                raise DoesNotFit(f"no mask of later tokens can be put into the node {describe_op(node)}, an attention")
             if has(node.op_type, "softmax"):
                 yield node, dtype
             else:
@@ -310,17 +322,33 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
 
 
 LAYOUTS = (
-    Layout("optimum", "the names and files that Optimum and transformers.js look for", (SINGLE, MERGED), refuse, make),
+    Layout(
+        "optimum",
+        "the names and files that Optimum and transformers.js look for",
+        lambda stack: (MERGED if stack.kind in ("pair", "merged") else SINGLE,),
+        refuse,
+        make,
+    ),
     Layout(
         "optimum-pair",
         "the names of Optimum, and both graphs of a pair in files of their own",
-        (FIRST, LATER),
+        lambda _: (FIRST, LATER),
         refuse_pair,
-        make_pair,
+        partial(_convert_pair, together=False),
     ),
-    Layout("merged", "one file with an If on use_cache_branch", (MERGED,), refuse_merged, make_merged),
-    Layout("single", "the graph of later steps alone, as model.onnx", (SINGLE,), refuse_single, make_single),
+    Layout("merged", "one file with an If on use_cache_branch", lambda _: (MERGED,), refuse_merged, make_merged),
     Layout(
-        "shared", "a pair whose weights are stored once, in a data file of both graphs", (), refuse_shared, make_shared
+        "single",
+        "the graph of later steps as model.onnx, and the encoder with the cross-attention cache if there is one",
+        lambda _: (SINGLE, ENCODER),
+        refuse_single,
+        make_single,
+    ),
+    Layout(
+        "shared",
+        "a pair whose weights are stored once, in a data file of both graphs",
+        lambda _: (),
+        refuse_shared,
+        make_shared,
     ),
 )

@@ -324,14 +324,14 @@ class Layout:
     """A layout that a stack can be given.
 
     `refuse` says why a stack cannot have it, None if it can; `make` makes it, and may raise `DoesNotFit` for reasons
-    that only the graphs show. `writes` are the stems of the decoder files that it may make. A layout for one
+    that only the graphs show. `writes` gives the stems of the files that it makes. A layout for one
     `consumer` alone is proved by running that as well, and never written unproved; a folder of it holds one decoder.
     `beside` are the names of files that the consumer reads, which are copied where they lie next to the source.
     """
 
     name: str
     explains: str
-    writes: tuple[str, ...]
+    writes: Callable[[StackFiles], tuple[str, ...]]
     refuse: Callable[[StackFiles, CacheContract], str | None]
     make: Callable[[LayoutSource], ConvertedModels]
     consumer: str = ""
