@@ -10,14 +10,16 @@ entries of the others, and the graph compares a length with the width of the win
 in L layers reaches L * (W - 1) tokens back: each layer sees what the layer below has gathered.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
-from kvdoctor.decode.calls import Answer, Array, Asking, Past, as_array
+from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, one_step, undecided, walk
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
@@ -123,7 +125,7 @@ def own_session(builder: FeedBuilder) -> Calls:
 
 @Experiment(
     HISTORY,
-    "whether every state is read and updated by each token, and earlier tokens and their order affect the logits",
+    "whether every state is read and updated by each token, and earlier tokens and their order alone affect the logits",
     applies=takes_history,
     one_token=True,
     order=5,
@@ -137,6 +139,7 @@ def history(builder: FeedBuilder) -> Decision:
         (yield from _twin_slot(builder, pasts, answers))
         or (yield from _unread_slot(builder, pasts, answers))
         or (yield from _slot_without_token(builder, pasts, answers))
+        or (yield from _empty_places(builder, pasts, answers))
         or (yield from lost_tokens(builder, pasts, answers))
         or (yield from _order(builder, pasts))
     )
@@ -207,6 +210,39 @@ def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answ
         return None
     names = ", ".join(slot.present or "" for slot in same[:2]) + (f" and {len(same) - 2} more" if len(same) > 2 else "")
     return Cause("present-does-not-grow", f"a step with another token returns the same {names}")
+
+
+@undecided
+def _empty_places(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """A step whose logits change with places of its buffers that hold no token, or with the one that it writes."""
+    afters = [past for past in pasts if past is not None]
+    for position, own in itertools.product(range(len(answers)), (False, True)):
+        step = one_step(builder, position, pasts[position])
+        feeds = dict(_list_noisy(builder.contract, step, afters[position], own))
+        (answer,) = (yield from ask(replace(step, feeds={**step.feeds, **feeds}))) if feeds else (answers[position],)
+        if same_logits(answer.logits, answers[position].logits, builder.tolerance):
+            continue
+        # A graph that adds its entry to the zeros of the place returns another sum.
+        returned = builder.carry(pasts[position], answer, "plain")
+        if not own or not _first_layer_differs(builder.contract, returned, afters[position]):
+            what = "what its own place in the buffers held" if own else "places of the buffers that hold no token"
+            return Cause("mask-not-offset", f"the logits at position {position} change with {what}")
+    return None
+
+
+def _list_noisy(contract: CacheContract, step: Call, after: Past, own: bool) -> Iterator[tuple[str, Any]]:
+    """Buffers with noise in places of zeros: those that the step writes, or the others."""
+    rescaled = contract.exactness == "dynamic-quantization"  # by all places, whether a step attends to them or not
+    slots = contract.of_kind("self-attention") if not rescaled else ()
+    for slot in (slot for slot in slots if "capacity" in slot.axes and slot.past in step.feeds):
+        noisy = as_array(step.feeds[slot.past]).copy()
+        places, later = (np.moveaxis(one, slot.length_axis or 0, 0) for one in (noisy, as_array(after[slot.past])))
+        empty, left = (~one.reshape(len(one), -1).any(axis=1) for one in (places, later))
+        chosen, known = empty & (left != own), empty.sum() == len(places) - step.past
+        if noisy.dtype.kind == "f" and known and chosen.any() and not left.all():
+            drawn = np.random.default_rng(17).standard_normal(places[chosen].shape)
+            places[chosen] = drawn * later[~left].std(dtype=np.float64)
+            yield slot.past, noisy
 
 
 def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:
