@@ -1,7 +1,7 @@
 """Entries of a cache, token by token: to compare and change them, and where a wrong one comes from. numpy only."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -291,15 +291,21 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
 
     No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
     """
-    for piece in pieces_of(by_position(builder.contract), whole):
-        if not (keeps_all(piece.slot, first) and keeps_all(piece.slot, whole)):
-            continue
-        ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
-        if ours.shape != theirs.shape or same_entries(ours, theirs, builder.tolerance):
-            continue
-        text = f"a prefill of {start} tokens returns different entries in {piece.filled_by} than one of more tokens"
-        return Cause("new-entries-wrong", text)
+    for piece, same in compare_prefills(builder, start, first, whole):
+        if not same:
+            text = f"a prefill of {start} tokens returns different entries in {piece.filled_by} than one of more tokens"
+            return Cause("new-entries-wrong", text)
     return None
+
+
+def compare_prefills(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Iterator[tuple[Piece, bool]]:
+    """Yield the keys and values of each layer, and whether two prefills return the same ones of the first tokens."""
+    slots = [slot for slot in by_position(builder.contract) if slot.filled_by in first.outputs.keys() & whole.outputs]
+    for piece in pieces_of(slots, whole):
+        if keeps_all(piece.slot, first) and keeps_all(piece.slot, whole):
+            ours, theirs = piece.right_entry(first, 0, start), piece.right_entry(whole, 0, start)
+            if ours.shape == theirs.shape:
+                yield piece, same_entries(ours, theirs, builder.tolerance)
 
 
 def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: Tolerance) -> Cause | None:

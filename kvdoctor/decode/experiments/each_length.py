@@ -15,14 +15,9 @@ import numpy as np
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens, unjudged
-from kvdoctor.decode.experiments.cache_entries import (
-    by_position,
-    change_token,
-    same_entries,
-    same_logits,
-    take_returned,
-)
+from kvdoctor.decode.experiments.cache_entries import change_token, compare_prefills, same_logits
 from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
+from kvdoctor.decode.experiments.determinism import looks_ahead
 from kvdoctor.decode.experiments.loops import has_exact_rows
 from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into, first_wrong, look, why_without_cache
 from kvdoctor.decode.feeds import FeedBuilder
@@ -175,26 +170,31 @@ def _step_over(builder: FeedBuilder, lengths: list[int]) -> Decision:
                 wanted = expected[:, position - start : position - start + 1]
                 past = near.carry(past, (yield near.decode(position, position + 1, past, wanted)), "held")
     for near, start, stop in changed:
-        if cause := (yield from _find_invalid_keys(near, start, stop)):
+        if cause := (yield from _why_changed(near, start, stop)):
             return cause
     if not found:
         raise CannotCheck(f"{REFERENCE_CHANGES} at the thresholds {', '.join(map(str, lengths))}")
     return None
 
 
-def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
-    """Whether steps are wrong after a threshold beyond which a call without a cache computes earlier tokens otherwise.
+def _why_changed(near: FeedBuilder, start: int, stop: int) -> Decision:
+    """What is wrong after a threshold beyond which a call without a cache computes earlier tokens otherwise.
 
-    A model of two sets of rotary factors (LongRoPE) rotates all keys by the second set from a length on; those in the
-    cache stay rotated by the first. Where the rotary base depends on the length (dynamic NTK), each token changes them.
+    Of two sets of rotary factors (LongRoPE), the second rotates all keys from a length on; those in the cache stay as
+    they are. Where the rotary base depends on the length (dynamic NTK), each token changes the keys. No mask changes
+    those of the first layer: where they are the same, tokens of a long call may see later ones.
     """
     short, last, first = (yield near.reference(start)), start, stop
     whole, before = (yield near.reference(stop)), short
     while first - last > 1:
-        length = (first + last) // 2
-        made = yield near.reference(length)
+        made = yield near.reference(length := (first + last) // 2)
         same = _same_before(near, short, made, start)
         last, first, before = (length, first, made) if same else (last, length, before)
+    kept = _compare_first_layer(near, short, whole, start)
+    if has_same_keys := bool(kept) and all(kept):
+        longest = replace(near, scenario=replace(near.scenario, steps=stop - start + 1), tokens=near.tokens[:, :stop])
+        if cause := (yield from looks_ahead(longest, whole.logits)):
+            return replace(cause, from_length=first)
     past = yield from near.begin(stop=start)
     for length in range(start + 1, stop + 1):
         answer = yield as_probe(near.decode(length - 1, length, past))
@@ -215,16 +215,21 @@ def _find_invalid_keys(near: FeedBuilder, start: int, stop: int) -> Decision:
     call_of = f"a call of {' or '.join(changes)} tokens without a cache"
     seen = f"{call_of} gives the first {start} tokens other {what} than a shorter call"
     evidence = f"{seen}; with a cache, steps differ from there on; {call}"
-    return Cause(KEYS_CHANGE, evidence, from_length=first, again=len(changes) > 1)
+    name = "wrong-at-lengths" if has_same_keys else KEYS_CHANGE
+    return Cause(name, evidence, from_length=first, again=len(changes) > 1)
 
 
 def _same_before(near: FeedBuilder, one: Answer, other: Answer, count: int) -> bool:
     """Whether two calls without a cache give the first tokens the same logits, or else the same keys at first."""
     if not near.contract.last_logits_only:
         return same_logits(other.logits[:, :count], one.logits[:, :count], near.tolerance)
-    slots = [slot for slot in by_position(near.contract)[:1] if {slot.filled_by} <= one.outputs.keys()]
-    entries = [tuple(take_returned(slot, answer, True, 0, count) for answer in (one, other)) for slot in slots]
-    return all(same_entries(first, second, near.tolerance) for first, second in entries)
+    return all(_compare_first_layer(near, one, other, count))
+
+
+def _compare_first_layer(near: FeedBuilder, one: Answer, other: Answer, count: int) -> list[bool]:
+    """Whether two calls without a cache return the same keys, and values, of the first tokens in the first layer."""
+    found = list(compare_prefills(near, count, one, other))
+    return [same for piece, same in found if piece.layer == found[0][0].layer]
 
 
 def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:

@@ -8,7 +8,6 @@ from kvdoctor.contract import Slot
 from kvdoctor.decode.runs import (
     GENERAL_CAUSES,
     HISTORY,
-    KEYS_CHANGE,
     OWN_SESSION,
     RING,
     WRONG,
@@ -113,8 +112,8 @@ def find_named_cause(context: RunContext, other: Run) -> str | None:
     """The check that names the cause in a run of other sizes; None where none does."""
     if other.cause is not None:
         return other.cause.name
-    if changes_keys(context, other):
-        return KEYS_CHANGE
+    if (name := cause_at_length(context, other)) is not None:
+        return name
     cause, rows = cause_in_use(context, other.experiment), context.find_run("batch-rows")
     if cause is not None and cause[0] not in GENERAL_CAUSES:
         return cause[0]
@@ -132,11 +131,13 @@ def differs_before_reorder(run: Run) -> bool:
     return run.experiment == "beam-reorder" and run.failed_step in (0, 1)
 
 
-def changes_keys(context: RunContext, run: Run) -> bool:
-    """Whether a run differs at a length from which on a call without a cache computes other keys for earlier tokens."""
-    causes = (one.cause for one in context.runs if one.cause is not None and one.cause.name == KEYS_CHANGE)
-    cause, step = next(causes, None), run.wrong_step
-    return cause is not None and step is not None and step.past_length + step.new_tokens >= cause.from_length
+def cause_at_length(context: RunContext, run: Run) -> str | None:
+    """The check that explains a run by a length from which on earlier tokens change in a call without a cache."""
+    near = (one.cause for one in context.runs if one.experiment in AT_LENGTHS and one.cause is not None)
+    cause, step = next((cause for cause in near if cause.from_length), None), run.wrong_step
+    if cause is None or step is None or step.past_length + step.new_tokens < cause.from_length:
+        return None
+    return cause.name
 
 
 def find_explanation(context: RunContext, name: str = "cached-differs") -> str | None:

@@ -91,7 +91,9 @@ def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Fau
         # A repair of the computation changes every step, and those of other lengths are right.
         on_graph = text.on_graph and not any(run.experiment in AT_LENGTHS for run, _, _ in found)
         on_ring = text.on_ring if found[0][0].experiment == RING else ""
-        text = replace(text, cause=f"with {use.words}: {text.cause}", on_graph=on_graph, advice=on_ring or text.advice)
+        first = why.cause.from_length if why.cause is not None else 0
+        where = f"in a call of {first} tokens or more" if first else f"with {use.words}"
+        text = replace(text, cause=f"{where}: {text.cause}", on_graph=on_graph, advice=on_ring or text.advice)
         yield build_fault(context, why, text, use.severity, effects).also(use=use.required)
 
 

@@ -19,7 +19,7 @@ full-context` makes the finding an error.
 from dataclasses import replace
 
 from kvdoctor.analysis.thresholds import find_thresholds
-from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, cause_at_length, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, list_nodes
 from kvdoctor.diagnose.checks.side_cars.graph_sizes import positions
 from kvdoctor.diagnose.context import RunContext
@@ -60,8 +60,8 @@ def context_limit_fails(context: RunContext) -> Faults:
         return
     for outcome in ("failed", "differs"):
         for run, use in find_faulty_uses(context, outcome):
-            if run.experiment != "full-context" or not run.steps or changes_keys(context, run):
-                continue  # KV319 reports keys that change with the length
+            if run.experiment != "full-context" or not run.steps or cause_at_length(context, run) is not None:
+                continue  # reported as what changes from that length on
             last = run.wrong_step or run.steps[-1]
             tokens = last.past_length + last.new_tokens
             what = f"a sequence of {tokens} tokens is declared usable, but {'fails' if run.error else 'is wrong'}"

@@ -7,9 +7,9 @@ length decodes other tokens than a call without a cache does. Where each further
 with this cache gives the logits of such a call; a checkpoint that generates with a cache has the same difference.
 
 How it is decided: around each length that the graph compares with a number, a call without a cache of a few more tokens
-gives other logits for the first tokens. Single steps over it are then compared with calls without a cache of their own
-length, and the calls of each length with each other. Without a run: the graph selects one of two sets of constants by a
-length.
+gives the first tokens other logits, and other keys in the first layer. Single steps over it are compared with calls
+without a cache of their own length, and the calls of each length with each other. Without a run: the graph selects one
+of two sets of constants by a length.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `near-thresholds`, or `far-thresholds` with `--thorough`.
 
@@ -20,7 +20,7 @@ makes the finding an error.
 
 from kvdoctor.analysis.thresholds import find_selected_constants
 from kvdoctor.decode.runs import KEYS_CHANGE
-from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, changes_keys, find_faulty_uses, leave_to_other
+from kvdoctor.diagnose.checks._attribution import AT_LENGTHS, cause_at_length, find_faulty_uses, leave_to_other
 from kvdoctor.diagnose.checks._faults import CauseText, build_fault, describe_effect
 from kvdoctor.diagnose.context import ContractContext, RunContext
 from kvdoctor.findings import Advice, Fault, Faults, check
@@ -36,7 +36,7 @@ def keys_change_with_length(context: RunContext) -> Faults:
     for run, _ in find_faulty_uses(context, "differs"):
         if run.cause is not None and run.cause.name == KEYS_CHANGE:
             others = [one for one, _ in find_faulty_uses(context, "differs") if one.experiment in AT_LENGTHS]
-            wrong = [one for one in others if one.cause is None and changes_keys(context, one)]
+            wrong = [one for one in others if one.cause is None and cause_at_length(context, one) == KEYS_CHANGE]
             effects = tuple(map(describe_effect, wrong))
             first, again = run.cause.from_length, run.cause.again
             text = CauseText(_cause(first) + AND_AGAIN * again, DECLARED, advice="")

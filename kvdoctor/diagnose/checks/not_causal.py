@@ -3,10 +3,10 @@
 What it means: without any cache, another last token changes the logits of the tokens before it: the graph looks ahead.
 A cache cannot work for such a model, because each new token invalidates the entries of the earlier ones.
 
-How it is decided: the whole sequence is run twice, with two different last tokens, in one call each; and again with
-that token hidden by the attention mask. The causal mask is named as missing if that removes the change, or if the graph
-weighs scores to which no mask was added. Else the finding has the first node that the graph does not show to be causal:
-one that bounds the scores after the mask, or moves entries of tokens to other places.
+How it is decided: a sequence, also one beyond each threshold of the graph, is run in one call with each of two last
+tokens; and again with that token hidden by the attention mask. The causal mask is named as missing if that removes the
+change, or if the graph weighs scores to which no mask was added. Else the finding has the first node that the graph
+does not show to be causal: one that bounds the scores after the mask, or moves entries of tokens to other places.
 
 Reproduce: `kvdoctor step-test MODEL -v`, experiment `later-token`.
 
@@ -15,7 +15,6 @@ look ahead (an encoder, a prefix model) has no use for a cache.
 """
 
 from kvdoctor.analysis.proof.prove import Mixing, describe, find_mixing
-from kvdoctor.diagnose.checks._attribution import leading_cause
 from kvdoctor.diagnose.checks._faults import CauseText, report_cause
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Faults, check
@@ -32,8 +31,7 @@ WORDS = CauseText(
 def not_causal(context: RunContext) -> Faults:
     """Earlier logits that a later token changes; by the graph and by a mask it is known whether one is missing."""
     for fault in report_cause(context, "not-causal", WORDS):
-        leading = leading_cause(context)
-        masked = leading is not None and leading[1].cause is not None and leading[1].cause.masked
+        masked = fault.run is not None and fault.run.cause is not None and fault.run.cause.masked
         found = find_mixing(context.stack, context.contract)
         evidence, advice = _describe(found) if found is not None else ((), WORDS.advice)
         advice = MASK if masked else advice  # hidden by a mask, the token changes nothing: nothing else is wrong

@@ -28,6 +28,11 @@ OTHER_TOKEN = CauseText(
     declared="logits of each token that depend on it",
     advice="export again; until then feed one token a call, the prompt as well",
 )
+CHANGED = CauseText(
+    cause="without a cache, logits of earlier tokens change with the number of tokens, and steps with one differ",
+    declared="logits that depend on the token and earlier ones alone",
+    advice="correct what the number of tokens changes (a mask, the values that are read, a scale), or export again",
+)
 ZEROS = Advice(
     "re-export",
     "correct the part that fills the cache at these lengths, or export again without it; until then feed a long prompt "
@@ -47,6 +52,7 @@ def wrong_at_lengths(context: RunContext) -> Faults:
     Repair: correct the node that the evidence names, or a number of the graph at which the wrong lengths begin, or
     export again.
     """
+    yield from report_cause(context, "wrong-at-lengths", CHANGED)
     for run, use in _unnamed(context, AT_LENGTHS):
         fault = build_use_difference(context, run, use, f", {OFF}").also(effects=tuple(_describe_lengths(context, run)))
         numbering = context.find_run("numbering")
