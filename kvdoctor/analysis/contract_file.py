@@ -17,7 +17,7 @@ from kvdoctor.analysis.configs import MOST_CODEBOOKS, MOST_COUNTED
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.feature_encoders import ROLES
 from kvdoctor.analysis.model_folder import ModelFolder
-from kvdoctor.analysis.stacks import BESIDE, FileRole, OnnxFile, StackFiles, StackKind
+from kvdoctor.analysis.stacks import INPUT_ROLES, FileRole, OnnxFile, StackFiles, StackKind
 from kvdoctor.contract import DECODING, Axis, CacheContract, Graph, MissingPart, Phase, PhaseName, Port, Slot
 from kvdoctor.decode.embeddings import embedded_inputs
 from kvdoctor.decode.side_files import read_side_file
@@ -177,7 +177,7 @@ def _find_files(name: str, contract: CacheContract, folder: ModelFolder, source:
             raise UsageError(f"{at}: {folder.shown} has no readable file {file!r}, only {', '.join(readable)}")
     known = next((stack for stack in folder.stacks if stack.name == name), None)
     others = _list_others({phase: readable[file] for phase, file in wanted.items()})
-    if known is not None and {f.name for r, f in known.files.items() if r not in BESIDE} == {
+    if known is not None and {f.name for r, f in known.files.items() if r not in INPUT_ROLES} == {
         wanted["prefill"],
         wanted["decode"],
     }:

@@ -15,7 +15,7 @@ from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_sta
 from kvdoctor.analysis.readings import find_readings
 from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
-from kvdoctor.analysis.stacks import BESIDE, StackFiles, StackParts
+from kvdoctor.analysis.stacks import INPUT_ROLES, StackFiles, StackParts
 from kvdoctor.analysis.thresholds import find_ring
 from kvdoctor.contract import CacheContract, Features, Graph, MissingPart, Phase, Slot
 from kvdoctor.decode.runs import Run
@@ -83,7 +83,7 @@ class _Reader:
         tokens_fed = [port for graph in graphs.values() for port in graph.inputs if port.role == "token_ids"]
         has_codebooks = any("batch_codebooks" in port.axes for port in tokens_fed)
         codebooks = next((size for port in tokens_fed if (size := port.size("codebooks"))), None)
-        decoding = [file for role, file in self.stack.files.items() if role not in BESIDE]
+        decoding = [file for role, file in self.stack.files.items() if role not in INPUT_ROLES]
         others = [file.graph for file in decoding if file is not parts.decode]
         contract = CacheContract(
             layout=self._layout(slots),

@@ -9,7 +9,7 @@ from typing import Any
 from kvdoctor.analysis.embedding_graphs import add_embedding_graphs, find_embedded_input
 from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encoders
 from kvdoctor.analysis.pipelines import find_pipelines
-from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles, group_stacks, role_of
+from kvdoctor.analysis.stacks import INPUT_ROLES, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UnreadableError, as_argument, free_name
 from kvdoctor.model.external_data import examine
@@ -94,7 +94,7 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     widths = {name: port for name, port in embedded.items() if port is not None}
     files, stacks = add_feature_encoders(files, stacks, side_cars.of_encoders, widths)
     if chosen is not None:
-        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.members if f.role not in BESIDE))
+        stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.members if f.role not in INPUT_ROLES))
         kept = {f.name for s in stacks for f in s.members} | {f.name for f in files if f.path == chosen}
         files = tuple(f for f in files if f.name in kept)
     return ModelFolder(shown, root, files, stacks, side_cars)

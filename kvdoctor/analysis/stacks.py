@@ -41,7 +41,7 @@ FileRole = Literal[
     "other",
     "unreadable",
 ]
-BESIDE: tuple[FileRole, ...] = ("encoder", "embedding", "vision-encoder", "audio-encoder")
+INPUT_ROLES: tuple[FileRole, ...] = ("encoder", "embedding", "vision-encoder", "audio-encoder")
 """Roles of files that belong to a stack and do not decode."""
 StackKind = Literal["merged", "pair", "decoder-only", "unpaired", "operator"]
 
@@ -140,7 +140,7 @@ class StackFiles:
     @property
     def members(self) -> tuple[OnnxFile, ...]:
         """The files on disk: the stages of a pipeline in place of the graph that they are joined to."""
-        rest = (file for role, file in self.files.items() if not self.parts or role in BESIDE)
+        rest = (file for role, file in self.files.items() if not self.parts or role in INPUT_ROLES)
         return (*self.parts, *rest)
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdoctor._version import __version__
 from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES, ModelFolder
-from kvdoctor.analysis.stacks import BESIDE, OnnxFile, StackFiles
+from kvdoctor.analysis.stacks import INPUT_ROLES, OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, PhaseName, describe
 from kvdoctor.decode.runs import Run
 from kvdoctor.decode.side_files import read_side_file
@@ -164,7 +164,7 @@ class RepairContext:
     @property
     def files(self) -> tuple[str, ...]:
         """The ONNX files of the stack that can be read, those that do not decode last."""
-        names = {file.name: role in BESIDE for role, file in self.stack.files.items() if file.view is not None}
+        names = {file.name: role in INPUT_ROLES for role, file in self.stack.files.items() if file.view is not None}
         return tuple(sorted(names, key=names.__getitem__))
 
     def file_of(self, phase: PhaseName) -> str:

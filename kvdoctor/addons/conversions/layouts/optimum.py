@@ -46,7 +46,7 @@ from kvdoctor.addons.conversions.layouts.naming import (
     slot_name,
     unified_names,
 )
-from kvdoctor.addons.conversions.layouts.pair import BESIDE, TYPES, find_halves
+from kvdoctor.addons.conversions.layouts.pair import ALL_EXTERNAL, TYPES, find_halves
 from kvdoctor.addons.conversions.layouts.registry import (
     LINE,
     ConvertedModels,
@@ -198,7 +198,7 @@ def make_single(source: LayoutSource) -> ConvertedModels:
     """Convert the later graph alone; of an encoder-decoder, with an encoder that makes the cross-attention cache."""
     contract, role = source.contract, source.stack.main_role
     first, later = find_halves(source)
-    gone = tuple(file.name for name, file in source.stack.files.items() if name not in stacks.BESIDE)
+    gone = tuple(file.name for name, file in source.stack.files.items() if name not in stacks.INPUT_ROLES)
     made, names = ConvertedModels({}, gone, limit=INSIDE), optimum_names(contract, "decode")
     if crossed := contract.of_kind("cross-attention"):
         _move_cross_caches(source, first, made)
@@ -296,7 +296,7 @@ def refuse_shared(stack: StackFiles, contract: CacheContract) -> str | None:  # 
 def make_shared(source: LayoutSource) -> ConvertedModels:
     """Let both graphs refer to the same bytes."""
     names = (source.name("decoder"), source.name("decoder-with-past"))
-    made = ConvertedModels(dict(zip(names, find_halves(source), strict=True)), names, limit=BESIDE)
+    made = ConvertedModels(dict(zip(names, find_halves(source), strict=True)), names, limit=ALL_EXTERNAL)
     for model in made.models.values():
         restore(external_tensors(model), source.root, lambda span: span.length < LINE)
     kept = {name: [*external_tensors(model)] for name, model in made.models.items()}

@@ -46,7 +46,7 @@ from kvdoctor.model.traverse import all_names, captures, find_attribute, needed_
 from kvdoctor.model.view import ELEMENT_TYPES, Branches, GraphView
 from kvdoctor.report.repair_record import Change
 
-BESIDE = FileSizeLimit(most=0)
+ALL_EXTERNAL = FileSizeLimit(most=0)
 """The weights lie in a file next to both graphs."""
 TYPES = {name: number for number, name in ELEMENT_TYPES.items()}
 
@@ -95,7 +95,7 @@ def split_single(source: LayoutSource) -> ConvertedModels:
     role: FileRole = next(role for role, file in source.stack.files.items() if file.name == name)
     first, later = source.model(role), source.model(role)
     names = source.new_name(FIRST), source.new_name(LATER)
-    made = ConvertedModels(dict(zip(names, (first, later), strict=True)), (name,), limit=BESIDE)
+    made = ConvertedModels(dict(zip(names, (first, later), strict=True)), (name,), limit=ALL_EXTERNAL)
     joined = make_first(first, source.contract)
     for model in made.models.values():
         _declare_sizes(model.graph, source.contract)
