@@ -23,7 +23,17 @@ TEXTS = (
         "##vso[task.x]",
         "%0A::warning::",
     ),
-    *("| a | b |", "`", "``` x", "**bold**", "[x](http://y)", "![x](y)", "http://evil.example", "www.evil.example"),
+    *(
+        "| a | b |",
+        "`",
+        "``` x",
+        "**bold**",
+        "[x](http://y)",
+        "![x](y)",
+        "http://evil.example",
+        "//evil.example",
+        "www.evil.example",
+    ),
     *("@someone", "a@b.example", "#123", "GH-12", "# title", "- item", "1. item", "> quote", "$x$", "${{ secrets.A }}"),
     *(
         "\u202eleft",
