@@ -53,7 +53,6 @@ USES = {
     "own-session": ("two sequences in turn", "run two sequences in turn"),
     "adapter": ("an adapter (LoRA)", "feed an adapter (LoRA)"),
     "full-context": ("the full context", "fill the context"),
-    "state-put-back": ("a state put back", "save and restore a state"),
     **dict.fromkeys(("prefix-sharing", "saved-prefix", "restored-prefix"), ("a shared prefix", "share a prefix")),
     **dict.fromkeys(("one-buffer", "one-buffer-batch"), ("one buffer for past and present", "bind them to one buffer")),
     **dict.fromkeys(("way-basic", "way-off"), ("other optimization levels", "change the graph optimization")),
