@@ -53,7 +53,7 @@ USES = {
     "own-session": ("two sequences in turn", "run two sequences in turn"),
     "adapter": ("an adapter (LoRA)", "feed an adapter (LoRA)"),
     "full-context": ("the full context", "fill the context"),
-    **dict.fromkeys(("prefix-sharing", "saved-prefix", "restored-prefix"), ("a shared prefix", "share a prefix")),
+    "prefix-sharing": ("a shared prefix", "share a prefix"),
     **dict.fromkeys(("one-buffer", "one-buffer-batch"), ("one buffer for past and present", "bind them to one buffer")),
     **dict.fromkeys(("way-basic", "way-off"), ("other optimization levels", "change the graph optimization")),
     "way-io-binding": ("bound inputs and outputs", "bind inputs and outputs"),
