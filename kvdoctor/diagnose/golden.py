@@ -5,14 +5,14 @@ the file, so that the model may have another layout, other names, another arithm
 `ModelSize` is what shows that an earlier file is of the same model.
 """
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+import contextlib
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvdoctor._version import __version__
 from kvdoctor.analysis.stacks import StackFiles
-from kvdoctor.contract import CacheContract
+from kvdoctor.contract import CacheContract, Exactness
 from kvdoctor.decode.golden import (
     GoldenWalk,
     check_recorded,
@@ -20,29 +20,22 @@ from kvdoctor.decode.golden import (
     correlate,
     count_calls,
     find_difference,
-    from_arrays,
-    from_text,
     measure_worst,
-    pack,
-    to_arrays,
-    to_text,
-    unpack,
 )
 from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
-from kvdoctor.decode.tolerances import TOLERANCES, UNLIKE, find_tolerance
+from kvdoctor.decode.side_files import read_side_file
+from kvdoctor.decode.tolerances import UNLIKE, find_tolerance
 from kvdoctor.diagnose.context import ContractContext, GoldenComparison
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.options import Options
-from kvdoctor.records import record
+from kvdoctor.records import from_plain, record, to_plain
 from kvdoctor.report.wording import format_count
 from kvdoctor.runtime.client import Runtime
-from kvdoctor.runtime.scratch import scratch_folder
 
-SCHEMA = "kvdoctor/golden/1"
-HEAD = "golden"
-"""The name of the array with the facts on the file, as JSON."""
+SCHEMA, MOST_BYTES = "kvdoctor/golden/1", 64 << 20
+"""The version of the form of a file, and its bytes at most: a model of 500 layers needs a fiftieth."""
 CODE = "KV321"
 
 
@@ -71,16 +64,13 @@ def measure_size(contract: CacheContract) -> ModelSize:
 class GoldenStack:
     """What a file keeps of one stack.
 
-    `kinds` are those of the slots, `layers` counts the layers with a cache, `states` are the encoder states of every
-    decoding, `draws` is a checksum of the random numbers that the feeds are made of. `weights` says how the weights are
-    stored, empty for floating point.
+    `states` are the encoder states of every decoding, `draws` is a checksum of the random numbers that the feeds are
+    made of. `weights` says how the weights are stored, empty for floating point.
     """
 
     name: str
-    vocabulary: int | None
-    kinds: str
-    layers: int
-    exactness: str
+    size: ModelSize
+    exactness: Exactness
     weights: str
     states: int
     draws: int
@@ -89,69 +79,52 @@ class GoldenStack:
 
 @record
 class Golden:
-    """A file of golden numbers. `file` is its name in messages."""
+    """What is in a file of golden numbers: JSON, begun by the schema. `file` is its name in messages."""
 
-    file: str
-    model: str
+    schema: str
+    kvdoctor: str
     onnxruntime: str
+    model: str
     seed: int
     stacks: tuple[GoldenStack, ...]
+    file: str = ""
 
     @property
     def words(self) -> str:
-        """What it is, as text: `golden.npz (marian, onnxruntime 1.31.1)`."""
+        """What it is, as text: `golden.json (marian, onnxruntime 1.31.1)`."""
         return f"{self.file} ({self.model}, onnxruntime {self.onnxruntime})"
+
+
+def is_golden(path: str) -> bool:
+    """Whether a file holds golden numbers, of whatever version; it may be a model as well."""
+    start = json.dumps({"schema": SCHEMA})[: -len('1"}')].encode()
+    if Path(path).is_file():
+        with contextlib.suppress(OSError), Path(path).open("rb") as file:
+            return file.read(len(start)) == start
+    return False
 
 
 def read_golden(path: str) -> Golden:
     """Read a file of golden numbers; raises `UsageError` where it cannot be read, or is no such file."""
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise UsageError(f"{path!r} is no file; `kvdoctor record MODEL -o FILE` writes golden numbers")
     try:
-        arrays = unpack(file)
-        head = from_text(arrays[HEAD]) if HEAD in arrays else None
-        if not isinstance(head, dict) or head.get("schema") != SCHEMA:
+        golden = replace(from_plain(Golden, json.loads(read_side_file(Path(path), MOST_BYTES))), file=path)
+        for stack in golden.stacks:
+            for walk in stack.walks:
+                check_recorded(walk, stack.size.vocabulary)
+        if golden.schema != SCHEMA or golden.seed < 0 or not all(stack.walks for stack in golden.stacks):
             raise ValueError(f"it is not of the schema {SCHEMA}")  # noqa: TRY301 - said with the file's name below
-        stacks = tuple(_read_stack(number, facts, arrays) for number, facts in enumerate(_get(head, "stacks", list)))
-        model, runtime = (_get(head, name, str)[:80] for name in ("model", "onnxruntime"))
-        if (seed := _get(head, "seed", int)) < 0:
-            raise ValueError("the seed is negative")  # noqa: TRY301 - said with the file's name below
-        return Golden(path, model, runtime, seed, stacks)
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         anew = "`kvdoctor record` writes them anew"
         raise UsageError(f"{path!r} holds no golden numbers that can be read: {error}; {anew}") from None
-
-
-def _read_stack(number: int, facts: Any, arrays: Mapping[str, Any]) -> GoldenStack:
-    if not isinstance(facts, dict):
-        raise ValueError("a stack is no table")  # noqa: TRY004 - a value of the file
-    own = {name.partition("/")[2]: values for name, values in arrays.items() if name.startswith(f"{number}/")}
-    exactness, vocabulary = _get(facts, "exactness", str), facts.get("vocabulary")
-    if exactness not in TOLERANCES or not (vocabulary is None or type(vocabulary) is int):
-        raise ValueError("the arithmetic or the vocabulary of a stack is none")
-    name, kinds, weights = (_get(facts, key, str) for key in ("name", "kinds", "weights"))
-    layers, states, draws = (_get(facts, key, int) for key in ("layers", "states", "draws"))
-    walks = from_arrays(own)
-    check_recorded(walks, vocabulary)
-    return GoldenStack(name, vocabulary, kinds, layers, exactness, weights, states, draws, walks)
-
-
-def _get(facts: Mapping[str, Any], name: str, kind: type) -> Any:
-    if type(facts.get(name)) is not kind:
-        raise ValueError(f"{name} is missing")
-    return facts[name]
+    return golden
 
 
 def render_golden(model: str, stacks: tuple[GoldenStack, ...], seed: int, onnxruntime: str) -> bytes:
     """The content of a file of golden numbers."""
-    names = [field.name for field in fields(GoldenStack) if field.name != "walks"]
-    facts = [{name: getattr(one, name) for name in names} for one in stacks]
-    head = {"schema": SCHEMA, "kvdoctor": __version__, "onnxruntime": onnxruntime, "model": model, "seed": seed}
-    arrays = {HEAD: to_text({**head, "stacks": facts})}
-    for number, one in enumerate(stacks):
-        arrays |= {f"{number}/{name}": values for name, values in to_arrays(one.walks).items()}
-    return pack(arrays)
+    content = to_plain(Golden(SCHEMA, __version__, onnxruntime, model, seed, stacks))
+    return (json.dumps(content) + "\n").encode("ascii")
 
 
 def digest_stack(
@@ -161,11 +134,9 @@ def digest_stack(
     if unmet := next(find_unmet_preconditions(stack, contract), None):
         raise CannotCheck(unmet)
     side = PairedSide(stack.name, folder, contract)
-    job = DigestJob(side, Path(), seed=options.seed, provider=options.provider)
-    done, walks = _run(job, runtime)
+    done = _run(DigestJob(side, seed=options.seed, provider=options.provider), runtime)
     size, weights = measure_size(contract), describe_rounding(stack)
-    sizes = (size.vocabulary, size.kinds, size.layers)
-    return GoldenStack(stack.name, *sizes, contract.exactness, weights, done.states, done.draws, walks)
+    return GoldenStack(stack.name, size, contract.exactness, weights, done.states, done.draws, done.walks)
 
 
 def compare_with_golden(
@@ -174,11 +145,11 @@ def compare_with_golden(
     """Decode with a stack along the golden tokens, and compare; raises `CannotCheck` where no golden stack fits."""
     contract, stack = context.contract, context.stack
     stored = _select_stack(context, golden)
-    job = DigestJob(context.side, Path(), states=stored.states, seed=golden.seed, provider=options.provider)
-    done, mine = _run(job, runtime, stored.walks)
+    job = DigestJob(context.side, stored.walks, stored.states, seed=golden.seed, provider=options.provider)
+    done = _run(job, runtime)
     limits = (find_tolerance(name, options.tolerances) for name in (contract.exactness, stored.exactness))
     limit = max(limits, key=lambda one: one.passes)
-    pairs = [(one, stored.walks[number]) for one, number in zip(mine, done.walks, strict=True)]
+    pairs = [(one, stored.walks[number]) for one, number in zip(done.walks, done.numbers, strict=True)]
     difference = find_difference(pairs, (limit.passes, limit.fails))
     calls = sum(count_calls(one, other) for one, other in pairs)
     words = f"{calls} calls of {len(pairs)} decodings against {golden.words}"
@@ -210,9 +181,9 @@ def _select_stack(context: ContractContext, golden: Golden) -> GoldenStack:
     contract, size = context.contract, measure_size(context.contract)
     if not contract.slots:
         raise CannotCheck("there is no cache contract")
-    same = [one for one in golden.stacks if _size_of(one) == size]
+    same = [one for one in golden.stacks if one.size == size]
     if not same:
-        others = "; ".join(_size_of(one).describe() for one in golden.stacks)
+        others = "; ".join(one.size.describe() for one in golden.stacks)
         raise CannotCheck(f"it is of another model: {others}; this one has {size.describe()}")
     stored = next((one for one in same if one.name == context.stack.name), same[0])
     if checksum_draws(golden.seed) != stored.draws:
@@ -223,21 +194,10 @@ def _select_stack(context: ContractContext, golden: Golden) -> GoldenStack:
     return stored
 
 
-def _size_of(stored: GoldenStack) -> ModelSize:
-    return ModelSize(stored.vocabulary, stored.layers, stored.kinds)
-
-
-def _run(
-    job: DigestJob, runtime: Runtime, golden: tuple[GoldenWalk, ...] = ()
-) -> tuple[Digested, tuple[GoldenWalk, ...]]:
-    """Carry out a job in a private folder; with golden walks, along their tokens."""
-    with scratch_folder() as scratch:
-        job = replace(job, out=Path(scratch, "out.npz"))
-        if golden:
-            job = replace(job, golden=Path(scratch, "golden.npz"))
-            Path(scratch, "golden.npz").write_bytes(pack(to_arrays(golden)))
-        answers, failed = runtime.answer(job, Digested)
-        failed = failed or (answers[0].failed if answers else "there was no answer")
-        if failed:
-            raise CannotCheck(failed)
-        return answers[0], from_arrays(unpack(job.out))
+def _run(job: DigestJob, runtime: Runtime) -> Digested:
+    """Carry out a job; raises `CannotCheck` where its first walk was not run."""
+    answers, failed = runtime.answer(job, Digested)
+    failed = failed or (answers[0].failed if answers else "there was no answer")
+    if failed:
+        raise CannotCheck(failed)
+    return answers[0]
