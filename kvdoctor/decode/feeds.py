@@ -330,21 +330,8 @@ class FeedBuilder(Conditions):
             "capacity": self.capacity,
         }
         tokens = self.tokens[:, start:stop]
-        step = StepInputs(
-            contract=self.contract,
-            phase=phase,
-            tokens=tokens,
-            begin=past_length,
-            sizes=sizes,
-            columns=self._columns(past, total),
-            padding=self.padding,
-            encoder_padding=self.encoder_padding,
-            gap=self.gap,
-            gap_end=self.gap_end,
-            states=self.encoded.states,
-            embedded=self.embed(phase, tokens) if self.embed is not None else {},
-            adapted=self.adapted,
-        )
+        embedded = self.embed(phase, tokens) if self.embed is not None else {}
+        step = StepInputs(self, phase, tokens, past_length, sizes, self._columns(past, total), embedded)
         feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
         via = "run" if more.get("kind") == "reference" else self.via
         return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, via=via, **more)
