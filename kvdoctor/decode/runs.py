@@ -60,10 +60,8 @@ class LogitsDifference:
 
     `relative` is `max_abs` over the standard deviation of the expected logits over the vocabulary.
     `same_top1` is the fraction of positions with the same argmax; `near_ties` that of positions where they differ
-    but the two candidates lie closer together than the noise, which decides nothing. `same_top5` is the mean share of
-    the five likeliest tokens that are among the expected five, or tie with the fifth within the noise. Of all positions
-    the worst: `cosine` of the angle between the logits, each less its mean, which softmax does not see, and `kl`, the
-    divergence of the next token's distribution from the expected one, in nats. Not `finite`: the numbers mean nothing.
+    but the two candidates lie closer together than the noise, which decides nothing. `kl` is the divergence of the next
+    token's distribution from the expected one, in nats, at the worst position. Not `finite`: the numbers mean nothing.
     """
 
     max_abs: float
@@ -71,9 +69,7 @@ class LogitsDifference:
     same_top1: float
     near_ties: float
     finite: bool
-    cosine: float = 1.0
     kl: float = 0.0
-    same_top5: float = 1.0
 
 
 @record

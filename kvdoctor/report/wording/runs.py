@@ -10,7 +10,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.wording import format_milliseconds, join_some
 
-HEADER = ["step", "max diff", "max diff, SD", "1 - cosine", "KL, nats", "top 1", "top 5"]
+HEADER = ["step", "max diff", "max diff, SD", "KL, nats", "top 1"]
 FLOAT32 = "float32, SD"
 NOT_COMPARED = "returned"
 """The logits of a step that nothing was compared with."""
@@ -125,14 +125,7 @@ def _cells(difference: LogitsDifference) -> list[str]:
     if difference.near_ties > 0:
         # Where candidates lie closer together than the noise, which of them leads tells nothing.
         word = "near tie" if difference.near_ties == 1 else f"{word}, near tie"
-    return [
-        f"{difference.max_abs:.1e}",
-        f"{difference.relative:.1e}",
-        f"{1 - difference.cosine:.1e}",
-        f"{difference.kl:.1e}",
-        word,
-        f"{difference.same_top5:.0%} same",
-    ]
+    return [f"{difference.max_abs:.1e}", f"{difference.relative:.1e}", f"{difference.kl:.1e}", word]
 
 
 def describe_parity(run: Run) -> Iterator[tuple[str, str]]:
