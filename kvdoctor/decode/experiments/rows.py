@@ -148,14 +148,13 @@ def loop_with_rows(builder: FeedBuilder) -> Calls:
         rows = min(rows, limit - FEW - 2)
     if rows < 1:
         raise CannotCheck("there is no room for the rows of an encoder")
-    scenario = replace(builder.scenario, prompt=rows + 2, steps=FEW)
-    text = replace(builder, scenario=scenario, tokens=builder.tokens[:, :0])
+    text = builder.resized(rows + 2, rows + 1 + FEW)
     tokens = text.tokens.copy()
     tokens[:, 1 : rows + 1] = -1 - np.arange(rows)
     mixed = replace(text, tokens=tokens)
     yield from decode_loop(mixed, "held")
-    expected = yield from mixed.whole(scenario.prompt)
-    yield replace(text.prefill(scenario.prompt, expected), kind="control", label="rows of the encoder left out")
+    expected = yield from mixed.whole(rows + 2)
+    yield replace(text.prefill(rows + 2, expected), kind="control", label="rows of the encoder left out")
 
 
 SEQUENCES = 3
