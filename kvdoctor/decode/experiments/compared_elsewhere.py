@@ -39,12 +39,10 @@ def kept_steps(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
 
 
 def can_be_shared(contract: CacheContract) -> str | None:
-    """The feeds must be such that a checkpoint takes the same."""
+    """The feeds must be such that a checkpoint, or another runtime, takes the same."""
     if contract.graph("decode").port("token_ids") is None:
-        return "it takes no token ids, and a checkpoint takes nothing else"
-    if contract.codebooks > 1:
-        return "its tokens have several codebooks"
-    return None
+        return "it takes no token ids, and nothing else can be fed to both"
+    return "its tokens have several codebooks" if contract.codebooks > 1 else None
 
 
 @Experiment(
@@ -221,13 +219,6 @@ def kept_generated(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array
     return found | {"tokens": rows.argmax(-1), "decided": decide(rows, builder.tolerance.fails)}
 
 
-def takes_one_row(contract: CacheContract) -> str | None:
-    """Generation feeds one row of token ids for each sequence."""
-    if contract.graph("decode").port("token_ids") is None:
-        return "it takes no token ids"
-    return "its tokens have several codebooks" if contract.codebooks > 1 else None
-
-
 def greedy(builder: FeedBuilder) -> Calls:
     """The held loop that goes on from the likeliest token each time."""
     total, start = builder.scenario.total, builder.scenario.prompt
@@ -245,7 +236,7 @@ for name, length in PROMPTS.items():
         name,
         f"the tokens that the held loop generates from a prompt of {length}",
         Scenario(prompt=length, steps=COUNT),
-        takes_one_row,
+        can_be_shared,
         why="another runtime must generate the same",
         on_request="generate",
         keeps=kept_generated,

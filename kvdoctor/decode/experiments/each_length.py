@@ -45,11 +45,6 @@ def has_lengths(contract: CacheContract) -> str | None:
     return several_tokens(contract)
 
 
-def takes_rows(contract: CacheContract) -> str | None:
-    """Several rows, each of them exact."""
-    return has_lengths(contract) or has_exact_rows(contract)
-
-
 def takes_long_chunks(contract: CacheContract) -> str | None:
     """Several new tokens, judged by the logits of each in a reference run."""
     if contract.last_logits_only:
@@ -119,7 +114,7 @@ def _walker(builder: FeedBuilder) -> FeedBuilder:
     "rows-near-thresholds",
     "single steps around the thresholds of the graph with batch 3",
     Scenario(batch=3, prompt=1, steps=2),
-    takes_rows,
+    has_exact_rows,
     lengths=True,
     changes_feeds=True,
     use=Use(

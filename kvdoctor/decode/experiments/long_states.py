@@ -33,22 +33,19 @@ MOST_LOGITS = 1 << 26
 """Numbers in the logits of a long call that is made."""
 
 
-def has_states(contract: CacheContract) -> str | None:
-    """There must be a state that is carried on, and a graph that takes one token."""
+def can_walk(contract: CacheContract) -> str | None:
+    """There must be a state, and a graph that takes one token.
+
+    So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere.
+    """
+    if contract.of_kind("self-attention") and contract.usable_length is None:
+        return "the graph has positions as well, and no config says how many"
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization rounds each split of the tokens in another way"
     if not list_states(contract):
         return "no slot is a recurrent or convolution state"
     fixed = contract.new_tokens
     return None if fixed in (None, 1) else f"the first step takes {fixed} new tokens only"
-
-
-def can_walk(contract: CacheContract) -> str | None:
-    """So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere."""
-    limit = contract.usable_length
-    if contract.of_kind("self-attention") and limit is None:
-        return "the graph has positions as well, and no config says how many"
-    if contract.exactness == "dynamic-quantization":
-        return "dynamic quantization rounds each split of the tokens in another way"
-    return has_states(contract)
 
 
 @Experiment(
