@@ -30,14 +30,7 @@ from kvdoctor.diagnose.build_report import (
     without_faults,
 )
 from kvdoctor.diagnose.checks._attribution import rests_on_place
-from kvdoctor.diagnose.context import (
-    ContractContext,
-    GoldenContext,
-    LocalRun,
-    RunContext,
-    TargetContext,
-    extend_context,
-)
+from kvdoctor.diagnose.context import ContractContext, GoldenContext, LocalRun, RunContext, extend_context
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
 from kvdoctor.diagnose.graded_models import grade_variants
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
@@ -229,22 +222,23 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
             seen = examine(context, options, runtime, files)
             alone = NotChecked(stack.name, "KV405", NO_OTHER_SIDE.format(options.provider))
             seen = replace(seen, not_checked=(*seen.not_checked, alone))
-        known = {"refusals": seen.refusals, "local_runtime": _find_local_runtime(runtime)}
-        tested = extend_context(replace(context, contract=seen.contract, runs=seen.runs), TargetContext, **known)
+        tested = extend_context(
+            replace(context, contract=seen.contract, runs=seen.runs),
+            RunContext,
+            refusals=seen.refusals,
+            local_runtime=_find_local_runtime(runtime),
+            timings=seen.timings,
+            thorough=options.thorough,
+        )
         tested, on_targets = _run_targets(tested, session, LocalRun(runtime, context.contract, files.logits))
         tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
         errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
         located = plan.locate or rests_on_place(tested)
-        after = extend_context(
-            tested,
-            RunContext,
-            runs=locate_faults(tested, options, runtime, files.calls, seen.ran) if located else tested.runs,
-            declared_faults=tuple(name for name in errors if name not in EXPLAIN_NO_RUN),
-            timings=seen.timings,
-            thorough=options.thorough,
-        )
+        runs = locate_faults(tested, options, runtime, files.calls, seen.ran) if located else tested.runs
+        declared = tuple(name for name in errors if name not in EXPLAIN_NO_RUN)
+        after = replace(tested, runs=runs, declared_faults=declared)
         found = by_contract + _check_runs(after, by_contract.findings, options)
         found += run_checks(after, "targets", selection)
         found += _compare_with_golden(after, session)
@@ -343,8 +337,8 @@ def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults
 
 
 def _compare_with_checkpoint(
-    context: TargetContext, session: _Session, files: WorkerFiles
-) -> tuple[TargetContext, CheckResults]:
+    context: RunContext, session: _Session, files: WorkerFiles
+) -> tuple[RunContext, CheckResults]:
     """The context with runs compared with the checkpoint, if there is one; what was left open, and notes."""
     checkpoint, options, logits = session.checkpoint, session.options, files.logits
     if checkpoint is None or logits is None:
@@ -373,9 +367,7 @@ def _find_local_runtime(runtime: Runtime) -> Target | None:
     return measure_limits(of_release(release), runtime)
 
 
-def _run_targets(
-    context: TargetContext, session: _Session, local: LocalRun
-) -> tuple[TargetContext, tuple[NotChecked, ...]]:
+def _run_targets(context: RunContext, session: _Session, local: LocalRun) -> tuple[RunContext, tuple[NotChecked, ...]]:
     """The context with what the model shows under targets and on other providers, if it could be run here."""
     if not ((session.options.targets or session.providers) and context.runs):
         return context, ()

@@ -13,7 +13,7 @@ from kvdoctor.decode.experiments import load
 from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.runs import WRONG, FaultLocation, Run
 from kvdoctor.decode.tolerances import Tolerance, bounds, find_tolerance
-from kvdoctor.diagnose.context import LocalRun, TargetContext
+from kvdoctor.diagnose.context import LocalRun, RunContext
 from kvdoctor.diagnose.examine import resolve_node_names
 from kvdoctor.diagnose.locate.search import LocateContext, guard_search, locate_fault
 from kvdoctor.diagnose.targets import compare_logits, judged_job, read_first_gaps
@@ -31,7 +31,7 @@ UNPLACED = "onnxruntime {} does not say which nodes run on it; pip install -U on
 
 
 def run_providers(
-    context: TargetContext, options: Options, local: LocalRun, asked: Iterable[str]
+    context: RunContext, options: Options, local: LocalRun, asked: Iterable[str]
 ) -> tuple[TargetResult, ...]:
     """What the model shows on each provider; where two adapters depart in the same experiment, both results say so."""
     results = [_run_provider(context, options, local, one) for one in asked]
@@ -47,7 +47,7 @@ def _agree(one: TargetResult, other: TargetResult) -> bool:
     return bool(wrong[0] & wrong[1] or failed[0] & failed[1])
 
 
-def _run_provider(context: TargetContext, options: Options, local: LocalRun, asked: str) -> TargetResult:
+def _run_provider(context: RunContext, options: Options, local: LocalRun, asked: str) -> TargetResult:
     found, release = local.runtime.find_provider(asked), local.runtime.greet()
     name = found.name or read_provider(asked).name
     adapter = found.adapter + (", a software adapter" if found.software and found.adapter else "")
@@ -94,7 +94,7 @@ def _why_untested(results: StackResults, release: str) -> str | None:
     return ALONE if not any(one.there for one in results.placed.values()) else None
 
 
-def measure_tolerance(context: TargetContext, first: list[float]) -> Tolerance:
+def measure_tolerance(context: RunContext, first: list[float]) -> Tolerance:
     """The tolerance on a provider whose first calls are so far off, in standard deviations of the logits."""
     own, exactness = context.tolerance, context.contract.exactness
     noise = MARGIN * statistics.median(first) if first else 0.0
@@ -103,7 +103,7 @@ def measure_tolerance(context: TargetContext, first: list[float]) -> Tolerance:
 
 
 def _judge_again(
-    job: ExperimentJob, runs: list[Run], limit: Tolerance, context: TargetContext, local: LocalRun
+    job: ExperimentJob, runs: list[Run], limit: Tolerance, context: RunContext, local: LocalRun
 ) -> list[Run]:
     """The runs; those with a difference, or with an earlier end, are run again by the provider's tolerance if wider."""
     steps = {run.experiment: len(run.steps) for run in context.runs if run.outcome == "passed"}
@@ -119,7 +119,7 @@ def _judge_again(
 
 
 def _locate_wrong(
-    context: TargetContext,
+    context: RunContext,
     runs: tuple[Run, ...],
     search: LocateContext,
     job: ExperimentJob,
@@ -149,7 +149,7 @@ def _locate_one(run: Run, search: LocateContext, job: ExperimentJob) -> Run:
 
 
 def _locate_gaps(
-    context: TargetContext, runs: tuple[Run, ...], gaps: dict[str, LogitsGap], search: LocateContext, job: ExperimentJob
+    context: RunContext, runs: tuple[Run, ...], gaps: dict[str, LogitsGap], search: LocateContext, job: ExperimentJob
 ) -> dict[str, LogitsGap]:
     """The differences to the CPU; the one that the finding rests on with the location of its fault."""
     from kvdoctor.diagnose.locate.provider_search import locate_departure

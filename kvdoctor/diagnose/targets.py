@@ -14,7 +14,7 @@ from kvdoctor.decode.messages import ExperimentJob, NodesPlaced
 from kvdoctor.decode.parity import compare, judge
 from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
 from kvdoctor.decode.tolerances import Tolerance
-from kvdoctor.diagnose.context import LocalRun, TargetContext
+from kvdoctor.diagnose.context import LocalRun, RunContext
 from kvdoctor.diagnose.examine import build_job, resolve_node_names
 from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
 from kvdoctor.diagnose.not_checked import REASONS
@@ -34,7 +34,7 @@ UNCLEAR = "the difference to the logits of the installed runtime is between nois
 UNCLEAR_HERE = "the difference to the logits of the CPU is between the measured noise and a fault"
 
 
-def run_targets(context: TargetContext, options: Options, local: LocalRun) -> tuple[TargetResult, ...]:
+def run_targets(context: RunContext, options: Options, local: LocalRun) -> tuple[TargetResult, ...]:
     """What the model shows under each target. Targets with the same runtime share its runs."""
     by_runtime: dict[str, TargetResult] = {}
     for target in options.targets:
@@ -44,7 +44,7 @@ def run_targets(context: TargetContext, options: Options, local: LocalRun) -> tu
     return tuple(replace(one, target=replace(target, measured=one.target.measured)) for target, one in found)
 
 
-def _run_target(context: TargetContext, options: Options, local: LocalRun, target: Target) -> TargetResult:
+def _run_target(context: RunContext, options: Options, local: LocalRun, target: Target) -> TargetResult:
     own = context.local_runtime
     if own is not None and own.onnxruntime == target.onnxruntime:
         return TargetResult(replace(target, measured=own.measured), context.runs, context.refusals, is_local=True)
@@ -78,7 +78,7 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
     return TargetResult(target, runs, refusals, gaps, not_run=not_run)
 
 
-def judged_job(context: TargetContext, options: Options, local: LocalRun) -> ExperimentJob:
+def judged_job(context: RunContext, options: Options, local: LocalRun) -> ExperimentJob:
     """The experiments on which findings rest, but for those that look for a cause or measure a time."""
     job = build_job(replace(context, contract=local.contract), options)
     judged = (one.name for one in load() if one.judged and not (one.explains or one.on_request))
@@ -86,7 +86,7 @@ def judged_job(context: TargetContext, options: Options, local: LocalRun) -> Exp
 
 
 def compare_logits(
-    context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path, limit: Tolerance
+    context: RunContext, runs: Iterable[Run], local: Path | None, target: Path, limit: Tolerance
 ) -> dict[str, LogitsGap]:
     """Logits that differ between the local runtime and the target, of experiments that pass in both.
 
@@ -108,7 +108,7 @@ def compare_logits(
     return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
-def read_first_gaps(context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path) -> list[float]:
+def read_first_gaps(context: RunContext, runs: Iterable[Run], local: Path | None, target: Path) -> list[float]:
     """How far the logits of first calls, without a cache, lie from the local ones, in standard deviations."""
     found = []
     for run, ours, others in _pair_logits(runs, local, target):
@@ -128,9 +128,7 @@ def _pair_logits(runs: Iterable[Run], local: Path | None, target: Path) -> Itera
                 yield run, ours[run.experiment], others[run.experiment]
 
 
-def _compare_steps(
-    context: TargetContext, run: Run, ours: Array, others: Array
-) -> Iterator[tuple[int, LogitsDifference]]:
+def _compare_steps(context: RunContext, run: Run, ours: Array, others: Array) -> Iterator[tuple[int, LogitsDifference]]:
     """Each step with how its logits differ from the local ones; both are float[values], those of all steps in order."""
     start = 0
     for step in run.steps:
@@ -148,7 +146,7 @@ def _compare_steps(
         start = stop
 
 
-def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
+def find_open_targets(context: RunContext) -> Iterator[NotChecked]:
     """Targets under which nothing was run, or what passes in the local runtime gave no clear answer."""
     stack, loop = context.stack.name, context.checked_loop
     for result in context.target_results:
