@@ -24,8 +24,7 @@ from kvdoctor.decode.tolerances import TOLERANCES
 from kvdoctor.diagnose.context import RunContext, extend_context
 from kvdoctor.diagnose.examine import build_job
 from kvdoctor.diagnose.inspection import build_context
-from kvdoctor.diagnose.providers import NEXT
-from kvdoctor.diagnose.targets import compare_logits
+from kvdoctor.diagnose.targets import NEXT, compare_logits
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.providers import PROVIDERS, list_drivers, read_provider

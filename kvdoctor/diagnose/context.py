@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from kvdoctor.decode.experiments import Use
     from kvdoctor.decode.golden import GoldenDifference
-    from kvdoctor.decode.messages import AddedExperiment, PairedSide
+    from kvdoctor.decode.messages import AddedExperiment, FileRefused, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
     from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.client import Runtime
-    from kvdoctor.runtime.targets import Refused, Target, TargetResult
+    from kvdoctor.runtime.targets import Target, TargetResult
 
 
 @record(slots=False, kw_only=True)
@@ -189,7 +189,7 @@ class RunContext(ContractContext):
     """
 
     local_runtime: "Target | None" = None
-    refusals: "tuple[Refused, ...]" = ()
+    refusals: "tuple[FileRefused, ...]" = ()
     target_results: "tuple[TargetResult, ...]" = ()
     declared_faults: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)

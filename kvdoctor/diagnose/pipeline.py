@@ -215,7 +215,7 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         folder = session.logits or (Path(calls) if options.targets or session.providers else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)
-        if session.providers and any(opens_at is None for _, _, opens_at in seen.refusals):
+        if session.providers and any(one.opens_at is None for one in seen.refusals):
             # What the CPU does not open has no other side: the provider is judged by itself.
             options = replace(options, providers=session.providers)
             session = replace(session, options=options, providers=())
@@ -374,8 +374,7 @@ def _run_targets(context: RunContext, session: _Session, local: LocalRun) -> tup
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, context.contract), None):
         reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
-    from kvdoctor.diagnose.providers import run_providers
-    from kvdoctor.diagnose.targets import find_open_targets, run_targets
+    from kvdoctor.diagnose.targets import find_open_targets, run_providers, run_targets
 
     results = run_targets(context, session.options, local)
     results += run_providers(context, session.options, local, session.providers)

@@ -96,15 +96,18 @@ def _list_other_results(context: RunContext) -> Iterator[TargetResult]:
 
 def _report_refusals(context: RunContext, result: TargetResult) -> Faults:
     """Files that open only locally, or under the target only with less optimization, for no known limit."""
-    here = {file: opens_at for file, _, opens_at in context.refusals}
+    here = {one.file: one.opens_at for one in context.refusals}
     files = {file.name: file for file in context.stack.members}
-    for file, errors, opens_at in result.refusals:
+    for refusal in result.refusals:
+        file, opens_at = refusal.file, refusal.opens_at
         if file in here or (opens_at is None and file in files and is_ruled_out(files[file], result.target.limits)):
             continue
         what = "does not open the file" if opens_at is None else f"opens the file at level {opens_at!r} only"
         advice = ANOTHER if opens_at is None else lower(opens_at)
         fault = Fault("error", (file,), f"{result.target.words} {what}", advice, apart=(result.target.asked,))
-        fault = fault.compare(f"a model that opens, as with {_name_local(context, result.target)}", list_errors(errors))
+        fault = fault.compare(
+            f"a model that opens, as with {_name_local(context, result.target)}", list_errors(refusal.errors)
+        )
         yield fault.also(file=file, where=f"file {file}, under {result.target.words}")
 
 
