@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
+from kvdoctor.decode.parity import compare, judge, measurable, slot_difference
 from kvdoctor.decode.tolerances import TOLERANCES
 
 RNG = np.random.default_rng(0)
@@ -158,50 +158,3 @@ def test_slots_are_held_against_their_own_spread() -> None:
     assert slot_difference(keys, keys) == 0.0
     assert slot_difference(keys[:, :, 1:], keys) is None
     assert slot_difference(np.full_like(keys, np.nan), keys) is None
-
-
-NOISE = [0.0, 5e-7, 2e-7, 9e-7, 1e-6, 3e-7, 8e-7, 4e-7]
-
-
-@pytest.mark.parametrize(
-    ("relatives", "shape", "step"),
-    [
-        (NOISE, "flat", None),
-        (sorted(NOISE), "flat", None),
-        ([0.3, 0.4, 0.3, 0.5, 0.2, 0.4, 0.3, 0.4], "flat", None),
-        ([0.0, 0.4, 0.3, 0.5, 0.2, 0.4, 0.3, 0.4], "sudden", 1),
-        ([*NOISE[:4], 0.4, 0.3, 0.5, 0.2], "sudden", 4),
-        ([*NOISE[:7], 0.4], "sudden", 7),
-        ([0.0, *(0.01 * step for step in range(1, 8))], "linear", None),
-        ([0.0, *(0.01 * step for step in range(1, 40))], "linear", None),
-        ([0.0, 0.01, 0.03, 0.02, 0.05, 0.04, 0.07, 0.09], "linear", None),
-        ([0.0, 1e-6, 1e-6, 0.5, 1e-6, 2e-6, 1e-6, 1e-6], "flat", None),
-    ],
-    ids=[
-        "noise",
-        "rising noise",
-        "always",
-        "from the cache on",
-        "later",
-        "last",
-        "rising",
-        "long",
-        "uneven",
-        "outlier",
-    ],
-)
-def test_how_an_error_goes_over_the_steps(relatives: list[float], shape: str, step: int | None) -> None:
-    growth = error_growth(relatives, TOLERANCES["float"])
-    assert growth is not None
-    assert (growth.shape, growth.step) == (shape, step)
-
-
-def test_few_steps_have_no_trend() -> None:
-    assert error_growth([0.0, 0.1, 0.2, 0.3], TOLERANCES["float"]) is None
-
-
-@given(st.permutations(NOISE), st.sampled_from(sorted(TOLERANCES)))
-def test_noise_never_grows(relatives: list[float], exactness: str) -> None:
-    growth = error_growth(relatives, TOLERANCES[exactness])
-    assert growth is not None
-    assert growth.shape == "flat"

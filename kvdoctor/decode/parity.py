@@ -1,13 +1,12 @@
 """How close two computations of the same logits are, and whether that is close enough. numpy only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
-from kvdoctor.decode.runs import ErrorGrowth, LogitsDifference
+from kvdoctor.decode.runs import LogitsDifference
 from kvdoctor.decode.search import Array
-from kvdoctor.decode.speed import middle
 from kvdoctor.decode.tolerances import TOLERANCES, Tolerance
 
 Verdict = Literal["pass", "ambiguous", "fail"]
@@ -23,14 +22,6 @@ FEWEST_UNMASKED = 4
 """With fewer tokens above them, chance puts some so far below."""
 BLOCK = 1 << 16
 """Logits that are compared at a time: as many as the caches of a core hold."""
-
-JUMP = 8.0
-"""How much more an error is after a step where it sets in: what adds up evenly over the steps no more than doubles."""
-TREND = 0.6
-"""Kendall's rank correlation from which differences are said to grow: of seven equal ones, four orders in a hundred."""
-FEWEST_STEPS = 4
-"""With fewer steps on a cache, chance gives any shape."""
-
 
 UNMEASURABLE = LogitsDifference(-1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, kl=-1.0)
 """The difference of logits that are not finite, or have no finite distance."""
@@ -206,32 +197,6 @@ def judge(difference: LogitsDifference, limit: Tolerance, noise: float = 0.0) ->
     if not difference.finite or difference.relative > max(limit.fails, 4 * noise):
         return "fail"
     return "pass" if difference.relative <= max(limit.passes, 1.5 * noise) else "ambiguous"
-
-
-def error_growth(relatives: Sequence[float], limit: Tolerance) -> ErrorGrowth | None:
-    """How relative differences go over the steps of a loop; the first is the prefill's, which uses no cache.
-
-    Whatever lies below a tenth of what passes is as good as nothing: the growth of noise is no news. A sudden error is
-    one that multiplies from one step to the next and stays, by the median of what comes after, so that a single step
-    that is off is none. A linear one is seen by rank, which no single step decides either. None for too few steps.
-    """
-    floor = limit.passes / 10
-    levels = [max(relative, floor) for relative in relatives]
-    cached = levels[1:]
-    if len(cached) < FEWEST_STEPS:
-        return None
-    for step in range(2, len(levels)):
-        after = min(levels[step], middle(levels[step:]))
-        if after >= JUMP * max(levels[:step]):
-            return ErrorGrowth("sudden", step)
-    pairs = [(early, late) for i, early in enumerate(cached) for late in cached[i + 1 :]]
-    rising = sum((late > early) - (late < early) for early, late in pairs) / len(pairs)
-    third = max(len(cached) // 3, 1)
-    if rising >= TREND and middle(cached[-third:]) >= 2 * middle(cached[:third]):
-        return ErrorGrowth("linear")
-    if middle(cached) >= JUMP * levels[0]:
-        return ErrorGrowth("sudden", 1)
-    return ErrorGrowth("flat")
 
 
 def _round(value: float) -> float:

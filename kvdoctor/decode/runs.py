@@ -93,17 +93,6 @@ class Step:
 
 
 @record
-class ErrorGrowth:
-    """How the difference to the reference run goes over the steps with a cache; `step` is where a sudden one sets in.
-
-    flat: no trend, from the first of them on. linear: more with every step. sudden: from one step to the next.
-    """
-
-    shape: Literal["flat", "linear", "sudden"]
-    step: int | None = None
-
-
-@record
 class Control:
     """A call with one deliberate error. It must change the logits, or the experiment is inconclusive."""
 
@@ -241,9 +230,8 @@ class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
     `passes_with` says what makes the failed call pass: the runtime's optimizations off, or its reuse of buffers.
-    `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
-    model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
-    rounding, however small it is, and the outcome says so.
+    `unrounded` is what the same experiment shows without what the model rounds, None where it rounds nothing or that
+    was not tried: what differs there differs here for more than rounding, however small it is, and the outcome says so.
     `location` is looked for where the run is what a finding rests on; `no_location` is the reason why none was found.
     `parts` are those of a run that differs from a checkpoint, in the order in which they are computed.
     """
@@ -263,7 +251,6 @@ class Run:
     controls: tuple[Control, ...] = ()
     died_by: str | None = None
     cause: Cause | None = None
-    growth: ErrorGrowth | None = None
     unrounded: Float32Result | None = None
     location: FaultLocation | None = None
     no_location: str | None = None

@@ -16,7 +16,7 @@ from kvdoctor.diagnose.checks._attribution import (
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.records import record
-from kvdoctor.report.wording.runs import describe_difference, describe_growth
+from kvdoctor.report.wording.runs import describe_difference
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
@@ -174,13 +174,11 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     worst = max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
     step = run.wrong_step or worst
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
-    known = step is not None and run.growth is not None and run.growth.step == step.step
-    growth = None if known else describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"
     cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, _advise_unproved(context, run))
     fault = Fault(severity, (context.logits_name,), cause, advice, run=run).compare(
         f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
-        f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
+        f"{call}: logits {seen}{_describe_search(context, run)}",
     )
     fault = fault.also(apart=() if run is context.checked_loop else (run.experiment,))
     return fault.also(evidence=describe_location(run), nodes=list_nodes(run))
