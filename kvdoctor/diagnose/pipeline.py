@@ -31,8 +31,8 @@ from kvdoctor.diagnose.build_report import (
 )
 from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import ContractContext, GoldenContext, LocalRun, RunContext, extend_context
+from kvdoctor.diagnose.decodings import CODE, Golden, compare_with_golden, grade_variants, read_golden
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
-from kvdoctor.diagnose.graded_models import grade_variants
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck, UsageError
@@ -48,7 +48,6 @@ from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
     from kvdoctor.diagnose.checkpoint import Checkpoint
-    from kvdoctor.diagnose.golden import Golden
     from kvdoctor.runtime.targets import TargetResult
 
 
@@ -114,7 +113,7 @@ class _Session:
     plan: RunPlan
     runtime: Runtime
     checkpoint: "Checkpoint | None"
-    golden: "Golden | None" = None
+    golden: Golden | None = None
     parts: tuple[AddedPart, ...] = ()
     providers: tuple[str, ...] = ()
 
@@ -161,7 +160,8 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
     prompted = _read_prompt(options, folder, contracts)
-    checkpoint, golden = _open_others(options)
+    golden = read_golden(options.against) if options.against is not None else None
+    checkpoint = _open_checkpoint(options)
     parts = open_parts(options, contracts)
     others = tuple(name for name in options.providers if name != CPU)
     for name in others:
@@ -306,26 +306,19 @@ def _read_prompt(options: Options, folder: ModelFolder, contracts: dict[str, Cac
     return replace(options, prompt_ids=samples.prompt)
 
 
-def _open_others(options: Options) -> "tuple[Checkpoint | None, Golden | None]":
-    """The checkpoint and the golden numbers to compare with."""
-    checkpoint = golden = None
-    if options.against is not None:
-        from kvdoctor.diagnose.golden import read_golden
+def _open_checkpoint(options: Options) -> "Checkpoint | None":
+    """The checkpoint to compare with."""
+    if options.reference is None:
+        return None
+    from kvdoctor.diagnose.checkpoint import Checkpoint
 
-        golden = read_golden(options.against)
-    if options.reference is not None:
-        from kvdoctor.diagnose.checkpoint import Checkpoint
-
-        checkpoint = Checkpoint(options.reference, options.offline)
-    return checkpoint, golden
+    return Checkpoint(options.reference, options.offline)
 
 
 def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults:
     """What golden numbers show, if there are some, and a note on what agrees with them."""
     if session.golden is None:
         return CheckResults()
-    from kvdoctor.diagnose.golden import CODE, compare_with_golden
-
     try:
         compared = compare_with_golden(context, session.golden, session.options, session.runtime)
     except CannotCheck as error:

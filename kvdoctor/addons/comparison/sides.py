@@ -12,7 +12,7 @@ from kvdoctor.addons.comparison.results_diff import compare_findings
 from kvdoctor.analysis.contract_file import is_contract, read_required
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.diagnose.golden import CODE, digest_stack, is_golden, read_golden, render_golden
+from kvdoctor.diagnose.decodings import CODE, digest_stack, is_golden, read_golden, render_golden
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import CannotCheck, UsageError

@@ -1,16 +1,22 @@
-"""Golden numbers: what a healthy model returned, stored in a small file, is compared with what it returns now.
+"""Decodings along the same tokens that are compared: golden numbers, and the variants in a folder.
 
-`record_golden` writes the file, `step-test --against` and `gate` compare with it. The tokens and the seed are those of
-the file, so that the model may have another layout, other names, another arithmetic or another runtime since. A
-`ModelSize` is what shows that an earlier file is of the same model.
+Golden numbers are what a healthy model returned, stored in a small file. `record_golden` writes it, `step-test
+--against` and `gate` compare with it. The tokens and the seed are those of the file, so that the model may have another
+layout, other names, another arithmetic or another runtime since. A `ModelSize` shows that a file is of the same model.
+
+Variants (`model.onnx`, `model_q4.onnx`) are graded by the most exact one. That gives facts, not findings: the user
+decides which difference is too large (`diff --agree`). What runs a model raises `KvdoctorError` where the worker cannot
+start ONNX Runtime.
 """
 
 import contextlib
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor._version import __version__
+from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract, Exactness
 from kvdoctor.decode.golden import (
@@ -22,15 +28,16 @@ from kvdoctor.decode.golden import (
     find_difference,
     measure_worst,
 )
-from kvdoctor.decode.messages import Digested, DigestJob, PairedSide
+from kvdoctor.decode.messages import Digested, DigestJob, Graded, GradeJob, PairedSide
 from kvdoctor.decode.side_files import read_side_file
-from kvdoctor.decode.tolerances import UNLIKE, find_tolerance
+from kvdoctor.decode.tolerances import TOLERANCES, UNLIKE, find_tolerance
 from kvdoctor.diagnose.context import ContractContext, GoldenComparison
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import CannotCheck, UsageError
 from kvdoctor.model.precision import ROUNDED
 from kvdoctor.options import Options
 from kvdoctor.records import from_plain, record, to_plain
+from kvdoctor.report.facts import VariantFacts
 from kvdoctor.report.wording import format_count
 from kvdoctor.runtime.client import Runtime
 
@@ -201,3 +208,61 @@ def _run(job: DigestJob, runtime: Runtime) -> Digested:
     if failed:
         raise CannotCheck(failed)
     return answers[0]
+
+
+def grade_variants(
+    folder: ModelFolder, contracts: Mapping[str, CacheContract], options: Options, runtime: Runtime
+) -> Iterator[VariantFacts]:
+    """The variants in a folder, each run with the base of its group."""
+    for base, variants in _find_variants(folder.stacks, contracts):
+        ours, *theirs = (PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, *variants))
+        job = GradeJob(ours, tuple(theirs), seed=options.seed, provider=options.provider)
+        graded = _run_grades(job, runtime)
+        for variant in variants:
+            found = graded[variant.name]
+            known = not found.failed
+            yield VariantFacts(
+                stack=variant.name,
+                base=base.name,
+                bytes=_count_bytes(variant),
+                base_bytes=_count_bytes(base),
+                tokens=found.tokens,
+                divergence=found.divergence if known else None,
+                same_top1=found.same_top1 if known else None,
+                first_other=found.first_other,
+                layers=found.layers,
+                reason=found.failed or None,
+            )
+
+
+def _find_variants(
+    stacks: Iterable[StackFiles], contracts: Mapping[str, CacheContract]
+) -> Iterator[tuple[StackFiles, tuple[StackFiles, ...]]]:
+    """Stacks that are one model by names, kind and sizes: the base, the most exact and largest, and the others."""
+    groups: dict[object, list[StackFiles]] = {}
+    for stack in stacks:
+        contract = contracts[stack.name]
+        if contract.slots and not contract.missing:
+            stem = stack.main.name.removesuffix(".onnx").removesuffix(stack.main.suffix)
+            layers = len(contract.slots)
+            groups.setdefault((stem, stack.kind, contract.vocabulary, contract.codebooks, layers), []).append(stack)
+    for group in groups.values():
+        limits = {one.name: TOLERANCES[contracts[one.name].exactness].passes for one in group}
+        base, *others = sorted(group, key=lambda one: (limits[one.name], -_count_bytes(one), one.name))
+        if others:
+            yield base, tuple(others)
+
+
+def _run_grades(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
+    """The grade of each variant; where the worker ends, of those that it had not graded that it did."""
+    answers, failed = runtime.answer(job, Graded)
+    found = {one.stack: one for one in answers}
+    missing = f"no comparison: {failed or 'there was no answer'}"
+    return {side.stack: found.get(side.stack) or Graded(side.stack, failed=missing) for side in job.variants}
+
+
+def _count_bytes(stack: StackFiles) -> int:
+    """The files of a stack on disk; external weights that several of them share count once."""
+    external = {one.path: one.bytes or 0 for file in stack.members for one in file.external}
+    inside = (file.skeleton.bytes_on_disk for file in stack.members if file.skeleton is not None)
+    return sum(inside) + sum(external.values())
