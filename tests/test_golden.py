@@ -17,7 +17,7 @@ from support.text_fixtures import Fixture, load_all
 
 from kvdoctor import api
 from kvdoctor.addons.comparison import api as comparison
-from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate, find_difference
+from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate_samples, find_difference
 from kvdoctor.decode.paired_walks import Walk
 
 CHECK = "golden-differs"
@@ -396,4 +396,4 @@ def test_the_correlation_leaves_out_what_both_rule_out(hidden: tuple[int, ...], 
         )
         return GoldenWalk(Walk(1, 4, (1,)), ((0,) * 5,), logits, (1.0, 1.0), ((0,) * 5,) * 2, {}, {})
 
-    assert correlate(walk_of((0,)), walk_of(hidden)) == expected
+    assert correlate_samples(walk_of((0,)), walk_of(hidden)) == expected

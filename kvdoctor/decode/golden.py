@@ -13,6 +13,7 @@ import numpy as np
 from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, take_sample
 from kvdoctor.decode.paired_walks import Walk
+from kvdoctor.decode.parity import correlate
 from kvdoctor.records import record
 
 WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 1, 1)))
@@ -148,22 +149,10 @@ def measure_worst(mine: GoldenWalk, golden: GoldenWalk) -> float:
     )
 
 
-def correlate(mine: GoldenWalk, golden: GoldenWalk) -> float:
-    """The correlation of the samples of the logits, as a mean over the calls; 0 where others are infinite, or NaN.
-
-    Tokens that both rule out (-inf) are left out.
-    """
-    found = []
-    for _, here, there in _pair_calls(mine, golden):
-        one, other = np.array(mine.logits[here]), np.array(golden.logits[there])
-        if not np.array_equal(np.isneginf(one), np.isneginf(other)):
-            return 0.0
-        one, other = one[~np.isneginf(one)], other[~np.isneginf(other)]
-        one, other = one - one.mean(), other - other.mean()
-        with np.errstate(all="ignore"):
-            found.append(float((one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum())))
-    mean = sum(found) / max(len(found), 1)
-    return round(mean, 4) if np.isfinite(mean) else 0.0
+def correlate_samples(mine: GoldenWalk, golden: GoldenWalk) -> float:
+    """The correlation of the samples of the logits, as a mean over the calls."""
+    rows = [(mine.logits[here], golden.logits[there]) for _, here, there in _pair_calls(mine, golden)]
+    return round(correlate(*(np.array(side) for side in zip(*rows, strict=True))), 4) if rows else 0.0
 
 
 def _pair_calls(mine: GoldenWalk, golden: GoldenWalk) -> Iterator[tuple[int, int, int]]:

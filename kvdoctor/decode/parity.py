@@ -123,6 +123,20 @@ def divergences(got: Array, expected: Array) -> Array | None:
     return found
 
 
+def correlate(got: Array, expected: Array) -> float:
+    """The correlation over the vocabulary of logits [positions, vocabulary], as a mean over the positions.
+
+    Tokens that both mask do not count. 0 where others are not finite.
+    """
+    masked = np.isneginf(got) & np.isneginf(expected)
+    if not (np.isfinite(got[~masked]).all() and np.isfinite(expected[~masked]).all()):
+        return 0.0
+    one, other = (np.ma.masked_array(logits.astype(np.float64), masked) for logits in (got, expected))
+    one, other = one - one.mean(-1, keepdims=True), other - other.mean(-1, keepdims=True)
+    found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
+    return float(np.ma.filled(found, 0.0).mean())
+
+
 def _measure_positions(got: Array, expected: Array) -> Array:
     """By position: largest difference, standard deviation, divergence; float64[3, positions].
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.analysis.model_folder import read_object
-from kvdoctor.decode.parity import Verdict, compare, judge
+from kvdoctor.decode.parity import Verdict, compare, correlate, judge
 from kvdoctor.decode.runs import Outcome, Run, Step
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
@@ -196,7 +196,7 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
         if mine.shape != expected.shape:
             text = f"step {step.step}: logits of {list(mine.shape)}, where {model} has {list(expected.shape)}"
             return replace(run, outcome="differs", failed_step=step.step, reason=text, steps=tuple(held))
-        correlations[step.step] = _correlate(mine, expected)
+        correlations[step.step] = correlate(*(side.reshape(-1, side.shape[-1]) for side in (mine, expected)))
         held.append(replace(step, difference=compare(mine, expected, arithmetic.tolerance)))
     if not correlations:
         raise CannotCheck(f"not compared with {model}: no step of the run has logits")
@@ -232,14 +232,6 @@ def _judge(steps: list[Step], correlations: dict[int, float], arithmetic: Arithm
     return dict.fromkeys(correlations, verdict), text
 
 
-def _correlate(mine: Any, theirs: Any) -> float:
-    """Of two arrays of logits over the vocabulary, as a mean over the positions; 0 where they are not finite."""
-    one, other = (array.astype(np.float64) - array.mean(-1, keepdims=True) for array in (mine, theirs))
-    with np.errstate(all="ignore"):
-        found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
-    return float(np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).mean())
-
-
 def _describe_difference(steps: list[Step], failed: int | None) -> str:
     differences = [step.difference for step in steps if step.difference is not None]
     if not all(difference.finite for difference in differences):
@@ -266,17 +258,17 @@ def locate_in_modules(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> Run:
     """The run that differs with its parts and its location, or why there is none; `saved` has the feeds."""
-    return guard_search(run, lambda: _locate(run, context, checkpoint, saved, arithmetic))
 
+    def locate() -> Run:
+        found = _compare(run, context, checkpoint, saved, arithmetic)
+        missing = found.reason
+        apart = _compare_states(_load(saved, NAME), _load(saved.with_suffix(".checkpoint.npz"))) if missing else None
+        if apart is not None and apart > arithmetic.tolerance.passes:
+            states = f"its states are off by {apart:.2g} standard deviations"
+            missing = f"the encoder differs: {states}; on the same states the modules of the decoder agree"
+        return replace(run, parts=found.parts, location=found.location, no_location=missing)
 
-def _locate(run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic) -> Run:
-    found = _compare(run, context, checkpoint, saved, arithmetic)
-    missing = found.reason
-    apart = _compare_states(_load(saved, NAME), _load(saved.with_suffix(".checkpoint.npz"))) if missing else None
-    if apart is not None and apart > arithmetic.tolerance.passes:
-        missing = f"the encoder differs: its states are off by {apart:.2g} standard deviations; on the same states the "
-        missing += "modules of the decoder agree"
-    return replace(run, parts=found.parts, location=found.location, no_location=missing)
+    return guard_search(run, locate)
 
 
 def _compare(

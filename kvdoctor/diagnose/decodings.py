@@ -23,7 +23,7 @@ from kvdoctor.decode.golden import (
     GoldenWalk,
     check_recorded,
     checksum_draws,
-    correlate,
+    correlate_samples,
     count_calls,
     find_difference,
     measure_worst,
@@ -163,7 +163,7 @@ def compare_with_golden(
     if len(pairs) < len(stored.walks):
         words += f", of the {len(stored.walks)} in it"
     if difference is not None and describe_rounding(stack) != stored.weights:
-        correlation = round(sum(correlate(one, other) for one, other in pairs) / len(pairs), 4)
+        correlation = round(sum(correlate_samples(one, other) for one, other in pairs) / len(pairs), 4)
         words += f": the weights are quantized differently, the correlation of the logits is {correlation:.3f}"
         return GoldenComparison(golden.words, limit, words, difference if correlation < UNLIKE else None, correlation)
     worst = max(measure_worst(one, other) for one, other in pairs)
