@@ -440,7 +440,7 @@ class Options:
         "Compare logits and caches with the golden numbers that `kvdoctor record` wrote into this file "
         "(docs/golden.md).",
         commands=("step-test", *GATES),
-        policy='against = "golden/marian.npz"',
+        policy='against = "golden/marian.json"',
     )
     weights: bool = _planned(
         Flag(),

@@ -46,12 +46,12 @@ BUDGET = {
     "addons/traces": 3_575,
     "analysis": 14_675,
     "cli": 1_425,
-    "decode": 9_600,
-    "diagnose": 13_450,
+    "decode": 9_200,
+    "diagnose": 13_275,
     "gating": 2_600,
     "model": 4_350,
     "repair": 6_625,
-    "report": 6_675,
+    "report": 6_650,
     "root": 3_000,
     "runtime": 3_775,
 }
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 418, 31_600, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 416, 31_600, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -25,7 +25,8 @@ from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor import inspect
-from kvdoctor.decode.samples import read_npz
+from kvdoctor.decode.samples import read_arrays
+from kvdoctor.errors import UsageError
 
 COMMANDS = ("inspect", "step-test", "gate")
 RUNS = ("step-test", "gate")
@@ -1111,8 +1112,8 @@ def _with_header(shape: tuple[int, ...]) -> bytes:
 def test_an_archive_that_takes_more_memory_than_its_bytes(content: bytes, reason: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.npy", content)
-    with pytest.raises(ValueError, match=reason):
-        read_npz(tmp_path / "a.npz", 1 << 12)
+    with pytest.raises(UsageError, match=reason):
+        read_arrays(tmp_path / "a.npz", 1 << 12)
     damaged = (tmp_path / "a.npz").read_bytes()[:-9]
     result = call("step-test", GPT2, "--inputs", saved(damaged, tmp_path, "b.npz") / "b.npz")
     assert result.code == 2

@@ -130,7 +130,7 @@ def test_a_loop_ends_with_its_controls() -> None:
 def test_every_step_is_held_against_its_own_positions() -> None:
     given = builder("gpt2")
     calls = drive(named("plain-loop"), given)
-    for call in calls[1:]:
+    for call in (one for one in calls if one.kind != "reference"):
         assert call.expected is not None
         assert call.expected.shape[1] == call.new
 

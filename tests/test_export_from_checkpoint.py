@@ -98,7 +98,6 @@ def test_an_export_is_repaired_compared_with_the_checkpoint_and_written(tmp_path
     assert {entry.claim for entry in report.repair.proof} >= {
         "layers-swapped is gone",
         "logits are those of PyTorch",
-        "greedy tokens are those of PyTorch",
     }
     assert left_in(tmp_path) == {"out"}
     for name in ("kvdoctor-report.md", "kvdoctor-report.html"):
@@ -124,7 +123,6 @@ def test_an_export_is_made_repaired_proved_and_written_with_its_recipe(tmp_path:
     assert all(claims.values())
     for stack in ("merged", "pair"):
         assert claims[stack, "logits are those of PyTorch"]
-        assert claims[stack, "greedy tokens are those of PyTorch"]
     assert (made.exporter, made.ports, made.left_out) == ("optimum", (), ())
     assert {choice.what for choice in made.choices} == {"exporter", "opset", "dtype", "merge"}
     recipe = tmp_path / "out" / "kvdoctor-export"

@@ -1,9 +1,7 @@
 """Golden numbers: `record` keeps what a healthy model returns, `--against` and the gate compare with it."""
 
-import io
 import json
 import shutil
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +17,16 @@ from support.text_fixtures import Fixture, load_all
 
 from kvdoctor import api
 from kvdoctor.addons.comparison import api as comparison
-from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate, find_difference, pack, unpack
+from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate_samples, find_difference
 from kvdoctor.decode.paired_walks import Walk
 
 CHECK = "golden-differs"
-Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden numbers of GPT-2."""
-    return record("gpt2", tmp_path_factory.mktemp("golden") / "gpt2.npz")
+    return record("gpt2", tmp_path_factory.mktemp("golden") / "gpt2.json")
 
 
 def record(name: str, out: Path, *options: str) -> Path:
@@ -67,14 +64,14 @@ def changed(tmp_path: Path, change: Callable[[str, "np.ndarray[Any, Any]"], "np.
 
 
 def test_the_same_model_gives_the_same_bytes_and_nothing_of_the_machine(golden: Path, tmp_path: Path) -> None:
-    again = record("gpt2", tmp_path / "again.npz")
+    again = record("gpt2", tmp_path / "again.json")
     assert again.read_bytes() == golden.read_bytes()
-    assert str(EXPORTS) not in bytes(unpack(golden)["golden"]).decode()
-    assert golden.stat().st_size < 20_000
+    assert str(EXPORTS) not in golden.read_text()
+    assert golden.stat().st_size < 60_000
 
 
 def test_a_file_that_exists_is_replaced_where_that_is_asked_for(golden: Path, tmp_path: Path) -> None:
-    file = tmp_path / "golden.npz"
+    file = tmp_path / "golden.json"
     file.write_bytes(b"mine")
     refused = kvdoctor("record", EXPORTS / "gpt2", "-o", file)
     assert (refused.returncode, file.read_bytes()) == (2, b"mine")
@@ -84,95 +81,85 @@ def test_a_file_that_exists_is_replaced_where_that_is_asked_for(golden: Path, tm
 
 
 def test_nothing_is_recorded_of_a_model_that_is_not_healthy(tmp_path: Path) -> None:
-    out = tmp_path / "golden.npz"
+    out = tmp_path / "golden.json"
     done = kvdoctor("record", EXPORTS / "marian-4.46.3", "-o", out)
     assert (done.returncode, out.exists()) == (1, False)
     assert "no golden numbers were written" in done.stdout
     assert "cross-cache-emptied" in done.stdout
 
 
-def with_head(change: dict[str, Any]) -> Callable[[Arrays], Arrays]:
-    def changed(arrays: Arrays) -> Arrays:
-        head = json.loads(arrays["golden"].tobytes()) | change
-        return {**arrays, "golden": np.frombuffer(json.dumps(head).encode(), np.uint8)}
-
-    return changed
-
-
-def of(name: str, change: Callable[["np.ndarray[Any, Any]"], Any]) -> Callable[[Arrays], Arrays]:
-    """Another value of one array of the first decoding; None leaves it out."""
-
-    def changed(arrays: Arrays) -> Arrays:
-        made = {**arrays, name: change(arrays[name])}
-        return {key: values for key, values in made.items() if values is not None}
-
-    return changed
+def edited(file: Path, out: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Another file of golden numbers: `change` edits what is in it."""
+    content = json.loads(file.read_bytes())
+    change(content)
+    out.write_text(json.dumps(content))
+    return out
 
 
-def text(content: bytes) -> Callable[["np.ndarray[Any, Any]"], Any]:
-    return lambda _: np.frombuffer(content, np.uint8)
+def head(**entries: Any) -> Callable[[dict[str, Any]], object]:
+    """Other entries of the file."""
+    return lambda content: content.update(entries)
+
+
+def of(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], object]:
+    """Another value of one entry of the first decoding; None leaves it out."""
+
+    def edit(content: dict[str, Any]) -> None:
+        walk = content["stacks"][0]["walks"][0]
+        walk[name] = change(walk[name])
+        if walk[name] is None:
+            del walk[name]
+
+    return edit
+
+
+def each(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The change made to every number of a table, or of a row of it."""
+    return lambda rows: [each(change)(row) if isinstance(row, list) else change(row) for row in rows]
 
 
 NONE = "holds no golden numbers"
-BAD: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
-    "another version": (with_head({"schema": "kvdoctor/golden/99"}), NONE),
-    "no stacks": (with_head({"stacks": {}}), NONE),
-    "a stack that is a number": (with_head({"stacks": [1]}), NONE),
-    "no facts": (of("golden", lambda _: None), NONE),
-    "facts that are no JSON": (of("golden", text(b"{")), NONE),
-    "facts nested too deeply": (of("golden", text(b"[" * 100_000)), NONE),
-    "no logits": (of("0/0:logits", lambda _: None), NONE),
-    "logits of another shape": (of("0/0:logits", lambda values: values[:1]), NONE),
-    "tokens that are no integers": (of("0/0:tokens", lambda values: values + 0.5), NONE),
-    "tokens below zero": (of("0/0:tokens", lambda values: values - 1000), NONE),
-    "tokens beyond the vocabulary": (of("0/0:tokens", lambda values: values + 1000), NONE),
-    "deviations that are no numbers": (of("0/0:deviations", lambda values: values * np.nan), NONE),
-    "sizes below one": (of("0/0:sizes", lambda values: values - 9), NONE),
-    "sizes beyond reason": (of("0/0:sizes", lambda values: values * 100_000), NONE),
-    "names that are a number": (of("0/0:names", text(b"7")), NONE),
-    "logits that are NaN": (of("0/0:logits", lambda values: np.where(values == values.max(), np.nan, values)), "NaN"),
-    "a cache that is NaN": (of("0/0:caches", lambda values: values * np.float32(np.nan)), "NaN"),
-    "likely tokens below zero": (of("0/0:top", lambda values: values - 1000), "the likeliest tokens are no ids"),
-    "likely tokens beyond": (of("0/0:top", lambda values: values + 1000), "beyond its vocabulary of 128"),
+BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another version": (head(schema="kvdoctor/golden/99"), NONE),
+    "no stacks": (head(stacks={}), NONE),
+    "a stack that is a number": (head(stacks=[1]), NONE),
+    "a seed below zero": (head(seed=-1), NONE),
+    "no logits": (of("logits", lambda _: None), NONE),
+    "logits of another shape": (of("logits", lambda rows: rows[:1]), NONE),
+    "samples of another size": (of("logits", lambda rows: [row[:9] for row in rows]), NONE),
+    "tokens that are no integers": (of("tokens", each(lambda token: token + 0.5)), NONE),
+    "tokens below zero": (of("tokens", each(lambda token: token - 1000)), NONE),
+    "tokens beyond the vocabulary": (of("tokens", each(lambda token: token + 1000)), NONE),
+    "deviations that are no numbers": (of("deviations", each(lambda _: float("nan"))), NONE),
+    "sizes below one": (of("walk", lambda walk: {**walk, "prompt": walk["prompt"] - 9}), NONE),
+    "sizes beyond reason": (of("walk", lambda walk: {**walk, "prompt": walk["prompt"] * 100_000}), NONE),
+    "caches that are a number": (of("caches", lambda _: 7), NONE),
+    "a cache without its deviation": (of("spreads", lambda _: {}), NONE),
+    "logits that are NaN": (of("logits", each(lambda _: float("nan"))), "NaN"),
+    "a cache that is NaN": (of("caches", lambda held: dict.fromkeys(held, [float("nan")] * 64)), "NaN"),
+    "likely tokens below zero": (of("top", each(lambda token: token - 1000)), "not one of its vocabulary of 128"),
+    "likely tokens beyond": (of("top", each(lambda token: token + 1000)), "not one of its vocabulary of 128"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_damaged_file_is_refused(kind: str, golden: Path, tmp_path: Path) -> None:
-    file = tmp_path / "bad.npz"
     change, said = BAD[kind]
-    file.write_bytes(pack(change(unpack(golden))))
-    refuses(file, said)
+    refuses(edited(golden, tmp_path / "bad.json", change), said)
 
 
 def test_what_is_no_golden_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "bad.npz"
-    for content in (b"", b"PK\x03\x04 cut", b"text", pickled(), bomb()):
+    file = tmp_path / "bad.json"
+    for content in (b"", b"PK\x03\x04 cut", b"text", b"{}", b"[" * 100_000, bytes(80 << 20)):
         file.write_bytes(content)
         refuses(file)
-    refuses(tmp_path / "missing.npz", "is no file")
+    refuses(tmp_path / "missing.json", "is no file")
 
 
 def test_hidden_tokens_of_a_vocabulary_are_no_fault_of_a_file(golden: Path, tmp_path: Path) -> None:
-    file = tmp_path / "hidden.npz"
-    hide = of("0/0:logits", lambda values: np.where(np.arange(values.shape[1]) == 0, -np.inf, values).astype("f4"))
-    file.write_bytes(pack(hide(unpack(golden))))
-    code, report = compare(EXPORTS / "gpt2", file)
+    hide = of("logits", lambda rows: [[-float("inf"), *row[1:]] for row in rows])
+    code, report = compare(EXPORTS / "gpt2", edited(golden, tmp_path / "hidden.json", hide))
     assert (code, len(found(report))) == (1, 1)
-
-
-def pickled() -> bytes:
-    content = io.BytesIO()
-    np.savez(content, golden=np.array([{"a": 1}], dtype=object))
-    return content.getvalue()
-
-
-def bomb() -> bytes:
-    """A small file that says that it holds more than any golden file."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("golden.npy", bytes(80 << 20))
-    return content.getvalue()
 
 
 def refuses(file: Path, words: str = "holds no golden numbers") -> None:
@@ -201,7 +188,7 @@ def test_another_form_of_the_model_agrees(options: str, golden: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_merged_decoder_agrees_with_its_repair_and_its_pair(tmp_path: Path) -> None:
-    golden = record("marian-4.57.6", tmp_path / "golden.npz", "--consumer", "held")
+    golden = record("marian-4.57.6", tmp_path / "golden.json", "--consumer", "held")
     made = kvdoctor("re-export", EXPORTS / "marian-4.57.6", "-o", tmp_path / "made")
     assert made.returncode == 0, made.stdout + made.stderr
     code, report = compare(tmp_path / "made", golden)
@@ -242,13 +229,11 @@ def test_what_rounding_hardly_explains_is_a_warning_and_hides_no_large_differenc
 
 def test_a_cache_of_one_walk_hides_no_logits_of_another() -> None:
     rng, walk = np.random.default_rng(0), Walk(1, 1, ())
-    logits, cache, top = rng.standard_normal((1, 64)), rng.standard_normal(64), np.zeros((1, 5), int)
-    wide = np.ones(1)
+    logits, cache = rng.standard_normal(64), rng.standard_normal(64)
 
     def walked(logits_off: float, cache_off: float) -> GoldenWalk:
-        return GoldenWalk(
-            walk, top[:, :1], logits + logits_off, wide, top, {"0.key": cache + cache_off}, {"0.key": 1.0}
-        )
+        rows, held = (tuple((logits + logits_off).tolist()),), {"0.key": tuple((cache + cache_off).tolist())}
+        return GoldenWalk(walk, ((0,),), rows, (1.0,), ((0,) * 5,), held, {"0.key": 1.0})
 
     pairs = [(walked(0, 1), walked(0, 0)), (walked(2e-3, 0), walked(0, 0)), (walked(1, 0), walked(0, 0))]
     for count, cache_name, off in ((1, "0.key", 1), (2, None, 2e-3), (3, None, 1)):
@@ -329,18 +314,17 @@ def few_tokens() -> Fixture:
 @pytest.mark.parametrize("few", [False, True], ids=["a padded head", "few tokens"])
 def test_another_vocabulary_agrees_with_what_was_recorded_of_it(few: bool, tmp_path: Path) -> None:
     model = (few_tokens() if few else load_all()["decoder-only-padded-head-healthy"]).write(tmp_path)
-    done = kvdoctor("record", model, "-o", tmp_path / "golden.npz")
+    done = kvdoctor("record", model, "-o", tmp_path / "golden.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    code, report = compare(model, tmp_path / "golden.npz")
+    code, report = compare(model, tmp_path / "golden.json")
     assert (code, found(report)) == (0, [])
 
 
 def test_a_numpy_that_draws_other_numbers_is_said(golden: Path, tmp_path: Path) -> None:
-    head = json.loads(unpack(golden)["golden"].tobytes())
-    head["stacks"][0]["draws"] = checksum_draws(head["seed"] + 1)
-    file = tmp_path / "other.npz"
-    file.write_bytes(pack(with_head(head)(unpack(golden))))
-    code, report = compare(EXPORTS / "gpt2", file)
+    def draw(content: dict[str, Any]) -> None:
+        content["stacks"][0]["draws"] = checksum_draws(content["seed"] + 1)
+
+    code, report = compare(EXPORTS / "gpt2", edited(golden, tmp_path / "other.json", draw))
     assert code == 3
     assert "generates other random numbers" in report["not_checked"][0]["reason"]
 
@@ -358,8 +342,8 @@ def test_a_gate_compares_by_its_policy_and_again_when_the_file_changes(golden: P
     (project / "golden").mkdir(parents=True)
     shutil.copytree(EXPORTS / "gpt2", project / "exports" / "gpt2")
     shutil.copytree(EXPORTS / "llama-gqa", project / "exports" / "llama")
-    shutil.copy(golden, project / "golden" / "gpt2.npz")
-    (project / "kvdoctor.toml").write_text('[[overrides]]\nmodels = ["exports/gpt2"]\nagainst = "golden/gpt2.npz"\n')
+    shutil.copy(golden, project / "golden" / "gpt2.json")
+    (project / "kvdoctor.toml").write_text('[[overrides]]\nmodels = ["exports/gpt2"]\nagainst = "golden/gpt2.json"\n')
     words = ("--config", project / "kvdoctor.toml", "--cache-dir", tmp_path / "cache", "--format", "json")
     gate = ("gate", project / "exports" / "gpt2", project / "exports" / "llama", *words)
     first = kvdoctor(*gate)
@@ -367,7 +351,7 @@ def test_a_gate_compares_by_its_policy_and_again_when_the_file_changes(golden: P
     with_golden = ["against" in one["arguments"] for one in json.loads(first.stdout)["reports"]]
     assert with_golden == [True, False]
 
-    (project / "golden" / "gpt2.npz").write_bytes(pack(of("0/0:logits", lambda values: values + 1)(unpack(golden))))
+    edited(golden, project / "golden" / "gpt2.json", of("logits", each(lambda value: value + 1)))
     second = kvdoctor(*gate)
     assert second.returncode == 1
     names = [[finding["name"] for finding in one["findings"]] for one in json.loads(second.stdout)["reports"]]
@@ -406,9 +390,10 @@ def test_the_correlation_leaves_out_what_both_rule_out(hidden: tuple[int, ...], 
     """Tokens at -inf say nothing of the others, but others at -inf are another model."""
 
     def walk_of(ruled_out: tuple[int, ...]) -> GoldenWalk:
-        logits = np.arange(2.0 * 8, dtype=np.float32).reshape(2, 8)
-        logits[:, list(ruled_out)] = -np.inf
-        top = np.zeros((2, 5), np.int32)
-        return GoldenWalk(Walk(1, 4, (1,)), np.zeros((1, 5), np.int64), logits, np.ones(2, np.float32), top, {}, {})
+        rows = (range(8), range(8, 16))
+        logits = tuple(
+            tuple(-float("inf") if at in ruled_out else float(n) for at, n in enumerate(row)) for row in rows
+        )
+        return GoldenWalk(Walk(1, 4, (1,)), ((0,) * 5,), logits, (1.0, 1.0), ((0,) * 5,) * 2, {}, {})
 
-    assert correlate(walk_of((0,)), walk_of(hidden)) == expected
+    assert correlate_samples(walk_of((0,)), walk_of(hidden)) == expected

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
+from kvdoctor.decode.parity import compare, judge, measurable, slot_difference
 from kvdoctor.decode.tolerances import TOLERANCES
 
 RNG = np.random.default_rng(0)
@@ -127,21 +127,17 @@ def probabilities(logits: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -
 
 
 @given(st.integers(0, 1000), st.sampled_from([1e-4, 1e-2, 1.0, 10.0]))
-def test_divergence_and_cosine_are_those_of_the_definitions(seed: int, scale: float) -> None:
+def test_the_divergence_is_that_of_the_definition(seed: int, scale: float) -> None:
     rng = np.random.default_rng(seed)
     want, gap = rng.standard_normal((2, 3, 16)) * 3, rng.standard_normal((2, 3, 16)) * scale
     got, difference = want + gap, compare(want + gap, want)
     p, q = probabilities(want), probabilities(got)
     assert difference.kl == pytest.approx((p * np.log(p / q)).sum(-1).max(), rel=1e-2)
-    a, b = want - want.mean(-1, keepdims=True), got - got.mean(-1, keepdims=True)
-    cosines = (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-    assert 1 - difference.cosine == pytest.approx(1 - cosines.min(), rel=1e-2)
 
 
 def test_what_softmax_does_not_see_is_no_divergence() -> None:
     difference = compare(LOGITS.astype(np.float64) + 100, LOGITS.astype(np.float64))
-    assert (difference.kl, difference.same_top1, difference.same_top5) == (0, 1, 1)
-    assert difference.cosine == pytest.approx(1, abs=1e-9)
+    assert (difference.kl, difference.same_top1) == (0, 1)
     assert difference.relative > 1
 
 
@@ -153,23 +149,6 @@ def test_a_wide_vocabulary_is_compared_as_a_narrow_one() -> None:
     together = compare(got, want)
     assert together.max_abs == max(row.max_abs for row in rows)
     assert together.kl == max(row.kl for row in rows)
-    assert together.cosine == min(row.cosine for row in rows)
-
-
-def test_five_likeliest_words_are_counted_apart_from_their_order() -> None:
-    expected = np.arange(10.0).reshape(1, 1, 10)
-    reordered, replaced = expected.copy(), expected.copy()
-    reordered[0, 0, 5:] = reordered[0, 0, :4:-1]
-    replaced[0, 0, [0, 9]] = replaced[0, 0, [9, 0]]
-    assert (compare(reordered, expected).same_top1, compare(reordered, expected).same_top5) == (0.0, 1.0)
-    assert compare(replaced, expected).same_top5 == 0.8
-    assert compare(expected[..., :3] + [0, 0, 9], expected[..., :3]).same_top5 == 1.0
-
-
-def test_a_tie_with_the_fifth_word_is_no_disagreement() -> None:
-    expected = np.array([[[9.0, 8.0, 7.0, 6.0, 1.0, 1.0 - 1e-6, 0.0]]])
-    assert compare(expected[..., [0, 1, 2, 3, 5, 4, 6]], expected).same_top5 == 1.0
-    assert compare(expected[..., [0, 1, 2, 3, 6, 5, 4]], expected).same_top5 == 0.8
 
 
 def test_slots_are_held_against_their_own_spread() -> None:
@@ -179,50 +158,3 @@ def test_slots_are_held_against_their_own_spread() -> None:
     assert slot_difference(keys, keys) == 0.0
     assert slot_difference(keys[:, :, 1:], keys) is None
     assert slot_difference(np.full_like(keys, np.nan), keys) is None
-
-
-NOISE = [0.0, 5e-7, 2e-7, 9e-7, 1e-6, 3e-7, 8e-7, 4e-7]
-
-
-@pytest.mark.parametrize(
-    ("relatives", "shape", "step"),
-    [
-        (NOISE, "flat", None),
-        (sorted(NOISE), "flat", None),
-        ([0.3, 0.4, 0.3, 0.5, 0.2, 0.4, 0.3, 0.4], "flat", None),
-        ([0.0, 0.4, 0.3, 0.5, 0.2, 0.4, 0.3, 0.4], "sudden", 1),
-        ([*NOISE[:4], 0.4, 0.3, 0.5, 0.2], "sudden", 4),
-        ([*NOISE[:7], 0.4], "sudden", 7),
-        ([0.0, *(0.01 * step for step in range(1, 8))], "linear", None),
-        ([0.0, *(0.01 * step for step in range(1, 40))], "linear", None),
-        ([0.0, 0.01, 0.03, 0.02, 0.05, 0.04, 0.07, 0.09], "linear", None),
-        ([0.0, 1e-6, 1e-6, 0.5, 1e-6, 2e-6, 1e-6, 1e-6], "flat", None),
-    ],
-    ids=[
-        "noise",
-        "rising noise",
-        "always",
-        "from the cache on",
-        "later",
-        "last",
-        "rising",
-        "long",
-        "uneven",
-        "outlier",
-    ],
-)
-def test_how_an_error_goes_over_the_steps(relatives: list[float], shape: str, step: int | None) -> None:
-    growth = error_growth(relatives, TOLERANCES["float"])
-    assert growth is not None
-    assert (growth.shape, growth.step) == (shape, step)
-
-
-def test_few_steps_have_no_trend() -> None:
-    assert error_growth([0.0, 0.1, 0.2, 0.3], TOLERANCES["float"]) is None
-
-
-@given(st.permutations(NOISE), st.sampled_from(sorted(TOLERANCES)))
-def test_noise_never_grows(relatives: list[float], exactness: str) -> None:
-    growth = error_growth(relatives, TOLERANCES[exactness])
-    assert growth is not None
-    assert growth.shape == "flat"

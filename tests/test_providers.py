@@ -21,11 +21,10 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.choices import CPU
 from kvdoctor.decode.tolerances import TOLERANCES
-from kvdoctor.diagnose.context import TargetContext, extend_context
+from kvdoctor.diagnose.context import RunContext, extend_context
 from kvdoctor.diagnose.examine import build_job
 from kvdoctor.diagnose.inspection import build_context
-from kvdoctor.diagnose.providers import NEXT
-from kvdoctor.diagnose.targets import compare_logits
+from kvdoctor.diagnose.targets import NEXT, compare_logits
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.providers import PROVIDERS, list_drivers, read_provider
@@ -160,7 +159,7 @@ def test_a_run_that_ends_earlier_is_a_difference(tmp_path: Path) -> None:
     with np.load(whole) as kept:
         last = math.prod(run.steps[-1].returned["logits"].shape)
         np.savez(part, **{run.experiment: kept[run.experiment][:-last]})
-    tested = replace(extend_context(context, TargetContext), runs=(run,))
+    tested = replace(extend_context(context, RunContext), runs=(run,))
     shorter = replace(run, steps=run.steps[:-1])
     gaps = compare_logits(tested, [shorter], whole, part, tested.tolerance)
     assert gaps == {run.experiment: LogitsGap(shorter.steps[-1].step, None, "fail")}

@@ -183,8 +183,6 @@ def test_a_cause_that_no_run_proved_is_not_invented(name: str, place: str, tmp_p
     text = report.findings[0].repair.text
     assert text.startswith(f"{place}export again; test the result")
     assert ("the runs do not show the cause" in text) == (not place)
-    ran = {run.experiment for run in report.runs if run.shows == "passed"}
-    assert ("results that change from call to call" in text) == ("same-feed" in ran and not place)
 
 
 def test_the_step_that_meets_the_fixed_length_is_shown(tmp_path: Path, runtime: Runtime) -> None:

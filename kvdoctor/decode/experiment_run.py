@@ -26,12 +26,11 @@ from kvdoctor.decode.calls import (
 from kvdoctor.decode.experiments import Experiment
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.messages import CallStarting, CallTimed, StepDone
-from kvdoctor.decode.parity import compare, error_growth, judge, measurable, slot_difference
+from kvdoctor.decode.parity import compare, judge, measurable, slot_difference
 from kvdoctor.decode.runs import (
     LOOPS,
     Cause,
     Control,
-    ErrorGrowth,
     LogitsDifference,
     ObservedTensor,
     Outcome,
@@ -359,18 +358,7 @@ class _ExperimentRun:
             save_call(folder / f"{self.experiment.name}-reference.npz", self.builder.reference(stop).feeds)
 
     def _make_run(self, outcome: Outcome, **more: Any) -> Run:
-        more |= {"controls": tuple(self.controls), "growth": self._find_growth()}
-        return self.runner.make_run(self.experiment, outcome, **more)
-
-    def _find_growth(self) -> ErrorGrowth | None:
-        """How the difference develops over the steps of a loop that decodes one token per step after its prefill."""
-        decoded = self.steps[1:]
-        if any(step.phase != "decode" or step.new_tokens != 1 or step.difference is None for step in decoded):
-            return None
-        found = [step.difference for step in self.steps if step.difference is not None and step.difference.finite]
-        if len(found) != len(self.steps):
-            return None
-        return error_growth([difference.relative for difference in found], self.tolerance)
+        return self.runner.make_run(self.experiment, outcome, controls=tuple(self.controls), **more)
 
 
 def _compare_slots(call: Call, answer: Answer) -> dict[str, float]:

@@ -36,6 +36,12 @@ from kvdoctor.decode.tolerances import Tolerance, find_tolerance
 from kvdoctor.errors import CannotCheck
 from kvdoctor.records import record
 
+
+def fill_front(logits: Array, total: int) -> Array:
+    """The logits of the last tokens of so many, with zeros for those before, float[batch, total, vocabulary]."""
+    return np.pad(logits, ((0, 0), (total - logits.shape[1], 0), (0, 0)))
+
+
 SPARE, NOISE = 5, (1, 2, 4, 8)
 """Tokens that a buffer gets as well whose capacity is not declared; sizes of noise in controls on token ids."""
 
@@ -169,25 +175,19 @@ class FeedBuilder(Conditions):
         stop = stop or self.scenario.total
         return self._call("prefill", 0, stop, self.first_past(0), 0, kind="reference")
 
-    def whole(self, stop: int | None = None) -> Asking[Array]:
+    def whole(self, stop: int | None = None, start: int = 0) -> Asking[Array]:
         """The logits of a reference run, float[batch, stop, vocabulary].
 
-        A graph that gives the logits of the last token alone is run once for each length.
+        A graph that gives the logits of the last token alone is run once for each length, those up to `start` left out.
         """
-        logits, _ = yield from self.whole_answer(stop)
-        return logits
-
-    def whole_answer(self, stop: int | None = None) -> Asking[tuple[Array, Answer]]:
-        """Like `whole`, and also returns the full answer with the growing slots."""
         stop = stop or self.scenario.total
         if not self.contract.last_logits_only:
-            answer = yield self.reference(stop)
-            return answer.logits, answer
+            return (yield self.reference(stop)).logits
         found: list[Array] = []
-        for length in range(1, stop + 1):
+        for length in range(start + 1, stop + 1):
             answer = yield self.reference(length)
             found.append(answer.logits[:, -1:])
-        return np.concatenate(found, axis=1), answer
+        return fill_front(np.concatenate(found, axis=1), stop)
 
     def prefill(self, stop: int, expected: Array | None = None, dummy: int = 0) -> Call:
         """The first `stop` tokens; past inputs that grow get a dummy of length `dummy` filled with zeros."""
@@ -199,11 +199,22 @@ class FeedBuilder(Conditions):
         """Tokens start to stop on top of a cache, which is as long as `past` says."""
         return self._call("decode", start, stop, past, self.past_length(past), expected=expected, **more)
 
+    def resized(self, prompt: int, total: int) -> "FeedBuilder":
+        """A builder of a sequence of another length, of which so many tokens are in the prefill."""
+        scenario = replace(self.scenario, prompt=prompt, steps=total - prompt + 1)
+        return replace(self, scenario=scenario, tokens=self.tokens[:, :0])
+
     def begin(self, expected: Array | None = None, stop: int | None = None) -> Asking[Past]:
         """Prefill the prompt, or `stop` tokens, compared with the logits `expected`; gives the past of the loop."""
         stop = stop or self.scenario.prompt
         answer = yield self.prefill(stop, None if expected is None else expected[:, :stop])
         return self.carry(None, answer, self.loop)
+
+    def run_through(self, expected: Array, size: int = 1) -> Asking[Past]:
+        """The prompt and the loop to the end of the sequence; gives the past of the last call."""
+        past = yield from self.begin(expected)
+        before, _ = yield from self.go_on(past, self.scenario.prompt, self.scenario.total, expected, size)
+        return before
 
     def go_on(
         self, past: Past | None, start: int, stop: int, expected: Array | None = None, size: int = 1
@@ -330,21 +341,8 @@ class FeedBuilder(Conditions):
             "capacity": self.capacity,
         }
         tokens = self.tokens[:, start:stop]
-        step = StepInputs(
-            contract=self.contract,
-            phase=phase,
-            tokens=tokens,
-            begin=past_length,
-            sizes=sizes,
-            columns=self._columns(past, total),
-            padding=self.padding,
-            encoder_padding=self.encoder_padding,
-            gap=self.gap,
-            gap_end=self.gap_end,
-            states=self.encoded.states,
-            embedded=self.embed(phase, tokens) if self.embed is not None else {},
-            adapted=self.adapted,
-        )
+        embedded = self.embed(phase, tokens) if self.embed is not None else {}
+        step = StepInputs(self, phase, tokens, past_length, sizes, self._columns(past, total), embedded)
         feeds = {port.name: self._feed(port, past, step) for port in self.contract.graph(phase).inputs}
         via = "run" if more.get("kind") == "reference" else self.via
         return Call(phase=phase, feeds=feeds, past=past_length, new=stop - start, via=via, **more)

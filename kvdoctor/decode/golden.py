@@ -4,20 +4,16 @@ A digest has samples of the logits of every call and of each layer's cache, and 
 sampled in the order of axes [batch, kv_heads, tokens, head_dim], so that another layout of the file compares.
 """
 
-import io
-import json
-import zipfile
+import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, take_sample
 from kvdoctor.decode.paired_walks import Walk
-from kvdoctor.decode.samples import read_npz
+from kvdoctor.decode.parity import correlate
 from kvdoctor.records import record
 
 WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 1, 1)))
@@ -25,31 +21,31 @@ WALKS = (Walk(1, 8, (1,) * 24), Walk(1, 3, (2, 1, 3, 1)), Walk(2, 4, (1, 1, 1)))
 TOP = 5
 ORDER: tuple[Axis, ...] = ("batch", "layers", "parts", "kv_heads", "past", "head_dim")
 LEAST_DEVIATION = 1e-12
-SAMPLED, MOST_BYTES = 64, 64 << 20
-"""Values of a sample (`calls.take_sample`); unpacked bytes of a file: a model of 500 layers needs a fiftieth."""
+SAMPLED, MOST_SIZES, MOST_TOKENS = 64, 256, 4096
+"""Values of a sample (`calls.take_sample`); of a walk that is read the calls, and the tokens of a call, at most."""
 
 
-@record(slots=False)
+@record
 class GoldenWalk:
     """The digest of one walk.
 
     Attributes:
         walk: The calls.
-        tokens: int64[batch, total]: what was fed.
-        logits: float32[calls, 64]: a sample of the last logits of each call.
-        deviations: float32[calls]: their standard deviations.
-        top: int32[calls, 5]: the likeliest tokens, the likeliest first.
-        caches: By layer and part (`0.key`), float32[64]: a sample of the cache after the last call.
+        tokens: int[batch, total]: what was fed.
+        logits: float[calls, 64]: a sample of the last logits of each call.
+        deviations: float[calls]: their standard deviations.
+        top: int[calls, 5]: the likeliest tokens, the likeliest first.
+        caches: By layer and part (`0.key`), float[64]: a sample of the cache after the last call.
         spreads: By the same name, its standard deviation.
     """
 
     walk: Walk
-    tokens: Array
-    logits: Array
-    deviations: Array
-    top: Array
-    caches: Mapping[str, Array]
-    spreads: Mapping[str, float]
+    tokens: tuple[tuple[int, ...], ...]
+    logits: tuple[tuple[float, ...], ...]
+    deviations: tuple[float, ...]
+    top: tuple[tuple[int, ...], ...]
+    caches: dict[str, tuple[float, ...]]
+    spreads: dict[str, float]
 
 
 @record
@@ -70,9 +66,8 @@ class GoldenDifference:
 
 def digest(walk: Walk, tokens: Array, logits: Array, last: Answer, contract: CacheContract) -> GoldenWalk:
     """The digest of a walk: `logits` float[calls, vocabulary], `last` what the last call returned."""
-    samples = np.stack([take_sample(row) for row in logits]).astype(np.float32)
     # The head may be padded to more rows than there are tokens.
-    top = np.argsort(-logits[:, : contract.vocabulary], axis=-1, kind="stable")[:, :TOP].astype(np.int32)
+    top = np.argsort(-logits[:, : contract.vocabulary], axis=-1, kind="stable")[:, :TOP]
     top = np.pad(top, ((0, 0), (0, TOP - top.shape[1])), mode="edge")  # of a vocabulary of fewer tokens
     caches, spreads = {}, {}
     for slot in contract.of_kind("self-attention"):
@@ -82,10 +77,15 @@ def digest(walk: Walk, tokens: Array, logits: Array, last: Answer, contract: Cac
         values = _in_order(slot, last.outputs[name].array(), walk.total)
         if values is not None and values.size and np.issubdtype(values.dtype, np.floating):
             label = f"{slot.layer}.{slot.part}"
-            caches[label] = take_sample(values).astype(np.float32)
-            spreads[label] = float(values.astype(np.float64).std())
-    deviations = [float(row[np.isfinite(row)].std()) for row in logits]
-    return GoldenWalk(walk, tokens, samples, np.array(deviations, np.float32), top, caches, spreads)
+            caches[label], spreads[label] = _sample(values), float(values.astype(np.float64).std())
+    deviations = tuple(float(row[np.isfinite(row)].std()) for row in logits)
+    fed, likely = (tuple(map(tuple, rows.tolist())) for rows in (tokens, top))
+    return GoldenWalk(walk, fed, tuple(map(_sample, logits)), deviations, likely, caches, spreads)
+
+
+def _sample(values: Array) -> tuple[float, ...]:
+    """A sample in the precision of float32: more digits would be noise."""
+    return tuple(float(f"{value:.8g}") for value in take_sample(values))
 
 
 def _in_order(slot: Slot, values: Array, total: int) -> Array | None:
@@ -118,9 +118,9 @@ def find_difference(
 def _find_other_logits(mine: GoldenWalk, golden: GoldenWalk, passes: float) -> GoldenDifference | None:
     """The first call whose logits are off; calls that end with the same token are compared."""
     for stop, here, there in _pair_calls(mine, golden):
-        off = _measure(mine.logits[here], golden.logits[there], float(golden.deviations[there]))
+        off = _measure(mine.logits[here], golden.logits[there], golden.deviations[there])
         if not off <= passes:
-            tops = int(golden.top[there, 0]), int(mine.top[here, 0])
+            tops = golden.top[there][0], mine.top[here][0]
             return GoldenDifference(golden.walk, stop, None, off, tops if tops[0] != tops[1] else None)
     return None
 
@@ -144,27 +144,15 @@ def measure_worst(mine: GoldenWalk, golden: GoldenWalk) -> float:
     """The largest difference of the logits, as a fraction of their standard deviation."""
     pairs = _pair_calls(mine, golden)
     return max(
-        (_measure(mine.logits[here], golden.logits[at], float(golden.deviations[at])) for _, here, at in pairs),
+        (_measure(mine.logits[here], golden.logits[at], golden.deviations[at]) for _, here, at in pairs),
         default=0.0,
     )
 
 
-def correlate(mine: GoldenWalk, golden: GoldenWalk) -> float:
-    """The correlation of the samples of the logits, as a mean over the calls; 0 where others are infinite, or NaN.
-
-    Tokens that both rule out (-inf) are left out.
-    """
-    found = []
-    for _, here, there in _pair_calls(mine, golden):
-        one, other = (values.astype(np.float64) for values in (mine.logits[here], golden.logits[there]))
-        if not np.array_equal(np.isneginf(one), np.isneginf(other)):
-            return 0.0
-        one, other = one[~np.isneginf(one)], other[~np.isneginf(other)]
-        one, other = one - one.mean(), other - other.mean()
-        with np.errstate(all="ignore"):
-            found.append(float((one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum())))
-    mean = sum(found) / max(len(found), 1)
-    return round(mean, 4) if np.isfinite(mean) else 0.0
+def correlate_samples(mine: GoldenWalk, golden: GoldenWalk) -> float:
+    """The correlation of the samples of the logits, as a mean over the calls."""
+    rows = [(mine.logits[here], golden.logits[there]) for _, here, there in _pair_calls(mine, golden)]
+    return round(correlate(*(np.array(side) for side in zip(*rows, strict=True))), 4) if rows else 0.0
 
 
 def _pair_calls(mine: GoldenWalk, golden: GoldenWalk) -> Iterator[tuple[int, int, int]]:
@@ -175,104 +163,37 @@ def _pair_calls(mine: GoldenWalk, golden: GoldenWalk) -> Iterator[tuple[int, int
             yield stop, ends[stop], number
 
 
-def _measure(got: Array, want: Array, width: float) -> float:
+def _measure(got: Sequence[float], want: Sequence[float], width: float) -> float:
     """The largest difference as a fraction of a deviation; infinite where only one of two is finite."""
-    one, other = got.astype(np.float64), want.astype(np.float64)
+    one, other = np.array(got), np.array(want)
     same = (one == other) | (np.isnan(one) & np.isnan(other))
     off = np.abs(np.where(same, 0.0, one - other))
     return float(f"{np.where(np.isfinite(off), off, np.inf).max(initial=0.0) / max(width, LEAST_DEVIATION):.3g}")
 
 
-def to_arrays(walks: tuple[GoldenWalk, ...]) -> dict[str, Array]:
-    """The digests as the arrays of a file: `WALK:FIELD`."""
-    found: dict[str, Array] = {}
-    for number, one in enumerate(walks):
-        names = tuple(one.caches)
-        fields = {
-            "sizes": np.array([one.walk.batch, one.walk.prompt, *one.walk.pieces], np.int64),
-            "tokens": one.tokens,
-            "logits": one.logits,
-            "top": one.top,
-            "deviations": one.deviations,
-            "names": to_text(list(names)),
-            "caches": np.stack([one.caches[name] for name in names]) if names else np.zeros((0, SAMPLED), np.float32),
-            "spreads": np.array([one.spreads[name] for name in names], np.float64),
-        }
-        found |= {f"{number}:{field}": values for field, values in fields.items()}
-    return found
-
-
-def from_arrays(arrays: Mapping[str, Array]) -> tuple[GoldenWalk, ...]:
-    """The digests of a file.
-
-    Raises:
-        ValueError: an array is missing, or has another shape or type than it must have.
-    """
-    walks: list[GoldenWalk] = []
-    while f"{len(walks)}:sizes" in arrays:
-        number = f"{len(walks)}:"
-        own = {name.removeprefix(number): values for name, values in arrays.items() if name.startswith(number)}
-        walks.append(_read_walk(own))
-    if not walks:
-        raise ValueError("there is no decoding in it")
-    return tuple(walks)
-
-
-def _read_walk(own: Mapping[str, Array]) -> GoldenWalk:
-    names = ("sizes", "tokens", "logits", "top", "deviations", "names", "caches", "spreads")
-    if missing := [name for name in names if name not in own]:
-        raise ValueError(f"{missing[0]} is missing")
-    sizes = own["sizes"]
-    if sizes.ndim != 1 or not 2 <= sizes.size <= 256 or sizes.dtype.kind != "i" or not (sizes >= 1).all():
-        raise ValueError("the sizes of a decoding are no counts")
-    if int(sizes.max()) > 4096:
-        raise ValueError("the sizes of a decoding are too large")
-    walk = Walk(int(sizes[0]), int(sizes[1]), tuple(map(int, sizes[2:])))
-    calls, caches = 1 + len(walk.pieces), from_text(own["names"])
-    if not isinstance(caches, list) or not all(isinstance(name, str) for name in caches):
-        raise ValueError("the names of the caches are no texts")
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {
-        "logits": ((calls, SAMPLED), "f"),
-        "top": ((calls, TOP), "i"),
-        "deviations": ((calls,), "f"),
-        "caches": ((len(caches), SAMPLED), "f"),
-        "spreads": ((len(caches),), "f"),
-    }
-    tokens = own["tokens"]  # several rows for each sequence where the tokens have codebooks
-    if tokens.ndim != 2 or tokens.shape[0] % walk.batch or tokens.shape[1] != walk.total or tokens.dtype.kind != "i":
-        raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}, not [{walk.batch}, {walk.total}] numbers")
-    for name, (shape, kind) in shapes.items():
-        if own[name].shape != shape or own[name].dtype.kind != kind:
-            raise ValueError(f"{name} is {own[name].dtype}{list(own[name].shape)}, not {list(shape)} numbers")
-    _check_numbers(own)
-    samples = dict(zip(caches, own["caches"], strict=True))
-    spreads = dict(zip(caches, own["spreads"].tolist(), strict=True))
-    return GoldenWalk(walk, own["tokens"], own["logits"], own["deviations"], own["top"], samples, spreads)
-
-
-def _check_numbers(own: Mapping[str, Array]) -> None:
-    for name in ("deviations", "spreads"):
-        if not (np.isfinite(own[name]) & (own[name] >= 0)).all():
-            raise ValueError(f"{name} are no standard deviations")
-    if (own["tokens"] < 0).any():
-        raise ValueError("the tokens are no ids")
-
-
-def check_recorded(walks: tuple[GoldenWalk, ...], vocabulary: int | None) -> None:
-    """Check that digests are those of a healthy model with that vocabulary; `record` writes no others.
+def check_recorded(one: GoldenWalk, vocabulary: int | None) -> None:
+    """Check that a digest is that of a healthy model with that vocabulary; `record` writes no others.
 
     Logits of -inf pass: a model may hide tokens of its vocabulary so.
 
     Raises:
-        ValueError: a number is NaN, or a token is beyond the vocabulary.
+        ValueError: it has other sizes than its calls, a number is NaN, or a token is beyond the vocabulary.
     """
-    for walk in walks:
-        if np.isnan(walk.logits).any() or any(np.isnan(values).any() for values in walk.caches.values()):
-            raise ValueError("logits or caches are NaN, and a healthy model returns none")
-        if (walk.top < 0).any():
-            raise ValueError("the likeliest tokens are no ids")
-        if vocabulary is not None and ((walk.tokens >= vocabulary).any() or (walk.top >= vocabulary).any()):
-            raise ValueError(f"a token is beyond its vocabulary of {vocabulary}")
+    walk, samples = one.walk, (*one.logits, *one.caches.values())
+    sizes = (walk.batch, walk.prompt, *walk.pieces)
+    if len(sizes) > MOST_SIZES or not all(0 < size <= MOST_TOKENS for size in sizes):
+        raise ValueError("the sizes of a decoding are no counts")
+    calls = {len(one.logits), len(one.deviations), len(one.top)} == {1 + len(walk.pieces)}
+    widths = {*map(len, samples)} == {SAMPLED} and {*map(len, one.top)} == {TOP}
+    fed = len(one.tokens) % walk.batch == 0 and {*map(len, one.tokens)} == {walk.total}
+    if not (calls and widths and fed and one.caches.keys() == one.spreads.keys()):
+        raise ValueError("a decoding has other sizes than its calls")
+    if not all(math.isfinite(number) and number >= 0 for number in (*one.deviations, *one.spreads.values())):
+        raise ValueError("its standard deviations are none")
+    if any(math.isnan(number) for sample in samples for number in sample):
+        raise ValueError("logits or caches are NaN, and a healthy model returns none")
+    if not all(0 <= token < (vocabulary or token + 1) for row in (*one.tokens, *one.top) for token in row):
+        raise ValueError(f"a token is not one of its vocabulary of {vocabulary}")
 
 
 def checksum_draws(seed: int) -> int:
@@ -280,43 +201,3 @@ def checksum_draws(seed: int) -> int:
     random = np.random.default_rng(seed)
     drawn = random.integers(0, 1 << 16, 64, np.int64).tobytes() + random.standard_normal(64).astype("<f4").tobytes()
     return zlib.crc32(drawn)
-
-
-def to_text(value: object) -> Array:
-    """A JSON value as an array of bytes, uint8[length]."""
-    return np.frombuffer(json.dumps(value).encode("utf-8"), np.uint8)
-
-
-def from_text(values: Array) -> Any:
-    """The JSON value of such an array.
-
-    Raises:
-        ValueError: it holds none.
-    """
-    if values.dtype != np.uint8 or values.ndim != 1:
-        raise ValueError("a text is no array of bytes")
-    try:
-        return json.loads(values.tobytes())
-    except RecursionError:
-        raise ValueError("a text is nested too deeply") from None
-
-
-def pack(arrays: Mapping[str, Array]) -> bytes:
-    """The content of an `.npz`. The same arrays make the same bytes: numpy would put the time into it."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as file:
-        for name, values in arrays.items():
-            one = io.BytesIO()
-            np.lib.format.write_array(one, np.ascontiguousarray(values), allow_pickle=False)
-            entry = zipfile.ZipInfo(f"{name}.npy")
-            file.writestr(entry, one.getvalue(), zipfile.ZIP_DEFLATED)
-    return content.getvalue()
-
-
-def unpack(file: Path) -> dict[str, Array]:
-    """The arrays of an `.npz`.
-
-    Raises:
-        ValueError: it is no such file, a damaged one, or too large.
-    """
-    return read_npz(file, MOST_BYTES)

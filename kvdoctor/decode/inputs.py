@@ -6,13 +6,17 @@ One function for each role. Standard library and numpy only.
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvdoctor.contract import Axis, CacheContract, Graph, PhaseName, Port
 from kvdoctor.decode.calls import NUMPY_TYPES, Array, Scenario
 from kvdoctor.records import record
+
+if TYPE_CHECKING:
+    from kvdoctor.decode.feeds import FeedBuilder
 
 
 def plain_token_ids(contract: CacheContract) -> tuple[int, int]:
@@ -58,25 +62,17 @@ class StepInputs:
     """What all inputs of one call go by.
 
     `tokens` int64[batch * codebooks, new] are the new ones, `begin` tokens stand in the cache before them. `sizes` are
-    the lengths of all axes, and `columns` those of a mask with a row for each query. `padding` and `encoder_padding`
-    say for each row what is to be masked, `gap` how many entries before entry `gap_end`; `states`
-    float[batch, encoder, hidden] are those of the encoder, `embedded` the embeddings of the tokens that a graph made,
-    by the name of their input. Where the step is `adapted`, an adapter of noise is active, else none.
+    the lengths of all axes, and `columns` those of a mask with a row for each query. `embedded` are the embeddings of
+    the tokens that a graph made, by the name of their input.
     """
 
-    contract: CacheContract
+    builder: "FeedBuilder"
     phase: PhaseName
     tokens: Array
     begin: int
     sizes: Mapping[Axis, int]
     columns: int
-    padding: tuple[int, ...] = ()
-    encoder_padding: tuple[int, ...] = ()
-    gap: tuple[int, ...] = ()
-    gap_end: int = 0
-    states: Array | None = None
-    embedded: Mapping[str, Array] = field(default_factory=dict)
-    adapted: bool = False
+    embedded: Mapping[str, Array]
 
     @property
     def end(self) -> int:
@@ -149,10 +145,10 @@ def _mask(want: InputRequest) -> Array:
 def _filled_entries(want: InputRequest) -> Array:
     """Which entries of the cache hold tokens after the step, bool in the shape of a mask with one row a sequence."""
     columns = np.arange(want.shape[-1])
-    if fills_from_right(want.port, want.step.contract):
+    if fills_from_right(want.port, want.step.builder.contract):
         columns = columns - (want.shape[-1] - want.step.end)
-    tokens = columns >= _by_row(want.step.padding, want.shape)
-    if want.step.gap:
+    tokens = columns >= _by_row(want.step.builder.padding, want.shape)
+    if want.step.builder.gap:
         tokens = tokens & ~_in_gap(want.step, columns, want.shape)
     return np.broadcast_to(tokens & (columns < want.step.end), want.shape)
 
@@ -166,10 +162,10 @@ def fills_from_right(port: Port, contract: CacheContract) -> bool:
 
 
 def _positions(want: InputRequest) -> Array:
-    counted = np.arange(want.step.begin, want.step.end) - _by_row(want.step.padding, want.shape)
-    if want.step.gap:
-        after = np.arange(want.step.begin, want.step.end) >= want.step.gap_end
-        counted = counted - _by_row(want.step.gap, want.shape) * after
+    counted = np.arange(want.step.begin, want.step.end) - _by_row(want.step.builder.padding, want.shape)
+    if want.step.builder.gap:
+        after = np.arange(want.step.begin, want.step.end) >= want.step.builder.gap_end
+        counted = counted - _by_row(want.step.builder.gap, want.shape) * after
     return np.broadcast_to(np.maximum(counted, 0), want.shape)
 
 
@@ -181,9 +177,9 @@ def _angles(want: InputRequest) -> Array:
 
 
 def _encoder_states(want: InputRequest) -> Array:
-    if want.step.states is None:
+    if want.step.builder.encoded.states is None:
         raise ValueError(f"input {want.port.name!r} takes encoder states, and there are none")
-    return want.step.states
+    return want.step.builder.encoded.states
 
 
 def _setting(want: InputRequest) -> Array:
@@ -194,7 +190,7 @@ def _setting(want: InputRequest) -> Array:
 
 def _adapter(want: InputRequest) -> Array:
     """A matrix of an adapter, float[in, rank] or float[rank, out]: none, or noise that leaves the size of its input."""
-    if not want.step.adapted:
+    if not want.step.builder.adapted:
         return np.zeros(want.shape)
     rng = np.random.default_rng(zlib.crc32(want.port.name.encode("utf-8", "surrogatepass")))
     return rng.standard_normal(want.shape) / math.sqrt(max(want.shape[0], 1))
@@ -209,7 +205,7 @@ FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "attention_mask": _mask,
     "padding_mask": _mask,
     "encoder_mask": lambda want: np.broadcast_to(
-        np.arange(want.shape[-1]) < want.shape[-1] - _by_row(want.step.encoder_padding, want.shape), want.shape
+        np.arange(want.shape[-1]) < want.shape[-1] - _by_row(want.step.builder.encoder_padding, want.shape), want.shape
     ),
     "additive_mask": _mask,
     "position_ids": _positions,
@@ -217,7 +213,7 @@ FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "rotary_cos": lambda want: np.cos(_angles(want)),
     "rotary_sin": lambda want: np.sin(_angles(want)),
     "encoder_states": _encoder_states,
-    "branch_switch": lambda want: np.full(want.shape, want.step.contract.phases[want.step.phase].switch),
+    "branch_switch": lambda want: np.full(want.shape, want.step.builder.contract.phases[want.step.phase].switch),
     "logits_to_keep": lambda want: np.zeros(want.shape),
     "block_table": lambda want: np.zeros(want.shape),
     # One beam where their number is asked for, and no row of another beam where their origins are.
@@ -248,8 +244,8 @@ def _by_row(padding: tuple[int, ...], shape: tuple[int, ...]) -> Array:
 
 def _in_gap(step: StepInputs, columns: Array, shape: tuple[int, ...]) -> Array:
     """Which entries of each row are in its gap, bool[batch, ..., columns]."""
-    sizes = np.array(step.gap).reshape(-1, *[1] * (len(shape) - 1))
-    return np.asarray((columns >= step.gap_end - sizes) & (columns < step.gap_end))
+    sizes = np.array(step.builder.gap).reshape(-1, *[1] * (len(shape) - 1))
+    return np.asarray((columns >= step.builder.gap_end - sizes) & (columns < step.builder.gap_end))
 
 
 def _visible_entries(want: InputRequest) -> Array:
@@ -259,18 +255,18 @@ def _visible_entries(want: InputRequest) -> Array:
     the new tokens, or, in a square mask, all positions.
     """
     port, step = want.port, want.step
-    slots, shape = step.contract.slots, resolve_shape(port, {**step.sizes, "total": step.columns})
+    slots, shape = step.builder.contract.slots, resolve_shape(port, {**step.sizes, "total": step.columns})
     rows = np.arange(shape[-2]) if port.axes[-2] == "total" else np.arange(step.begin, step.end)
     columns = np.arange(shape[-1])
     moving = any(slot.carry == "shift" or slot.growth == "ring" for slot in slots)
     if moving and not any(slot.carry == "drop-oldest" for slot in slots):
         columns = columns - (shape[-1] - step.end)
     seen = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= 0)
-    if step.padding and port.axes[0] == "batch":
+    if step.builder.padding and port.axes[0] == "batch":
         # A token of padding sees itself: no row of scores is hidden whole.
-        padded = columns < np.array(step.padding).reshape(-1, *[1] * (len(shape) - 1))
+        padded = columns < np.array(step.builder.padding).reshape(-1, *[1] * (len(shape) - 1))
         seen = seen & (~padded | (columns[None, :] == rows[:, None]))
-    if step.gap and port.axes[0] == "batch":
+    if step.builder.gap and port.axes[0] == "batch":
         seen = seen & (~_in_gap(step, columns, shape) | (columns[None, :] == rows[:, None]))
     return np.broadcast_to(seen, shape)
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from kvdoctor.choices import CPU
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Conditions
+from kvdoctor.decode.golden import GoldenWalk
 from kvdoctor.decode.runs import Run, Step
 from kvdoctor.decode.speed import SpeedPoint
 from kvdoctor.records import from_plain, record, to_plain
@@ -190,16 +191,14 @@ class GradeJob(Job):
 
 @record
 class DigestJob(SideJob):
-    """Run one model along the golden walks, and write a digest of what it returned (decode/golden.py).
+    """Run one model along the golden walks, and digest what it returned (decode/golden.py).
 
     Attributes:
-        out: The file to write, an `.npz`.
-        golden: The file of earlier digests whose walks and tokens are run; None decodes anew.
+        golden: The earlier digests whose walks and tokens are run; without them it decodes anew.
         states: The encoder states to feed; None for those that the model takes.
     """
 
-    out: Path
-    golden: Path | None = None
+    golden: tuple[GoldenWalk, ...] = ()
     states: int | None = None
 
 
@@ -418,16 +417,18 @@ class Graded(TokenAgreement, Event):
 
 @record
 class Digested(Event):
-    """The digests are written.
+    """The digests of what a model returned.
 
     Attributes:
-        walks: The numbers of the walks that were run.
+        numbers: The numbers of the walks that were run.
+        walks: Their digests.
         states: The encoder states that were fed.
         draws: A checksum of the random numbers that the feeds are made of.
         failed: Why the first was not; empty if it was.
     """
 
-    walks: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    walks: tuple[GoldenWalk, ...] = ()
     states: int = 0
     draws: int = 0
     failed: str = ""

@@ -1,20 +1,18 @@
 """How close two computations of the same logits are, and whether that is close enough. numpy only."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
-from kvdoctor.decode.runs import ErrorGrowth, LogitsDifference
+from kvdoctor.decode.runs import LogitsDifference
 from kvdoctor.decode.search import Array
-from kvdoctor.decode.speed import middle
 from kvdoctor.decode.tolerances import TOLERANCES, Tolerance
 
 Verdict = Literal["pass", "ambiguous", "fail"]
 
-TOP = 5
 SMALLEST = 1e-14
-"""Below it, a divergence or an angle is nothing but the rounding of the sums that it is made of."""
+"""Below it, a divergence is nothing but the rounding of the sums that it is made of."""
 LEAST_DEVIATION = 1e-12
 DEEP = 20
 """Tokens are masked where they lie this many times as far below all others as those are wide."""
@@ -25,17 +23,7 @@ FEWEST_UNMASKED = 4
 BLOCK = 1 << 16
 """Logits that are compared at a time: as many as the caches of a core hold."""
 
-JUMP = 8.0
-"""How much more an error is after a step where it sets in: what adds up evenly over the steps no more than doubles."""
-TREND = 0.6
-"""Kendall's rank correlation from which differences are said to grow: of seven equal ones, four orders in a hundred."""
-FEWEST_STEPS = 4
-"""With fewer steps on a cache, chance gives any shape."""
-
-
-UNMEASURABLE = LogitsDifference(
-    -1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, cosine=0.0, kl=-1.0, same_top5=0.0
-)
+UNMEASURABLE = LogitsDifference(-1.0, -1.0, same_top1=0.0, near_ties=0.0, finite=False, kl=-1.0)
 """The difference of logits that are not finite, or have no finite distance."""
 
 
@@ -51,29 +39,25 @@ def compare(actual: Array, expected: Array, limit: Tolerance = TOLERANCES["float
     block = max(BLOCK // want.shape[-1], 1)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         parts = [_measure_positions(got[i : i + block], want[i : i + block]) for i in range(0, len(want), block)]
-    worst, deviations, cosines, divergences = np.concatenate(parts, axis=1)
+    worst, deviations, divergences = np.concatenate(parts, axis=1)
     if not np.isfinite(worst).all():
         return _compare_not_finite(got, want, limit)
     if not worst.any():
         return LogitsDifference(max_abs=0.0, relative=0.0, same_top1=1.0, near_ties=0.0, finite=True)
     if _find_masked(want[:1]).any() and (masked := _find_masked(want) & _find_masked(got)).any():
         return _compare_unmasked(masked, got, want, limit)
-    if not (np.isfinite(deviations).all() and np.isfinite(cosines).all() and np.isfinite(divergences).all()):
+    if not (np.isfinite(deviations).all() and np.isfinite(divergences).all()):
         return UNMEASURABLE  # finite, and too large for their squares
     most, width = float(worst.max()), max(float(deviations.mean()), LEAST_DEVIATION)
-    noise = limit.passes * width
-    same, near = _share_same_top1(got, want, noise)
+    same, near = _share_same_top1(got, want, limit.passes * width)
+    divergence = float(divergences.max())
     return LogitsDifference(
         max_abs=_round(most),
         relative=_round(most / width),
         same_top1=_round(same),
         near_ties=_round(near),
         finite=True,
-        # It is the distance to 1 that has three significant digits.
-        cosine=float(f"{1 - _round(_drop_rounding(1 - cosines.min())):.15g}"),
-        kl=_round(_drop_rounding(divergences.max())),
-        # Nothing moves by more than `most`, so no token can leave the first five by more than twice that.
-        same_top5=1.0 if 2 * most <= noise else _round(_share_same_top5(got, want, noise)),
+        kl=_round(divergence) if divergence >= SMALLEST else 0.0,
     )
 
 
@@ -135,12 +119,26 @@ def divergences(got: Array, expected: Array) -> Array | None:
         # Two tokens of weight 0 add nothing, whatever their logits are.
         floor = float(expected[~masked].min()) - LEAST_DEPTH
         got, expected = np.where(masked, floor, got), np.where(masked, floor, expected)
-    found: Array = np.maximum(_measure_positions(got, expected)[3], 0)
+    found: Array = np.maximum(_measure_positions(got, expected)[2], 0)
     return found
 
 
+def correlate(got: Array, expected: Array) -> float:
+    """The correlation over the vocabulary of logits [positions, vocabulary], as a mean over the positions.
+
+    Tokens that both mask do not count. 0 where others are not finite.
+    """
+    masked = np.isneginf(got) & np.isneginf(expected)
+    if not (np.isfinite(got[~masked]).all() and np.isfinite(expected[~masked]).all()):
+        return 0.0
+    one, other = (np.ma.masked_array(logits.astype(np.float64), masked) for logits in (got, expected))
+    one, other = one - one.mean(-1, keepdims=True), other - other.mean(-1, keepdims=True)
+    found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
+    return float(np.ma.filled(found, 0.0).mean())
+
+
 def _measure_positions(got: Array, expected: Array) -> Array:
-    """By position: largest difference, standard deviation, cosine, divergence; float64[4, positions].
+    """By position: largest difference, standard deviation, divergence; float64[3, positions].
 
     Vocabularies are wide, so everything is got in few passes. Where the difference is not finite, nothing is.
     """
@@ -149,21 +147,13 @@ def _measure_positions(got: Array, expected: Array) -> Array:
     pieces = one or _pieces(got, expected)
     found = np.array([[w.max(-1), gap.max(-1), -gap.min(-1), w.sum(-1), _dot(w, w)] for w, gap in pieces])
     (top, most, deepest), (total, squares) = found[:, :3].max(0), found[:, 3:].sum(0)
-    worst = np.maximum(most, deepest)
-    mean = total / count
-    variance = np.maximum(squares / count - mean * mean, 0)
+    worst, mean = np.maximum(most, deepest), total / count
+    deviation = np.sqrt(np.maximum(squares / count - mean * mean, 0))
     if not worst.any():
-        return np.stack([worst, np.sqrt(variance), np.ones_like(worst), np.zeros_like(worst)])
+        return np.stack([worst, deviation, np.zeros_like(worst)])
     sums = [_sum_piece(want, gap, top, most) for want, gap in one or _pieces(got, expected)]
-    gaps, products, gap_squares, weights, weighted, likely = np.sum(sums, axis=0)
-    shift = gaps / count
-    common = products / count - mean * shift
-    moved = np.maximum(variance + 2 * common + gap_squares / count - shift * shift, 0)
-    lengths = np.sqrt(variance * moved)
-    # Equal logits have no direction.
-    cosine = np.divide(variance + common, lengths, out=np.ones_like(lengths), where=lengths > 0)
-    divergence = np.log(likely / weights) + (most - weighted / weights)
-    return np.stack([worst, np.sqrt(variance), cosine, divergence])
+    weights, weighted, likely = np.sum(sums, axis=0)
+    return np.stack([worst, deviation, np.log(likely / weights) + (most - weighted / weights)])
 
 
 def _pieces(got: Array, expected: Array) -> Iterator[tuple[Array, Array]]:
@@ -175,9 +165,8 @@ def _pieces(got: Array, expected: Array) -> Iterator[tuple[Array, Array]]:
 
 def _sum_piece(want: Array, gap: Array, top: Array, most: Array) -> list[Array]:
     """What is summed over the tokens once the largest logit and the largest difference are known; overwrites both."""
-    sums = [gap.sum(-1), _dot(want, gap), _dot(gap, gap)]
     np.exp(np.subtract(want, top[:, None], out=want), out=want)
-    sums += [_dot(want, np.ones_like(want)), _dot(want, gap)]
+    sums = [_dot(want, np.ones_like(want)), _dot(want, gap)]
     np.exp(np.subtract(gap, most[:, None], out=gap), out=gap)
     return [*sums, _dot(want, gap)]
 
@@ -188,25 +177,12 @@ def _dot(one: Array, other: Array) -> Array:
     return rows
 
 
-def _drop_rounding(value: Any) -> float:
-    """A small number that is more than the rounding of the sums it was made of, else 0."""
-    return float(value) if value >= SMALLEST else 0.0
-
-
 def _share_same_top1(got: Array, want: Array, noise: float) -> tuple[float, float]:
     """Share of the positions with the same likeliest token, and of those where another is as likely but for noise."""
     top_got, top_want, rows = got.argmax(-1), want.argmax(-1), np.arange(len(want))
     differ = top_got != top_want
     near = differ & (want[rows, top_want].astype(np.float64) - want[rows, top_got] <= noise)
     return float(1 - differ.mean()), float(near.mean())
-
-
-def _share_same_top5(got: Array, want: Array, noise: float) -> float:
-    """Share of the likeliest tokens that are expected among them."""
-    count = min(TOP, want.shape[-1])
-    chosen = np.argpartition(got, -count, axis=-1)[..., -count:]
-    least = np.partition(want, -count, axis=-1)[..., -count, None]
-    return float((np.take_along_axis(want, chosen, -1) >= least - noise).mean())
 
 
 def slot_difference(actual: Array, expected: Array) -> float | None:
@@ -235,32 +211,6 @@ def judge(difference: LogitsDifference, limit: Tolerance, noise: float = 0.0) ->
     if not difference.finite or difference.relative > max(limit.fails, 4 * noise):
         return "fail"
     return "pass" if difference.relative <= max(limit.passes, 1.5 * noise) else "ambiguous"
-
-
-def error_growth(relatives: Sequence[float], limit: Tolerance) -> ErrorGrowth | None:
-    """How relative differences go over the steps of a loop; the first is the prefill's, which uses no cache.
-
-    Whatever lies below a tenth of what passes is as good as nothing: the growth of noise is no news. A sudden error is
-    one that multiplies from one step to the next and stays, by the median of what comes after, so that a single step
-    that is off is none. A linear one is seen by rank, which no single step decides either. None for too few steps.
-    """
-    floor = limit.passes / 10
-    levels = [max(relative, floor) for relative in relatives]
-    cached = levels[1:]
-    if len(cached) < FEWEST_STEPS:
-        return None
-    for step in range(2, len(levels)):
-        after = min(levels[step], middle(levels[step:]))
-        if after >= JUMP * max(levels[:step]):
-            return ErrorGrowth("sudden", step)
-    pairs = [(early, late) for i, early in enumerate(cached) for late in cached[i + 1 :]]
-    rising = sum((late > early) - (late < early) for early, late in pairs) / len(pairs)
-    third = max(len(cached) // 3, 1)
-    if rising >= TREND and middle(cached[-third:]) >= 2 * middle(cached[:third]):
-        return ErrorGrowth("linear")
-    if middle(cached) >= JUMP * levels[0]:
-        return ErrorGrowth("sudden", 1)
-    return ErrorGrowth("flat")
 
 
 def _round(value: float) -> float:

@@ -60,10 +60,8 @@ class LogitsDifference:
 
     `relative` is `max_abs` over the standard deviation of the expected logits over the vocabulary.
     `same_top1` is the fraction of positions with the same argmax; `near_ties` that of positions where they differ
-    but the two candidates lie closer together than the noise, which decides nothing. `same_top5` is the mean share of
-    the five likeliest tokens that are among the expected five, or tie with the fifth within the noise. Of all positions
-    the worst: `cosine` of the angle between the logits, each less its mean, which softmax does not see, and `kl`, the
-    divergence of the next token's distribution from the expected one, in nats. Not `finite`: the numbers mean nothing.
+    but the two candidates lie closer together than the noise, which decides nothing. `kl` is the divergence of the next
+    token's distribution from the expected one, in nats, at the worst position. Not `finite`: the numbers mean nothing.
     """
 
     max_abs: float
@@ -71,9 +69,7 @@ class LogitsDifference:
     same_top1: float
     near_ties: float
     finite: bool
-    cosine: float = 1.0
     kl: float = 0.0
-    same_top5: float = 1.0
 
 
 @record
@@ -94,17 +90,6 @@ class Step:
     null_pointer: tuple[str, ...] = ()
     difference: LogitsDifference | None = None
     slots: dict[str, float] = field(default_factory=dict)
-
-
-@record
-class ErrorGrowth:
-    """How the difference to the reference run goes over the steps with a cache; `step` is where a sudden one sets in.
-
-    flat: no trend, from the first of them on. linear: more with every step. sudden: from one step to the next.
-    """
-
-    shape: Literal["flat", "linear", "sudden"]
-    step: int | None = None
 
 
 @record
@@ -245,9 +230,8 @@ class Run:
     """One experiment on one stack, as it went. `died_by` names the signal or limit that ended the process.
 
     `passes_with` says what makes the failed call pass: the runtime's optimizations off, or its reuse of buffers.
-    `growth` is None where too few steps can be compared. `unrounded` is what the same experiment shows without what the
-    model rounds, None where it rounds nothing or that was not tried: what differs there differs here for more than
-    rounding, however small it is, and the outcome says so.
+    `unrounded` is what the same experiment shows without what the model rounds, None where it rounds nothing or that
+    was not tried: what differs there differs here for more than rounding, however small it is, and the outcome says so.
     `location` is looked for where the run is what a finding rests on; `no_location` is the reason why none was found.
     `parts` are those of a run that differs from a checkpoint, in the order in which they are computed.
     """
@@ -267,7 +251,6 @@ class Run:
     controls: tuple[Control, ...] = ()
     died_by: str | None = None
     cause: Cause | None = None
-    growth: ErrorGrowth | None = None
     unrounded: Float32Result | None = None
     location: FaultLocation | None = None
     no_location: str | None = None

@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
@@ -54,11 +53,11 @@ class Samples:
         return None if given is None or axis >= given.ndim else int(given.shape[axis])
 
 
-def read_npz(path: Path, most: int) -> dict[str, Array]:
-    """The arrays of an `.npz` of at most so many bytes, packed and unpacked; nothing in it is executed.
+def read_arrays(path: Path, most: int = MOST_BYTES) -> dict[str, Array]:
+    """The arrays of `--inputs`, an `.npz` of at most so many bytes, packed and unpacked; nothing in it is executed.
 
     Raises:
-        ValueError: it cannot be read, is no such file, a damaged one, or too large.
+        UsageError: it cannot be read, is damaged or too large, or holds something else than arrays of numbers.
     """
     try:
         with open_side_file(path, most) as file:
@@ -73,51 +72,28 @@ def read_npz(path: Path, most: int) -> dict[str, Array]:
                 return {entry.filename.removesuffix(".npy"): _read_array(opened, entry) for entry in entries}
     except DAMAGE as error:
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ValueError(reason[:200]) from None
+        text = f"--inputs {path}: {reason[:200]}; it takes an .npz file of arrays by input name"
+        raise UsageError(text) from None
 
 
 def _read_array(opened: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Array:
     """One array, whose header must not promise more than the entry holds: that memory would be taken first."""
     with opened.open(entry) as stream:
-        shape, dtype = read_header(stream)
+        version, name = np.lib.format.read_magic(stream), entry.filename.removesuffix(".npy")
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"it is written in format {version}, which numbers do not need; save it with np.savez")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
         if dtype.hasobject:
-            raise ValueError(f"{entry.filename!r} holds pickled objects, which are not loaded")
+            raise ValueError(f"{name!r} holds pickled objects, which are not loaded")
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if min(shape, default=0) < 0 or stream.tell() + size != entry.file_size:
-            raise ValueError(f"{entry.filename!r} has {entry.file_size} bytes, and its header says otherwise")
+            raise ValueError(f"{name!r} has {entry.file_size} bytes, and its header says otherwise")
+        if dtype.kind not in "fiub" or not size:
+            raise ValueError(f"{name!r} is not an array of numbers ({dtype}{list(shape)})")
     with opened.open(entry) as stream:
         array: Array = np.lib.format.read_array(stream, allow_pickle=False)
     return array
-
-
-def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], "np.dtype[Any]"]:
-    """Shape and element type of an array; the stream is then at its values.
-
-    Raises:
-        ValueError: it is no array of numbers.
-    """
-    version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"it is written in format {version}, which numbers do not need; save it with np.savez")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(stream)
-    return shape, dtype
-
-
-def read_arrays(file: Path) -> dict[str, Array]:
-    """The arrays of an .npz file; nothing in it is executed.
-
-    Raises:
-        UsageError: it is no such file, or holds something else than arrays of numbers.
-    """
-    try:
-        arrays = read_npz(file, MOST_BYTES)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    for name, array in arrays.items():
-        if array.dtype.kind not in "fiub" or not array.size:
-            raise UsageError(f"{name!r} is not an array of numbers ({array.dtype}{list(array.shape)})")
-    return arrays
 
 
 ROOM = 16
@@ -136,17 +112,10 @@ def given_names(file: str | None, contracts: Iterable[CacheContract]) -> set[str
     """
     if file is None:
         return set()
-    named = set(_read_file(file))
+    named = set(read_arrays(Path(file)))
     unknown = {one.subject for contract in contracts for one in contract.ambiguities if one.unknown}
     graphs = (graph for contract in contracts for graph in contract.graphs.values())
     return {port.name for graph in graphs for port in graph.inputs if port.role in FREE or port.name in unknown} & named
-
-
-def _read_file(file: str) -> dict[str, Array]:
-    try:
-        return read_arrays(Path(file))
-    except UsageError as error:
-        raise UsageError(f"--inputs {file}: {error}; it takes an .npz file of arrays by input name") from None
 
 
 def read_samples(
@@ -159,7 +128,7 @@ def read_samples(
     Raises:
         UsageError: the file cannot be read, or what it holds fits no input.
     """
-    arrays = _read_file(file) if file is not None else {}
+    arrays = read_arrays(Path(file)) if file is not None else {}
     graphs = (graph for contract in contracts for graph in contract.graphs.values())
     ports = {port.name: port for graph in graphs for port in graph.inputs if port.role in TAKEN}
     for name, array in arrays.items():

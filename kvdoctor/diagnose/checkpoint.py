@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.analysis.model_folder import read_object
-from kvdoctor.decode.parity import Verdict, compare, judge
+from kvdoctor.decode.parity import Verdict, compare, correlate, judge
 from kvdoctor.decode.runs import Outcome, Run, Step
 from kvdoctor.decode.tolerances import ALIKE, UNLIKE, Tolerance, find_tolerance
 from kvdoctor.diagnose.context import ContractContext
@@ -34,8 +34,6 @@ SCRIPT = Path(__file__).parent.parent / "repair" / "export" / "scripts" / "check
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 NAME = "against-checkpoint"
 """The experiment whose runs these are."""
-GREEDY = "greedy-against-checkpoint"
-"""The experiment whose greedy tokens are compared."""
 ROUNDED_WEIGHTS = "rounded"
 
 
@@ -85,9 +83,9 @@ class Checkpoint:
             self._script.stop()
         self._folder.cleanup()
 
-    def logits(self, feeds: Path, out: Path, experiment: str = NAME) -> dict[str, Any]:
-        """Let PyTorch compute the feeds of an experiment into another file; gives its class and the versions."""
-        return self._ask({"feeds": str(feeds), "out": str(out), "prefix": f"{experiment}:"})
+    def logits(self, feeds: Path, out: Path) -> dict[str, Any]:
+        """Let PyTorch compute the feeds of a run into another file; gives its class and the versions."""
+        return self._ask({"feeds": str(feeds), "out": str(out), "prefix": f"{NAME}:"})
 
     def modules(self, feeds: Path, out: Path, count: int) -> dict[str, Any]:
         """Let PyTorch leave what each module does with the first `count` tokens; gives the embedding and the head."""
@@ -124,20 +122,17 @@ def compare_with_checkpoint(
 ) -> tuple[tuple[Run, ...], CheckResults]:
     """Compare the logits of a stack, stored in the file `logits`, with those of a checkpoint.
 
-    Returns the runs of the stack, two of them with the result, and what is left open or agrees. The user asked for it,
+    Returns the runs of the stack, one of them with the result, and what is left open or agrees. The user asked for it,
     so that a comparison that cannot be made is essential.
     """
-    stack, notes = context.stack.name, tuple[str, ...]()
+    stack = context.stack.name
     try:
         run = compare_steps(context, logits, checkpoint)
-        notes = (f"{stack}: {run.reason}",) if run.outcome == "passed" else ()
-        greedy = compare_greedy_tokens(context, logits, checkpoint)
     except CannotCheck as reason:
-        return context.runs, leave_open(stack, "KV320", str(reason)) + CheckResults(notes=notes)
-    compared = {each.experiment: each for each in (run, greedy) if each is not None}
-    runs = tuple(compared.get(each.experiment, each) for each in context.runs)
+        return context.runs, leave_open(stack, "KV320", str(reason))
+    runs = tuple(run if each.experiment == NAME else each for each in context.runs)
     if run.outcome in ("passed", "differs"):
-        return runs, CheckResults(notes=notes)
+        return runs, CheckResults(notes=(f"{stack}: {run.reason}",) if run.outcome == "passed" else ())
     unclear = {
         "ambiguous": "the difference is between noise and a fault",
         "failed": f"step {run.failed_step} fails, and only the steps before it were compared with the checkpoint",
@@ -180,36 +175,6 @@ def _is_synthetic(stored: Mapping[str, Any]) -> bool:
     return "encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys()
 
 
-def compare_greedy_tokens(context: ContractContext, mine: Path, checkpoint: Checkpoint) -> Run | None:
-    """Compare the greedy tokens of the held loop with the likeliest of the checkpoint after the tokens before them."""
-    run = context.find_run(GREEDY)
-    if run is None or run.outcome in ("skipped", "died", "failed") or not mine.is_file():
-        return run
-    stored, theirs = _load(mine, GREEDY), mine.with_suffix(".greedy.npz")
-    if "step.0" not in stored or _is_synthetic(stored):
-        return run
-    facts = checkpoint.logits(mine, theirs, GREEDY)
-    held = _load(theirs)
-    found = held["loop"] if "loop" in held else held["whole"]
-    prompt, steps = int(stored["prompt"]), sum(name.startswith("step.") for name in stored)
-    logits = np.stack([stored[f"step.{number}"][:, -1] for number in range(steps)], axis=1)
-    expected = found[:, prompt - 1 : prompt - 1 + steps]
-    tokens, model = logits.argmax(-1), _name_model(facts, checkpoint)
-    if logits.shape != expected.shape:
-        text = f"logits of {list(logits.shape)}, where {model} has {list(expected.shape)}"
-        return replace(run, outcome="differs", failed_step=0, reason=text)
-    same = tokens == expected.argmax(-1)
-    if same.all():
-        return replace(run, outcome="passed", reason=f"{steps} greedy tokens match {model}")
-    at = int(np.argmin(same.all(axis=0)))
-    row = int(np.argmin(same[:, at]))
-    lead = float(expected[row, at].max() - expected[row, at, tokens[row, at]]) / max(float(expected.std()), 1e-12)
-    size = f"{lead:.1e} standard deviations of the logits"
-    text = f"greedy token {at}: {model} has another one, whose logit leads by {size}"
-    close = lead <= context.tolerance.passes
-    return replace(run, outcome="ambiguous" if close else "differs", failed_step=at, reason=text)
-
-
 def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
     return f"{facts['model']} of {checkpoint.name} ({versions}, float32)"
@@ -231,7 +196,7 @@ def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model:
         if mine.shape != expected.shape:
             text = f"step {step.step}: logits of {list(mine.shape)}, where {model} has {list(expected.shape)}"
             return replace(run, outcome="differs", failed_step=step.step, reason=text, steps=tuple(held))
-        correlations[step.step] = _correlate(mine, expected)
+        correlations[step.step] = correlate(*(side.reshape(-1, side.shape[-1]) for side in (mine, expected)))
         held.append(replace(step, difference=compare(mine, expected, arithmetic.tolerance)))
     if not correlations:
         raise CannotCheck(f"not compared with {model}: no step of the run has logits")
@@ -267,14 +232,6 @@ def _judge(steps: list[Step], correlations: dict[int, float], arithmetic: Arithm
     return dict.fromkeys(correlations, verdict), text
 
 
-def _correlate(mine: Any, theirs: Any) -> float:
-    """Of two arrays of logits over the vocabulary, as a mean over the positions; 0 where they are not finite."""
-    one, other = (array.astype(np.float64) - array.mean(-1, keepdims=True) for array in (mine, theirs))
-    with np.errstate(all="ignore"):
-        found = (one * other).sum(-1) / np.sqrt((one**2).sum(-1) * (other**2).sum(-1))
-    return float(np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).mean())
-
-
 def _describe_difference(steps: list[Step], failed: int | None) -> str:
     differences = [step.difference for step in steps if step.difference is not None]
     if not all(difference.finite for difference in differences):
@@ -301,17 +258,17 @@ def locate_in_modules(
     run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic
 ) -> Run:
     """The run that differs with its parts and its location, or why there is none; `saved` has the feeds."""
-    return guard_search(run, lambda: _locate(run, context, checkpoint, saved, arithmetic))
 
+    def locate() -> Run:
+        found = _compare(run, context, checkpoint, saved, arithmetic)
+        missing = found.reason
+        apart = _compare_states(_load(saved, NAME), _load(saved.with_suffix(".checkpoint.npz"))) if missing else None
+        if apart is not None and apart > arithmetic.tolerance.passes:
+            states = f"its states are off by {apart:.2g} standard deviations"
+            missing = f"the encoder differs: {states}; on the same states the modules of the decoder agree"
+        return replace(run, parts=found.parts, location=found.location, no_location=missing)
 
-def _locate(run: Run, context: LocateContext, checkpoint: Checkpoint, saved: Path, arithmetic: Arithmetic) -> Run:
-    found = _compare(run, context, checkpoint, saved, arithmetic)
-    missing = found.reason
-    apart = _compare_states(_load(saved, NAME), _load(saved.with_suffix(".checkpoint.npz"))) if missing else None
-    if apart is not None and apart > arithmetic.tolerance.passes:
-        missing = f"the encoder differs: its states are off by {apart:.2g} standard deviations; on the same states the "
-        missing += "modules of the decoder agree"
-    return replace(run, parts=found.parts, location=found.location, no_location=missing)
+    return guard_search(run, locate)
 
 
 def _compare(

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from kvdoctor.decode.experiments import Use
     from kvdoctor.decode.golden import GoldenDifference
-    from kvdoctor.decode.messages import AddedExperiment, PairedSide
+    from kvdoctor.decode.messages import AddedExperiment, FileRefused, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
     from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.client import Runtime
-    from kvdoctor.runtime.targets import Refused, Target, TargetResult
+    from kvdoctor.runtime.targets import Target, TargetResult
 
 
 @record(slots=False, kw_only=True)
@@ -179,16 +179,22 @@ class ContractContext:
 
 
 @record(slots=False, kw_only=True)
-class TargetContext(ContractContext):
-    """Round `targets`: adds the runtimes.
+class RunContext(ContractContext):
+    """Rounds `runs` and `targets`: adds the runtimes, and the result of round `contract`.
 
     `local_runtime` is the one that `runs` are from, None where nothing is run. `refusals` are files that it did not
-    open. `target_results` are what the model showed under each target that was run.
+    open. `target_results` are what the model showed under each target that was run. `declared_faults` are the names of
+    the errors of round `contract`. `timings` are seconds by label; `thorough` asks for every check. `predicted` says
+    that the runs are abstract ones.
     """
 
     local_runtime: "Target | None" = None
-    refusals: "tuple[Refused, ...]" = ()
+    refusals: "tuple[FileRefused, ...]" = ()
     target_results: "tuple[TargetResult, ...]" = ()
+    declared_faults: tuple[str, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+    thorough: bool = False
+    predicted: bool = False
 
 
 @record
@@ -198,20 +204,6 @@ class LocalRun:
     runtime: "Runtime"
     contract: CacheContract
     logits: "Path | None"
-
-
-@record(slots=False, kw_only=True)
-class RunContext(TargetContext):
-    """Round `runs`: adds the result of round `contract`.
-
-    `declared_faults` are the names of its errors. `timings` are seconds by label; `thorough` asks for every check.
-    `predicted` says that the runs are abstract ones.
-    """
-
-    declared_faults: tuple[str, ...] = ()
-    timings: Mapping[str, float] = field(default_factory=dict)
-    thorough: bool = False
-    predicted: bool = False
 
 
 @record

@@ -20,7 +20,7 @@ from kvdoctor.analysis.stacks import FileRole, OnnxFile, StackFiles, operator_bo
 from kvdoctor.analysis.thresholds import Threshold, find_thresholds
 from kvdoctor.contract import Ambiguity, CacheContract, MissingPart, Phase, PhaseName
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH
-from kvdoctor.decode.messages import ExperimentJob, Settled, SettleJob
+from kvdoctor.decode.messages import ExperimentJob, FileRefused, Settled, SettleJob
 from kvdoctor.decode.runs import NOT_FULL, ONLY_THOROUGH, REFERENCE_CHANGES, RING, Node, Run
 from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose import not_checked
@@ -39,7 +39,6 @@ from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.wording import format_count, shorten_names
 from kvdoctor.runtime.client import Runtime, StackResults
-from kvdoctor.runtime.targets import Refused
 
 GENERATOR = "generator"
 """The name of the whole model among the graphs of a contract."""
@@ -65,7 +64,7 @@ class StackObservation:
 
     contract: CacheContract
     runs: tuple[Run, ...] = ()
-    refusals: tuple[Refused, ...] = ()
+    refusals: tuple[FileRefused, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     not_checked: tuple[NotChecked, ...] = ()
@@ -102,7 +101,7 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
     job = replace(job, search=search)
     results = runtime.examine(job, options.progress)
     runs = (*(resolve_node_names(run, ran) for run in results.runs), *_list_skipped(ran, options, runtime))
-    refusals = tuple((shown.get(one.file, one.file), one.errors, one.opens_at) for one in results.refusals)
+    refusals = tuple(replace(one, file=shown.get(one.file, one.file)) for one in results.refusals)
     observed = replace(context, contract=add_observed_sizes(contract, runs), runs=runs)
     rerun = rerun_in_float32(replace(ran, runs=runs), job, options, runtime)
     interrupted = not_checked.find_interrupted(name, contract, results)

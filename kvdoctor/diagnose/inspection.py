@@ -22,7 +22,7 @@ from kvdoctor.choices import CPU
 from kvdoctor.contract import DECODING, CacheContract, Role
 from kvdoctor.decode.runs import GENERAL_CAUSES, Run
 from kvdoctor.diagnose.build_report import build_report, find_proof, stack_facts, without_faults
-from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, TargetContext, extend_context
+from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext, extend_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions, list_absent
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import as_argument, describe_crash
@@ -68,7 +68,7 @@ def inspect(
     for stack in folder.stacks:
         contract = contracts[stack.name]
         facts = stack_facts(stack, contract, folder.side_cars, options.load)
-        context = extend_context(build_context(folder, stack, contract, options), TargetContext)
+        context = extend_context(build_context(folder, stack, contract, options), RunContext)
         if predicts:
             context = replace(context, proof=find_proof(stack, contract))
         found = run_checks(context, "contract", options.selection) + run_checks(context, "targets", options.selection)

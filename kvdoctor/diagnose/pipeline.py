@@ -30,16 +30,9 @@ from kvdoctor.diagnose.build_report import (
     without_faults,
 )
 from kvdoctor.diagnose.checks._attribution import rests_on_place
-from kvdoctor.diagnose.context import (
-    ContractContext,
-    GoldenContext,
-    LocalRun,
-    RunContext,
-    TargetContext,
-    extend_context,
-)
+from kvdoctor.diagnose.context import ContractContext, GoldenContext, LocalRun, RunContext, extend_context
+from kvdoctor.diagnose.decodings import CODE, Golden, compare_with_golden, grade_variants, read_golden
 from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
-from kvdoctor.diagnose.graded_models import grade_variants
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck, UsageError
@@ -55,7 +48,6 @@ from kvdoctor.runtime.targets import Target, of_release
 
 if TYPE_CHECKING:
     from kvdoctor.diagnose.checkpoint import Checkpoint
-    from kvdoctor.diagnose.golden import Golden
     from kvdoctor.runtime.targets import TargetResult
 
 
@@ -121,7 +113,7 @@ class _Session:
     plan: RunPlan
     runtime: Runtime
     checkpoint: "Checkpoint | None"
-    golden: "Golden | None" = None
+    golden: Golden | None = None
     parts: tuple[AddedPart, ...] = ()
     providers: tuple[str, ...] = ()
 
@@ -168,7 +160,8 @@ def _test_steps(path: str, options: Options, runtime: Runtime, plan: RunPlan) ->
     folder, contracts = _read_contracts(open_folder(path, plan.at), options)
     results = check_files(folder, options)
     prompted = _read_prompt(options, folder, contracts)
-    checkpoint, golden = _open_others(options)
+    golden = read_golden(options.against) if options.against is not None else None
+    checkpoint = _open_checkpoint(options)
     parts = open_parts(options, contracts)
     others = tuple(name for name in options.providers if name != CPU)
     for name in others:
@@ -222,29 +215,30 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         folder = session.logits or (Path(calls) if options.targets or session.providers else None)
         files = WorkerFiles(folder / f"{stack.name}.npz" if folder else None, Path(calls))
         seen = examine(context, options, runtime, files)
-        if session.providers and any(opens_at is None for _, _, opens_at in seen.refusals):
+        if session.providers and any(one.opens_at is None for one in seen.refusals):
             # What the CPU does not open has no other side: the provider is judged by itself.
             options = replace(options, providers=session.providers)
             session = replace(session, options=options, providers=())
             seen = examine(context, options, runtime, files)
             alone = NotChecked(stack.name, "KV405", NO_OTHER_SIDE.format(options.provider))
             seen = replace(seen, not_checked=(*seen.not_checked, alone))
-        known = {"refusals": seen.refusals, "local_runtime": _find_local_runtime(runtime)}
-        tested = extend_context(replace(context, contract=seen.contract, runs=seen.runs), TargetContext, **known)
+        tested = extend_context(
+            replace(context, contract=seen.contract, runs=seen.runs),
+            RunContext,
+            refusals=seen.refusals,
+            local_runtime=_find_local_runtime(runtime),
+            timings=seen.timings,
+            thorough=options.thorough,
+        )
         tested, on_targets = _run_targets(tested, session, LocalRun(runtime, context.contract, files.logits))
         tested, on_checkpoint = _compare_with_checkpoint(tested, session, files)
         by_contract = run_checks(tested, "contract", selection)
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
         errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
         located = plan.locate or rests_on_place(tested)
-        after = extend_context(
-            tested,
-            RunContext,
-            runs=locate_faults(tested, options, runtime, files.calls, seen.ran) if located else tested.runs,
-            declared_faults=tuple(name for name in errors if name not in EXPLAIN_NO_RUN),
-            timings=seen.timings,
-            thorough=options.thorough,
-        )
+        runs = locate_faults(tested, options, runtime, files.calls, seen.ran) if located else tested.runs
+        declared = tuple(name for name in errors if name not in EXPLAIN_NO_RUN)
+        after = replace(tested, runs=runs, declared_faults=declared)
         found = by_contract + _check_runs(after, by_contract.findings, options)
         found += run_checks(after, "targets", selection)
         found += _compare_with_golden(after, session)
@@ -312,26 +306,19 @@ def _read_prompt(options: Options, folder: ModelFolder, contracts: dict[str, Cac
     return replace(options, prompt_ids=samples.prompt)
 
 
-def _open_others(options: Options) -> "tuple[Checkpoint | None, Golden | None]":
-    """The checkpoint and the golden numbers to compare with."""
-    checkpoint = golden = None
-    if options.against is not None:
-        from kvdoctor.diagnose.golden import read_golden
+def _open_checkpoint(options: Options) -> "Checkpoint | None":
+    """The checkpoint to compare with."""
+    if options.reference is None:
+        return None
+    from kvdoctor.diagnose.checkpoint import Checkpoint
 
-        golden = read_golden(options.against)
-    if options.reference is not None:
-        from kvdoctor.diagnose.checkpoint import Checkpoint
-
-        checkpoint = Checkpoint(options.reference, options.offline)
-    return checkpoint, golden
+    return Checkpoint(options.reference, options.offline)
 
 
 def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults:
     """What golden numbers show, if there are some, and a note on what agrees with them."""
     if session.golden is None:
         return CheckResults()
-    from kvdoctor.diagnose.golden import CODE, compare_with_golden
-
     try:
         compared = compare_with_golden(context, session.golden, session.options, session.runtime)
     except CannotCheck as error:
@@ -343,8 +330,8 @@ def _compare_with_golden(context: RunContext, session: _Session) -> CheckResults
 
 
 def _compare_with_checkpoint(
-    context: TargetContext, session: _Session, files: WorkerFiles
-) -> tuple[TargetContext, CheckResults]:
+    context: RunContext, session: _Session, files: WorkerFiles
+) -> tuple[RunContext, CheckResults]:
     """The context with runs compared with the checkpoint, if there is one; what was left open, and notes."""
     checkpoint, options, logits = session.checkpoint, session.options, files.logits
     if checkpoint is None or logits is None:
@@ -373,17 +360,14 @@ def _find_local_runtime(runtime: Runtime) -> Target | None:
     return measure_limits(of_release(release), runtime)
 
 
-def _run_targets(
-    context: TargetContext, session: _Session, local: LocalRun
-) -> tuple[TargetContext, tuple[NotChecked, ...]]:
+def _run_targets(context: RunContext, session: _Session, local: LocalRun) -> tuple[RunContext, tuple[NotChecked, ...]]:
     """The context with what the model shows under targets and on other providers, if it could be run here."""
     if not ((session.options.targets or session.providers) and context.runs):
         return context, ()
     if unmet := next(not_checked.find_unmet_preconditions(context.stack, context.contract), None):
         reason = f"not run in target runtimes: {unmet}"
         return context, (NotChecked(context.stack.name, "KV401-KV403", reason, essential=True),)
-    from kvdoctor.diagnose.providers import run_providers
-    from kvdoctor.diagnose.targets import find_open_targets, run_targets
+    from kvdoctor.diagnose.targets import find_open_targets, run_providers, run_targets
 
     results = run_targets(context, session.options, local)
     results += run_providers(context, session.options, local, session.providers)

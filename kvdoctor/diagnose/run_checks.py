@@ -29,7 +29,7 @@ from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
 from kvdoctor.diagnose.node_source import find_sources
 from kvdoctor.diagnose.not_checked import find_obstacle
 from kvdoctor.errors import CannotCheck, Explained, describe_crash
-from kvdoctor.findings import Check, Fault, Faults, Finding, NotChecked, Round, Selection, checks_of
+from kvdoctor.findings import Check, Fault, Finding, NotChecked, Round, Selection, checks_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
@@ -95,8 +95,7 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
     findings: list[Finding] = []
     open_check: NotChecked | None = None
     try:
-        answered = _Answers(one.functions[when](context))
-        for found in answered:
+        for found in one.functions[when](context):
             fault = _complete(found, context)
             fault = fault.also(severity="error") if fault.use in required else fault
             origin = _find_origin(fault, context)
@@ -114,22 +113,7 @@ def _run_check(one: Check, when: Round, context: Context) -> CheckResults:
     except Exception as error:  # one broken check must not hide what the others found
         text = describe_crash("the check", error)
         open_check = NotChecked(stack, one.code, text, essential=True)
-    else:
-        if answered.open_part is not None:
-            entry = NotChecked(stack, one.code, answered.open_part, kind="not-run")
-            return CheckResults(tuple(findings), absent=(entry,))
     return CheckResults(tuple(findings), () if open_check is None else (open_check,))
-
-
-class _Answers:
-    """The faults that a check yields; `open_part` is what it may return: why a part of its question has no answer."""
-
-    def __init__(self, faults: Faults) -> None:
-        self.faults: Any = faults
-        self.open_part: str | None = None
-
-    def __iter__(self) -> Faults:
-        self.open_part = yield from self.faults
 
 
 def _complete(fault: Fault, context: Context) -> Fault:

@@ -14,8 +14,8 @@ from kvdoctor.decode.runs import quote_error
 from kvdoctor.decode.speed import PASTS, SpeedDifference, find_worse
 from kvdoctor.diagnose.build_report import build_report, stack_facts
 from kvdoctor.diagnose.context import ContractContext, SpeedContext, extend_context
+from kvdoctor.diagnose.decodings import measure_size
 from kvdoctor.diagnose.examine import list_thresholds, settle_unknown
-from kvdoctor.diagnose.golden import measure_size
 from kvdoctor.diagnose.inspection import build_context, check_files, read_contracts
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks

@@ -1,6 +1,12 @@
-"""Runs the experiments of a stack under a target, and compares the logits with those of the local runtime."""
+"""Runs the experiments of a stack under a target or on another execution provider, and compares the logits.
+
+Those of a target are compared with those of the local runtime. The tolerance of a provider and its adapter is measured
+on the model itself: how far the logits of first calls, which have no cache, lie from those of the CPU. It never exceeds
+what a policy may allow.
+"""
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +18,22 @@ from kvdoctor.decode.calls import Array
 from kvdoctor.decode.experiments import load
 from kvdoctor.decode.messages import ExperimentJob, NodesPlaced
 from kvdoctor.decode.parity import compare, judge
-from kvdoctor.decode.runs import WRONG, LogitsDifference, Run
-from kvdoctor.decode.tolerances import Tolerance
-from kvdoctor.diagnose.context import LocalRun, TargetContext
+from kvdoctor.decode.runs import WRONG, FaultLocation, LogitsDifference, Run
+from kvdoctor.decode.tolerances import Tolerance, bounds, find_tolerance
+from kvdoctor.diagnose.context import LocalRun, RunContext
 from kvdoctor.diagnose.examine import build_job, resolve_node_names
-from kvdoctor.diagnose.locate.search import LocateContext, locate_fault
+from kvdoctor.diagnose.locate.search import LocateContext, guard_search, locate_fault
 from kvdoctor.diagnose.not_checked import REASONS
 from kvdoctor.errors import KvdoctorError, WorkerDied
 from kvdoctor.findings import NotChecked
 from kvdoctor.options import Options
 from kvdoctor.report.facts import TargetFacts
+from kvdoctor.runtime.client import StackResults
 from kvdoctor.runtime.environments import EnvironmentUnavailable, hide_home
+from kvdoctor.runtime.providers import read_provider
 from kvdoctor.runtime.release_environments import measure_limits, prepare_environment
 from kvdoctor.runtime.scratch import scratch_folder
-from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult
+from kvdoctor.runtime.targets import LogitsGap, Target, TargetResult, list_wrong_runs
 
 BROKEN = "onnxruntime {} does not start on this machine; remove {} and try again, or name another release"
 PADDED = ("left-padding", "right-padding")
@@ -34,7 +42,7 @@ UNCLEAR = "the difference to the logits of the installed runtime is between nois
 UNCLEAR_HERE = "the difference to the logits of the CPU is between the measured noise and a fault"
 
 
-def run_targets(context: TargetContext, options: Options, local: LocalRun) -> tuple[TargetResult, ...]:
+def run_targets(context: RunContext, options: Options, local: LocalRun) -> tuple[TargetResult, ...]:
     """What the model shows under each target. Targets with the same runtime share its runs."""
     by_runtime: dict[str, TargetResult] = {}
     for target in options.targets:
@@ -44,7 +52,7 @@ def run_targets(context: TargetContext, options: Options, local: LocalRun) -> tu
     return tuple(replace(one, target=replace(target, measured=one.target.measured)) for target, one in found)
 
 
-def _run_target(context: TargetContext, options: Options, local: LocalRun, target: Target) -> TargetResult:
+def _run_target(context: RunContext, options: Options, local: LocalRun, target: Target) -> TargetResult:
     own = context.local_runtime
     if own is not None and own.onnxruntime == target.onnxruntime:
         return TargetResult(replace(target, measured=own.measured), context.runs, context.refusals, is_local=True)
@@ -70,15 +78,14 @@ def _run_target(context: TargetContext, options: Options, local: LocalRun, targe
         runs = tuple(
             locate_fault(run, search) if run.outcome in wrong and run.experiment in right else run for run in named
         )
-        refusals = tuple((refusal.file, refusal.errors, refusal.opens_at) for refusal in results.refusals)
         gaps = compare_logits(context, runs, local.logits, logits, context.tolerance)
     crash = next((text.strip().splitlines()[-1] for text in results.crashes), None)
     crashed = f"an experiment crashed under this target ({crash}); please report it"
     not_run = next(iter(results.reasons_not_run), None) if crash is None else crashed
-    return TargetResult(target, runs, refusals, gaps, not_run=not_run)
+    return TargetResult(target, runs, tuple(results.refusals), gaps, not_run=not_run)
 
 
-def judged_job(context: TargetContext, options: Options, local: LocalRun) -> ExperimentJob:
+def judged_job(context: RunContext, options: Options, local: LocalRun) -> ExperimentJob:
     """The experiments on which findings rest, but for those that look for a cause or measure a time."""
     job = build_job(replace(context, contract=local.contract), options)
     judged = (one.name for one in load() if one.judged and not (one.explains or one.on_request))
@@ -86,7 +93,7 @@ def judged_job(context: TargetContext, options: Options, local: LocalRun) -> Exp
 
 
 def compare_logits(
-    context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path, limit: Tolerance
+    context: RunContext, runs: Iterable[Run], local: Path | None, target: Path, limit: Tolerance
 ) -> dict[str, LogitsGap]:
     """Logits that differ between the local runtime and the target, of experiments that pass in both.
 
@@ -108,7 +115,7 @@ def compare_logits(
     return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
-def read_first_gaps(context: TargetContext, runs: Iterable[Run], local: Path | None, target: Path) -> list[float]:
+def read_first_gaps(context: RunContext, runs: Iterable[Run], local: Path | None, target: Path) -> list[float]:
     """How far the logits of first calls, without a cache, lie from the local ones, in standard deviations."""
     found = []
     for run, ours, others in _pair_logits(runs, local, target):
@@ -128,9 +135,7 @@ def _pair_logits(runs: Iterable[Run], local: Path | None, target: Path) -> Itera
                 yield run, ours[run.experiment], others[run.experiment]
 
 
-def _compare_steps(
-    context: TargetContext, run: Run, ours: Array, others: Array
-) -> Iterator[tuple[int, LogitsDifference]]:
+def _compare_steps(context: RunContext, run: Run, ours: Array, others: Array) -> Iterator[tuple[int, LogitsDifference]]:
     """Each step with how its logits differ from the local ones; both are float[values], those of all steps in order."""
     start = 0
     for step in run.steps:
@@ -148,7 +153,7 @@ def _compare_steps(
         start = stop
 
 
-def find_open_targets(context: TargetContext) -> Iterator[NotChecked]:
+def find_open_targets(context: RunContext) -> Iterator[NotChecked]:
     """Targets under which nothing was run, or what passes in the local runtime gave no clear answer."""
     stack, loop = context.stack.name, context.checked_loop
     for result in context.target_results:
@@ -194,7 +199,7 @@ def describe_placement(placed: Iterable[NodesPlaced]) -> Iterator[str]:
 
 def _describe_target(target: Target, results: Mapping[str, tuple[TargetResult, ...]]) -> TargetFacts:
     own = {name: result for name, found in results.items() for result in found if result.target == target}
-    refused = {name: tuple(file for file, _, at in result.refusals if at is None) for name, result in own.items()}
+    refused = {name: tuple(one.file for one in result.refusals if one.opens_at is None) for name, result in own.items()}
     apart = {name: tuple(n for n, gap in result.gaps.items() if gap.verdict == "fail") for name, result in own.items()}
     limits = next((result.target for result in own.values()), target).limits
     tolerances = {name: result.tolerance.passes for name, result in own.items() if result.tolerance is not None}
@@ -212,3 +217,146 @@ def _describe_target(target: Target, results: Mapping[str, tuple[TargetResult, .
         tolerance=tolerances,
         on_cpu={name: found for name, found in on_cpu.items() if found},
     )
+
+
+MARGIN = 4.0
+"""Times the measured noise of first calls that a later step may be off: what is cached is rounded once more."""
+ALONE = "it takes the file and computes on the CPU alone: nothing was tested on it"
+NEXT = "; see `kvdoctor env` for the providers and adapters of this machine, and how to get others"
+UNPLACED = "onnxruntime {} does not say which nodes run on it; pip install -U onnxruntime"
+
+
+def run_providers(
+    context: RunContext, options: Options, local: LocalRun, asked: Iterable[str]
+) -> tuple[TargetResult, ...]:
+    """What the model shows on each provider; where two adapters depart in the same experiment, both results say so."""
+    results = [_run_provider(context, options, local, one) for one in asked]
+    return tuple(replace(one, agreed=any(_agree(one, other) for other in results)) for one in results)
+
+
+def _agree(one: TargetResult, other: TargetResult) -> bool:
+    """Whether two adapters depart in the same experiment."""
+    if one.target.adapter == other.target.adapter or one.target.ran_on == other.target.ran_on:
+        return False
+    wrong = [{n for n, gap in each.gaps.items() if gap.verdict == "fail"} for each in (one, other)]
+    failed = [{run.experiment for run in each.runs if run.outcome in WRONG} for each in (one, other)]
+    return bool(wrong[0] & wrong[1] or failed[0] & failed[1])
+
+
+def _run_provider(context: RunContext, options: Options, local: LocalRun, asked: str) -> TargetResult:
+    found, release = local.runtime.find_provider(asked), local.runtime.greet()
+    name = found.name or read_provider(asked).name
+    adapter = found.adapter + (", a software adapter" if found.software and found.adapter else "")
+    target = Target(asked, release, provider=name, adapter=adapter, software=found.software)
+    if found.error:
+        return TargetResult(target, not_run=found.error + NEXT)
+    options = replace(options, providers=(asked,))
+    with scratch_folder() as scratch:
+        logits, calls = Path(scratch, "logits.npz"), Path(scratch, "calls")
+        calls.mkdir()
+        job = replace(judged_job(context, options, local), keep_logits=logits, keep_calls=calls)
+        results = local.runtime.examine(job, options.progress)
+        # What callers try runs on the CPU: it must run here too. Where one ends the process, the others are still run.
+        ran = {run.experiment for run in context.runs if run.outcome in ("passed", "differs")}
+        workarounds = tuple(one.name for one in load() if one.why and not one.judged and one.name in ran)
+        tried = replace(job, experiments=workarounds, keep_logits=None)
+        results.runs += local.runtime.examine(tried, options.progress).runs
+        if (reason := _why_untested(results, release)) is not None:
+            return TargetResult(target, not_run=reason + NEXT)
+        first = read_first_gaps(context, results.runs, local.logits, logits)
+        limit = measure_tolerance(context, first)
+        runs = _judge_again(job, results.runs, limit, context, local)
+        named = tuple(replace(resolve_node_names(run, context), provider=target.ran_on) for run in runs)
+        gaps = compare_logits(context, named, local.logits, logits, limit)
+        search = replace(LocateContext.of(context, local.runtime, asked, calls), tolerance=limit)
+        gaps = _locate_gaps(context, named, gaps, search, job)
+        located = tuple(_locate_wrong(context, named, search, job, gaps))
+    refused, placed = tuple(results.refusals), tuple(results.placed.values())
+    noise = statistics.median(first) if first else None
+    return TargetResult(target, located, refused, gaps, tolerance=limit, noise=noise, placed=placed)
+
+
+def _why_untested(results: StackResults, release: str) -> str | None:
+    """Why the runs say nothing of the provider; None where they do."""
+    if results.crashes:
+        return f"an experiment crashed ({results.crashes[0].strip().splitlines()[-1]}); please report it"
+    if results.reasons_not_run:
+        return results.reasons_not_run[0]
+    opened = any(step.returned for run in results.runs for step in run.steps)
+    if not results.placed:
+        return UNPLACED.format(release) if opened else None
+    return ALONE if not any(one.there for one in results.placed.values()) else None
+
+
+def measure_tolerance(context: RunContext, first: list[float]) -> Tolerance:
+    """The tolerance on a provider whose first calls are so far off, in standard deviations of the logits."""
+    own, exactness = context.tolerance, context.contract.exactness
+    noise = MARGIN * statistics.median(first) if first else 0.0
+    passes = min(noise, bounds(exactness)[1])
+    return own if passes <= own.passes else find_tolerance(exactness, {exactness: float(f"{passes:.2g}")})
+
+
+def _judge_again(
+    job: ExperimentJob, runs: list[Run], limit: Tolerance, context: RunContext, local: LocalRun
+) -> list[Run]:
+    """The runs; those with a difference, or with an earlier end, are run again by the provider's tolerance if wider."""
+    steps = {run.experiment: len(run.steps) for run in context.runs if run.outcome == "passed"}
+    went_on = [run for run in runs if run.outcome not in ("failed", "died")]
+    ended = [run for run in went_on if len(run.steps) < steps.get(run.experiment, 0)]
+    unclear = tuple(run.experiment for run in went_on if run.outcome in ("ambiguous", "differs") or run in ended)
+    if limit == context.tolerance or not unclear:
+        return runs
+    wider = {**job.tolerances, context.contract.exactness: limit.passes}
+    again = local.runtime.examine(replace(job, experiments=unclear, tolerances=wider, keep_logits=None)).runs
+    found = {run.experiment: run for run in again}
+    return [found.get(run.experiment, run) for run in runs]
+
+
+def _locate_wrong(
+    context: RunContext,
+    runs: tuple[Run, ...],
+    search: LocateContext,
+    job: ExperimentJob,
+    gaps: Mapping[str, LogitsGap],
+) -> Iterator[Run]:
+    """The runs; the first of each kind that goes wrong on the provider alone has the location of its fault."""
+    wrong = list_wrong_runs(context.runs, runs, on_provider=True)
+    seen = {"differs"} if any(gap.verdict == "fail" for gap in gaps.values()) else set[str]()
+    for run in runs:
+        if run not in wrong or run.outcome in seen:
+            yield run
+            continue
+        seen.add(run.outcome)
+        yield _locate_one(run, search, job)
+
+
+def _locate_one(run: Run, search: LocateContext, job: ExperimentJob) -> Run:
+    from kvdoctor.diagnose.locate.provider_search import locate_crash, locate_departure
+
+    if run.outcome == "died":
+        return guard_search(run, lambda: replace(run, location=locate_crash(run, search, job)))
+    if run.outcome == "failed":
+        return locate_fault(run, search)
+    step = run.failed_step or 0
+    found = guard_search(run, lambda: replace(run, location=locate_departure(run, step, search, job)))
+    return found if found.location is not None else locate_fault(run, search)
+
+
+def _locate_gaps(
+    context: RunContext, runs: tuple[Run, ...], gaps: dict[str, LogitsGap], search: LocateContext, job: ExperimentJob
+) -> dict[str, LogitsGap]:
+    """The differences to the CPU; the one that the finding rests on with the location of its fault."""
+    from kvdoctor.diagnose.locate.provider_search import locate_departure
+
+    apart = sorted(name for name, gap in gaps.items() if gap.verdict == "fail" and gap.difference is not None)
+    loop = context.checked_loop.experiment if context.checked_loop else "plain-loop"
+    name = loop if loop in apart else next(iter(apart), None)
+    run = next((run for run in runs if run.experiment == name), None)
+    if run is None or name is None:
+        return gaps
+
+    def locate() -> FaultLocation:
+        return locate_departure(run, gaps[name].step, search, job)
+
+    found = guard_search(run, lambda: replace(run, location=locate()))
+    return gaps | {name: replace(gaps[name], location=found.location, no_location=found.no_location)}

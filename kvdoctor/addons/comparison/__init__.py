@@ -4,7 +4,7 @@ Both sides are diagnosed with the same options, in one worker, with feeds from t
 matched; then `contract_diff` compares the contracts, `files_diff` graphs, `results_diff` runs with their
 logits, and findings. `pipeline` derives the verdict.
 
-Golden numbers, with which the core compares (`diagnose/golden`), may be side A of a diff. It must not know another
+Golden numbers, with which the core compares (`diagnose/decodings`), may be side A of a diff. It must not know another
 add-on, or the gate.
 """
 

@@ -27,7 +27,7 @@ FORMATS = ("text", "json", "markdown")
         ("kvdoctor diff yesterday.json exports/v2", "the same, with a report of --format json"),
         ("kvdoctor diff --static exports/v1 v2.onnx", "contract and graph; nothing is run"),
         ("kvdoctor diff contract.json exports/v2", "does it fulfil that contract? nothing is run"),
-        ("kvdoctor diff exports/v2 golden.npz", "against golden numbers of an earlier record"),
+        ("kvdoctor diff exports/v2 golden.json", "against golden numbers of an earlier record"),
         ("kvdoctor diff --agree tokens fp32 int8", "are the likeliest tokens the same?"),
     ),
 )
@@ -67,9 +67,9 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
 @command(
     "Keep a small digest of what a healthy model returns.",
     epilog=examples(
-        ("kvdoctor record exports/marian -o golden.npz", "keep what it returns"),
+        ("kvdoctor record exports/marian -o golden.json", "keep what it returns"),
         (
-            "kvdoctor record exports/marian --consumer held -o golden.npz --force",
+            "kvdoctor record exports/marian --consumer held -o golden.json --force",
             "for the held loop; replaces the file",
         ),
     ),

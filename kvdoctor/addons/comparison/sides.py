@@ -12,7 +12,7 @@ from kvdoctor.addons.comparison.results_diff import compare_findings
 from kvdoctor.analysis.contract_file import is_contract, read_required
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
-from kvdoctor.diagnose.golden import CODE, digest_stack, read_golden, render_golden
+from kvdoctor.diagnose.decodings import CODE, digest_stack, is_golden, read_golden, render_golden
 from kvdoctor.diagnose.inspection import inspect
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import CannotCheck, UsageError
@@ -174,7 +174,7 @@ def find_golden(a: str, b: str) -> tuple[str, str] | None:
     Raises:
         UsageError: both are.
     """
-    golden = [path for path in (a, b) if path.endswith(".npz") and Path(path).is_file()]
+    golden = [path for path in (a, b) if is_golden(path)]
     if len(golden) > 1:
         raise UsageError("two files of golden numbers are no models: give one of them and a model")
     return (golden[0], b if golden[0] == a else a) if golden else None

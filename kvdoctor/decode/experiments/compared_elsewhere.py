@@ -22,7 +22,6 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.inputs import random_tokens
 
 NAME = "against-checkpoint"
-GREEDY = "greedy-against-checkpoint"
 ENCODER_ROLES = ("encoder_input", "encoder_mask", "encoder_states")
 MOST_LOGITS, LAST = 1 << 27, 16
 """The numbers in the logits of the longer call, at most; of its tokens so many are compared, the last ones."""
@@ -39,20 +38,11 @@ def kept_steps(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
     return found | {f"call.{name}": as_array(value) for name, value in call.feeds.items()}
 
 
-def kept_greedy(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array]:
-    """The same of the greedy loop, with the tokens that it chose, also where it ended early."""
-    chosen = [step[:, -1].argmax(-1)[:, None] for step in logits[:-1]]
-    tokens = np.concatenate([builder.tokens[:, : builder.scenario.prompt], *chosen], axis=1)
-    return _kept_feeds(builder, logits) | {"tokens": tokens, "wholes": np.array(0)}
-
-
 def can_be_shared(contract: CacheContract) -> str | None:
-    """The feeds must be such that a checkpoint takes the same."""
+    """The feeds must be such that a checkpoint, or another runtime, takes the same."""
     if contract.graph("decode").port("token_ids") is None:
-        return "it takes no token ids, and a checkpoint takes nothing else"
-    if contract.codebooks > 1:
-        return "its tokens have several codebooks"
-    return None
+        return "it takes no token ids, and nothing else can be fed to both"
+    return "its tokens have several codebooks" if contract.codebooks > 1 else None
 
 
 @Experiment(
@@ -75,28 +65,6 @@ def whole_and_loop(builder: FeedBuilder) -> Calls:
     longer = go_over_thresholds(builder)
     if longer is not None and not (yield as_probe(longer.reference())).failed:
         yield replace(longer.reference(), kind="step")
-
-
-@unjudged(
-    GREEDY,
-    "the tokens that the held loop decodes, compared with those of the checkpoint",
-    Scenario(steps=9),
-    can_be_shared,
-    why="the checkpoint decodes the same tokens",
-    on_request="reference",
-    keeps=kept_greedy,
-    order=91,
-)
-def greedy(builder: FeedBuilder) -> Calls:
-    """The held loop that goes on from the likeliest token each time."""
-    total, start = builder.scenario.total, builder.scenario.prompt
-    builder = replace(builder, tokens=builder.tokens.copy())
-    answer = yield builder.prefill(start)
-    past = builder.carry(None, answer, "held")
-    for position in range(start, total):
-        builder.tokens[:, position] = answer.logits[:, -1].argmax(-1)
-        answer = yield builder.decode(position, position + 1, past)
-        past = builder.carry(past, answer, "held")
 
 
 def whole_lengths(builder: FeedBuilder) -> range:
@@ -251,11 +219,16 @@ def kept_generated(builder: FeedBuilder, logits: list[Array]) -> dict[str, Array
     return found | {"tokens": rows.argmax(-1), "decided": decide(rows, builder.tolerance.fails)}
 
 
-def takes_one_row(contract: CacheContract) -> str | None:
-    """Generation feeds one row of token ids for each sequence."""
-    if contract.graph("decode").port("token_ids") is None:
-        return "it takes no token ids"
-    return "its tokens have several codebooks" if contract.codebooks > 1 else None
+def greedy(builder: FeedBuilder) -> Calls:
+    """The held loop that goes on from the likeliest token each time."""
+    total, start = builder.scenario.total, builder.scenario.prompt
+    builder = replace(builder, tokens=builder.tokens.copy())
+    answer = yield builder.prefill(start)
+    past = builder.carry(None, answer, "held")
+    for position in range(start, total):
+        builder.tokens[:, position] = answer.logits[:, -1].argmax(-1)
+        answer = yield builder.decode(position, position + 1, past)
+        past = builder.carry(past, answer, "held")
 
 
 for name, length in PROMPTS.items():
@@ -263,7 +236,7 @@ for name, length in PROMPTS.items():
         name,
         f"the tokens that the held loop generates from a prompt of {length}",
         Scenario(prompt=length, steps=COUNT),
-        takes_one_row,
+        can_be_shared,
         why="another runtime must generate the same",
         on_request="generate",
         keeps=kept_generated,

@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens, unjudged
@@ -45,11 +43,6 @@ def has_lengths(contract: CacheContract) -> str | None:
     if contract.exactness == "dynamic-quantization":
         return "the noise of dynamic quantization grows with the length"
     return several_tokens(contract)
-
-
-def takes_rows(contract: CacheContract) -> str | None:
-    """Several rows, each of them exact."""
-    return has_lengths(contract) or has_exact_rows(contract)
 
 
 def takes_long_chunks(contract: CacheContract) -> str | None:
@@ -103,8 +96,8 @@ def _goes_on(builder: FeedBuilder, past: Past, expected: Array) -> Asking[bool]:
 def _walker(builder: FeedBuilder) -> FeedBuilder:
     """A builder of the whole walk: up to the last token of a full buffer, or beyond it where the graph may go on."""
     contract = builder.contract
-    steps = min(WALK, (contract.context_limit if builder.contract.ring else contract.usable_length) or WALK)
-    return replace(builder, scenario=replace(builder.scenario, prompt=1, steps=steps), tokens=builder.tokens[:, :0])
+    limit = contract.context_limit if contract.ring else contract.usable_length
+    return builder.resized(1, min(WALK, limit or WALK))
 
 
 @Experiment(
@@ -121,7 +114,7 @@ def _walker(builder: FeedBuilder) -> FeedBuilder:
     "rows-near-thresholds",
     "single steps around the thresholds of the graph with batch 3",
     Scenario(batch=3, prompt=1, steps=2),
-    takes_rows,
+    has_exact_rows,
     lengths=True,
     changes_feeds=True,
     use=Use(
@@ -162,13 +155,11 @@ def _near(builder: FeedBuilder) -> list[int]:
 def _step_over(builder: FeedBuilder, lengths: list[int]) -> Decision:
     found, changed = yield from _each_threshold(builder, lengths)
     for near, start, stop in found:
-        expected = yield from _reference_after(near, start, stop)
+        expected = yield from near.whole(stop, start)
         late = max(stop - CHUNK, start)
         for begin in dict.fromkeys((start, late) if stop > WALK or near.scenario.batch > 1 else (late,)):
             past = yield from near.begin(stop=begin)
-            for position in range(begin, stop if begin == start else begin + 1):
-                wanted = expected[:, position - start : position - start + 1]
-                past = near.carry(past, (yield near.decode(position, position + 1, past, wanted)), "held")
+            yield from near.go_on(past, begin, stop if begin == start else begin + 1, expected)
     for near, start, stop in changed:
         if cause := (yield from _why_changed(near, start, stop)):
             return cause
@@ -297,8 +288,7 @@ def _each_threshold(builder: FeedBuilder, lengths: list[int]) -> Asking[tuple[li
         raise CannotCheck("the graph compares no length with a number in reach that was not visited")
     for length in lengths:
         start = max(length - BEFORE, 1)
-        sizes = replace(builder.scenario, prompt=start, steps=length + AFTER - start + 1)
-        near = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
+        near = builder.resized(start, length + AFTER)
         try:
             stop = yield from longest_sequence(near, start, length + AFTER)
         except CannotCheck:
@@ -317,16 +307,6 @@ def _chunk(near: FeedBuilder, start: int, stop: int, past: Past, expected: Array
     """All tokens up to the last at once, then the last one on the cache that they leave."""
     _, past = yield from near.go_on(past, start, stop - 1, expected, size=stop - 1 - start)
     yield near.decode(stop - 1, stop, past, expected[:, stop - 1 : stop])
-
-
-def _reference_after(builder: FeedBuilder, start: int, stop: int) -> Asking[Array]:
-    """The logits of the tokens `start` to `stop` without a cache, float[batch, stop - start, vocabulary]."""
-    lengths = range(start + 1, stop + 1) if builder.contract.last_logits_only else (stop,)
-    found = list[Array]()
-    for length in lengths:
-        answer = yield builder.reference(length)
-        found.append(answer.logits[:, -1:] if builder.contract.last_logits_only else answer.logits[:, start:])
-    return np.concatenate(found, axis=1)
 
 
 def longest_sequence(builder: FeedBuilder, least: int, most: int) -> Asking[int]:

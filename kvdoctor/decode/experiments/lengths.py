@@ -12,7 +12,7 @@ from kvdoctor.decode.experiments.cache_entries import by_position, keeps_all, sa
 from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LOGITS, visited
 from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into
-from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.feeds import FeedBuilder, fill_front
 from kvdoctor.decode.runs import Cause
 from kvdoctor.errors import CannotCheck
 
@@ -115,11 +115,8 @@ def at_limit(builder: FeedBuilder) -> Calls:
     if limit > LONGEST:
         yield from _in_chunks(builder, limit)
         return
-    sizes = replace(builder.scenario, prompt=limit - BEFORE_LIMIT, steps=BEFORE_LIMIT + 1)
-    full = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
-    expected = yield from full.whole()
-    past = yield from full.begin(expected)
-    yield from full.go_on(past, sizes.prompt, sizes.total, expected)
+    full = builder.resized(limit - BEFORE_LIMIT, limit)
+    yield from full.run_through((yield from full.whole()))
 
 
 def _in_chunks(builder: FeedBuilder, limit: int) -> Calls:
@@ -129,8 +126,7 @@ def _in_chunks(builder: FeedBuilder, limit: int) -> Calls:
         CannotCheck: it takes too long.
     """
     start, size, began = limit - BEFORE_LIMIT, max(SCORES // limit, 1), time.monotonic()
-    sizes = replace(builder.scenario, prompt=start, steps=BEFORE_LIMIT + 1)
-    full = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
+    full = builder.resized(start, limit)
     first = min(size, start)
     past = full.carry(None, (yield from _shown_if_it_fails(full.prefill(first))), "held")
     for done in range(first, start, size):
@@ -138,10 +134,8 @@ def _in_chunks(builder: FeedBuilder, limit: int) -> Calls:
         past = full.carry(past, (yield from _shown_if_it_fails(full.decode(done, stop, past))), "held")
         if (elapsed := time.monotonic() - began) > MOST_SECONDS:
             raise CannotCheck(f"{stop} of {limit} declared tokens took {elapsed:.0f} s; the others were not tried")
-    expected = (yield from _shown_if_it_fails(full.decode(start, limit, past))).logits
-    for position in range(start, limit):
-        wanted = expected[:, position - start : position - start + 1]
-        past = full.carry(past, (yield full.decode(position, position + 1, past, wanted)), "held")
+    answer = yield from _shown_if_it_fails(full.decode(start, limit, past))
+    yield from full.go_on(past, start, limit, fill_front(answer.logits, limit))
 
 
 def _shown_if_it_fails(call: Call) -> Asking[Answer]:

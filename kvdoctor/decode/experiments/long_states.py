@@ -1,4 +1,4 @@
-"""States that each call returns anew: over many steps, saved and restored, and what is wrong with them.
+"""States that each call returns anew: over many steps, and what is wrong with them.
 
 A state has no entry for each token, but a call over all tokens returns the state that the same tokens in two calls must
 return, and the new tokens and the state before them must both change it. An error in it is carried on, and one that
@@ -15,12 +15,11 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario, Value, as_array
-from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, ask, one_step, undecided, walk
+from kvdoctor.decode.experiments import Decision, Experiment, Use, as_probe, ask, one_step, undecided
 from kvdoctor.decode.experiments.cache_entries import fill_with, read_returned, same_entries
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.parity import measurable
 from kvdoctor.decode.runs import Cause
-from kvdoctor.errors import CannotCheck
 
 TOKENS = 2000
 PLACES, LAST = (16, 125, 250, 500, 1000, TOKENS), (500, 1000, 2000)
@@ -30,26 +29,23 @@ EARLY, MORE = (12, 24, 48), 600
 AMPLIFIED = 8.0
 """How much larger a state is after twice as many tokens where each step amplifies it. One that adds up all tokens
 doubles, one that adds up what was added up has four times the size."""
-MOST_LOGITS, DETOUR = 1 << 26, 3
-"""Numbers in the logits of a long call that is made; tokens that are fed before a saved state is restored."""
+MOST_LOGITS = 1 << 26
+"""Numbers in the logits of a long call that is made."""
 
 
-def has_states(contract: CacheContract) -> str | None:
-    """There must be a state that is carried on, and a graph that takes one token."""
+def can_walk(contract: CacheContract) -> str | None:
+    """There must be a state, and a graph that takes one token.
+
+    So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere.
+    """
+    if contract.of_kind("self-attention") and contract.usable_length is None:
+        return "the graph has positions as well, and no config says how many"
+    if contract.exactness == "dynamic-quantization":
+        return "dynamic quantization rounds each split of the tokens in another way"
     if not list_states(contract):
         return "no slot is a recurrent or convolution state"
     fixed = contract.new_tokens
     return None if fixed in (None, 1) else f"the first step takes {fixed} new tokens only"
-
-
-def can_walk(contract: CacheContract) -> str | None:
-    """So many tokens need positions: a limit that is declared ends the walk, one that is not may end it anywhere."""
-    limit = contract.usable_length
-    if contract.of_kind("self-attention") and limit is None:
-        return "the graph has positions as well, and no config says how many"
-    if contract.exactness == "dynamic-quantization":
-        return "dynamic quantization rounds each split of the tokens in another way"
-    return has_states(contract)
 
 
 @Experiment(
@@ -162,38 +158,6 @@ def _find_amplified(sizes: dict[int, dict[str, float]]) -> Cause | None:
             evidence = f"{name} grows with each step, and leaves the range of its type: {words} tokens"
             return Cause("non-finite", evidence, slot=name)
     return None
-
-
-@Experiment(
-    "state-put-back",
-    f"a state saved, {DETOUR} other tokens, and the state restored",
-    applies=has_states,
-    thorough=True,
-    changes_feeds=True,
-    use=Use("a state that is saved and restored", after=("one-token-prompt",)),
-    order=26,
-)
-def put_back(builder: FeedBuilder) -> Calls:
-    """A state is saved, other tokens are fed, the state is restored: the sequence goes on as without them."""
-    total, start = builder.scenario.total, builder.scenario.total - DETOUR
-    right: list[Array] = []
-    pasts: list[Past | None] = [None]
-    for position in range(total):
-        answer = yield one_step(builder, position, pasts[-1])
-        right.append(answer.logits)
-        pasts.append(builder.carry(pasts[-1], answer, "held"))
-    kept, before = pasts[start], pasts[total - 1]
-    pasts, answers = yield from walk(replace(builder, tokens=builder.tokens[:, ::-1]), start, total, kept, "held")
-    if len(answers) < DETOUR:
-        raise CannotCheck("other tokens cannot be fed")
-    past = pasts[-1]
-    if kept is None or before is None or past is None:
-        raise CannotCheck("the sequence is too short")
-    moved = {slot.past: past[slot.past] for slot in list_states(builder.contract)}
-    yield from builder.go_on(kept, start, total, np.concatenate(right, axis=1))
-    corrupted = Past({**before, **moved}, before.length)
-    last = total - 1
-    yield builder.decode(last, total, corrupted, right[last], kind="control", label="the state after other tokens")
 
 
 def find_no_states(contract: CacheContract) -> str | None:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Array, Loop, Past, Scenario, Way
+from kvdoctor.decode.calls import Array, Loop, Past, Scenario, Value, Way
 from kvdoctor.decode.experiments import Calls, Experiment, Use, always, grows, one_step, several_tokens
 from kvdoctor.decode.experiments.cache_entries import fill_with, growing, has_length
 from kvdoctor.decode.experiments.multi_turn import overlapping
@@ -140,14 +140,15 @@ def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Ca
 
     The cache after the last token is compared with that of the reference run.
     """
-    expected, whole = yield from builder.whole_answer()
-    start = builder.scenario.prompt
+    expected = yield from builder.whole()
+    start, slots = builder.scenario.prompt, dict[str, Value]()
     if builder.contract.exactness == "dynamic-quantization":
         yield from own_noise(builder, expected)
     last = min(builder.scenario.total, start + (most or builder.scenario.total)) - 1
     past = yield from builder.begin(expected)
     _, past = yield from replace(builder, loop=loop).go_on(past, start, last, expected)
-    slots = fill_with(growing(builder.contract), whole) if last == builder.scenario.total - 1 else {}
+    if last == builder.scenario.total - 1:
+        slots = fill_with(growing(builder.contract), (yield builder.reference()))
     yield builder.decode(last, last + 1, past, expected[:, last : last + 1], slots=slots)
     yield from builder.controls(last, last + 1, past, expected)
 
@@ -222,8 +223,7 @@ def with_adapter(builder: FeedBuilder) -> Calls:
     adapted = replace(builder, adapted=True)
     expected = yield from adapted.whole()
     total = builder.scenario.total
-    past = yield from adapted.begin(expected)
-    before, _ = yield from adapted.go_on(past, builder.scenario.prompt, total, expected)
+    before = yield from adapted.run_through(expected)
     yield builder.decode(total - 1, total, before, expected[:, -1:], kind="control", label="adapter left out")
     yield from adapted.controls(total - 1, total, before, expected)
 
@@ -233,9 +233,7 @@ def run_in(mode: Way) -> Callable[[FeedBuilder], Calls]:
 
     def loop(builder: FeedBuilder) -> Calls:
         expected = yield from builder.whole()
-        other = replace(builder, via=mode)
-        past = yield from other.begin(expected)
-        yield from other.go_on(past, builder.scenario.prompt, builder.scenario.total, expected)
+        yield from replace(builder, via=mode).run_through(expected)
 
     return loop
 

@@ -73,9 +73,7 @@ def right_logits(builder: FeedBuilder) -> Asking[Array]:
 
 def longer(builder: FeedBuilder) -> FeedBuilder:
     """A builder of as many tokens as the loop is run with: what a state adds up to shows after some."""
-    steps = min(LOOP, builder.contract.usable_length or LOOP)
-    scenario = replace(builder.scenario, prompt=1, steps=max(steps, builder.scenario.steps))
-    return replace(builder, scenario=scenario, tokens=builder.tokens[:, :0])
+    return builder.resized(1, max(min(LOOP, builder.contract.usable_length or LOOP), builder.scenario.steps))
 
 
 def keep_logits(builder: FeedBuilder, logits: Sequence[Array]) -> None:

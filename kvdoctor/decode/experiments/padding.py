@@ -11,7 +11,7 @@ from kvdoctor.decode.experiments.cache_entries import same_logits
 from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states, takes_rows
-from kvdoctor.decode.feeds import FeedBuilder
+from kvdoctor.decode.feeds import FeedBuilder, fill_front
 from kvdoctor.decode.inputs import fills_from_right
 from kvdoctor.errors import CannotCheck
 
@@ -69,9 +69,9 @@ def left(builder: FeedBuilder) -> Calls:
     """The held loop, two rows with masked padding, at the usual lengths and around each threshold of the graph."""
     yield from _left(builder)
     for length in visited(builder.thresholds, builder.contract.usable_length):
-        sizes = replace(builder.scenario, prompt=max(length - 1, max(PADDING) + 1), steps=STEPS)
-        longer = replace(builder, scenario=sizes, tokens=builder.tokens[:, :0])
-        if (yield from longest_sequence(longer, 1, sizes.total)) == sizes.total:
+        prompt = max(length - 1, max(PADDING) + 1)
+        total, longer = prompt + STEPS - 1, builder.resized(prompt, prompt + STEPS - 1)
+        if (yield from longest_sequence(longer, 1, total)) == total:
             yield from _left(longer)
 
 
@@ -80,9 +80,9 @@ def _left(builder: FeedBuilder) -> Calls:
     alone = []
     for row, pads in enumerate(PADDING):
         logits = yield from builder.row(row).without_first(pads).whole()
-        alone.append(logits[:, max(PADDING) - pads :])
+        alone.append(fill_front(logits, builder.scenario.total))
     yield from _stays(builder, alone[0])
-    yield from _loop(replace(builder, padding=PADDING), builder, np.concatenate(alone))
+    yield from _loop(replace(builder, padding=PADDING), builder, np.concatenate(alone), max(PADDING))
 
 
 def _stays(builder: FeedBuilder, alone: Array) -> Calls:
@@ -97,7 +97,9 @@ def _stays(builder: FeedBuilder, alone: Array) -> Calls:
     padded = replace(builder.row(0), padding=PADDING[:1])
     answer = yield as_probe(padded.prefill(builder.scenario.prompt))
     kept = builder.scenario.prompt - max(PADDING)
-    if not answer.failed and not same_logits(answer.logits[:, -kept:], alone[:, :kept], builder.tolerance):
+    if not answer.failed and not same_logits(
+        answer.logits[:, -kept:], alone[:, max(PADDING) : builder.scenario.prompt], builder.tolerance
+    ):
         raise CannotCheck("the graph counts padding among the positions, and no input gives others")
 
 
@@ -135,16 +137,16 @@ def right(builder: FeedBuilder) -> Calls:
         scenario = replace(one.scenario, prompt=start - pads)
         tokens = np.delete(one.tokens, range(start - pads, start), axis=1)
         logits = yield from replace(one, scenario=scenario, tokens=tokens).whole()
-        alone.append(logits[:, start - total :])
+        alone.append(fill_front(logits, total))
     single = replace(builder.row(0), gap=PADDING[:1], gap_end=start)
     first = yield as_probe(single.prefill(start))
     if not first.failed:
         answer = yield as_probe(single.decode(start, start + 1, single.carry(None, first, "held")))
-        if not answer.failed and not same_logits(answer.logits, alone[0][:, :1], builder.tolerance):
+        if not answer.failed and not same_logits(answer.logits, alone[0][:, start : start + 1], builder.tolerance):
             raise CannotCheck("one padded row by itself has other logits: the graph may count the entries of the cache")
     padded, expected = replace(builder, gap=PADDING, gap_end=start), np.concatenate(alone)
     past = yield from padded.begin()
-    before = yield from _go_on(padded, past, expected)
+    before, _ = yield from padded.go_on(past, start, total, expected)
     yield builder.decode(total - 1, total, before, expected[:, -1:], kind="control", label=UNMASKED)
 
 
@@ -242,28 +244,18 @@ def _counts_something_else(builder: FeedBuilder, padded: FeedBuilder) -> Asking[
     return replace(padded.prefill(start, seen.logits), kind="control", label="a mask over the last encoder states")
 
 
-def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array) -> Calls:
-    """The held loop against the logits that all rows have; the control shows the padding.
+def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array, begins: int = 0) -> Calls:
+    """The held loop against the logits that all rows have, those from `begins` on; the control shows the padding.
 
     Several tokens at once where a batch takes them without padding too: GroupQueryAttention takes a single row there.
     """
     start, total = padded.scenario.prompt, padded.scenario.total
-    begins = total - expected.shape[1]  # the first token that all rows have
-    first = padded.carry(None, (yield padded.prefill(start, expected[:, : start - begins])), "held")
-    before = yield from _go_on(padded, first, expected)
+    first = padded.carry(None, (yield padded.prefill(start, expected[:, begins:start])), "held")
+    before, _ = yield from padded.go_on(first, start, total, expected)
     several = takes_chunks(padded.contract) is None
     if several and not (yield as_probe(unpadded.decode(start, total, first))).failed:
-        yield padded.decode(start, total, first, expected[:, start - begins :])
+        yield padded.decode(start, total, first, expected[:, start:])
     yield unpadded.decode(total - 1, total, before, expected[:, -1:], kind="control", label=UNMASKED)
-
-
-def _go_on(padded: FeedBuilder, past: Past, expected: Array) -> Asking[Past]:
-    """The steps after the prompt against the last logits of all rows; gives the past of the last step."""
-    start, total = padded.scenario.prompt, padded.scenario.total
-    for position in range(start, total):
-        before, wanted = past, expected[:, position - total :][:, :1]
-        past = padded.carry(past, (yield padded.decode(position, position + 1, past, wanted)), "held")
-    return before
 
 
 def _is_written_by_count(contract: CacheContract) -> bool:

@@ -1,17 +1,15 @@
 """Rows: of a batch in a beam search and in a decode step, of an encoder in a prompt, and of sequences with one prefix.
 
-A prefix that is computed once is continued by several sequences, and saved to a file for another process: both are what
-prompt caching does. The cache of the prefix must hold all that a continuation needs.
+A prefix that is computed once is continued by several sequences: the cache of it must hold all that they need.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import Answer, Past, Scenario, as_array
+from kvdoctor.decode.calls import Answer, Scenario
 from kvdoctor.decode.experiments import (
     Calls,
     Decision,
@@ -150,19 +148,17 @@ def loop_with_rows(builder: FeedBuilder) -> Calls:
         rows = min(rows, limit - FEW - 2)
     if rows < 1:
         raise CannotCheck("there is no room for the rows of an encoder")
-    scenario = replace(builder.scenario, prompt=rows + 2, steps=FEW)
-    text = replace(builder, scenario=scenario, tokens=builder.tokens[:, :0])
+    text = builder.resized(rows + 2, rows + 1 + FEW)
     tokens = text.tokens.copy()
     tokens[:, 1 : rows + 1] = -1 - np.arange(rows)
     mixed = replace(text, tokens=tokens)
     yield from decode_loop(mixed, "held")
-    expected = yield from mixed.whole(scenario.prompt)
-    yield replace(text.prefill(scenario.prompt, expected), kind="control", label="rows of the encoder left out")
+    expected = yield from mixed.whole(rows + 2)
+    yield replace(text.prefill(rows + 2, expected), kind="control", label="rows of the encoder left out")
 
 
 SEQUENCES = 3
 STEPS = 4
-SAVED = "prefix.cache.npz"
 FAILING_ALIKE = ("batch", "batch-rows", "beam-reorder")
 
 
@@ -216,55 +212,3 @@ def _branch(builder: FeedBuilder) -> FeedBuilder:
     for row in range(1, SEQUENCES):
         tokens[row * books : (row + 1) * books, builder.scenario.prompt :] += row
     return replace(together, tokens=tokens)
-
-
-@Experiment(
-    "saved-prefix",
-    "the cache of a prompt written to a file",
-    Scenario(steps=STEPS),
-    several_tokens,
-    thorough=True,
-    shown=False,
-    use=Use("a prefix that is saved", required="prefix-sharing"),
-    order=98,
-)
-def save(builder: FeedBuilder) -> Calls:
-    """A prompt whose cache is written to a file, and one step on it."""
-    file = _find_file(builder)
-    expected = yield from builder.whole()
-    start, past = builder.scenario.prompt, (yield from builder.begin(expected))
-    arrays = {f"past:{name}": as_array(value) for name, value in past.items()}
-    np.savez(file, length=np.array(past.length), **arrays)  # type: ignore[arg-type]
-    yield builder.decode(start, start + 1, past, expected[:, start : start + 1])
-    yield from builder.controls(start, start + 1, past, expected)
-
-
-@Experiment(
-    "restored-prefix",
-    "this file read by a process that is started for it, and the sequence continued",
-    Scenario(steps=STEPS),
-    several_tokens,
-    thorough=True,
-    fresh=True,
-    use=Use("a prefix that is saved to a file and restored", required="prefix-sharing", needed=True),
-    order=99,
-)
-def restore(builder: FeedBuilder) -> Calls:
-    """The cache of that file in a process that did not make it; the sequence goes on."""
-    file = _find_file(builder)
-    if not file.exists():
-        raise CannotCheck("no cache of a prefix was saved")
-    expected = yield from builder.whole()
-    with np.load(file) as saved:
-        values = {name.removeprefix("past:"): saved[name] for name in saved.files if name.startswith("past:")}
-        past = Past(values, int(saved["length"]))
-    file.unlink()  # what another run of this process would find is not of its model
-    start = past.length
-    yield from builder.go_on(past, start, builder.scenario.total, expected)
-    yield from builder.controls(start, start + 1, past, expected)
-
-
-def _find_file(builder: FeedBuilder) -> Path:
-    if builder.scratch is None:
-        raise CannotCheck("there is no folder to save a cache in")
-    return builder.scratch / SAVED

@@ -187,7 +187,7 @@ def find_broken_uses(context: RunContext) -> Iterator[tuple[Run, "Use"]]:
 
 def fails_where_opened(context: RunContext) -> bool:
     """Whether a file that opens at a lower level only fails there as well: the graph is broken at every level."""
-    opened = any(opens_at is not None for _, _, opens_at in context.refusals)
+    opened = any(one.opens_at is not None for one in context.refusals)
     return opened and context.checked_loop is not None and context.checked_loop.outcome == "failed"
 
 

@@ -16,7 +16,7 @@ from kvdoctor.diagnose.checks._attribution import (
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 from kvdoctor.records import record
-from kvdoctor.report.wording.runs import describe_difference, describe_growth
+from kvdoctor.report.wording.runs import describe_difference
 
 if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
@@ -29,8 +29,6 @@ SHORT_STATE = Advice(
 RETAIN_WINDOW = "export again, with as many of the latest entries retained as the attention looks back over"
 HIDDEN = "by no more than the model rounds; a float32 copy, which rounds nothing, shows the difference"
 OFF = "logits with the cache differ from logits without it"
-EXCLUDED = {"same-feed": "results that change from call to call", "later-token": "attention to later tokens"}
-"""What a run excludes as a cause, where it passes."""
 
 
 @record
@@ -174,13 +172,13 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     worst = max(compared, key=lambda step: step.difference.relative if step.difference else 0.0, default=None)
     step = run.wrong_step or worst
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
-    known = step is not None and run.growth is not None and run.growth.step == step.step
-    growth = None if known else describe_growth(run)
     seen = describe_difference(run, step) or run.reason or "of another shape"
-    cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, _advise_unproved(context, run))
+    unknown = "; the runs do not show the cause" * (run.location is None or run.location.node is None)
+    advice = Advice("re-export", advise_place(run) + unknown)
+    cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, advice)
     fault = Fault(severity, (context.logits_name,), cause, advice, run=run).compare(
         f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",
-        f"{call}: logits {seen}{f'; the error {growth}' if growth else ''}{_describe_search(context, run)}",
+        f"{call}: logits {seen}{_describe_search(context, run)}",
     )
     fault = fault.also(apart=() if run is context.checked_loop else (run.experiment,))
     return fault.also(evidence=describe_location(run), nodes=list_nodes(run))
@@ -191,16 +189,6 @@ def advise_place(run: Run) -> str:
     node = run.location.node if run.location is not None else None
     correct = f"correct {node.shown}, where the two calls first differ, or " if node is not None else ""
     return f"{correct}export again; test the result"
-
-
-def _advise_unproved(context: RunContext, run: Run) -> Advice:
-    """The same; where neither a run nor the place tells a cause, what is excluded as one."""
-    if run.location is not None and run.location.node is not None:
-        return Advice("re-export", advise_place(run))
-    shown = [] if context.predicted else [one.experiment for one in context.runs if one.shows == "passed"]
-    excluded = [text for name, text in EXCLUDED.items() if name in shown]
-    which = f" (excluded: {', '.join(excluded)})" if excluded else ""
-    return Advice("re-export", f"{advise_place(run)}; the runs do not show the cause{which}")
 
 
 def build_use_difference(context: RunContext, run: Run, use: "Use", cause: str) -> Fault:

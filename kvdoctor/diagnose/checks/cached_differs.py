@@ -20,8 +20,8 @@ another token at each place that the cache keeps. The report says that such a mo
 `--thorough`, recurrent states are fed 2,000 tokens: one that each step amplifies is KV304.
 
 Reproduce: `kvdoctor step-test MODEL -v`: one table lists the difference of each step; a second one its effect on the
-next token (cosine, divergence, the likeliest tokens), the growth of the error, and the difference of the cache from
-that of a single call over the same tokens.
+next token (divergence, the likeliest token), and the difference of the cache from that of a single call over the same
+tokens.
 
 Repair: correct the node that the evidence names, or export again. A difference only with a batch of 2, or only with
 another encoder length, is a warning.

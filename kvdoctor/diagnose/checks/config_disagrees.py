@@ -22,11 +22,10 @@ Repair: take sizes and names from the graph, and correct the config. Where the a
 the checkpoint decides: where it has the value too, the export lost it. Token ids are the tokenizer's.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.diagnose.checks.side_cars.compare_values import list_open
 from kvdoctor.diagnose.checks.side_cars.config_json import (
     config_json,
     export_json,
@@ -39,7 +38,7 @@ from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
 from kvdoctor.diagnose.checks.side_cars.inference_metadata import inference_metadata
 from kvdoctor.diagnose.checks.side_cars.tokenizer import generation_stops, special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.findings import Advice, Fault, check
+from kvdoctor.findings import Advice, Fault, Faults, check
 
 Compare = Callable[[ContractContext], list[Disagreement]]
 COMPARED: dict[str, Compare] = {
@@ -56,15 +55,13 @@ SHOWN_BY_THE_GRAPH = ("config.json", "genai_config.json")
 
 
 @check("KV020", "config-disagrees", "contract")
-def config_disagrees(context: ContractContext) -> Generator[Fault, None, str | None]:
-    """Compare each config file with the stack that it belongs to. Returned is what the graph does not show."""
+def config_disagrees(context: ContractContext) -> Faults:
+    """Compare each config file with the stack that it belongs to."""
     for name, compare in COMPARED.items():
         found = compare(context)
         if found and not _is_reported_elsewhere(context, found, compare):
             for kind in dict.fromkeys((one.by_graph, one.against) for one in found):
                 yield _fault(context, name, [one for one in found if (one.by_graph, one.against) == kind])
-    keys = list_open(context) if meant_for(context) else []
-    return f"no constant of the graph shows {', '.join(keys)} of config.json" if keys else None
 
 
 def _is_reported_elsewhere(context: ContractContext, found: list[Disagreement], compare: Compare) -> bool:

@@ -10,7 +10,7 @@ less exact arithmetic, of the recording or of now. Where the weights are quantiz
 correlation of the logits decides. Where all logits agree and a cache differs, it is a warning: an exporter may store
 keys in a different form.
 
-Reproduce: `kvdoctor step-test MODEL --against golden.npz`.
+Reproduce: `kvdoctor step-test MODEL --against golden.json`.
 
 Repair: find the change: `kvdoctor diff OLD NEW` compares two models, `--target onnxruntime==VERSION` two runtimes. If
 it is meant, record golden numbers again.

@@ -53,7 +53,7 @@ def unfollowed_graph(context: ContractContext) -> Faults:
 @check("KV004", "invalid-graph", "runs")
 def invalid_graph(context: RunContext) -> Faults:
     """Files that the runtime refuses; with --thorough the other files as well."""
-    refused = {file: errors for file, errors, opens_at in context.refusals if opens_at is None}
+    refused = {one.file: one.errors for one in context.refusals if one.opens_at is None}
     for file in context.stack.members:
         if file.name not in refused and not context.thorough:
             continue

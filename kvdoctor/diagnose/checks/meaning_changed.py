@@ -18,7 +18,7 @@ from collections.abc import Iterator, Set
 
 from kvdoctor.decode.runs import WRONG, Run
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
-from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 from kvdoctor.runtime.targets import TargetResult
@@ -26,7 +26,7 @@ from kvdoctor.runtime.targets.limits import Meaning, describe_operator, find_mea
 
 
 @check("KV406", "meaning-changed", "targets")
-def meaning_changed(context: TargetContext) -> Faults:
+def meaning_changed(context: RunContext) -> Faults:
     """An operator that computes something else in a target's release than in newer ones."""
     right = {run.experiment for run in context.runs if run.outcome not in WRONG}
     seen = {result.target for result in context.target_results if _differs(result, right)}
@@ -45,7 +45,7 @@ def meaning_changed(context: TargetContext) -> Faults:
             yield fault.also(file=file.name, nodes=nodes, where=f"file {file.name}", confidence="suspected")
 
 
-def list_changes(context: TargetContext, result: TargetResult, run: Run | None) -> Iterator[str]:
+def list_changes(context: RunContext, result: TargetResult, run: Run | None) -> Iterator[str]:
     """What changed its meaning between the local runtime and the target, and concerns the calls of a run."""
     here, there, steps = context.local_runtime, result.target, run.steps if run is not None else ()
     met = {

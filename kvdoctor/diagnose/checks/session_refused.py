@@ -26,7 +26,8 @@ UNSUPPORTED = Advice("re-export", "export again for this runtime; its message ab
 def session_refused(context: RunContext) -> Faults:
     """Files that the runtime does not open, or only at a lower level."""
     files = {file.name: file for file in context.stack.members}
-    for file, errors, opens_at in context.refusals:
+    for refusal in context.refusals:
+        file, opens_at = refusal.file, refusal.opens_at
         refused = files.get(file) if opens_at is None else None
         if refused is not None and (list_problems(refused) or _is_reported_too_new(context, refused)):
             continue  # KV004, or KV401 to KV403, report the reason
@@ -41,7 +42,7 @@ def session_refused(context: RunContext) -> Faults:
             place = f" in {run.node.shown}" if run and run.node else ""
             effect = f"opened at level {opens_at!r}, step {run.failed_step if run else '?'} fails{place}"
             fault = fault.also(cause=cause, repair=EXPORT_AGAIN, effects=(effect,), nodes=list_nodes(run))
-        yield fault.compare("a model that the runtime opens", list_errors(errors))
+        yield fault.compare("a model that the runtime opens", list_errors(refusal.errors))
 
 
 def list_errors(errors: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.checks.meaning_changed import list_changes
 from kvdoctor.diagnose.checks.session_refused import list_errors, lower
 from kvdoctor.diagnose.checks.target_limits import is_ruled_out
-from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.diagnose.context import RunContext
 from kvdoctor.errors import as_argument
 from kvdoctor.findings import Advice, Confidence, Fault, Faults, Severity, check
 from kvdoctor.runtime.targets import Target, TargetResult, list_wrong_runs
@@ -34,7 +34,7 @@ ANOTHER = Advice("re-export", "use a release that runs the model as it is, or ex
 
 
 @check("KV404", "target-fails", "targets")
-def target_fails(context: TargetContext) -> Faults:
+def target_fails(context: RunContext) -> Faults:
     """Files and steps that the local runtime runs, and that fail under a target.
 
     What it means: the installed runtime opens the file and runs its steps; the target runtime does not. An operator is
@@ -48,7 +48,7 @@ def target_fails(context: TargetContext) -> Faults:
 
 
 @check("KV405", "target-differs", "targets")
-def target_differs(context: TargetContext) -> Faults:
+def target_differs(context: RunContext) -> Faults:
     """Logits that are right in the local runtime, and wrong or different under a target.
 
     What it means: the steps run in both runtimes, and the logits of the target differ. An operator had a bug in that
@@ -64,7 +64,7 @@ def target_differs(context: TargetContext) -> Faults:
             yield from _report_runs(context, result, ("differs",))
 
 
-def _name_local(context: TargetContext, target: Target) -> str:
+def _name_local(context: RunContext, target: Target) -> str:
     if target.provider != CPU:
         return "the CPU"
     return context.local_runtime.words if context.local_runtime is not None else "the local runtime"
@@ -84,7 +84,7 @@ def _say_how(run: Run) -> str:
     return "passes" if _is_judged(run.experiment) else "runs"
 
 
-def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
+def _list_other_results(context: RunContext) -> Iterator[TargetResult]:
     """The results of other runtimes than the local one; one of several with the same runtime."""
     seen = set()
     for result in context.target_results:
@@ -94,21 +94,24 @@ def _list_other_results(context: TargetContext) -> Iterator[TargetResult]:
             yield result
 
 
-def _report_refusals(context: TargetContext, result: TargetResult) -> Faults:
+def _report_refusals(context: RunContext, result: TargetResult) -> Faults:
     """Files that open only locally, or under the target only with less optimization, for no known limit."""
-    here = {file: opens_at for file, _, opens_at in context.refusals}
+    here = {one.file: one.opens_at for one in context.refusals}
     files = {file.name: file for file in context.stack.members}
-    for file, errors, opens_at in result.refusals:
+    for refusal in result.refusals:
+        file, opens_at = refusal.file, refusal.opens_at
         if file in here or (opens_at is None and file in files and is_ruled_out(files[file], result.target.limits)):
             continue
         what = "does not open the file" if opens_at is None else f"opens the file at level {opens_at!r} only"
         advice = ANOTHER if opens_at is None else lower(opens_at)
         fault = Fault("error", (file,), f"{result.target.words} {what}", advice, apart=(result.target.asked,))
-        fault = fault.compare(f"a model that opens, as with {_name_local(context, result.target)}", list_errors(errors))
+        fault = fault.compare(
+            f"a model that opens, as with {_name_local(context, result.target)}", list_errors(refusal.errors)
+        )
         yield fault.also(file=file, where=f"file {file}, under {result.target.words}")
 
 
-def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[str, ...]) -> Faults:
+def _report_runs(context: RunContext, result: TargetResult, outcomes: tuple[str, ...]) -> Faults:
     """Experiments that go wrong under the target alone: one finding, if the first of them has one of these outcomes."""
     bad = _find_wrong_runs(context, result)
     if not bad or bad[0].outcome not in outcomes:
@@ -133,14 +136,14 @@ def _report_runs(context: TargetContext, result: TargetResult, outcomes: tuple[s
     yield fault.also(where=where, effects=effects, evidence=evidence)
 
 
-def _find_wrong_runs(context: TargetContext, result: TargetResult) -> list[Run]:
+def _find_wrong_runs(context: RunContext, result: TargetResult) -> list[Run]:
     """The runs that go wrong under the target alone: the consumer's loop first, uses last."""
     bad = list_wrong_runs(context.runs, result.runs, on_provider=result.target.provider != CPU)
     judged = context.checked_loop.experiment if context.checked_loop else "plain-loop"
     return sorted(bad, key=lambda run: (run.experiment != judged, run.experiment in context.uses))
 
 
-def _rate(context: TargetContext, experiment: str) -> tuple[Severity, Required | None]:
+def _rate(context: RunContext, experiment: str) -> tuple[Severity, Required | None]:
     use = context.uses.get(experiment)
     if not _is_judged(experiment):  # the loop that callers are to write is another one
         return "warning", None
@@ -173,7 +176,7 @@ def _describe_cause(run: Run, target: Target) -> str:
     return f"step {failed} of {run.experiment} fails with {target.words}{fed}, and passes {here}"
 
 
-def _report_gaps(context: TargetContext, result: TargetResult) -> Faults:
+def _report_gaps(context: RunContext, result: TargetResult) -> Faults:
     """Logits that are consistent in both runtimes, and differ between them."""
     apart = {name: gap for name, gap in result.gaps.items() if gap.verdict == "fail"}
     if not apart:

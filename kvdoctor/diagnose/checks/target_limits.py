@@ -16,7 +16,7 @@ Source: ONNX Runtime, docs/Versioning.md, for the rule; the numbers are measured
 from collections.abc import Callable, Iterator
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.diagnose.context import TargetContext
+from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.records import record
 from kvdoctor.report.wording import shorten_names
@@ -43,7 +43,7 @@ def is_ruled_out(file: OnnxFile, limits: ReleaseLimits | None) -> bool:
 
 
 @check("KV401", "ir-too-new", "targets")
-def ir_too_new(context: TargetContext) -> Faults:
+def ir_too_new(context: RunContext) -> Faults:
     """The IR version is newer than a target supports.
 
     What it means: every release of onnxruntime has a largest IR version that it opens. A current exporter, or a tool
@@ -55,7 +55,7 @@ def ir_too_new(context: TargetContext) -> Faults:
 
 
 @check("KV402", "opset-too-new", "targets")
-def opset_too_new(context: TargetContext) -> Faults:
+def opset_too_new(context: RunContext) -> Faults:
     """The opset is newer than a target supports.
 
     What it means: every release of onnxruntime has a largest ONNX opset that it opens. A current exporter writes a
@@ -67,7 +67,7 @@ def opset_too_new(context: TargetContext) -> Faults:
 
 
 @check("KV403", "operator-unsupported", "targets")
-def operator_unsupported(context: TargetContext) -> Faults:
+def operator_unsupported(context: RunContext) -> Faults:
     """The graph has an operator, or an attribute of one, that a target does not support on the CPU.
 
     What it means: every release of onnxruntime has a fixed set of operators beyond the standard, with fixed inputs and
@@ -86,7 +86,7 @@ def operator_unsupported(context: TargetContext) -> Faults:
 
 
 def _report_excesses(
-    context: TargetContext,
+    context: RunContext,
     found: list[LimitExceeded],
     what: str,
     takes: Callable[[LimitExceeded], str],
@@ -111,7 +111,7 @@ def _report_excesses(
     yield fault.also(confidence="confirmed" if confirmed or refused is not None else "suspected")
 
 
-def _find_excesses(context: TargetContext, exceeds: Callable[[Demands, ReleaseLimits], bool]) -> list[LimitExceeded]:
+def _find_excesses(context: RunContext, exceeds: Callable[[Demands, ReleaseLimits], bool]) -> list[LimitExceeded]:
     """The files that exceed a limit, by target, except files that the target opened anyway."""
     views = {file.name: file.view for file in context.stack.members if file.view is not None}
     asked = {name: read_demands(view) for name, view in views.items()}
@@ -128,7 +128,7 @@ def _find_excesses(context: TargetContext, exceeds: Callable[[Demands, ReleaseLi
     return found
 
 
-def _list_targets(context: TargetContext) -> Iterator[tuple[Target, TargetResult | None]]:
+def _list_targets(context: RunContext) -> Iterator[tuple[Target, TargetResult | None]]:
     """The targets that were asked for, else the local runtime; each with its result, if it was run."""
     results = {result.target.asked: result for result in context.target_results if result.not_run is None}
     if context.targets:

@@ -222,7 +222,7 @@ def merge_results(run: Run, copy: Run | None, limit: float) -> Run:
     if copy.outcome == "skipped":
         return run
     if copy.outcome == "differs":
-        merged = replace(run, cause=copy.cause, growth=copy.growth, unrounded=_summarize(run, copy))
+        merged = replace(run, cause=copy.cause, unrounded=_summarize(run, copy))
         return merged if run.outcome == "differs" else replace(merged, outcome="differs", failed_step=copy.failed_step)
     # At least every second step on a cache is beyond the limit; one alone may be a coincidence.
     cached = [step for step in run.steps if step.phase == "decode" and step.difference is not None]

@@ -8,6 +8,7 @@ A call that ends the process is halved instead: each trial that ends it gets a f
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 from kvdoctor.choices import CPU
@@ -120,7 +121,7 @@ class _Departure:
         order = [name for node in flat.nodes for name in node.makes if name in used and flat.is_tensor(name)]
         sizes = self.runner.sizes(flat, order, self.feeds, CPU)
         order = [name for name in order if name in sizes]
-        needed = [(at, 8 * _count(sizes[name])) for at, name in enumerate(order)]
+        needed = [(at, 8 * prod(sizes[name])) for at, name in enumerate(order)]
         tried = 0
         for portion in chunks(needed, MOST_BYTES, MOST_VALUES):
             names = [order[at] for at in portion]
@@ -198,10 +199,3 @@ class _Departure:
             return None
         words = f"the call departs from the CPU from optimization level {level!r} on, and no operator of the file alone"
         return locate_at(None, words + name_pass(find_pass(lambda off: is_right(level, off))), "optimization")
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

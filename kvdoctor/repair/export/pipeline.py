@@ -18,7 +18,7 @@ from kvdoctor.analysis.model_folder import MOST_CONFIG_BYTES, open_folder
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.diagnose.build_report import environment
-from kvdoctor.diagnose.checkpoint import GREEDY, NAME, Checkpoint
+from kvdoctor.diagnose.checkpoint import NAME, Checkpoint
 from kvdoctor.diagnose.pipeline import RunPlan, step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
@@ -44,7 +44,6 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "p
 Announce = Callable[[str], None]
 MOST_LOGS = 100
 """Logs of failed exports that stay next to one OUT; none is overwritten."""
-PYTORCH_CLAIMS = {NAME: "logits are those of PyTorch", GREEDY: "greedy tokens are those of PyTorch"}
 
 
 def refuse_impossible(request: RepairRequest, checkpoint: str, offline: bool) -> None:
@@ -234,7 +233,7 @@ def _repair_export(
 
 
 def _prove_export(after: Report, repaired: set[str]) -> Iterator[Proof]:
-    """The claims on each stack: no error, loops that pass, logits and greedy tokens of the checkpoint.
+    """The claims on each stack: no error, loops that pass, logits of the checkpoint.
 
     The loops of `repaired` stacks are proved already.
     """
@@ -251,12 +250,11 @@ def _prove_export(after: Report, repaired: set[str]) -> Iterator[Proof]:
         if not loops:
             yield Proof(stack.name, "plain-loop passes", False, "no loop could be run")
         missing = next((e.reason for e in after.not_checked if e.code == "KV320" and e.stack == stack.name), "")
-        for experiment, claim in PYTORCH_CLAIMS.items():
-            compared = runs.get(experiment)
-            holds = compared is not None and compared.outcome == "passed" and compared.reason is not None
-            reason = (compared.reason if compared is not None else None) or missing
-            reason = missing if not holds and missing else reason or "it was not compared with the checkpoint"
-            yield Proof(stack.name, claim, holds, reason)
+        compared = runs.get(NAME)
+        holds = compared is not None and compared.outcome == "passed" and compared.reason is not None
+        reason = (compared.reason if compared is not None else None) or missing
+        reason = missing if not holds and missing else reason or "it was not compared with the checkpoint"
+        yield Proof(stack.name, "logits are those of PyTorch", holds, reason)
 
 
 def _report(

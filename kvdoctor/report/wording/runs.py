@@ -10,7 +10,7 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import TargetFacts
 from kvdoctor.report.wording import format_milliseconds, join_some
 
-HEADER = ["step", "max diff", "max diff, SD", "1 - cosine", "KL, nats", "top 1", "top 5"]
+HEADER = ["step", "max diff", "max diff, SD", "KL, nats", "top 1"]
 FLOAT32 = "float32, SD"
 NOT_COMPARED = "returned"
 """The logits of a step that nothing was compared with."""
@@ -125,20 +125,11 @@ def _cells(difference: LogitsDifference) -> list[str]:
     if difference.near_ties > 0:
         # Where candidates lie closer together than the noise, which of them leads tells nothing.
         word = "near tie" if difference.near_ties == 1 else f"{word}, near tie"
-    return [
-        f"{difference.max_abs:.1e}",
-        f"{difference.relative:.1e}",
-        f"{1 - difference.cosine:.1e}",
-        f"{difference.kl:.1e}",
-        word,
-        f"{difference.same_top5:.0%} same",
-    ]
+    return [f"{difference.max_abs:.1e}", f"{difference.relative:.1e}", f"{difference.kl:.1e}", word]
 
 
 def describe_parity(run: Run) -> Iterator[tuple[str, str]]:
-    """Label and text: the trend of the error over the steps, the effect of rounding, the cache after the last step."""
-    if text := describe_growth(run):
-        yield "error", text
+    """Label and text: the effect of rounding, the cache after the last step."""
     if text := describe_rounding(run):
         yield "rounding", text
     last = next((step for step in reversed(run.steps) if step.slots), None)
@@ -147,17 +138,6 @@ def describe_parity(run: Run) -> Iterator[tuple[str, str]]:
         off = f"off by at most {last.slots[worst]:.1e} standard deviations of the slot ({worst})"
         compared = f"{len(last.slots)} growing slots compared with those of one call over the same tokens"
         yield "cache", f"after step {last.step}, {compared}: {off}"
-
-
-def describe_growth(run: Run) -> str | None:
-    """The trend of the difference over the steps; None where there are too few steps for one."""
-    if run.growth is None:
-        return None
-    if run.growth.shape != "linear":
-        return "does not grow with the steps" if run.growth.shape == "flat" else f"sets in at step {run.growth.step}"
-    found = {step.step: step.difference.relative for step in run.steps if step.difference is not None}
-    first, last = found[min(found) + 1], found[max(found)]
-    return f"grows with the steps, from {first:.1e} to {last:.1e} standard deviations of the logits"
 
 
 def describe_comparisons(runs: Iterable[Run]) -> str:

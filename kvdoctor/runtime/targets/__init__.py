@@ -19,7 +19,7 @@ from kvdoctor.runtime.targets.bindings import Hazard
 from kvdoctor.runtime.targets.limits import Meaning, ReleaseLimits, limits_of, releases
 
 if TYPE_CHECKING:
-    from kvdoctor.decode.messages import NodesPlaced
+    from kvdoctor.decode.messages import FileRefused, NodesPlaced
 
 RUNTIME = "onnxruntime"
 WHOLE = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}", re.ASCII)
@@ -151,10 +151,6 @@ def _nearest_release(binding: bindings.Binding, release: str) -> str:
     return f"name the runtime itself, as in onnxruntime=={releases()[-1]}, or one of {known}"
 
 
-Refused = tuple[str, dict[str, str], str | None]
-"""A file that the runtime did not open: its name, the runtime's text by level, the level that opens it."""
-
-
 @record
 class LogitsGap:
     """The first step of an experiment whose logits under the target differ from the local ones, and by how much.
@@ -183,7 +179,7 @@ class TargetResult:
 
     target: Target
     runs: tuple[Run, ...] = ()
-    refusals: tuple[Refused, ...] = ()
+    refusals: "tuple[FileRefused, ...]" = ()
     gaps: dict[str, LogitsGap] = field(default_factory=dict)
     is_local: bool = False
     not_run: str | None = None
@@ -204,7 +200,7 @@ class TargetResult:
     def refused(self, file: str) -> str | None:
         """The runtime's text where it opens a file at no level."""
         return next(
-            (next(iter(errors.values()), "") for name, errors, at in self.refusals if name == file and at is None), None
+            (next(iter(r.errors.values()), "") for r in self.refusals if r.file == file and r.opens_at is None), None
         )
 
 

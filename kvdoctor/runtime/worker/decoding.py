@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Past, Scenario, StepFailed
-from kvdoctor.decode.golden import WALKS, GoldenWalk, checksum_draws, digest, from_arrays, pack, to_arrays, unpack
+from kvdoctor.decode.golden import WALKS, GoldenWalk, checksum_draws, digest
 from kvdoctor.decode.messages import Digested, DigestJob, Graded, GradeJob, Job, PairedSide, TokenAgreement
 from kvdoctor.decode.paired_walks import Walk, fit_walk, plan_decoding
 from kvdoctor.decode.parity import divergences
@@ -106,8 +106,8 @@ def read_caches(contract: CacheContract, answer: Answer) -> dict[tuple[str, str]
     return {(str(layer), str(name)): answer.outputs[str(name)].array() for name, layer in known}
 
 
-def write_digests(job: DigestJob, announce: Announce) -> Digested:
-    """Run the walks, and write the digests of those that the model takes. The first must be one of them."""
+def make_digests(job: DigestJob, announce: Announce) -> Digested:
+    """Run the walks, and digest those that the model takes. The first must be one of them."""
     states = choose_states(job.side.contract) if job.states is None else job.states
     way = Way(job, states)
     found, failed = dict[int, GoldenWalk](), list[str]()
@@ -118,26 +118,21 @@ def write_digests(job: DigestJob, announce: Announce) -> Digested:
             failed.append(f"{walk.describe(0, walk.prompt)}: {error}"[:300])
             continue
         found[number] = digest(walk, done.tokens, done.logits, done.last, job.side.contract)
-    if found:
-        with job.out.open("xb") as file:
-            file.write(pack(to_arrays(tuple(found.values()))))
     reason = "" if 0 in found else (failed or ["no golden decoding fits the sizes of the model"])[0]
-    return Digested(tuple(found), states, checksum_draws(job.seed), reason)
+    return Digested(tuple(found), tuple(found.values()), states, checksum_draws(job.seed), reason)
 
 
 def _list_walks(job: DigestJob) -> Iterator[tuple[Walk, Array | None]]:
     """The walks to run, in the sizes of the model, each with the tokens to feed if they are known."""
     contract = job.side.contract
-    if job.golden is None:
+    if not job.golden:
         fitted = dict.fromkeys(filter(None, (fit_walk(walk, contract) for walk in WALKS)))
         yield from ((walk, None) for walk in fitted)
         return
-    for one in from_arrays(unpack(job.golden)):
-        walk = fit_walk(one.walk, contract)
-        if walk is not None and walk.batch == one.walk.batch:
-            yield walk, one.tokens[:, : walk.total]
-        else:
-            yield one.walk, one.tokens
+    for one in job.golden:
+        walk, tokens = fit_walk(one.walk, contract), np.array(one.tokens)
+        fits = walk is not None and walk.batch == one.walk.batch
+        yield (walk, tokens[:, : walk.total]) if walk is not None and fits else (one.walk, tokens)
 
 
 PROMPT, STEPS = 8, 32

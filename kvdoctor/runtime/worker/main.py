@@ -73,7 +73,7 @@ def _find_experiments(job: messages.ExperimentJob, announce: Announce) -> Iterat
 ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
     messages.TrialJob: ("runtime.worker.trial", "run_trial"),
     messages.CompareJob: ("runtime.worker.trial", "run_trial"),
-    messages.DigestJob: ("runtime.worker.decoding", "write_digests"),
+    messages.DigestJob: ("runtime.worker.decoding", "make_digests"),
     messages.SettleJob: ("runtime.worker.runner", "settle_readings"),
     messages.GradeJob: ("runtime.worker.decoding", "grade"),
     messages.SpeedJob: ("runtime.worker.speed", "measure_speed"),

@@ -50,14 +50,6 @@ def compare_values(context: ContractContext) -> Disagreements:
             yield from compare(sides)
 
 
-def list_open(context: ContractContext) -> list[str]:
-    """The keys of config.json that are compared, and that the graph does not show."""
-    sides = _read_sides(context)
-    if sides is None:
-        return []
-    return [key for key, shows in SHOWN.items() if sides.part.get(key) is not None and not shows(sides)]
-
-
 def _read_sides(context: ContractContext) -> Sides | None:
     config = context.folder.side_cars.config
     if not config:
@@ -391,14 +383,3 @@ COMPARED: tuple[Callable[[Sides], Disagreements], ...] = (
     *(_residual, _experts, _inner, _heads, _biases, _buckets, _encoder_layers),
 )
 """One comparison for each value, in the order of the report."""
-SHOWN: dict[str, Callable[[Sides], bool]] = {
-    **dict.fromkeys(values.EPSILONS, lambda sides: bool(sides.graph.norms)),
-    **dict.fromkeys(values.ACTIVATIONS, lambda sides: bool(sides.graph.activations)),
-    "rope_theta": lambda sides: bool(sides.graph.frequencies[0]) and sides.graph.frequencies[1],
-    "query_pre_attn_scalar": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
-    "attention_multiplier": lambda sides: any(one.is_scaled for one in sides.graph.attentions),
-    "attn_logit_softcapping": lambda sides: bool(sides.graph.attentions),
-    "final_logit_softcapping": lambda sides: sides.graph.find_head(sides.context.logits_name) is not None,
-    "sliding_window": lambda sides: any(one.local or one.windows is not None for one in sides.graph.attentions),
-}
-"""Keys whose value a graph of a known form shows, with the question whether it does."""
