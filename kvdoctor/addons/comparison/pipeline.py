@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kvdoctor.addons.comparison.contract_diff import compare_contracts
+from kvdoctor.addons.comparison.contract_diff import compare_contracts, compare_graphs, pair_up
 from kvdoctor.addons.comparison.document import (
     Difference,
     DiffReport,
@@ -13,7 +13,6 @@ from kvdoctor.addons.comparison.document import (
     StackDiff,
     decide,
 )
-from kvdoctor.addons.comparison.files_diff import compare_graphs, pair_up
 from kvdoctor.addons.comparison.options import DiffChoices
 from kvdoctor.addons.comparison.results_diff import (
     LOCAL,
@@ -101,7 +100,7 @@ def match_stacks(
     a: tuple[StackFacts, ...], b: tuple[StackFacts, ...]
 ) -> Iterator[tuple[StackFacts | None, StackFacts | None]]:
     """Pair the stacks of both sides: by name, then by layout, then the only remaining one of each side."""
-    return pair_up(a, b, lambda stack: stack.name, lambda stack: stack.layout)
+    return pair_up(a, b, lambda stack: stack.name, lambda stack: stack.layout, rest=True)
 
 
 def _compare_stack(sides: _Comparison, old: StackFacts | None, new: StackFacts | None) -> StackDiff:

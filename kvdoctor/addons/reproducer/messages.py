@@ -161,18 +161,11 @@ class CallPlaying(Event):
 
 
 @record
-class PlayedDifference:
-    """The difference of a comparison of a script, as a fraction of the logits' standard deviation."""
-
-    relative: float
-    finite: bool
-
-
-@record
 class ScriptPlayed(Event):
     """How a script ended: all calls ran, one failed, or a file was refused.
 
     `unoptimized` is the text of the same call without graph optimization, and `names` are those that it mentions.
+    `differences` has for each comparison the fraction of the logits' standard deviation, and whether it is finite.
     """
 
     outcome: Literal["ran", "failed", "refused"]
@@ -180,7 +173,7 @@ class ScriptPlayed(Event):
     call: int | None = None
     unoptimized: str | None = None
     names: tuple[str, ...] = ()
-    differences: tuple[PlayedDifference, ...] = ()
+    differences: tuple[tuple[float, bool], ...] = ()
 
 
 WORK = {

@@ -259,8 +259,7 @@ class Oracle:
 def _describe_end(event: ScriptPlayed, script: CallScript) -> ScriptOutcome:
     if event.outcome != "failed" or event.call is None:
         pattern = _remove_names(event.text)
-        found = tuple((each.relative, each.finite) for each in event.differences)
-        return ScriptOutcome(event.outcome, pattern=pattern, text=event.text, differences=found)
+        return ScriptOutcome(event.outcome, pattern=pattern, text=event.text, differences=event.differences)
     text = event.unoptimized or event.text
     pattern = _remove_names(text) + ("" if event.unoptimized is not None else ", with optimizations only")
     title = script.calls[event.call].title
