@@ -39,16 +39,16 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
     "addons": 50,
-    "addons/comparison": 1_650,
+    "addons/comparison": 1_550,
     "addons/conversions": 8_775,
     "addons/loops": 2_200,
-    "addons/reproducer": 2_325,
-    "addons/traces": 3_575,
+    "addons/reproducer": 2_250,
+    "addons/traces": 3_525,
     "analysis": 14_675,
     "cli": 1_425,
     "decode": 9_600,
     "diagnose": 13_450,
-    "gating": 2_600,
+    "gating": 2_575,
     "model": 4_350,
     "repair": 6_625,
     "report": 6_675,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 418, 31_600, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 417, 31_600, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -22,8 +22,6 @@ from kvdoctor.records import record
 from kvdoctor.report.formats import FORMATS, SUFFIXES
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvdoctor.gating.verdict import GateResult
     from kvdoctor.report.document import Report
 
@@ -177,10 +175,8 @@ def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
     return None
 
 
-def show(
-    output: Output, print_text: "Callable[[Console, int], None]", render: Callable[[str], str | Iterable[str]]
-) -> None:
-    """Print a document, and write its files: `print_text` onto a console, and `render` makes another format.
+def show(output: Output, print_text: Callable[[Any, int], None], render: Callable[[str], str]) -> None:
+    """Print a document, and write its files: `print_text` takes a console and the verbosity, `render` a format.
 
     Raises:
         UsageError: a file cannot be written; standard output is complete all the same.
@@ -314,7 +310,7 @@ def finish(report: "Report", output: Output) -> NoReturn:
     from kvdoctor.report.document import exit_code
     from kvdoctor.report.formats import render
 
-    def print_text(console: "Console", verbosity: int) -> None:
+    def print_text(console: Any, verbosity: int) -> None:
         from kvdoctor.report.text import print_report
 
         print_report(report, console, verbosity)

@@ -153,11 +153,6 @@ def compare_logits(
     return Logits(name, len(pairs), agree, exactness, relative, round(same, 4)), verdict
 
 
-def agrees_less(found: LogitsAgreement, required: LogitsAgreement) -> bool:
-    """Whether logits agree less than required."""
-    return AGREEMENTS.index(found) < AGREEMENTS.index(required)
-
-
 def _contract(side: DiagnosisSide, stack: str) -> CacheContract:
     contract = side.contract(stack)
     if contract is None:

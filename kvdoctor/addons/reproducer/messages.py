@@ -80,12 +80,6 @@ class CallScript:
             for name, value in call.feeds.items():
                 yield call, name, value
 
-    def returned(self) -> set[tuple[str, str]]:
-        """The outputs that the script itself needs: (file, output)."""
-        named = {(self.calls[v.call].file, v.output) for _, _, v in self.inputs() if isinstance(v, PriorOutput)}
-        compared = {index for c in self.comparisons for index in (c.call, c.reference)}
-        return named | {(self.calls[index].file, self.calls[index].logits) for index in compared}
-
     def trimmed(self) -> "CallScript":
         """Only the calls that the end of the script hangs on, counted anew.
 

@@ -97,11 +97,7 @@ def _change_sizes(contract: CacheContract, change: Callable[[int, Axis], Dim]) -
         pairs = zip(of.shape, of.axes, strict=True)
         return replace(of, shape=tuple(change(d, axis) if isinstance(d, int) else d for d, axis in pairs))
 
-    graphs = {
-        name: replace(graph, inputs=tuple(map(changed, graph.inputs)), outputs=tuple(map(changed, graph.outputs)))
-        for name, graph in contract.graphs.items()
-    }
-    return replace(contract, graphs=graphs, slots=tuple(map(changed, contract.slots)))
+    return replace(contract.with_ports(changed), slots=tuple(map(changed, contract.slots)))
 
 
 def choose_sizes(contract: CacheContract) -> SizeMap:
