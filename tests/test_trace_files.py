@@ -86,6 +86,12 @@ def test_a_line_without_end_is_given_up(tmp_path: Path) -> None:
     assert "larger than 1 GiB" in refusal(file)
 
 
+def test_a_last_line_that_its_program_did_not_finish_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "loop.jsonl"
+    file.write_text(line() + "\n" + line()[:-9], encoding="utf-8")
+    assert [step.place for step in read_recording(str(file)).first] == ["line 1"]
+
+
 def test_more_steps_than_anybody_reads(tmp_path: Path) -> None:
     file = tmp_path / "loop.jsonl"
     file.write_text((line() + "\n") * 4097, encoding="utf-8")
