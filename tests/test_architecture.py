@@ -44,7 +44,7 @@ BUDGET = {
     "addons/loops": 2_200,
     "addons/reproducer": 2_250,
     "addons/traces": 3_525,
-    "analysis": 14_675,
+    "analysis": 14_600,
     "cli": 1_425,
     "decode": 9_600,
     "diagnose": 13_450,
