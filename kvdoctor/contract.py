@@ -7,7 +7,7 @@ Shapes are written as `float[batch, kv_heads, past, head_dim]`: the names below 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -177,6 +177,10 @@ class Graph:
     def port(self, role: Role) -> Port | None:
         """Give the first port of that role, inputs before outputs, or None."""
         return next((port for port in (*self.inputs, *self.outputs) if port.role == role), None)
+
+    def mapped(self, change: Callable[[Port], Port]) -> "Graph":
+        """The graph with each port changed."""
+        return replace(self, inputs=tuple(map(change, self.inputs)), outputs=tuple(map(change, self.outputs)))
 
     @property
     def declared_new_tokens(self) -> Dim:
@@ -353,6 +357,10 @@ class CacheContract:
     ambiguities: tuple[Ambiguity, ...] = ()
     ring: int | None = None
 
+    def with_ports(self, change: Callable[[Port], Port]) -> "CacheContract":
+        """The contract with each input and output of its graphs changed."""
+        return replace(self, graphs={name: graph.mapped(change) for name, graph in self.graphs.items()})
+
     def graph(self, phase: PhaseName) -> Graph:
         """Give the graph that serves a phase."""
         return self.graphs[self.phases[phase].graph]
@@ -478,12 +486,7 @@ class CacheContract:
 
 def with_reading(contract: CacheContract, ambiguity: Ambiguity, reading: Reading) -> CacheContract:
     """The contract under another reading of a port."""
-    graph = contract.graphs[ambiguity.graph]
-
-    def read(ports: tuple[Port, ...]) -> tuple[Port, ...]:
-        return tuple(reading.port if port.name == ambiguity.subject else port for port in ports)
-
-    graph = replace(graph, inputs=read(graph.inputs), outputs=read(graph.outputs))
+    graph = contract.graphs[ambiguity.graph].mapped(lambda one: reading.port if one.name == ambiguity.subject else one)
     return replace(contract, graphs={**contract.graphs, ambiguity.graph: graph})
 
 
@@ -495,8 +498,7 @@ def with_last_logits_only(contract: CacheContract) -> CacheContract:
             return port
         return replace(port, shape=tuple(1 if a == "new" else d for a, d in zip(port.axes, port.shape, strict=True)))
 
-    graphs = {n: replace(graph, outputs=tuple(map(of_last, graph.outputs))) for n, graph in contract.graphs.items()}
-    return replace(contract, graphs=graphs)
+    return contract.with_ports(of_last)
 
 
 def describe(dtype: str, shape: Sequence[Dim] | None) -> str:

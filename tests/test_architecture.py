@@ -39,12 +39,12 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 
 BUDGET = {
     "addons": 50,
-    "addons/comparison": 1_650,
+    "addons/comparison": 1_550,
     "addons/conversions": 8_775,
     "addons/loops": 2_200,
-    "addons/reproducer": 2_325,
-    "addons/traces": 3_575,
-    "analysis": 14_675,
+    "addons/reproducer": 2_250,
+    "addons/traces": 3_525,
+    "analysis": 14_600,
     "cli": 1_425,
     "decode": 9_200,
     "diagnose": 13_275,

@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.text_fixtures import FOLDER, compile_text, load_all
 
+from kvdoctor.analysis.configs import SideCars
 from kvdoctor.analysis.contract_reader import read_contract
-from kvdoctor.analysis.model_folder import ModelFolder, SideCars, open_folder
+from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.diagnose.checks.config_disagrees import config_disagrees
 from kvdoctor.diagnose.checks.side_cars.numbers import claims
 from kvdoctor.diagnose.context import ContractContext

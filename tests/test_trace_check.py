@@ -14,7 +14,7 @@ from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor.addons.traces.check import TraceCheck, compare_trace, find_stacks
-from kvdoctor.addons.traces.read import read_trace
+from kvdoctor.addons.traces.runs import read_recording
 from kvdoctor.contract import CacheContract, Port
 from kvdoctor.diagnose.inspection import inspect
 
@@ -33,7 +33,7 @@ def held(loop: Loop, export: str, tmp_path: Path, data: int) -> tuple[str, Trace
     """What holding a loop against the contract of an export brings, with the stack that it was found to call."""
     file = tmp_path / "loop.jsonl"
     file.write_text(as_lines(loop, data), encoding="utf-8")
-    trace = read_trace(str(file))
+    trace = read_recording(str(file)).first
     (stack,) = find_stacks(trace, contracts(export), str(file))
     return stack, compare_trace(trace, contracts(export)[stack])
 
@@ -351,7 +351,7 @@ def test_the_tokens_of_an_image_share_positions(following: int, breaks: tuple[st
         fed["attention_mask"]["dtype"] = "int64"
         lines.append(json.dumps({"fed": fed, "got": got}))
     (tmp_path / "loop.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    found = compare_trace(read_trace(str(tmp_path / "loop.jsonl")), contract)
+    found = compare_trace(read_recording(str(tmp_path / "loop.jsonl")).first, contract)
     assert tuple(one.kind for one in found.breaks) == breaks
 
 
@@ -380,7 +380,7 @@ def test_a_ring_takes_more_tokens_than_it_has_rows_in_several_calls(
         lines.append(json.dumps({"fed": fed, "got": got}))
         past += new
     (tmp_path / "loop.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    found = compare_trace(read_trace(str(tmp_path / "loop.jsonl")), contract)
+    found = compare_trace(read_recording(str(tmp_path / "loop.jsonl")).first, contract)
     assert tuple(one.kind for one in found.breaks) == breaks
 
 

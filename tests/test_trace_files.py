@@ -12,8 +12,8 @@ from support.isolated import kvdoctor
 from support.loops import EXPORTS
 from support.sampling import sampled
 
-from kvdoctor.addons.traces.read import read_trace
 from kvdoctor.addons.traces.recorded import onnx_dtype
+from kvdoctor.addons.traces.runs import read_recording
 from kvdoctor.errors import UsageError
 
 IDS = {"dtype": "int64", "shape": [1, 3], "data": [5, 6, 7]}
@@ -32,7 +32,7 @@ BAD_LINES = {
     "blank lines": ("\n \n", "holds no step"),
     "no JSON": ("step 0: ok", "line 1 is not a JSON object"),
     "no object": ("[1, 2]", "line 1 is not a JSON object"),
-    "cut off": (line() + "\n" + line()[:-9], "line 2 is not a JSON object"),
+    "cut off": (line() + "\n" + line()[:-9] + "\n", "line 2 is not a JSON object"),
     "deep": ("[" * 100_000, "line 1 is not a JSON object"),
     "another field": (line(feeds={}), "has a field 'feeds'; known are step, run, file, fed, got, error"),
     "nothing fed": ('{"got": {}}', "does not say what was fed"),
@@ -58,7 +58,7 @@ BAD_LINES = {
 
 def refusal(path: Path) -> str:
     with pytest.raises(UsageError) as refused:
-        read_trace(str(path))
+        read_recording(str(path))
     return str(refused.value)
 
 
@@ -86,6 +86,12 @@ def test_a_line_without_end_is_given_up(tmp_path: Path) -> None:
     assert "larger than 1 GiB" in refusal(file)
 
 
+def test_a_last_line_that_its_program_did_not_finish_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "loop.jsonl"
+    file.write_text(line() + "\n" + line()[:-9], encoding="utf-8")
+    assert [step.place for step in read_recording(str(file)).first] == ["line 1"]
+
+
 def test_more_steps_than_anybody_reads(tmp_path: Path) -> None:
     file = tmp_path / "loop.jsonl"
     file.write_text((line() + "\n") * 4097, encoding="utf-8")
@@ -97,7 +103,7 @@ def test_what_powershell_writes_is_told(tmp_path: Path) -> None:
     file.write_text(line(), encoding="utf-16")
     assert "UTF-16" in refusal(file)
     file.write_text(line() + "\r\n" + line() + "\r\n", encoding="utf-8-sig")
-    assert [step.place for step in read_trace(str(file))] == ["line 1", "line 2"]
+    assert [step.place for step in read_recording(str(file)).first] == ["line 1", "line 2"]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ second axis as their batch, or tokens of one axis come with caches whose first a
 three tokens, read the usual way, the graph must return caches of two sequences, each longer by three.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import Axis, CacheContract, Graph, Port, Slot
+from kvdoctor.contract import Axis, CacheContract, Port, Slot
 
 if TYPE_CHECKING:
     from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph
@@ -179,7 +179,7 @@ def _with_heads_in_rows(contract: CacheContract) -> CacheContract:
         turned = port.name in names and port.axes[:1] == ("batch",)
         return replace(port, axes=("batch_heads", *port.axes[1:])) if turned else port
 
-    return _with_ports(replace(contract, slots=tuple(slots)), turn)
+    return replace(contract, slots=tuple(slots)).with_ports(turn)
 
 
 USUAL: tuple[Axis, ...] = ("batch", "new")
@@ -194,11 +194,9 @@ def order_tokens(contract: CacheContract, decode: OnnxFile) -> CacheContract:
     first, second, *_ = (*port.shape, None, None)
     batches = {slot.shape[slot.axes.index("batch")] for slot in contract.slots if "batch" in slot.axes}
     if port.role == "token_ids" and port.axes == ("new",) and batches == {first} != {1}:
-        return _with_ports(
-            contract,
-            lambda one: replace(one, axes=("batch",)) if one.name == port.name else one,
-            f"{port.name!r} has one token of each sequence: its one axis is the batch of the states",
-        )
+        said = f"{port.name!r} has one token of each sequence: its one axis is the batch of the states"
+        contract = replace(contract, evidence=(*contract.evidence, said))
+        return contract.with_ports(lambda one: replace(one, axes=("batch",)) if one.name == port.name else one)
     named = port.axes[:2] == USUAL and isinstance(first, str) and isinstance(second, str)
     if named and second in batches and first not in batches and not AbstractStep(decode).returns_caches(contract):
         return _put_time_first(contract, port)
@@ -219,8 +217,8 @@ def _put_time_first(contract: CacheContract, tokens: Port) -> CacheContract:
         same = port.axes[:2] == USUAL and (port.shape or ())[:2] == shape
         return replace(port, axes=("new", "batch", *port.axes[2:])) if same else port
 
-    said = f"{tokens.name!r} has the new tokens in front of the batch"
-    return _with_ports(contract, turn, said)
+    evidence = (*contract.evidence, f"{tokens.name!r} has the new tokens in front of the batch")
+    return replace(contract, evidence=evidence).with_ports(turn)
 
 
 def _leave_batch_out(contract: CacheContract, tokens: Port) -> CacheContract:
@@ -238,12 +236,5 @@ def _leave_batch_out(contract: CacheContract, tokens: Port) -> CacheContract:
         return port
 
     slots = tuple(replace(slot, axes=with_heads(slot.axes)) for slot in contract.slots)
-    return _with_ports(replace(contract, slots=slots), name_axes, f"{tokens.name!r} and the cache have no batch axis")
-
-
-def _with_ports(contract: CacheContract, change: Callable[[Port], Port], *said: str) -> CacheContract:
-    def change_all(graph: Graph) -> Graph:
-        return replace(graph, inputs=tuple(map(change, graph.inputs)), outputs=tuple(map(change, graph.outputs)))
-
-    graphs = {name: change_all(graph) for name, graph in contract.graphs.items()}
-    return replace(contract, graphs=graphs, evidence=(*contract.evidence, *said))
+    evidence = (*contract.evidence, f"{tokens.name!r} and the cache have no batch axis")
+    return replace(contract, slots=slots, evidence=evidence).with_ports(name_axes)

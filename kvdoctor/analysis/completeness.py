@@ -90,8 +90,7 @@ def as_no_decoder(contract: CacheContract) -> CacheContract:
     def as_input(port: Port) -> Port:
         return replace(port, role="auxiliary") if port.role == "past" and port.name not in pasts else port
 
-    graphs = {name: replace(g, inputs=tuple(map(as_input, g.inputs))) for name, g in contract.graphs.items()}
-    return replace(contract, graphs=graphs, slots=slots, missing=(), contradictions=())
+    return replace(contract.with_ports(as_input), slots=slots, missing=(), contradictions=())
 
 
 def _find_open_widths(contract: CacheContract) -> Iterator[MissingPart]:

@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Any, TypeGuard
 
 from kvdoctor.analysis.dialects.dialect import SlotName, SlotRule, parse_axes
-from kvdoctor.contract import Port, Role, SlotKind
+from kvdoctor.contract import PhaseName, Port, Role, SlotKind
 from kvdoctor.model.view import Declared
 from kvdoctor.records import record
 
@@ -48,6 +48,35 @@ GENAI_ROLES: dict[str, tuple[Role, tuple[str, ...]]] = {
     "current_sequence_length": ("total_length", ("1", "")),
     "seqlens_k": ("last_index", ("B",)),
 }
+
+
+@record(slots=False)
+class SideCars:
+    """The configs next to a model, each empty where it is missing.
+
+    `inference` is inference_metadata.yaml. `problems` says which files cannot be read, and why.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    genai: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    processor: dict[str, Any] = field(default_factory=dict)
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+    inference: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, kind: PhaseName) -> dict[str, Any]:
+        """The part of config.json on an encoder of images or audio."""
+        return read_part(self.config, f"{kind}_config")
+
+    def first_count(self, keys: Iterable[str]) -> tuple[int, str] | None:
+        """The first number under some keys of processor_config.json or config.json, and where it stands."""
+        for key in keys:
+            for file, content in (("processor_config.json", self.processor), ("config.json", self.config)):
+                if is_count(content.get(key)):
+                    return content[key], f"{file}, {key}"
+        return None
 
 
 @record(slots=False)

@@ -124,16 +124,13 @@ def _add_proofs(given: CacheContract, read: CacheContract) -> CacheContract:
     same = all((s.past, s.present, s.part) in {(r.past, r.present, r.part) for r in read.slots} for s in given.slots)
     contradictions = read.contradictions if same else ()
     given_slots = {slot.past: slot for slot in given.slots}
-    graphs = {
-        name: replace(graph, inputs=tuple(_shape_like(port, given_slots.get(port.name)) for port in graph.inputs))
-        for name, graph in given.graphs.items()
-    }
-    return replace(given, graphs=graphs, slots=tuple(proved), exactness=read.exactness, contradictions=contradictions)
 
+    def like_its_slot(port: Port) -> Port:
+        slot = given_slots.get(port.name) if port.role == "past" else None
+        return replace(port, shape=slot.shape, axes=slot.axes) if slot is not None else port
 
-def _shape_like(port: Port, slot: Slot | None) -> Port:
-    """A past input with the shape and the axes that the file gives its slot."""
-    return replace(port, shape=slot.shape, axes=slot.axes) if port.role == "past" and slot is not None else port
+    given = given.with_ports(like_its_slot)
+    return replace(given, slots=tuple(proved), exactness=read.exactness, contradictions=contradictions)
 
 
 def _read_entries(file: str) -> dict[str, Any]:

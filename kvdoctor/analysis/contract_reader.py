@@ -6,10 +6,9 @@ from typing import Literal
 
 from kvdoctor.analysis.abstract_step import count_heads, order_tokens
 from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
-from kvdoctor.analysis.configs import context_limit, decoder_config, is_count
+from kvdoctor.analysis.configs import SideCars, context_limit, decoder_config, is_count
 from kvdoctor.analysis.embedding_graphs import find_embedded_input, read_embedding_graph
 from kvdoctor.analysis.feature_encoders import ROLES, find_output, read_feature_encoder
-from kvdoctor.analysis.model_folder import SideCars
 from kvdoctor.analysis.port_roles import INTEGERS, TokenInputs, find_swapped_inputs, find_token_inputs, match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
 from kvdoctor.analysis.readings import find_readings
@@ -176,7 +175,7 @@ class _Reader:
         for kind, role in ROLES.items():
             file = self.stack.files.get(role)
             if file is not None and wanted is not None and find_output(file, wanted) is not None:
-                graphs[kind], rows = read_feature_encoder(file, kind, wanted, self.side_cars.of_encoders)
+                graphs[kind], rows = read_feature_encoder(file, kind, wanted, self.side_cars)
                 phases[kind] = Phase(kind)
                 found.append(rows)
                 self.evidence.append(f"{file.name} makes {rows.output!r} as wide as the embeddings of tokens")

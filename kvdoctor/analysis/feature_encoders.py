@@ -6,19 +6,18 @@ genai_config.json or a name decides where several fit. Where a file that is name
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.completeness import MOST_FED
-from kvdoctor.analysis.configs import is_count, read_part, read_strings
+from kvdoctor.analysis.configs import SideCars, is_count, read_part, read_strings
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, plain_port
 from kvdoctor.analysis.stacks import FileRole, OnnxFile, PartProblem, StackFiles
 from kvdoctor.contract import Axis, Features, Graph, PhaseName, Port, describe
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.view import PASSES_ON, Declared, integers
-from kvdoctor.records import record
 
 ROLES: dict[PhaseName, FileRole] = {"vision": "vision-encoder", "audio": "audio-encoder"}
 GENAI_PARTS: dict[PhaseName, str] = {"vision": "vision", "audio": "speech"}
@@ -53,34 +52,8 @@ PATCHES = 4
 """Patches along each side of an image whose patches are fed as rows: a multiple of what a merger takes together."""
 
 
-@record(slots=False)
-class BesideConfigs:
-    """The configs that say something of encoders: config.json, those of processors, and genai_config.json."""
-
-    config: Mapping[str, Any]
-    processor: Mapping[str, Any]
-    preprocessor: Mapping[str, Any]
-    genai: Mapping[str, Any]
-
-    def part(self, kind: PhaseName) -> Mapping[str, Any]:
-        """The part of config.json on an encoder."""
-        return read_part(self.config, f"{kind}_config")
-
-    def named_file(self, kind: PhaseName) -> str | None:
-        """The file that genai_config.json names for an encoder."""
-        return read_strings(read_part(read_part(self.genai, "model"), GENAI_PARTS[kind])).get("filename")
-
-    def first_count(self, keys: Iterable[str]) -> tuple[int, str] | None:
-        """The first number under some keys, and where it stands."""
-        for key in keys:
-            for file, content in (("processor_config.json", self.processor), ("config.json", self.config)):
-                if is_count(content.get(key)):
-                    return content[key], f"{file}, {key}"
-        return None
-
-
 def add_feature_encoders(
-    files: tuple[OnnxFile, ...], stacks: tuple[StackFiles, ...], configs: BesideConfigs, widths: Mapping[str, Port]
+    files: tuple[OnnxFile, ...], stacks: tuple[StackFiles, ...], configs: SideCars, widths: Mapping[str, Port]
 ) -> tuple[tuple[OnnxFile, ...], tuple[StackFiles, ...]]:
     """The files and stacks of a folder, with the encoders of images and audio as parts of the stacks.
 
@@ -93,7 +66,7 @@ def add_feature_encoders(
     return tuple(replace(f, role=roles[f.name]) if f.name in roles else f for f in files), found
 
 
-def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideConfigs, wanted: Port) -> StackFiles:
+def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: SideCars, wanted: Port) -> StackFiles:
     files, problems, remarks = dict(stack.files), list(stack.problems), list(stack.remarks)
     for kind, role in ROLES.items():
         similar = [file for file in free if _kind_of(file, configs) == kind]
@@ -119,7 +92,7 @@ def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: BesideCo
     return replace(stack, files=files, problems=tuple(problems), remarks=tuple(remarks))
 
 
-def _kind_of(file: OnnxFile, configs: BesideConfigs) -> PhaseName | None:
+def _kind_of(file: OnnxFile, configs: SideCars) -> PhaseName | None:
     """Whether a file encodes images or audio: by the names of its inputs, else by its own, else by their rank."""
     ports = list(file.graph.inputs.values())
     floats = [port for port in ports if port.dtype in FLOATS]
@@ -142,8 +115,13 @@ def _is_feedable(port: Declared) -> bool:
     return port.dtype in FLOATS or bool(MASK.fullmatch(port.name) or GRID.fullmatch(port.name))
 
 
-def _is_named(file: OnnxFile, kind: PhaseName, configs: BesideConfigs) -> bool:
-    return configs.named_file(kind) == file.name or NAMES[kind].fullmatch(file.path.stem) is not None
+def _is_named(file: OnnxFile, kind: PhaseName, configs: SideCars) -> bool:
+    return _named_file(kind, configs) == file.name or NAMES[kind].fullmatch(file.path.stem) is not None
+
+
+def _named_file(kind: PhaseName, configs: SideCars) -> str | None:
+    """The file that genai_config.json names for an encoder."""
+    return read_strings(read_part(read_part(configs.genai, "model"), GENAI_PARTS[kind])).get("filename")
 
 
 def find_output(file: OnnxFile, wanted: Port) -> Declared | None:
@@ -164,8 +142,8 @@ def _has_width(port: Declared, width: object) -> bool:
     return size == width if isinstance(size, int) else OUTPUT.fullmatch(port.name) is not None
 
 
-def _preference(file: OnnxFile, stack: StackFiles, kind: PhaseName, configs: BesideConfigs) -> tuple[bool, bool, str]:
-    named = configs.named_file(kind)
+def _preference(file: OnnxFile, stack: StackFiles, kind: PhaseName, configs: SideCars) -> tuple[bool, bool, str]:
+    named = _named_file(kind, configs)
     tail = stack.main.suffix
     return named is not None and file.name != named, not (file.path.stem.endswith(tail) if tail else True), file.name
 
@@ -204,9 +182,7 @@ def _without_embedding(stack: StackFiles, wanted: Port) -> PartProblem:
     return PartProblem(stack.main.name, taken, observed, cause, essential=False, severity="warning")
 
 
-def _compare_declared_rows(
-    file: OnnxFile, kind: PhaseName, configs: BesideConfigs, wanted: Port
-) -> Iterator[PartProblem]:
+def _compare_declared_rows(file: OnnxFile, kind: PhaseName, configs: SideCars, wanted: Port) -> Iterator[PartProblem]:
     """The number of rows that the graph declares, where it is a number, with that of placeholders."""
     expected, output = _expected_rows(kind, configs, file), find_output(file, wanted)
     rows = as_number((output.shape or (None, None))[-2]) if output is not None else None
@@ -221,7 +197,7 @@ def _compare_declared_rows(
     yield PartProblem(file.name, declared, returned, cause, essential=False)
 
 
-def _compare_placeholder(embedding: OnnxFile | None, kind: PhaseName, configs: BesideConfigs) -> Iterator[PartProblem]:
+def _compare_placeholder(embedding: OnnxFile | None, kind: PhaseName, configs: SideCars) -> Iterator[PartProblem]:
     """The id of the placeholder in the config with those whose places an embedding graph fills with rows."""
     token = configs.first_count(TOKEN_KEYS[kind])
     if token is None or embedding is None or not any(port.dtype in FLOATS for port in embedding.graph.inputs.values()):
@@ -258,9 +234,7 @@ def _images_at_once(file: OnnxFile, kind: PhaseName) -> int:
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
-def read_feature_encoder(
-    file: OnnxFile, kind: PhaseName, wanted: Port, configs: BesideConfigs
-) -> tuple[Graph, Features]:
+def read_feature_encoder(file: OnnxFile, kind: PhaseName, wanted: Port, configs: SideCars) -> tuple[Graph, Features]:
     """The ports of an encoder in the sizes that it is run with, and what its rows stand for.
 
     Sizes that neither the graph nor a config gives are those of one small image, or of one audio clip.
@@ -284,7 +258,7 @@ def read_feature_encoder(
     return Graph(file.name, inputs, outputs), features
 
 
-def _input(port: Declared, kind: PhaseName, configs: BesideConfigs) -> Port:
+def _input(port: Declared, kind: PhaseName, configs: SideCars) -> Port:
     rank, sizes = len(port.shape or ()), [as_number(size) for size in port.shape or ()]
     axes: list[Axis] = ["fixed"] * rank
     if GRID.fullmatch(port.name):
@@ -311,7 +285,7 @@ def _input(port: Declared, kind: PhaseName, configs: BesideConfigs) -> Port:
     return Port(port.name, port.dtype, tuple(shape), role, tuple(axes))
 
 
-def _declared_sides(configs: BesideConfigs) -> tuple[int, int] | None:
+def _declared_sides(configs: SideCars) -> tuple[int, int] | None:
     """Height and width of an image as a config has them."""
     size = configs.part("vision").get("image_size")
     if not size:
@@ -324,7 +298,7 @@ def _declared_sides(configs: BesideConfigs) -> tuple[int, int] | None:
     return None if height is None or width is None else (height, width)
 
 
-def _expected_rows(kind: PhaseName, configs: BesideConfigs, file: OnnxFile) -> tuple[int, str] | None:
+def _expected_rows(kind: PhaseName, configs: SideCars, file: OnnxFile) -> tuple[int, str] | None:
     """The number of placeholders for one image, or one audio clip of full length, and what says so."""
     ports = file.graph.inputs.values()
     if kind == "audio":

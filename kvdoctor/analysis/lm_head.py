@@ -93,8 +93,9 @@ def find_maker(
 
 
 def _find_head(scopes: Scopes, logits: str) -> Head:
-    search = _Search()
-    search.visit(scopes, logits)
+    search, waiting = _Search(), [(scopes, logits)]
+    while waiting:
+        waiting += search.follow(*waiting.pop())
     if len(search.roots) != 1:
         raise NoHead(f"no product of hidden states with weights makes the logits {logits!r}")
     graph, node, index = next(iter(search.roots.values()))
@@ -114,12 +115,6 @@ class _Search:
     roots: dict[tuple[int, int], tuple[Scopes, NodeProto, int]] = field(default_factory=dict)
     fixed: dict[str, bool] = field(default_factory=lambda: {"": False})
 
-    def visit(self, scopes: Scopes, name: str) -> None:
-        """Follow one value back."""
-        waiting = [(scopes, name)]
-        while waiting:
-            waiting += self._follow(*waiting.pop())
-
     def find_maker(self, scopes: Scopes, name: str) -> tuple[Scopes, NodeProto | None]:
         """The node that makes a value, as `find_maker`; each graph is listed once."""
         return find_maker(scopes, name, lambda graph, one: self._list(graph).producers.get(one))
@@ -129,7 +124,7 @@ class _Search:
             self.listed[id(graph)] = Scope(graph, "")
         return self.listed[id(graph)]
 
-    def _follow(self, scopes: Scopes, name: str) -> list[tuple[Scopes, str]]:
+    def follow(self, scopes: Scopes, name: str) -> list[tuple[Scopes, str]]:
         """The values that come before one; none before a head."""
         scopes, node = self.find_maker(scopes, name)
         if node is None:

@@ -2,12 +2,12 @@
 
 import json
 import os
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from kvdoctor.analysis.configs import SideCars
 from kvdoctor.analysis.embedding_graphs import add_embedding_graphs, find_embedded_input
-from kvdoctor.analysis.feature_encoders import BesideConfigs, add_feature_encoders
+from kvdoctor.analysis.feature_encoders import add_feature_encoders
 from kvdoctor.analysis.pipelines import find_pipelines
 from kvdoctor.analysis.stacks import INPUT_ROLES, OnnxFile, StackFiles, group_stacks, role_of
 from kvdoctor.decode.side_files import read_side_file
@@ -25,28 +25,6 @@ MOST_YAML_BYTES = 1 << 20
 """YAML is read forty times as slowly as JSON; a package of 48 layers has 50 KiB."""
 MOST_TOKENIZER_BYTES = 64 << 20
 """Bytes of a tokenizer.json up to which it is read; the largest in use have some 35 MB."""
-
-
-@record(slots=False)
-class SideCars:
-    """The configs next to a model, each empty where it is missing.
-
-    `inference` is inference_metadata.yaml. `problems` says which files cannot be read, and why.
-    """
-
-    config: dict[str, Any] = field(default_factory=dict)
-    genai: dict[str, Any] = field(default_factory=dict)
-    export: dict[str, Any] = field(default_factory=dict)
-    generation: dict[str, Any] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-    processor: dict[str, Any] = field(default_factory=dict)
-    preprocessor: dict[str, Any] = field(default_factory=dict)
-    inference: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def of_encoders(self) -> BesideConfigs:
-        """The files that say something of encoders of images and audio."""
-        return BesideConfigs(self.config, self.processor, self.preprocessor, self.genai)
 
 
 @record(slots=False)
@@ -92,7 +70,7 @@ def open_folder(shown: str, at: Path | None = None) -> ModelFolder:
     files, stacks = add_embedding_graphs(files, stacks, side_cars.config, side_cars.genai)
     embedded = {stack.name: find_embedded_input(stack, side_cars.config, side_cars.genai) for stack in stacks}
     widths = {name: port for name, port in embedded.items() if port is not None}
-    files, stacks = add_feature_encoders(files, stacks, side_cars.of_encoders, widths)
+    files, stacks = add_feature_encoders(files, stacks, side_cars, widths)
     if chosen is not None:
         stacks = tuple(s for s in stacks if any(f.path == chosen for f in s.members if f.role not in INPUT_ROLES))
         kept = {f.name for s in stacks for f in s.members} | {f.name for f in files if f.path == chosen}

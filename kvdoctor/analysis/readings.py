@@ -140,7 +140,10 @@ def _read_input(port: Port, names: AxisNames, unknown: bool, guessed: bool) -> I
         found = _read_unknown(port, names)
         if guessed:  # the dataflow shows that the input counts, if not what: no constant fits
             found = (*first, *(one for one in found if one.port.role != "setting" and port.role in COUNTED))
-        yield from _distinct(found)
+        distinct: dict[Port, Reading] = {}
+        for reading in found:
+            distinct.setdefault(reading.port, reading)
+        yield from distinct.values()
     elif port.role in MASKS:
         others = (_reading(port, role, port.axes, "type") for role in _list_masks(port) if role != port.role)
         yield from (*first, *others)
@@ -155,14 +158,6 @@ def _read_input(port: Port, names: AxisNames, unknown: bool, guessed: bool) -> I
 def _list_masks(port: Port) -> tuple[Role, ...]:
     """The roles of masks that an element type allows."""
     return MASKS if port.dtype in FLOATS else ("attention_mask", "padding_mask")
-
-
-def _distinct(readings: Iterable[Reading]) -> Iterator[Reading]:
-    """The first reading of each way to feed the port."""
-    found: dict[Port, Reading] = {}
-    for reading in readings:
-        found.setdefault(reading.port, reading)
-    yield from found.values()
 
 
 def _read_unknown(port: Port, names: AxisNames) -> Iterable[Reading]:

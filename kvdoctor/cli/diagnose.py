@@ -1,6 +1,6 @@
 """`kvdoctor inspect`, `step-test`, `contract`, `speed`, `re-export`: they read one model, run it or repair a copy."""
 
-import sys
+from functools import partial
 from typing import Any, NoReturn
 
 import click
@@ -15,7 +15,7 @@ from kvdoctor.cli.output import (
     finish_with,
     output_options,
     read_output,
-    write,
+    show,
 )
 
 CONTRACT_FORMATS = ("text", "json")
@@ -91,11 +91,7 @@ def contract(path: str, **given: Any) -> NoReturn:
     output = read_output(given, CONTRACT_FORMATS)
     report = api.read_contracts(path)
     renders = {"text": text.render_contracts, "json": json_format.render_contracts}
-    if output.format == "json":
-        sys.stdout.write(json_format.render_contracts(report))
-    else:
-        text.print_contracts(report, text.open_console(output.color), output.verbosity)
-    write(output, lambda name: renders[name](report))
+    show(output, partial(text.print_contracts, report), lambda name: renders[name](report))
     if not report.stacks:
         reasons = [finding.observed for finding in report.findings] + [entry.reason for entry in report.not_checked]
         complain(f"no cache contract: {printable(shortened('; '.join(reasons), 1200))}")

@@ -175,22 +175,20 @@ def _would_destroy(file: str, path: Path, models: Sequence[str]) -> str | None:
     return None
 
 
-def show(report: "Report", output: Output) -> None:
-    """Print a report, and write its files.
+def show(output: Output, print_text: Callable[[Any, int], None], render: Callable[[str], str]) -> None:
+    """Print a document, and write its files: `print_text` takes a console and the verbosity, `render` a format.
 
     Raises:
         UsageError: a file cannot be written; standard output is complete all the same.
     """
-    from kvdoctor.report import formats
-
     with closed_pipe_allowed():
         if output.format == "text":
-            from kvdoctor.report import text
+            from kvdoctor.report.console import open_console
 
-            text.print_report(report, text.open_console(output.color), output.verbosity)
+            print_text(open_console(output.color), output.verbosity)
         else:
-            print_document(formats.render(report, output.format))
-    write(output, lambda name: formats.render(report, name))
+            print_document(render(output.format))
+    write(output, render)
 
 
 def show_gate(done: "GateResult", output: Output) -> None:
@@ -310,8 +308,14 @@ def _regular_lines() -> Iterator[ProgressLine]:
 def finish(report: "Report", output: Output) -> NoReturn:
     """Print a report, write its files, and end the process by its verdict."""
     from kvdoctor.report.document import exit_code
+    from kvdoctor.report.formats import render
 
-    show(report, output)
+    def print_text(console: Any, verbosity: int) -> None:
+        from kvdoctor.report.text import print_report
+
+        print_report(report, console, verbosity)
+
+    show(output, print_text, partial(render, report))
     end(exit_code(report, report.arguments["fail_on"]))
 
 

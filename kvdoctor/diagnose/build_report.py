@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvdoctor.analysis.completeness import is_cacheless
-from kvdoctor.analysis.configs import declared_windows, encoder_length
+from kvdoctor.analysis.configs import SideCars, declared_windows, encoder_length
 from kvdoctor.analysis.memory import plan_memory
-from kvdoctor.analysis.model_folder import ModelFolder, SideCars
+from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.proof import Proof
 from kvdoctor.analysis.slot_memory import Workload
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles

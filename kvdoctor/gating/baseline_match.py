@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from kvdoctor.choices import RESTS_ON, FailOn
 from kvdoctor.findings import KnownFinding, find_check, means_incomplete
@@ -35,15 +34,6 @@ class BaselineStatus:
     known: int = 0
     stale: tuple[BaselineEntry, ...] = ()
     expired: tuple[BaselineEntry, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The status as part of the gate's JSON document."""
-        names = ("model", "code", "where", "reason", "until", "fingerprint")
-        unmatched = {
-            kind: [{name: getattr(entry, name) for name in names} for entry in getattr(self, kind)]
-            for kind in ("stale", "expired")
-        }
-        return {"file": self.file, "known": self.known, **unmatched}
 
     def lines(self) -> Iterator[str]:
         """One line for each entry that needs attention."""

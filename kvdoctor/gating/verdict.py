@@ -49,7 +49,7 @@ class GateResult:
             "schema": GATE_SCHEMA,
             "verdict": self.verdict,
             "policy": self.policy,
-            "baseline": None if self.baseline is None else self.baseline.to_dict(),
+            "baseline": to_plain(self.baseline),
             "left_out": to_plain(self.left_out),
             "reports": (report.to_dict() for report in self.reports),
         }
@@ -104,23 +104,14 @@ def gate_schema() -> dict[str, Any]:
         "properties": {
             "schema": {"const": GATE_SCHEMA},
             "policy": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            "baseline": {"anyOf": [_status_schema(), {"type": "null"}]},
-            "left_out": {"type": "array", "items": define_types(LeftOut)["LeftOut"]},
+            "baseline": {"anyOf": [{"$ref": "#/$defs/BaselineStatus"}, {"type": "null"}]},
+            "left_out": {"type": "array", "items": {"$ref": "#/$defs/LeftOut"}},
             "verdict": {"enum": list(get_args(Verdict))},
             "reports": {"type": "array", "items": report},
         },
         "required": ["schema", "verdict", "reports"],
-        "$defs": definitions,
+        "$defs": {**definitions, **define_types(BaselineStatus), **define_types(LeftOut)},
     }
-
-
-def _status_schema() -> dict[str, Any]:
-    """The baseline in a gate's document: entries as in its file."""
-    entry = define_types(BaselineEntry)["BaselineEntry"]
-    del entry["description"]
-    lists = {kind: {"type": "array", "items": entry} for kind in ("stale", "expired")}
-    properties = {"file": {"type": "string"}, "known": {"type": "integer"}, **lists}
-    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def baseline_schema() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from support import text_fixtures
 from support.loop_programs import plan_of
 
 from kvdoctor.addons.loops.contract_file import find_generation_ids
-from kvdoctor.analysis.model_folder import SideCars
+from kvdoctor.analysis.configs import SideCars
 
 
 def test_the_plan_of_a_merged_decoder_holds_the_cross_attention_cache() -> None:

@@ -1,21 +1,12 @@
 """`kvdoctor diff` and `record`: one model against another, or against what it returned before."""
 
+from functools import partial
 from typing import Any, NoReturn
 
 import click
 
 from kvdoctor.cli.options import command, examples, given_options, policy_options, table_options
-from kvdoctor.cli.output import (
-    closed_pipe_allowed,
-    end,
-    finish_with,
-    out_option,
-    output_options,
-    print_document,
-    progress_line,
-    read_output,
-    write,
-)
+from kvdoctor.cli.output import end, finish_with, out_option, output_options, progress_line, read_output, show
 
 FORMATS = ("text", "json", "markdown")
 
@@ -53,14 +44,7 @@ def diff(a: str, b: str, **given: Any) -> NoReturn:
         found = api.diff(a, b, progress=progress, **given_options())
     from kvdoctor.addons.comparison.report import print_diff, render
 
-    with closed_pipe_allowed():
-        if output.format == "text":
-            from kvdoctor.report import text
-
-            print_diff(found, text.open_console(output.color), output.verbosity)
-        else:
-            print_document(render(found, output.format))
-    write(output, lambda name: render(found, name))
+    show(output, partial(print_diff, found), partial(render, found))
     end(found.exit_code)
 
 

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvdoctor.addons.comparison.document import Difference, Effect
-from kvdoctor.contract import DECODING, OF_FEATURES, Axis, CacheContract, Dim, Graph, PhaseName, Port, Slot, describe
-from kvdoctor.records import record
+from kvdoctor.contract import DECODING, OF_FEATURES, CacheContract, Graph, PhaseName, Port, Slot, describe
+from kvdoctor.report.facts import FileFacts
 
 T = TypeVar("T")
+OLD_NAME = "a loop written for A uses the old name"
 PHASES: tuple[PhaseName, ...] = ("encode", "embed", *OF_FEATURES, *DECODING)
 SLOT_ROLES = ("past", "present")
 """Roles of the ports that are compared as slots."""
@@ -23,25 +24,9 @@ LAYER_MARKS = re.compile(r"\d+|key|value", re.ASCII)
 """The parts in which the names of slots of one kind differ."""
 
 
-@record
-class _Subject:
-    """What is compared: a stack, an input, an output or a slot, by its name in A."""
-
-    what: str
-    name: str = ""
-
-    def neutral(self, field: str, old: object, new: object) -> Iterator[Difference]:
-        """A value without an effect on the loop."""
-        yield from self._compare(field, old, new, "neutral", "")
-
-    def worse(self, field: str, old: object, new: object, because: str) -> Iterator[Difference]:
-        """A value that a loop written for A depends on."""
-        yield from self._compare(field, old, new, "worse", because)
-
-    def _compare(self, field: str, old: object, new: object, effect: Effect, because: str) -> Iterator[Difference]:
-        if old != new:
-            before, after = ("none" if value is None else str(value) for value in (old, new))
-            yield Difference(self.what, (self.name,) if self.name else (), field, before, after, effect, because)
+Change = tuple[str, object, object, str | None]
+"""A field, its values in A and in B, and why another value makes B worse; empty where no loop depends on it, None where
+it makes B better."""
 
 
 def compare_contracts(a: CacheContract, b: CacheContract) -> tuple[Difference, ...]:
@@ -67,16 +52,17 @@ def group_layers(differences: Iterable[Difference]) -> tuple[Difference, ...]:
 
 
 def _compare_stacks(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
-    stack = _Subject("stack")
-    yield from stack.neutral("layout", a.layout, b.layout)
-    why = "a loop written for A makes another first call"
-    yield from stack.worse("first step", a.first_step, b.first_step, why)
     before, after = (" + ".join(one.file for one in side.graph("decode").stages) or None for side in (a, b))
-    yield from stack.worse("stages", before, after, "a loop written for A calls other files in turn")
-    yield from stack.worse("codebooks", a.codebooks, b.codebooks, "each step takes another number of token rows")
-    yield from stack.neutral("arithmetic", a.exactness, b.exactness)
-    yield from stack.neutral("vocabulary", a.vocabulary, b.vocabulary)
-    yield from stack.neutral("context", a.context_limit, b.context_limit)
+    changes: tuple[Change, ...] = (
+        ("layout", a.layout, b.layout, ""),
+        ("first step", a.first_step, b.first_step, "a loop written for A makes another first call"),
+        ("stages", before, after, "a loop written for A calls other files in turn"),
+        ("codebooks", a.codebooks, b.codebooks, "each step takes another number of token rows"),
+        ("arithmetic", a.exactness, b.exactness, ""),
+        ("vocabulary", a.vocabulary, b.vocabulary, ""),
+        ("context", a.context_limit, b.context_limit, ""),
+    )
+    yield from _list_changes("stack", "", changes)
     for phase in PHASES:
         if phase in a.phases and phase not in b.phases:
             why = "a loop written for A runs it"
@@ -102,7 +88,7 @@ def _compare_ports(a: Graph, b: Graph) -> Iterator[Difference]:
     for what, old, new in (("input", a.inputs, b.inputs), ("output", a.outputs, b.outputs)):
         old_ports = [port for port in old if port.role not in SLOT_ROLES]
         new_ports = [port for port in new if port.role not in SLOT_ROLES]
-        pairs = _match(old_ports, new_ports, lambda port: port.name, lambda port: port.role)
+        pairs = pair_up(old_ports, new_ports, lambda port: port.name, lambda port: port.role, single=True)
         for before, after in pairs:
             yield from _compare_port(what, before, after)
 
@@ -116,15 +102,18 @@ def _compare_port(what: str, a: Port | None, b: Port | None) -> Iterator[Differe
         why = "a loop written for A does not feed it"
         yield Difference(what, (b.name,), "", None, describe(b.dtype, b.shape), effect, why)
     elif a is not None and b is not None:
-        subject = _Subject(what, a.name)
-        yield from subject.worse("name", a.name, b.name, "a loop written for A uses the old name")
-        yield from subject.worse("role", a.role, b.role, "the same name has another role")
-        yield from subject.worse("value", a.value, b.value, "a loop written for A feeds another value")
-        yield from _compare_types(subject, (a.dtype, a.shape, a.axes), (b.dtype, b.shape, b.axes))
+        changes: tuple[Change, ...] = (
+            ("name", a.name, b.name, OLD_NAME),
+            ("role", a.role, b.role, "the same name has another role"),
+            ("value", a.value, b.value, "a loop written for A feeds another value"),
+        )
+        yield from _list_changes(what, a.name, (*changes, *_compare_types(what, a, b)))
 
 
 def _compare_slots(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
-    pairs = _match(a.slots, b.slots, lambda slot: slot.past, lambda slot: (slot.kind, slot.layer, slot.part))
+    pairs = pair_up(
+        a.slots, b.slots, lambda slot: slot.past, lambda slot: (slot.kind, slot.layer, slot.part), single=True
+    )
     for before, after in pairs:
         if before is not None and after is not None:
             yield from _compare_slot(before, after)
@@ -136,54 +125,44 @@ def _compare_slots(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
 
 
 def _compare_slot(a: Slot, b: Slot) -> Iterator[Difference]:
-    subject, renamed = _Subject("slot", a.past), "a loop written for A uses the old name"
     rule = "a loop written for A applies the old rule"
-    yield from subject.worse("past", a.past, b.past, renamed)
-    if a.present is None:
-        yield from subject.neutral("present", a.present, b.present)
-    else:
-        gone = "a loop written for A reads it" if b.present is None else renamed
-        yield from subject.worse("present", a.present, b.present, gone)
-    if a.filled_by is not None and b.filled_by is not None and a.filled_by != a.present:
-        yield from subject.worse("filled by", a.filled_by, b.filled_by, renamed)
-    yield from subject.worse("keeps", _identity(a), _identity(b), "the same name has other content")
-    yield from subject.worse("carry", a.carry, b.carry, rule)
-    yield from subject.worse("growth", a.growth, b.growth, rule)
-    why = "a loop written for A feeds another value at the first step"
-    yield from subject.worse("first step", a.first, b.first, why)
-    yield from subject.neutral("window", a.window, b.window)
-    yield from subject.neutral("emptied by each step", a.emptied, b.emptied)
-    yield from _compare_types(subject, (a.dtype, a.shape, a.axes), (b.dtype, b.shape, b.axes))
+    filled = a.filled_by is not None and b.filled_by is not None and a.filled_by != a.present
+    read = "a loop written for A reads it" if b.present is None else OLD_NAME
+    changes: tuple[Change, ...] = (
+        ("past", a.past, b.past, OLD_NAME),
+        ("present", a.present, b.present, "" if a.present is None else read),
+        *((("filled by", a.filled_by, b.filled_by, OLD_NAME),) if filled else ()),
+        ("keeps", _identity(a), _identity(b), "the same name has other content"),
+        ("carry", a.carry, b.carry, rule),
+        ("growth", a.growth, b.growth, rule),
+        ("first step", a.first, b.first, "a loop written for A feeds another value at the first step"),
+        ("window", a.window, b.window, ""),
+        ("emptied by each step", a.emptied, b.emptied, ""),
+    )
+    yield from _list_changes("slot", a.past, (*changes, *_compare_types("slot", a, b)))
 
 
-_Type = tuple[str, tuple[Dim, ...] | None, tuple[Axis, ...]]
+def _list_changes(what: str, name: str, changes: Iterable[Change]) -> Iterator[Difference]:
+    for field, old, new, because in changes:
+        if old != new:
+            before, after = ("none" if value is None else str(value) for value in (old, new))
+            effect: Effect = "better" if because is None else "worse" if because else "neutral"
+            yield Difference(what, (name,) if name else (), field, before, after, effect, because or "")
 
 
-def _compare_types(subject: _Subject, a: _Type, b: _Type) -> Iterator[Difference]:
-    (dtype, shape, axes), (new_dtype, new_shape, new_axes) = a, b
-    yield from subject.worse("dtype", dtype, new_dtype, "a loop written for A makes or reads another type")
-    if axes != new_axes:
-        same = len(axes) == len(new_axes)
+def _compare_types(what: str, a: Port | Slot, b: Port | Slot) -> Iterator[Change]:
+    yield "dtype", a.dtype, b.dtype, "a loop written for A makes or reads another type"
+    if a.axes != b.axes:
+        same = len(a.axes) == len(b.axes)
         why = f"a loop written for A uses another {'order or meaning of the axes' if same else 'rank'}"
-        before, after = (f"[{', '.join(listed)}]" for listed in (axes, new_axes))
-        yield from subject.worse("layout" if same else "rank", before, after, why)
-    elif shape is not None and new_shape is not None and len(shape) == len(new_shape) == len(axes):
-        for axis, old, new in zip(axes, shape, new_shape, strict=True):
-            yield from _compare_size(subject, axis, old, new)
-
-
-def _compare_size(subject: _Subject, axis: Axis, old: Dim, new: Dim) -> Iterator[Difference]:
-    """One axis. A loop can read the size of an output; a tensor that it makes itself has the old size."""
-    if old == new or not (isinstance(old, int) or isinstance(new, int)):
-        return
-    before, after = ("any" if not isinstance(size, int) else str(size) for size in (old, new))
-    field = f"size of {axis}"
-    if subject.what == "output":
-        yield from subject.neutral(field, before, after)
-    elif after == "any":
-        yield Difference(subject.what, (subject.name,), field, before, after, "better")
-    else:
-        yield from subject.worse(field, before, after, "a loop written for A makes it with the old size")
+        before, after = (f"[{', '.join(one.axes)}]" for one in (a, b))
+        yield "layout" if same else "rank", before, after, why
+    elif a.shape is not None and b.shape is not None and len(a.shape) == len(b.shape) == len(a.axes):
+        for axis, old, new in zip(a.axes, a.shape, b.shape, strict=True):
+            # A loop can read the size of an output; a tensor that it makes itself has the old size.
+            before, after = ("any" if not isinstance(size, int) else str(size) for size in (old, new))
+            made = "a loop written for A makes it with the old size" if after != "any" else None
+            yield f"size of {axis}", before, after, "" if what == "output" else made
 
 
 def _axis_names(a: CacheContract, b: CacheContract) -> Iterator[Difference]:
@@ -205,26 +184,70 @@ def _dynamic_names(contract: CacheContract) -> dict[str, set[str]]:
     return found
 
 
-def _match(
-    old: Sequence[T], new: Sequence[T], name: Callable[[T], object], meaning: Callable[[T], object]
-) -> Iterator[tuple[T | None, T | None]]:
-    """Match by name, otherwise by a meaning that only one unmatched item of each side has."""
-    names = {name(one): one for one in new}
-    left = {name(one) for one in new} - {name(one) for one in old}
-    for one in old:
-        if name(one) in names:
-            yield one, names[name(one)]
-            continue
-        equal = [other for other in new if name(other) in left and meaning(other) == meaning(one)]
-        rivals = [rival for rival in old if name(rival) not in names and meaning(rival) == meaning(one)]
-        found = equal[0] if len(equal) == len(rivals) == 1 else None
-        left -= {name(found)} if found is not None else set()
-        yield one, found
-    for other in new:
-        if name(other) in left:
-            yield None, other
-
-
 def _identity(slot: Slot) -> str:
     layer = "all layers" if slot.layer is None else f"layer {slot.layer}"
     return f"{slot.kind}, {layer}, {slot.part}"
+
+
+def compare_graphs(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> tuple[Difference, ...]:
+    """The differences between the files of a stack. Files are matched by their role, then by their name."""
+    found = list[Difference]()
+    for old, new in match_files(a, b):
+        if old is not None and new is not None:
+            found += _compare_file(old, new)
+        elif (one := old or new) is not None:
+            found.append(Difference("file", (one.path,), "", old.role if old else None, new.role if new else None))
+    return group_layers(found)
+
+
+def match_files(a: Sequence[FileFacts], b: Sequence[FileFacts]) -> Iterator[tuple[FileFacts | None, FileFacts | None]]:
+    """Pair the files of both sides: by role and name, then by role, then by name; one of each side in any case."""
+    keys = (lambda file: (file.role, file.path), lambda file: file.role, lambda file: file.path)
+    return pair_up(a, b, *keys, rest=len(a) == 1)
+
+
+def pair_up(
+    a: Sequence[T], b: Sequence[T], *keys: Callable[[T], object], rest: bool = False, single: bool = False
+) -> Iterator[tuple[T | None, T | None]]:
+    """Pair what has the same key, the first key first: those of A in order, then those of B that are left.
+
+    With `single` a key pairs only what is left with it once on each side, with `rest` the last one of each side is
+    paired as well.
+    """
+    left, pairs = list(b), dict[int, T]()
+    for key in keys:
+        open_keys = [key(old) for at, old in enumerate(a) if at not in pairs]
+        for at, old in enumerate(a):
+            fits = [new for new in left if key(new) == key(old)] if at not in pairs else []
+            if fits and not (single and (len(fits) > 1 or open_keys.count(key(old)) > 1)):
+                pairs[at] = fits[0]
+                left.remove(fits[0])
+    alone = [at for at in range(len(a)) if at not in pairs]
+    if rest and len(alone) == len(left) == 1:
+        pairs[alone[0]] = left.pop()
+    yield from ((old, pairs.get(at)) for at, old in enumerate(a))
+    yield from ((None, new) for new in left)
+
+
+def _compare_file(a: FileFacts, b: FileFacts) -> Iterator[Difference]:
+    file = ("file", a.path)
+    found: list[tuple[tuple[str, str], str, object, object]] = [
+        (file, "name", a.path, b.path),
+        (file, "role", a.role, b.role),
+        (file, "IR version", a.ir_version, b.ir_version),
+    ]
+    domains = dict.fromkeys([*a.opsets, *b.opsets])
+    found += ((file, f"opset {one or 'ai.onnx'}", a.opsets.get(one), b.opsets.get(one)) for one in domains)
+    found.append((file, "producer", a.producer or None, b.producer or None))
+    if (old := a.graph) is not None and (new := b.graph) is not None:
+        found.append((file, "nodes", old.nodes, new.nodes))
+        kinds = sorted({*old.operators, *new.operators})
+        found += ((("operator", op), f"in {a.path}", old.operators.get(op), new.operators.get(op)) for op in kinds)
+        found.append((file, "initializers", old.initializers, new.initializers))
+        found.append((file, "bytes of initializers", old.initializer_bytes, new.initializer_bytes))
+    if a.sha256 is not None and b.sha256 is not None:
+        found.append((file, "SHA-256", a.sha256, b.sha256))
+    for (what, name), field, one, other in found:
+        if one != other:
+            before, after = (None if value is None else str(value) for value in (one, other))
+            yield Difference(what, (name,), field, before, after)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kvdoctor.addons.comparison.contract_diff import compare_contracts
+from kvdoctor.addons.comparison.contract_diff import compare_contracts, compare_graphs, pair_up
 from kvdoctor.addons.comparison.document import (
     Difference,
     DiffReport,
@@ -13,12 +13,11 @@ from kvdoctor.addons.comparison.document import (
     StackDiff,
     decide,
 )
-from kvdoctor.addons.comparison.files_diff import compare_graphs, pair_up
 from kvdoctor.addons.comparison.options import DiffChoices
 from kvdoctor.addons.comparison.results_diff import (
+    AGREEMENTS,
     LOCAL,
     CannotCompareLogits,
-    agrees_less,
     compare_findings,
     compare_logits,
     compare_outcomes,
@@ -51,11 +50,6 @@ class _Comparison:
     def static(self) -> bool:
         """Whether nothing is run, as asked for or since A is a contract."""
         return self.choices.static or self.a.required
-
-    @property
-    def have_runs(self) -> bool:
-        """Whether there are runs to compare."""
-        return not self.static and bool(self.a.report.runs and self.b.report.runs)
 
 
 def compare(path_a: str, path_b: str, choices: DiffChoices, options: Options) -> DiffReport:
@@ -101,7 +95,7 @@ def match_stacks(
     a: tuple[StackFacts, ...], b: tuple[StackFacts, ...]
 ) -> Iterator[tuple[StackFacts | None, StackFacts | None]]:
     """Pair the stacks of both sides: by name, then by layout, then the only remaining one of each side."""
-    return pair_up(a, b, lambda stack: stack.name, lambda stack: stack.layout)
+    return pair_up(a, b, lambda stack: stack.name, lambda stack: stack.layout, rest=True)
 
 
 def _compare_stack(sides: _Comparison, old: StackFacts | None, new: StackFacts | None) -> StackDiff:
@@ -120,7 +114,8 @@ def _compare_stack(sides: _Comparison, old: StackFacts | None, new: StackFacts |
         diff = replace(diff, contract=compare_contracts(old.contract, new.contract))
         changes = (change for change in diff.contract if change.effect == "worse")
         sides.reasons += (f"contract broken: {_describe(change)}" for change in changes)
-    return _compare_runs(sides, diff, (old.name, new.name)) if sides.have_runs else diff
+    have_runs = not sides.static and sides.a.report.runs and sides.b.report.runs
+    return _compare_runs(sides, diff, (old.name, new.name)) if have_runs else diff
 
 
 def _compare_runs(sides: _Comparison, diff: StackDiff, names: tuple[str, str]) -> StackDiff:
@@ -138,11 +133,11 @@ def _compare_logits(sides: _Comparison, names: tuple[str, str]) -> Logits | None
     reason = "a report has no logits; give both models"
     if not (sides.a.stored or sides.b.stored):
         try:
-            logits, verdict = compare_logits(sides.a.side, sides.b.side, names, sides.options.tolerances)
+            logits, verdict = compare_logits(sides.a, sides.b, names, sides.options.tolerances)
         except CannotCompareLogits as error:
             reason = str(error)
         else:
-            if agree is None or not agrees_less(logits.agree, agree):
+            if agree is None or AGREEMENTS.index(logits.agree) >= AGREEMENTS.index(agree):
                 return logits
             if agree != "logits" or verdict != "ambiguous":
                 sides.reasons.append(f"logits of {stack} do not agree as required: --agree {agree}")

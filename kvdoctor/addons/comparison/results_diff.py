@@ -10,10 +10,11 @@ finding.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvdoctor.addons.comparison.contract_diff import pair_up
 from kvdoctor.addons.comparison.document import Effect, FindingDiff, Logits, LogitsAgreement, Outcomes
 from kvdoctor.choices import FailOn
 from kvdoctor.contract import CacheContract
@@ -44,11 +45,14 @@ def compare_findings(
 
     A new finding at or above `fail_on` makes B worse; one that is gone makes it better.
     """
-    pairs = _match(a, b, stacks)
-    matched = {id(old) for old in pairs.values()}
-    for new in b:
-        old = pairs.get(id(new))
-        if old is None:
+    names = {id(new): stacks.get(new.stack or "", new.stack) for new in b}
+    keys = (lambda one: one.fingerprint or id(one), lambda one: (one.code, names.get(id(one), one.stack)))
+    for new, old in pair_up(b, a, *keys):
+        if new is None:
+            if old is not None:
+                better = reaches(old, fail_on) or old.severity != "note"
+                yield FindingDiff("gone", old.fingerprint, None, old, "better" if better else "neutral")
+        elif old is None:
             found = FindingDiff("new", None, new.fingerprint, new)
             counts = reaches(new, fail_on) and not means_incomplete(new.code)
             yield (
@@ -63,33 +67,12 @@ def compare_findings(
         else:
             same = (old.severity, old.cause) == (new.severity, new.cause)
             yield FindingDiff("same" if same else "changed", old.fingerprint, new.fingerprint, new)
-    for old in a:
-        if id(old) not in matched:
-            better = reaches(old, fail_on) or old.severity != "note"
-            yield FindingDiff("gone", old.fingerprint, None, old, "better" if better else "neutral")
 
 
 def needs_no_run(finding: Finding) -> bool:
     """Whether an inspection, which runs nothing, can find it."""
     rounds = next((check.rounds for check in all_checks() if check.code == finding.code), ())
     return bool(STATIC.intersection(rounds))
-
-
-def _match(a: list[Finding], b: list[Finding], stacks: dict[str, str]) -> dict[int, Finding]:
-    """The finding of A that matches each finding of B, by the identity of the latter."""
-    pairs: dict[int, Finding] = {}
-    left = list(a)
-    rules: tuple[Callable[[Finding, Finding], bool], ...] = (
-        lambda old, new: bool(old.fingerprint) and old.fingerprint == new.fingerprint,
-        lambda old, new: old.code == new.code and old.stack == stacks.get(new.stack or "", new.stack),
-    )
-    for fits in rules:
-        for new in (new for new in b if id(new) not in pairs):
-            old = next((old for old in left if fits(old, new)), None)
-            if old is not None:
-                pairs[id(new)] = old
-                left = [one for one in left if one is not old]
-    return pairs
 
 
 LOCAL = "here"
@@ -168,11 +151,6 @@ def compare_logits(
     agree = "bits" if bool(np.array_equal(expected, actual, equal_nan=True)) else agree
     relative = found.relative if found.finite else None
     return Logits(name, len(pairs), agree, exactness, relative, round(same, 4)), verdict
-
-
-def agrees_less(found: LogitsAgreement, required: LogitsAgreement) -> bool:
-    """Whether logits agree less than required."""
-    return AGREEMENTS.index(found) < AGREEMENTS.index(required)
 
 
 def _contract(side: DiagnosisSide, stack: str) -> CacheContract:

@@ -36,28 +36,21 @@ STEP_TEST_OPTIONS = ("contract", "trace", "reference", "inputs", "prompt_ids")
 
 
 @record(slots=False)
-class DiagnosedSide:
-    """One side: its path as the user wrote it, its report and logits.
+class DiagnosedSide(DiagnosisSide):
+    """One side, with its path as the user wrote it.
 
     `stored`: it is an earlier report. `required`: it is a contract file, a report of stacks and nothing else.
     """
 
     path: str
-    side: DiagnosisSide
     stored: bool
-    required: bool = False
-
-    @property
-    def report(self) -> Report:
-        """The report of the diagnosis."""
-        return self.side.report
+    required: bool
 
     def facts(self) -> ComparedModel:
         """The side as part of the diff document."""
         report = self.report
         source: Literal["model", "report", "contract"] = "report" if self.stored else "model"
-        if self.required:
-            source = "contract"
+        source = "contract" if self.required else source
         return ComparedModel(self.path, source, report.model.path, report.verdict, report.environment)
 
 
@@ -101,7 +94,7 @@ def diagnose_sides(a: str, b: str, options: Options, static: bool) -> Iterator[t
                 report = inspect(path, options, check_advice)
             elif report is None:
                 report = step_test(path, options, runtime, RunPlan(logits=logits, check_advice=check_advice))
-            sides.append(DiagnosedSide(path, DiagnosisSide(report, logits), path in stored, required and name == "a"))
+            sides.append(DiagnosedSide(report, logits, path, path in stored, required and name == "a"))
         yield sides[0], sides[1]
 
 

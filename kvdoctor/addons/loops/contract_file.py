@@ -11,8 +11,7 @@ from typing import Any, TypeGuard
 from kvdoctor._version import __version__
 from kvdoctor.addons.loops.plan import MANY, CallPlan, Dim, LoopPlan
 from kvdoctor.addons.loops.vectors import LoopTarget, Vector, list_calls, list_runs
-from kvdoctor.analysis.configs import decoder_config
-from kvdoctor.analysis.model_folder import SideCars
+from kvdoctor.analysis.configs import SideCars, decoder_config
 from kvdoctor.records import to_plain
 
 CONTRACT_FILE, VECTORS_FILE = "contract.json", "vectors.json"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvdoctor.addons.loops.plan import INTEGERS, LoopPlan
-from kvdoctor.analysis.model_folder import SideCars
+from kvdoctor.analysis.configs import SideCars
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.experiments.compared_elsewhere import NAME as CHECKPOINT
 from kvdoctor.decode.experiments.compared_elsewhere import ONE, PADDED, SEVERAL, UNDECIDED, decide

@@ -80,12 +80,6 @@ class CallScript:
             for name, value in call.feeds.items():
                 yield call, name, value
 
-    def returned(self) -> set[tuple[str, str]]:
-        """The outputs that the script itself needs: (file, output)."""
-        named = {(self.calls[v.call].file, v.output) for _, _, v in self.inputs() if isinstance(v, PriorOutput)}
-        compared = {index for c in self.comparisons for index in (c.call, c.reference)}
-        return named | {(self.calls[index].file, self.calls[index].logits) for index in compared}
-
     def trimmed(self) -> "CallScript":
         """Only the calls that the end of the script hangs on, counted anew.
 
@@ -161,18 +155,11 @@ class CallPlaying(Event):
 
 
 @record
-class PlayedDifference:
-    """The difference of a comparison of a script, as a fraction of the logits' standard deviation."""
-
-    relative: float
-    finite: bool
-
-
-@record
 class ScriptPlayed(Event):
     """How a script ended: all calls ran, one failed, or a file was refused.
 
     `unoptimized` is the text of the same call without graph optimization, and `names` are those that it mentions.
+    `differences` has for each comparison the fraction of the logits' standard deviation, and whether it is finite.
     """
 
     outcome: Literal["ran", "failed", "refused"]
@@ -180,7 +167,7 @@ class ScriptPlayed(Event):
     call: int | None = None
     unoptimized: str | None = None
     names: tuple[str, ...] = ()
-    differences: tuple[PlayedDifference, ...] = ()
+    differences: tuple[tuple[float, bool], ...] = ()
 
 
 WORK = {

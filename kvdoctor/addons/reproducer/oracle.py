@@ -38,7 +38,6 @@ from kvdoctor.addons.reproducer.weights import (
 )
 from kvdoctor.contract import DECODING, CacheContract, Phase, Port
 from kvdoctor.decode.messages import ExperimentJob, RunDone, WorkerError
-from kvdoctor.decode.runs import Run
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.external_data import BITS
 from kvdoctor.model.proto import ModelProto, TensorProto
@@ -157,6 +156,7 @@ class ScriptOutcome:
 
     `node` is the innermost one that the error names, `pattern` its text without names, numbers and shapes, or the
     signal. `differences` are those of each comparison, in standard deviations of the logits, and whether it is finite.
+    Of an experiment whose logits differ, `outcome` is its own, and `pattern` the causes, and whether they are finite.
     """
 
     outcome: str
@@ -170,15 +170,6 @@ class ScriptOutcome:
     def signature(self) -> tuple[str, str, str, str]:
         """Equal for equal failures."""
         return (self.outcome, self.title, self.node, self.pattern)
-
-
-@record
-class OutcomeDifference:
-    """How logits differ: the outcome of the experiment, whether they are finite, and the causes."""
-
-    outcome: str
-    finite: bool
-    causes: tuple[tuple[str, str], ...]
 
 
 @dataclass
@@ -233,19 +224,24 @@ class Oracle:
             return ScriptOutcome("died", title, pattern=death.limit or death.how, text=death.how)
         return outcome
 
-    def examine(self, folder: Path, contract: CacheContract, experiment: str) -> OutcomeDifference:
+    def examine(self, folder: Path, contract: CacheContract, experiment: str) -> ScriptOutcome:
         """Run an experiment, and those that look for causes, with the files of a folder."""
         names = tuple(dict.fromkeys((experiment, "plain-loop", "chunk", *CAUSES)))
         job = ExperimentJob(self.stack, folder.absolute(), contract, names, seed=self.seed, provider=self.provider)
         runs = {run.experiment: run for run in self.runtime.examine(job).runs}
-        return summarize_difference(runs, experiment)
+        run = runs.get(experiment)
+        finite = all(step.difference.finite for step in (run.steps if run else ()) if step.difference)
+        causes = tuple(
+            (name, found.name if found else runs[name].outcome)
+            for name in CAUSES
+            if name in runs and ((found := runs[name].cause) or runs[name].outcome == "differs")
+        )
+        return ScriptOutcome(run.outcome if run else "skipped", pattern=f"{causes}, finite: {finite}")
 
-    def shows_failure(
-        self, candidate: Candidate, failure: "ScriptOutcome | OutcomeDifference", experiment: str
-    ) -> bool:
+    def shows_failure(self, candidate: Candidate, failure: ScriptOutcome, experiment: str) -> bool:
         """Whether a candidate shows the failure of the model."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
-            if isinstance(failure, ScriptOutcome):
+            if candidate.script.kind != "differs":
                 return self.run_candidate(candidate, Path(folder)).signature == failure.signature
             candidate.write(Path(folder), self.seed)
             return self.examine(Path(folder), candidate.fitted_contract(), experiment) == failure
@@ -259,24 +255,11 @@ class Oracle:
 def _describe_end(event: ScriptPlayed, script: CallScript) -> ScriptOutcome:
     if event.outcome != "failed" or event.call is None:
         pattern = _remove_names(event.text)
-        found = tuple((each.relative, each.finite) for each in event.differences)
-        return ScriptOutcome(event.outcome, pattern=pattern, text=event.text, differences=found)
+        return ScriptOutcome(event.outcome, pattern=pattern, text=event.text, differences=event.differences)
     text = event.unoptimized or event.text
     pattern = _remove_names(text) + ("" if event.unoptimized is not None else ", with optimizations only")
     title = script.calls[event.call].title
     return ScriptOutcome("failed", title, event.names[-1] if event.names else "", pattern, text)
-
-
-def summarize_difference(runs: dict[str, Run], experiment: str) -> OutcomeDifference:
-    """How the logits of an experiment differ, from its runs."""
-    run = runs.get(experiment)
-    finite = all(step.difference.finite for step in (run.steps if run else ()) if step.difference)
-    causes = tuple(
-        (name, found.name if found else runs[name].outcome)
-        for name in CAUSES
-        if name in runs and ((found := runs[name].cause) or runs[name].outcome == "differs")
-    )
-    return OutcomeDifference(run.outcome if run else "skipped", finite, causes)
 
 
 def _remove_names(text: str) -> str:

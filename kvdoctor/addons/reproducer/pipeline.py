@@ -11,7 +11,7 @@ from typing import Any
 
 from kvdoctor.addons.reproducer.layers import find_operator, name_nodes
 from kvdoctor.addons.reproducer.messages import CallScript, MadeArray
-from kvdoctor.addons.reproducer.oracle import Candidate, Oracle, OutcomeDifference, ScriptOutcome
+from kvdoctor.addons.reproducer.oracle import Candidate, Oracle, ScriptOutcome
 from kvdoctor.addons.reproducer.reduce import MAX_BYTES, Reduction
 from kvdoctor.addons.reproducer.weights import INTEGERS, free_axis, store_digests
 from kvdoctor.addons.reproducer.write import OTHER_NODE, ReproContents, write_reproducer
@@ -236,7 +236,7 @@ class _Reproduction:
         cuts = ("everything but the node in which the process ends",)
         return replace(whole, models={call.file: alone}, script=script, cuts=cuts)
 
-    def _reproduce_original(self) -> tuple[Candidate, ScriptOutcome | OutcomeDifference]:
+    def _reproduce_original(self) -> tuple[Candidate, ScriptOutcome]:
         """The original model as the largest candidate, and the failure that it shows.
 
         Raises:
@@ -266,11 +266,9 @@ class _Reproduction:
             if recorded.calls:
                 yield replace(recorded, kind="dies" if died else "fails", comparisons=()).trimmed()
 
-    def _locate(
-        self, whole: Candidate, outcome: ScriptOutcome | OutcomeDifference
-    ) -> tuple[Candidate, ScriptOutcome | OutcomeDifference, tuple[str, str]]:
+    def _locate(self, whole: Candidate, outcome: ScriptOutcome) -> tuple[Candidate, ScriptOutcome, tuple[str, str]]:
         """The name and the operator of the failing node. Nodes without names get names, and the script runs again."""
-        if not isinstance(outcome, ScriptOutcome) or not whole.script.calls:
+        if whole.script.kind == "differs" or not whole.script.calls:
             return whole, outcome, ("", "")
         model = whole.models[whole.script.calls[-1].file]
         if operator := find_operator(model, outcome.node):

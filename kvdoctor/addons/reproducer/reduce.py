@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvdoctor.addons.reproducer.layers import (
     PROBE,
@@ -24,6 +25,8 @@ from kvdoctor.addons.reproducer.oracle import Candidate
 from kvdoctor.addons.reproducer.weights import SizeMap, choose_sizes
 from kvdoctor.decode.runs import Step
 from kvdoctor.model.traverse import needed_for
+
+T = TypeVar("T")
 
 MAX_RUNS, MAX_SECONDS = 60, 120.0
 SMALL_BYTES = 16 << 10
@@ -90,41 +93,39 @@ class Reduction:
                 yield replace(cut, sizes=SizeMap(), strength=strength)
 
     def _remove_layers(self, candidate: Candidate) -> Candidate:
-        layers = sorted({slot.layer for slot in candidate.contract.slots if slot.layer is not None})
-        left = list(layers)
-        block = max(len(layers) // 2, 1)
-        while block:
-            for start in range(len(layers) - block, -1, -block):
-                gone = [layer for layer in layers[start : start + block] if layer in left]
-                if not gone or len(gone) == len(left):
-                    continue
-                found = remove_layers(candidate.models, candidate.contract, gone, left)
-                if found is None:
-                    continue
-                cuts = (*candidate.cuts, f"layer{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}")
-                fewer = replace(candidate, models=found[0], contract=found[1], cuts=cuts)
-                if self._test(fewer):
-                    candidate = fewer
-                    left = [layer for layer in left if layer not in gone]
-            block //= 2
-        return candidate
+        def without(smaller: Candidate, gone: list[int], left: list[int]) -> Candidate | None:
+            found = remove_layers(smaller.models, smaller.contract, gone, left)
+            cuts = (*smaller.cuts, f"layer{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}")
+            return None if found is None else replace(smaller, models=found[0], contract=found[1], cuts=cuts)
+
+        layers = {slot.layer for slot in candidate.contract.slots if slot.layer is not None}
+        return self._remove_blocks(candidate, sorted(layers), without)
 
     def _remove_outputs(self, candidate: Candidate) -> Candidate:
         (file,) = candidate.models
-        left = [value.name for value in candidate.models[file].graph.output]
-        block = len(left) // 2
+
+        def without(smaller: Candidate, gone: list[str], left: list[str]) -> Candidate:
+            model = deepcopy(smaller.models[file])
+            keep_outputs(model, set(left).difference(gone))
+            return replace(smaller, models={file: model}, cuts=("outputs that the refusal does not depend on",))
+
+        return self._remove_blocks(candidate, [value.name for value in candidate.models[file].graph.output], without)
+
+    def _remove_blocks(
+        self, candidate: Candidate, parts: list[T], without: Callable[[Candidate, list[T], list[T]], Candidate | None]
+    ) -> Candidate:
+        """The candidate without as many parts as possible: blocks of half of them are tried first, single ones last.
+
+        `without` makes the candidate that lacks a block, of the parts that are left; None where that cannot be.
+        """
+        left, block = list(parts), max(len(parts) // 2, 1)
         while block:
-            for start in range(len(left) - block, -1, -block):
-                fewer = left[:start] + left[start + block :]
-                if not fewer:
-                    continue
-                model = deepcopy(candidate.models[file])
-                keep_outputs(model, set(fewer))
-                cuts = ("outputs that the refusal does not depend on",)
-                smaller = replace(candidate, models={file: model}, cuts=cuts)
-                if self._test(smaller):
-                    candidate, left = smaller, fewer
-            block = min(block, len(left)) // 2
+            for start in range(len(parts) - block, -1, -block):
+                gone = [part for part in parts[start : start + block] if part in left]
+                fewer = without(candidate, gone, left) if 0 < len(gone) < len(left) else None
+                if fewer is not None and self._test(fewer):
+                    candidate, left = fewer, [part for part in left if part not in gone]
+            block //= 2
         return candidate
 
 

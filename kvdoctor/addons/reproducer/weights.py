@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,29 +76,6 @@ class SizeMap:
         for numbers in (tensor.int64_data, tensor.int32_data):
             numbers[:] = [self.of(n) for n in numbers]
 
-    def declare(self, model: ModelProto) -> None:
-        """Replace the numbers of declared shapes and of attributes that are lists of sizes."""
-        if self:
-            self._graph(model.graph)
-            for function in model.functions:
-                self._nodes(function.node)
-
-    def _graph(self, graph: GraphProto) -> None:
-        for value in (*graph.input, *graph.output):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.HasField("dim_value"):
-                    dim.dim_value = self.of(dim.dim_value)
-        self._nodes(graph.node)
-
-    def _nodes(self, nodes: Iterable[Any]) -> None:
-        for node in nodes:
-            for attribute in node.attribute:
-                attribute.ints[:] = [self.of(n) for n in attribute.ints]
-                if attribute.HasField("i") and attribute.name in ("value_int", "hidden_size", "rotary_embedding_dim"):
-                    attribute.i = self.of(attribute.i)
-                for body in bodies_of(attribute):
-                    self._graph(body)
-
     def contract(self, contract: CacheContract) -> CacheContract:
         """The contract of the model with these sizes."""
         vocabulary = self.of(contract.vocabulary) if contract.vocabulary is not None else None
@@ -120,11 +97,7 @@ def _change_sizes(contract: CacheContract, change: Callable[[int, Axis], Dim]) -
         pairs = zip(of.shape, of.axes, strict=True)
         return replace(of, shape=tuple(change(d, axis) if isinstance(d, int) else d for d, axis in pairs))
 
-    graphs = {
-        name: replace(graph, inputs=tuple(map(changed, graph.inputs)), outputs=tuple(map(changed, graph.outputs)))
-        for name, graph in contract.graphs.items()
-    }
-    return replace(contract, graphs=graphs, slots=tuple(map(changed, contract.slots)))
+    return replace(contract.with_ports(changed), slots=tuple(map(changed, contract.slots)))
 
 
 def choose_sizes(contract: CacheContract) -> SizeMap:
@@ -154,6 +127,8 @@ NARROW: dict[Any, Any] = {TensorProto.INT8: np.int8, TensorProto.UINT8: np.uint8
 PAYLOAD_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "raw_data", "double_data", "uint64_data")
 TEXTS = ("doc_string", "producer_name", "producer_version", "domain")
 
+SIZES = ("value_int", "hidden_size", "rotary_embedding_dim")
+"""Attributes of one number that is a size."""
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -200,13 +175,15 @@ class WeightReplacer:
         for function in copy.functions:
             _clear(function, "doc_string", "metadata_props", "value_info")
             self._nodes(function.node, uses, f"{function.name}/")
-        self.sizes.declare(copy)
         return copy
 
     def _graph(self, graph: GraphProto, uses: TensorUses, position: str) -> None:
         _clear(graph, "doc_string", "metadata_props", "value_info", "quantization_annotation")
         for value in (*graph.input, *graph.output):
             _clear(value, "doc_string", "metadata_props")
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.HasField("dim_value"):
+                    dim.dim_value = self.sizes.of(dim.dim_value)
         for tensor in graph.initializer:
             self._tensor(tensor, tensor.name, uses, position + tensor.name)
         for sparse in graph.sparse_initializer:
@@ -224,6 +201,9 @@ class WeightReplacer:
     def _attribute(self, attribute: AttributeProto, uses: TensorUses, output: str, position: str) -> None:
         for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
             self._tensor(tensor, output, uses, position)
+        attribute.ints[:] = [self.sizes.of(n) for n in attribute.ints]
+        if attribute.HasField("i") and attribute.name in SIZES:
+            attribute.i = self.sizes.of(attribute.i)
         for body in bodies_of(attribute):
             self._graph(body, uses, f"{position}{attribute.name}/")
         if len(attribute.floats) > MAX_FLOATS:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdoctor._version import __version__
 from kvdoctor.addons.reproducer.messages import CallScript, MadeArray, PriorOutput, make_array
-from kvdoctor.addons.reproducer.oracle import Candidate, OutcomeDifference, ScriptOutcome
+from kvdoctor.addons.reproducer.oracle import Candidate, ScriptOutcome
 from kvdoctor.addons.reproducer.weights import ReplacedWeights
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.choices import CPU
@@ -268,7 +268,7 @@ class ReproContents:
     report: Report
     options: Options
     found: Candidate
-    failure: "ScriptOutcome | OutcomeDifference"
+    failure: ScriptOutcome
 
     @property
     def script(self) -> CallScript:
@@ -278,9 +278,7 @@ class ReproContents:
     @property
     def node(self) -> str:
         """The node that the error must name; empty if it names none."""
-        failure = self.failure
-        named = isinstance(failure, ScriptOutcome) and "optimizations only" not in failure.pattern
-        return self.failing[0] if named else ""
+        return self.failing[0] if "optimizations only" not in self.failure.pattern else ""
 
 
 def write_reproducer(target: Path, contents: ReproContents, out: str) -> Reproducer:
@@ -383,8 +381,7 @@ def _exit_codes(contents: ReproContents) -> list[str]:
     text = f"Exit code 1: {one}. 0: {zero}. 2: something else happened."
     if contents.script.kind != "fails":
         return [text]
-    error = contents.failure.text if isinstance(contents.failure, ScriptOutcome) else ""
-    return [text, "", "The error of the original model:", "", f"> {markdown(error)}"]
+    return [text, "", "The error of the original model:", "", f"> {markdown(contents.failure.text)}"]
 
 
 def _origin(contents: ReproContents, names: dict[str, str]) -> list[str]:

@@ -6,21 +6,17 @@ The file comes from a program with a fault: everything in it is validated before
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvdoctor.addons.traces.recorded import Trace, TraceStep, TraceTensor, onnx_dtype
+from kvdoctor.addons.traces.recorded import TraceStep, TraceTensor, onnx_dtype
 from kvdoctor.decode.calls import MOST_DATA, NUMPY_TYPES, Array
-from kvdoctor.decode.side_files import open_side_file
 from kvdoctor.errors import UsageError
 
 MOST_LINE = 64 << 20
 MOST_FILE = 1 << 30
-MOST_ZIP = 1 << 40
-MOST_STEPS = 4096
 MOST_TENSORS = 8192
 MOST_RANK = 16
 MOST_WIDE = 1 << 40
@@ -33,58 +29,10 @@ SAMPLES = "a sample of large tensors in place of their data (docs/trace.md)"
 ONE_LINE = f"a trace has one JSON object a line; {GUIDE}"
 
 
-def read_trace(path: str) -> Trace:
-    """Read a trace.
-
-    Raises:
-        UsageError: it cannot be read, or is no trace; the message names the line or the file, and what to do.
-    """
-    place = Path(path)
-    try:
-        if not place.is_file():
-            reason = "is no file" if place.exists() else "does not exist"
-            raise UsageError(f"the trace {path!r} {reason}; give a file of JSON lines")
-        trace = tuple(_limit_steps(_read_file(place), path))
-    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
-        raise UsageError(f"the trace {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not trace:
-        raise UsageError(f"the trace {path!r} holds no step; {GUIDE}")
-    if other := next((step for step in trace if step.run is not None), None):
-        raise UsageError(f"{path!r}, {other.place} names a run, and the first line does not; give one trace")
-    return trace
-
-
-def read_first(path: str) -> dict[str, Any]:
-    """The object in the first line of a trace of JSON lines; an empty one where it is no such file."""
-    try:
-        with open_side_file(Path(path), MOST_ZIP) as stream:
-            text = stream.readline(MOST_LINE).removeprefix(b"\xef\xbb\xbf")
-        found = json.loads(text) if text.lstrip().startswith(b"{") else {}
-    except (OSError, ValueError, RecursionError):
-        return {}  # what is wrong with it is said where all of it is read
-    return found if isinstance(found, dict) else {}
-
-
-def _limit_steps(steps: Iterator[TraceStep], path: str) -> Iterator[TraceStep]:
-    for number, step in enumerate(steps):
-        if number >= MOST_STEPS:
-            raise UsageError(f"the trace {path!r} has more than {MOST_STEPS} steps; {SHORTER}")
-        yield replace(step, number=number)
-
-
-def _read_file(path: Path) -> Iterator[TraceStep]:
-    with path.open("rb") as stream:
-        start = stream.read(4)
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UsageError(f"{str(path)!r} is UTF-16, as the > of PowerShell writes it; write it as UTF-8")
-    return (parse_step(found, line, str(path)) for line, found in read_objects(path))
-
-
-def read_objects(path: Path, cut: bool = False, advice: str = ONE_LINE) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with the number of its line.
 
-    `advice` says what to do where a line is none. Where `cut`, a last line without an end is left out if it is not
-    whole: its program was ended while it wrote.
+    A last line without an end is left out if it is not whole: its program was ended while it wrote.
 
     Raises:
         UsageError: a line is no object.
@@ -93,12 +41,15 @@ def read_objects(path: Path, cut: bool = False, advice: str = ONE_LINE) -> Itera
         raise UsageError(f"{str(path)!r} is larger than 1 GiB; {SHORTER}, or {SAMPLES}")
     with path.open("rb") as stream:
         for line, text in _iterate_lines(stream, str(path)):
+            where = f"{str(path)!r}, line {line}"
             try:
-                found = _parse_object(text, f"{str(path)!r}, line {line}", advice)
-            except UsageError:
-                if cut and line > 1 and not text.endswith(b"\n"):
+                found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+            except (ValueError, RecursionError) as error:
+                if line > 1 and not text.endswith(b"\n"):
                     return
-                raise
+                raise UsageError(f"{where} is not a JSON object: {error}"[:300] + f"; {ONE_LINE}") from None
+            if not isinstance(found, dict):
+                raise UsageError(f"{where} is not a JSON object; {ONE_LINE}")
             yield line, found
 
 
@@ -109,19 +60,11 @@ def _iterate_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
         line += 1
         if len(text) > MOST_LINE:
             raise UsageError(f"{name!r}, line {line} is longer than 64 MiB; give {SAMPLES}")
+        if line == 1 and text.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UsageError(f"{name!r} is UTF-16, as the > of PowerShell writes it; write it as UTF-8")
         text = text.removeprefix(b"\xef\xbb\xbf") if line == 1 else text
         if text.strip():
             yield line, text
-
-
-def _parse_object(text: bytes, where: str, advice: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not a JSON object: {error}"[:300] + f"; {advice}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{where} is not a JSON object; {advice}")
-    return found
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The session is wrapped in the caller's program. Standard library and numpy only;
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,7 @@ def same_values(one: Array, other: Array) -> bool:
     return bool(np.allclose(left, right, rtol=CLOSE, atol=CLOSE * size, equal_nan=True))
 
 
+@dataclass(eq=False, repr=False)
 class RecordingSession:
     """A session that writes down what it is fed and what it returns; all else is the session's own.
 
@@ -133,12 +134,10 @@ class RecordingSession:
     fed, and its error.
     """
 
-    def __init__(self, session: Any, path: str | Path, file: str | None = None, every_value: bool = False) -> None:
-        """Record into `path`, as JSON lines."""
-        self._session = session
-        self._path, self._every_value = Path(path), every_value
-        place = getattr(session, "_model_path", None)
-        self._file = file or (Path(place).name if place else None)
+    _session: Any
+    _path: Path
+    _file: str | None
+    _every_value: bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -191,14 +190,13 @@ class RecordingSession:
             lines.write(json.dumps({name: value for name, value in line.items() if value is not None}) + "\n")
 
 
+@dataclass(eq=False, repr=False)
 class RecordingBinding:
     """A binding that remembers its inputs and the names of its outputs; all else is the binding's own."""
 
-    def __init__(self, binding: Any) -> None:
-        """Bind what `binding` does."""
-        self.binding = binding
-        self.fed: dict[str, Any] = {}
-        self.names: list[str] = []
+    binding: Any
+    fed: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
 
     def __getattr__(self, method: str) -> Any:
         own = getattr(self.binding, method)
@@ -233,7 +231,8 @@ def recording(session: Any, path: str | Path, file: str | None = None, every_val
         file: The name of the model's file, where the session was made from bytes.
         every_value: Record all values, of large tensors too; else a sample of those.
     """
-    return RecordingSession(session, path, file, every_value)
+    place = getattr(session, "_model_path", None)
+    return RecordingSession(session, Path(path), file or (Path(place).name if place else None), every_value)
 
 
 def _entries(tensors: Mapping[str, Any], every_value: bool) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -244,14 +243,9 @@ def _entries(tensors: Mapping[str, Any], every_value: bool) -> Iterator[tuple[st
         shape = tensor.shape() if callable(getattr(tensor, "shape", None)) else np.shape(tensor)
         dtype = tensor.data_type() if hasattr(tensor, "data_type") else str(np.asarray(tensor).dtype)
         entry: dict[str, Any] = {"dtype": dtype, "shape": list(map(int, shape))}
-        array = _array(tensor)
+        array: np.ndarray[Any, Any] = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
         small = every_value or math.prod(shape) <= MOST_DATA
         numbers = array.ravel() if small else take_sample(array)
         finite = (None if isinstance(one, float) and not math.isfinite(one) else one for one in numbers.tolist())
         entry["data" if small else "sample"] = [*finite]  # JSON has no NaN and no infinity
         yield name, entry
-
-
-def _array(tensor: Any) -> "np.ndarray[Any, Any]":
-    made: np.ndarray[Any, Any] = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
-    return made

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.addons.traces.check import find_stacks, phase_of
-from kvdoctor.addons.traces.read import RUNS_FIELDS, SHORTER, parse_step, read_first, read_objects, read_trace
+from kvdoctor.addons.traces.read import GUIDE, RUNS_FIELDS, SHORTER, parse_step, read_objects
 from kvdoctor.addons.traces.recorded import Trace
 from kvdoctor.contract import Axis, CacheContract, PhaseName
 from kvdoctor.decode.runs import Run
@@ -87,42 +87,47 @@ def read_recording(path: str) -> Recording:
     Raises:
         UsageError: it cannot be read, or is no trace; the message names the line, and what to do.
     """
-    first = read_first(path)
-    if not isinstance(first.get("run"), str) and "runs" not in first:
-        return Recording((TraceRun(None, read_trace(path)),))
+    place = Path(path)
     try:
-        return _read_runs(Path(path))
-    except (OSError, ValueError) as error:
+        if not place.is_file():
+            reason = "is no file" if place.exists() else "does not exist"
+            raise UsageError(f"the trace {path!r} {reason}; give a file of JSON lines")
+        return _read_runs(place)
+    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
         raise UsageError(f"the trace {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _read_runs(path: Path) -> Recording:
     due: dict[str, DueRun] = {}
-    runs: dict[str, TraceRun] = {}
+    runs: dict[str | None, TraceRun] = {}
     calls = 0
-    for line, found in read_objects(path, cut=True, advice=AGAIN):
+    for line, found in read_objects(path):
         where = f"{str(path)!r}, line {line}"
         if "runs" in found:
             due = {one.name: one for one in _read_due(found, where, not runs and not due)}
             continue
         name = found.get("run")
-        if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise UsageError(f"{where} names no run, as other lines do; give one trace")
-        run = runs.setdefault(name, TraceRun(name, (), finished=False, due=due.get(name)))
-        if run.finished:
+        if name is not None and not (isinstance(name, str) and 0 < len(name) <= 200):
+            raise UsageError(f"{where}: 'run' must be a text of up to 200 characters; {GUIDE}")
+        if (due or runs) and (name is None) is not (None in runs):
+            other = "no run, as other lines do" if name is None else "a run, and the first line does not"
+            raise UsageError(f"{where} names {other}; give one trace")
+        run = runs.setdefault(name, TraceRun(name, (), finished=name is None, due=due.get(name or "")))
+        if run.finished and name is not None:
             raise UsageError(f"{where}: the run {name[:80]!r} has ended before; give one trace")
-        if "tokens" in found:
+        if name is not None and "tokens" in found:
             runs[name] = _ended(run, found, where)
             continue
         calls += 1
         if calls > MOST_CALLS or len(runs) > MOST_RUNS:
-            raise UsageError(f"the trace {str(path)!r} has more than {MOST_CALLS} calls or {MOST_RUNS} runs; {SHORTER}")
+            raise UsageError(f"the trace {str(path)!r} has more than {MOST_CALLS} steps or {MOST_RUNS} runs; {SHORTER}")
         step = replace(parse_step(found, line, str(path)), number=len(run.trace))
         runs[name] = replace(run, trace=(*run.trace, step))
     recording = Recording(tuple(runs.values()), tuple(name for name in due if name not in runs))
     if not recording.first:
         error = next((run.error for run in recording.runs if run.error), "the program ended before any")
-        raise UsageError(f"the trace {str(path)!r} has no call of the model: {error[:300]}")
+        reason = f"has no call of the model: {error[:300]}" if due or runs else f"holds no step; {GUIDE}"
+        raise UsageError(f"the trace {str(path)!r} {reason}")
     if due or any(run.finished for run in recording.runs):
         return recording
     # Runs of a program of the caller's own, which says no ends.

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdoctor.addons.traces.options import TraceChoices
-from kvdoctor.analysis.configs import decoder_config
-from kvdoctor.analysis.model_folder import SideCars
+from kvdoctor.analysis.configs import SideCars, decoder_config
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.messages import AddedExperiment
 from kvdoctor.decode.runs import REPLAY, Run

@@ -10,7 +10,6 @@ ones, so that every way of writing it counts: by an operator of its own, by Erf,
 import math
 import struct
 from collections.abc import Callable, Container, Iterable
-from functools import cached_property
 from math import prod
 
 from kvdoctor.model.flatten import FlatNode
@@ -97,17 +96,10 @@ class FixedValues:
         self.flow, self.head_dim = flow, head_dim
         self._known: dict[str, Numbers | None] = {}
 
-    @cached_property
-    def _by_operator(self) -> dict[str, list[FlatNode]]:
-        found: dict[str, list[FlatNode]] = {}
-        for node in self.flow.nodes:
-            found.setdefault(node.op, []).append(node)
-        return found
-
     def nodes(self, operators: Iterable[str]) -> list[FlatNode]:
         """The nodes of some operators in the order of the graph."""
-        found = (node for name in operators for node in self._by_operator.get(name, ()))
-        return sorted(found, key=lambda node: node.index)
+        wanted = frozenset(operators)
+        return [node for node in self.flow.nodes if node.op in wanted]
 
     def one(self, name: str) -> float | None:
         """The number of a value that has one element."""

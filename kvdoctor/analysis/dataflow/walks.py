@@ -120,14 +120,16 @@ class WalkBudget:
 class Walk:
     """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated."""
 
-    def __init__(self, start: Iterable[str], budget: WalkBudget, most: int | None = None) -> None:
+    def __init__(self, start: Iterable[str], budget: WalkBudget | None = None, most: int | None = None) -> None:
         self.waiting = deque(start)
         self.seen = set(self.waiting)
         self.budget = budget
         self.most = most
 
     def __iter__(self) -> Iterator[str]:
-        while self.waiting and (self.most is None or len(self.seen) < self.most) and self.budget.goes_on():
+        while self.waiting and (self.most is None or len(self.seen) < self.most):
+            if self.budget is not None and not self.budget.goes_on():
+                return
             yield self.waiting.popleft()
 
     def takers(self, flow: Flow) -> Iterator[tuple[FlatNode, int]]:
@@ -185,39 +187,32 @@ class Descent:
 
     def views_back(self, values: Iterable[str]) -> set[str]:
         """Some values, and those that they are casts or views of."""
-        found, waiting = set[str](), list(values)
-        while waiting:
-            value = waiting.pop()
-            if value and value not in found:
-                found.add(value)
-                waiting.append(self._passed(value))
-        return found
+        return {one for value in values for one in self._views(value)}
 
     def _values_behind(self, outputs: "set[str]") -> dict[str, str]:
         """Values that outputs return, and those that they are casts or views of: an output may be written late."""
         found: dict[str, str] = {}
         for output in sorted(outputs):
-            value = self.flow.results[output]
-            while value and value not in found:
-                found[value] = output
-                value = self._passed(value)
+            for value in self._views(self.flow.results[output]):
+                found.setdefault(value, output)
         return found
 
-    def _passed(self, value: str) -> str:
-        """The value that another is a cast or view of, or that a loop returns as it; empty where it is none."""
-        node = self.flow.producers.get(value)
-        if node is not None and node.has("loop"):
-            return viewed_by(node, value)
-        return node.input(0) if node is not None and node.op in PASSES_OUT else ""
+    def _views(self, value: str) -> Iterator[str]:
+        """A value, and those that it is a cast or view of, or that a loop returns as it, one after the other."""
+        seen = set[str]()
+        while value and value not in seen:
+            yield value
+            seen.add(value)
+            node = self.flow.producers.get(value)
+            if node is not None and node.has("loop"):
+                value = viewed_by(node, value)
+            else:
+                value = node.input(0) if node is not None and node.op in PASSES_OUT else ""
 
     def computed_at(self, output: str) -> int:
         """The index of the node that computes an output, before casts and views; -1 where none does."""
-        value, passed = self.flow.results.get(output, output), set[str]()
-        while (before := self._passed(value)) and before not in passed:
-            passed.add(before)
-            value = before
-        node = self.flow.producers.get(value)
-        return node.index if node is not None else -1
+        nodes = [self.flow.producers.get(value) for value in self._views(self.flow.results.get(output, output))]
+        return nodes[-1].index if nodes and nodes[-1] is not None else -1
 
     def find_count(self, name: str, outputs: "set[str]", tokens: "set[str]") -> str | None:
         """Find the output that returns a counter: the input plus a number that depends on `tokens` alone."""
@@ -263,14 +258,11 @@ class Descent:
 
     def ancestors(self, *values: str) -> set[str]:
         """All values whose content some values depend on, themselves included; shapes alone do not count."""
-        waiting, seen = list(values), set(values)
-        while waiting:
-            node = self.flow.producers.get(waiting.pop())
-            if node is not None and node.op not in SHAPES:
-                fresh = {name for name in node.inputs if name} - seen
-                seen |= fresh
-                waiting += fresh
-        return seen
+        walk = Walk(values)
+        for value in walk:
+            node = self.flow.producers.get(value)
+            walk.add(node.inputs if node is not None and node.op not in SHAPES else ())
+        return walk.seen
 
     def reached_from(self, names: "set[str]", before: FlatNode | None = None) -> set[str]:
         """All values that depend on the content of some inputs, themselves included; shapes alone do not count.

@@ -111,14 +111,10 @@ def demand_room(sizes: Iterable[int], external: Iterable[ExternalFile], target: 
 def _widen_contract(contract: CacheContract) -> CacheContract:
     """The contract with float32 where the graphs had fewer bits."""
 
-    def widened(typed: Iterable[Typed]) -> tuple[Typed, ...]:
-        return tuple(replace(one, dtype="float") if one.dtype in FLOAT16 else one for one in typed)
+    def widened(one: Typed) -> Typed:
+        return replace(one, dtype="float") if one.dtype in FLOAT16 else one
 
-    graphs = {
-        name: replace(graph, inputs=widened(graph.inputs), outputs=widened(graph.outputs))
-        for name, graph in contract.graphs.items()
-    }
-    return replace(contract, graphs=graphs, slots=widened(contract.slots))
+    return replace(contract.with_ports(widened), slots=tuple(map(widened, contract.slots)))
 
 
 @record(slots=False)
