@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -258,17 +259,10 @@ def _compare(
     if base.side is None or converted is None or not converted.slots:
         yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
         return
-    copy, options = PairedSide(stack, session.at.absolute(), converted), session.options
-    job = PairedJob(base.side, copy, how, dict(options.tolerances), seed=options.seed, provider=options.provider)
-    answers, failed = session.runtime.answer(job, PairedDone)
-    done = answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
-    if done.failed:
-        yield Proof(stack, claim, False, f"first difference: {done.failed}")
-    elif not done.calls:
-        reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
-        yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
-    else:
-        yield Proof(stack, claim, True, _describe(done, how, base))
+    done = compare_calls(session, base.side, PairedSide(stack, session.at.absolute(), converted), how)
+    claimed = conclude(Proof(stack, claim, False), done, how, base)
+    yield claimed
+    if claimed.holds:
         if how.window and (converted.usable_length or how.window + 1) > how.window:
             detail = f"the longest sequence has {done.tokens} tokens"
             yield Proof(stack, f"the window of {how.window} tokens was left", done.tokens > how.window, detail)
@@ -280,6 +274,24 @@ def _compare(
             yield Proof(stack, claim, bool(beyond), beyond or "it runs, and nothing says what it computes")
 
 
+def compare_calls(session: RepairSession, original: PairedSide, copy: PairedSide, how: Comparison) -> PairedDone:
+    """Compare a copy with its original in the worker, call by call."""
+    options = session.options
+    job = PairedJob(original, copy, how, dict(options.tolerances), seed=options.seed, provider=options.provider)
+    answers, failed = session.runtime.answer(job, PairedDone)
+    return answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
+
+
+def conclude(claim: Proof, done: PairedDone, how: Comparison, base: Base) -> Proof:
+    """A claim with what a comparison says of it."""
+    if done.failed:
+        return replace(claim, detail=f"first difference: {done.failed}")
+    if not done.calls:
+        reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
+        return replace(claim, detail=f"no call could be compared, {base.words} runs none: {reasons}")
+    return replace(claim, holds=True, detail=_describe(done, how, base))
+
+
 def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
     within = "bit for bit" if done.exact else f"within {done.worst:.1e} standard deviations"
     sizes = [
@@ -287,6 +299,7 @@ def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
         f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
         f"batches of {_list(done.batches)}",
         f"with {_list(how.keep)} rows asked for" if how.keep else "",
+        f"{done.padded} calls with padding on the left" if done.padded else "",
     ]
     if how.stored and not done.exact:
         within += f" (allowed: {how.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"
