@@ -9,7 +9,7 @@ logits may be off by a small multiple of what that loop shows.
 import importlib
 import pkgutil
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,8 +23,9 @@ from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.model.edit import set_size
-from kvdoctor.model.proto import ModelProto, ValueInfoProto
-from kvdoctor.model.traverse import readers
+from kvdoctor.model.operators import has, operator_of
+from kvdoctor.model.proto import GraphProto, ModelProto, TensorProto, ValueInfoProto
+from kvdoctor.model.traverse import find_attribute, input_of, producer, readers
 from kvdoctor.records import record
 from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
@@ -141,6 +142,38 @@ def fix_sizes(values: Iterable[ValueInfoProto], symbols: Mapping[str, int]) -> N
     for dim in (dim for value in values for dim in value.type.tensor_type.shape.dim):
         if dim.dim_param in symbols:
             set_size(dim, symbols[dim.dim_param])
+
+
+def find_element(graphs: Sequence[GraphProto], name: str) -> int | None:
+    """The element type of a value, by what it is computed from; `graphs` are its own and those around it."""
+    declared = {one.name: one.data_type for graph in graphs for one in graph.initializer}
+    ports = (one for graph in graphs for one in (*graph.input, *graph.value_info))
+    declared |= {one.name: kind for one in ports if (kind := one.type.tensor_type.elem_type)}
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        node = next((found for graph in graphs if (found := producer(graph, name)) is not None), None)
+        if name in declared:
+            return int(declared[name])
+        if node is None or name in seen:
+            continue
+        seen.add(name)
+        operator = operator_of(node.op_type)
+        if has(node.op_type, "measure"):
+            return int(TensorProto.INT64)
+        if has(node.op_type, "cast") and (to := find_attribute(node, "to")) is not None:
+            return int(to.i)
+        if has(node.op_type, "constant", "fill"):
+            value = find_attribute(node, "value")
+            return int(value.t.data_type) if value is not None else int(TensorProto.FLOAT)
+        if has(node.op_type, "compare", "quantize", "static"):
+            continue
+        if operator.scale is not None:
+            waiting.append(input_of(node, operator.scale))
+        else:
+            first = 1 if has(node.op_type, "select") else 0
+            waiting += [one for at, one in enumerate(node.input) if one and at >= first and operator.takes_content(at)]
+    return None
 
 
 ROWS, LOGITS = 3.0, 5.0

@@ -37,7 +37,6 @@ from kvdoctor.addons.conversions.layouts.genai import (
 )
 from kvdoctor.addons.conversions.layouts.merging import SWITCH, MergePlan, merge
 from kvdoctor.addons.conversions.layouts.naming import (
-    SINGLE,
     PortNames,
     axis_names,
     first_of,
@@ -291,7 +290,6 @@ def refuse_any(stack: StackFiles, contract: CacheContract) -> str | None:
 LAYOUT = Layout(
     "genai",
     f"the graphs and genai_config.json for {CONSUMER}, proved by generating with it",
-    lambda _: (SINGLE, ENCODER, DECODER),
     refuse_any,
     lambda source: (make if source.contract.has_encoder else genai.make)(source),
     consumer=CONSUMER,

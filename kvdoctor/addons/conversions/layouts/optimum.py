@@ -29,7 +29,6 @@ from functools import partial
 from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES, bring_encoder, return_from_encoder
 from kvdoctor.addons.conversions.layouts.merging import find_kept, merge_halves
 from kvdoctor.addons.conversions.layouts.naming import (
-    ENCODER,
     FIRST,
     LATER,
     MERGED,
@@ -218,7 +217,6 @@ def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedM
     """Let the encoder return the cross-attention cache, which the graph of the first step computes."""
     contract, names = source.contract, optimum_names(source.contract, "prefill")
     cut = bring_encoder(source, first, made)
-    made.cut = None  # nothing of the first step remains that could be compared alone
     if cut is not None:
         names = replace(names, inputs=cut.inputs, axes={**names.axes, **cut.axes})
     rename_as(first, names, contract.graph("prefill"))
@@ -325,29 +323,25 @@ LAYOUTS = (
     Layout(
         "optimum",
         "the names and files that Optimum and transformers.js look for",
-        lambda stack: (MERGED if stack.kind in ("pair", "merged") else SINGLE,),
         refuse,
         make,
     ),
     Layout(
         "optimum-pair",
         "the names of Optimum, and both graphs of a pair in files of their own",
-        lambda _: (FIRST, LATER),
         refuse_pair,
         partial(_convert_pair, together=False),
     ),
-    Layout("merged", "one file with an If on use_cache_branch", lambda _: (MERGED,), refuse_merged, make_merged),
+    Layout("merged", "one file with an If on use_cache_branch", refuse_merged, make_merged),
     Layout(
         "single",
         "the graph of later steps as model.onnx, and the encoder with the cross-attention cache if there is one",
-        lambda _: (SINGLE, ENCODER),
         refuse_single,
         make_single,
     ),
     Layout(
         "shared",
         "a pair whose weights are stored once, in a data file of both graphs",
-        lambda _: (),
         refuse_shared,
         make_shared,
     ),

@@ -325,4 +325,4 @@ def _fix_switch(graph: GraphProto, switch: str, cached: bool) -> None:
     )
 
 
-LAYOUT = Layout("pair", "decoder_model.onnx and decoder_with_past_model.onnx", lambda _: (FIRST, LATER), refuse, make)
+LAYOUT = Layout("pair", "decoder_model.onnx and decoder_with_past_model.onnx", refuse, make)
