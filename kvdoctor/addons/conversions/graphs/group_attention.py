@@ -6,6 +6,7 @@ as float[batch, kv_heads, tokens, head_dim]. Ensures: the same inputs and output
 lengths that are counted in the mask, or by the shape of the past. Rotations stay where they are.
 """
 
+from kvdoctor.addons.conversions.graphs import plain_attention
 from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace, name_reader
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
@@ -65,12 +66,14 @@ class _Layer:
     window: int | None
 
 
-def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # noqa: ARG001 - there is one choice
-    """Put the operator in the place of each attention over a growing cache.
+def convert(context: RepairContext, choice: AttentionOperator) -> Converted:
+    """Put the operator in the place of each attention over a growing cache, or plain operators in its place.
 
     Raises:
         CannotRepair: an attention is of another form; the message names the node.
     """
+    if choice == "plain":
+        return plain_attention.convert(context)
     contract = context.drivable
     file, graph = context.file_of("decode"), contract.graph("decode")
     context.require_opset(file, LEAST_OPSET, "ReduceSum")
