@@ -106,11 +106,6 @@ def _refuse_stack(layout: Layout, stack: StackFiles, contract: CacheContract | N
     return layout.refuse(stack, contract)
 
 
-def _report_refusals(folder: ModelFolder, layout: Layout, reasons: dict[str, str]) -> CannotConvert:
-    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
-    return CannotConvert(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {listed}")
-
-
 def convert_layouts(
     folder: ModelFolder, contracts: dict[str, CacheContract | None], request: ConvertChoices
 ) -> tuple[ConvertedStack, ...]:
@@ -130,7 +125,8 @@ def convert_layouts(
         except DoesNotFit as error:
             reasons[stack.name] = str(error)
     if not done:
-        raise _report_refusals(folder, layout, reasons)
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
+        raise CannotConvert(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {why}")
     _refuse_several(folder, layout, [one.stack.main.name for one in done])
     refuse_clashes(folder, [(one.stack, one.files) for one in done], f"--layout {layout.name}")
     return tuple(done)

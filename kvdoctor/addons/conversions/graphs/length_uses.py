@@ -157,12 +157,13 @@ class LengthUses:
         if has(node.op_type, "range") and uses:
             self._range(scope, node)
             return
+        past_ports = {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys()
         for use in uses:
             if self._is_passed_on(use):
                 continue
             if normalize_domain(node.domain):
                 self._refuse(use)
-            if node.op_type in STRIDES and not self._is_from_past(use):
+            if node.op_type in STRIDES and not self._is_from(use, past_ports):
                 continue  # it is read from what has N columns by itself
             if use.index in operator_of(node.op_type).shapes or node.op_type in STRIDES:
                 self._replace(use, [self._as_size(use, term) for term in use.terms])
@@ -195,9 +196,6 @@ class LengthUses:
         if found.others:
             raise CannotRepair(f"the node {describe_op(node)} selects one of several lengths by its condition")
         return True
-
-    def _is_from_past(self, use: _Use) -> bool:
-        return self._is_from(use, {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys())
 
     def _is_from(self, use: _Use, inputs: set[str]) -> bool:
         """Whether a length is computed from some inputs."""

@@ -137,9 +137,7 @@ class Lengths:
 
     def count_new(self) -> str:
         """The number of new tokens, int64[1]."""
-        shape = self.writer.node("new_shape", "Shape", [self.given.ids])
-        place = self.writer.numbers([self.given.new[self.given.ids]])
-        return self.writer.node("new_length", "Gather", [shape, place], axis=0)
+        return self.writer.size_of(self.given.ids, self.given.new[self.given.ids])
 
     def rows(self, name: str, axes: Iterable[int]) -> str:
         """A free value for the whole sequence with the rows of the new tokens alone on some axes."""
@@ -244,8 +242,7 @@ class Rewriter:
     def _measure_past(self, slots: "list[tuple[KeySide, str]]") -> str:
         side, slot = slots[0]
         axis = LENGTH_AXIS if _is_permuted(side, self.walk) else side.axis
-        shape = self.writer.node("past_shape", "Shape", [f"past_key_values.{slot}"])
-        return self.writer.node("past_length", "Gather", [shape, self.writer.numbers([axis])], axis=0)
+        return self.writer.size_of(f"past_key_values.{slot}", axis)
 
     def _join(self, side: KeySide, slot: str) -> None:
         node, index = side.reads

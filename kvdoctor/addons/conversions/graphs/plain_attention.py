@@ -238,7 +238,9 @@ class _Writer(GraphWriter):
         forms |= {"whole_form": [0, heads, -1, width], "parts": [table or 0] * 2 + [rest] * bool(rest)}
         names |= {name: self.numbers(form) for name, form in forms.items()}
         reals = {"scale": numbers.get("scale") or 1 / math.sqrt(width), "cap": cap, "lowest": lowest}
-        names |= {name: self._real(float(real), kind) for name, real in reals.items() if real}
+        for name, real in reals.items():
+            number = TensorProto(data_type=TensorProto.FLOAT, float_data=[real or 0.0])
+            names[name] = self.node(name, "Cast", [self.tensor(name, number)], to=kind)
         query, key = ("query_rotated", "key_rotated") if table else ("query_heads", "key_heads")
         whole = {x: f"{x}_all" if heads > groups else f"{x}_joined" for x in ("key", "value")}
         text = [APART] * packed + [HEADS.format(x=x) for x in ("query", "key", "value")] + [TABLES] * bool(table)
@@ -255,8 +257,3 @@ class _Writer(GraphWriter):
         given |= {"past": slot.past, "tokens": tokens.name, "at_new": self.numbers([tokens.axes.index("new")], [])}
         given |= {"mask": mask.name} if mask is not None else {}
         return self.text(LENGTHS + (COUNTED if mask is not None else UNCOUNTED), given)
-
-    def _real(self, number: float, kind: int) -> str:
-        """A number in the type of the cache."""
-        whole = self.tensor("real", TensorProto(data_type=TensorProto.FLOAT, float_data=[number]))
-        return self.node("number", "Cast", [whole], to=kind)

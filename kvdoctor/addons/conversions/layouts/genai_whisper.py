@@ -243,8 +243,7 @@ def _choose_by_past(model: ModelProto) -> None:
     """Let the length of a past decide which branch runs, in place of a switch that is an input."""
     past, writer = "past_key_self_0", GraphWriter(model, prefix="past")
     keep_only(model.graph.input, lambda value: value.name != SWITCH)
-    sizes, axis = writer.node("sizes", "Shape", [past]), writer.numbers([SLOT_AXES.index("past")])
-    length = writer.node("length", "Gather", [sizes, axis])
+    length = writer.size_of(past, SLOT_AXES.index("past"))
     model.graph.node.append(make_node("Greater", [length, writer.numbers([0])], SWITCH))
     sort_nodes(model.graph)
 

@@ -245,10 +245,8 @@ def hide_later(model: ModelProto, contract: CacheContract, types: Mapping[str, T
         raise DoesNotFit(old or "it takes no token ids")
     found = [one for slot in keys for one in _find_softmaxes(graph, slot) if not _is_hidden(one[0].input[0], types)]
     for softmax, dtype in found:
-        past, new = (
-            writer.node("length", "Gather", [writer.node("shape", "Shape", [name]), writer.numbers([at], [])])
-            for name, at in ((keys[0].past, keys[0].axes.index("past")), (tokens.name, tokens.axes.index("new")))
-        )
+        past = writer.size_of(keys[0].past, keys[0].axes.index("past"), ())
+        new = writer.size_of(tokens.name, tokens.axes.index("new"), ())
         zero, one = (writer.numbers([number], []) for number in (0, 1))
         total = writer.node("total", "Add", [past, new])
         rows = writer.node("rows", "Range", [past, total, one])
@@ -284,11 +282,6 @@ def _find_softmaxes(graph: GraphProto, key: Slot) -> Iterator[tuple[NodeProto, s
             else:
                 to = find_attribute(node, "to") if has(node.op_type, "cast") else None
                 waiting.append((made, dtype if to is None else ELEMENT_TYPES[to.i]))
-
-
-def refuse_shared(stack: StackFiles, contract: CacheContract) -> str | None:  # noqa: ARG001 - the files alone decide
-    """Why a stack has no weights to share."""
-    return None if stack.kind == "pair" else "it is one file, which has nothing to share with another"
 
 
 def make_shared(source: LayoutSource) -> ConvertedModels:
@@ -342,7 +335,7 @@ LAYOUTS = (
     Layout(
         "shared",
         "a pair whose weights are stored once, in a data file of both graphs",
-        refuse_shared,
+        lambda stack, _: None if stack.kind == "pair" else "it is one file, which has nothing to share with another",
         make_shared,
     ),
 )
