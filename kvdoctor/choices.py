@@ -23,7 +23,7 @@ do from one severity lower on, since a suspicion that a run could decide stands 
 Agree = Literal["tokens", "logits", "bits"]
 """How closely the logits of two models must agree."""
 AxisNames = Literal["kept", "readable"]
-AttentionOperator = Literal["gqa"]
+AttentionOperator = Literal["gqa", "plain"]
 """The operator that computes the attention of a converted model."""
 LogitsRows = Literal["last", "selectable"]
 """The rows of logits that a converted model computes."""

@@ -1,5 +1,6 @@
 """Conversions: healthy models converted and proved, graphs of another form refused by node, and failing proofs."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -379,6 +380,7 @@ def test_the_loop_of_the_fix_report_decodes(tmp_path: Path) -> None:
             GROUPED,
             'the node com.microsoft.GroupQueryAttention "mixed0" holds the cache of .* already',
         ),
+        (DECODER, {"attention": "plain"}, "no node of its main graph is a GroupQueryAttention"),
         ("config-values-healthy", GROUPED, "has the width 4: GroupQueryAttention takes one multiple of 8"),
         ("context-limit-healthy", GROUPED, "'bias' is added to the scores .* more than a mask of later tokens"),
         *((DECODER, {"sizes": sizes}, "--sizes") for sizes in NO_SIZES),
@@ -419,6 +421,58 @@ def test_a_window_a_cap_and_unknown_names_become_those_of_the_operator(name: str
     assert [one.get("local_window_size") for one in found] == [window, None]
     assert ["softcap" in one for one in found] == [bool(window)] * 2
     assert report.stacks[0].contract.graph("decode").port("attention_mask") is not None
+
+
+GENAI = "layout-gqa-growing-healthy"
+PACKED = [(f"GroupQueryAttention <num_heads = 2, kv_num_heads = 1, do_rotary = 1> (\n    q{i}, k{i}, v{i},",
+           f'GroupQueryAttention <num_heads = 2, kv_num_heads = 1, do_rotary = 1, softcap = 2.5, scale = 0.5> (\n    '
+           f'packed{i}, "", "",') for i in "01"]  # fmt: skip
+PACKED += [(f"  v{i} = MatMul (x{i}, w_v{i})\n", f"  v{i} = MatMul (x{i}, w_v{i})\n  packed{i} = Concat <axis = -1> "
+            f"(q{i}, k{i}, v{i})\n") for i in "01"]  # fmt: skip
+PACKED += [("float[8, 32] w_q", "float[8, 64] w_q"), ("float[32, 8] w_o", "float[64, 8] w_o"), (", 16] ", ", 32] ")]
+PACKED.append(('"head_size": 16', '"head_size": 32'))  # the tables rotate 16 numbers of the 32
+PLAIN: dict[str, Any] = {"attention": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("name", "edits"),
+    [(GENAI, []), (GENAI, PACKED), ("layout-gqa-window-healthy", []), ("layout-genai-kv-cache-dim-healthy", [])],
+    ids=["rotary", "packed-capped-partly-rotated", "window", "config-of-genai"],
+)
+def test_the_operator_becomes_plain_attention(name: str, edits: list[tuple[str, str]], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = proved(write(tmp_path / "model", name, *edits), out, **PLAIN)
+    graph = onnx.load(out / "model.onnx").graph
+    assert not [node for node in graph.node if node.domain]
+    assert any("the window of 6 tokens was left" in line for line in lines(report)) == ("window" in name)
+    contract = report.stacks[0].contract
+    assert contract is not None
+    assert {slot.growth for slot in contract.slots} == {"grow"}
+    if (out / "genai_config.json").is_file():
+        assert not json.loads((out / "genai_config.json").read_text())["search"]["past_present_share_buffer"]
+    proved(out, None, cache="static=12")  # what the operator holds itself, other conversions change now
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_attention_becomes_the_operator_and_plain_again(name: str, tmp_path: Path) -> None:
+    proved(write(tmp_path / "model", name, *WIDER[name]), tmp_path / "fused", **GROUPED)
+    proved(tmp_path / "fused", tmp_path / "out", **PLAIN)
+    assert not [node for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node if node.domain]
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (("do_rotary = 1", "do_rotary = 1, rotary_interleaved = 1"), '"mixed0" has rotary_interleaved'),
+        (("cos_cache, sin_cache\n", 'cos_cache, sin_cache, "", "", sinks\n'), '"mixed0" has input 11'),
+    ],
+    ids=["interleaved", "sinks"],
+)
+def test_what_plain_operators_do_not_compute_is_refused(edit: tuple[str, str], why: str, tmp_path: Path) -> None:
+    edits = [edit, ("float step = {1}", "float step = {1}, float[2] sinks = {1, 2}")]
+    with pytest.raises(UsageError, match=why):
+        conversions.convert(write(tmp_path / "model", GENAI, *edits), tmp_path / "out", **PLAIN)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

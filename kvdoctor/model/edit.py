@@ -117,6 +117,10 @@ class GraphWriter:
         hint = hint or f"numbers{dims}{list(values)}".replace(" ", "")
         return self.tensor(hint, TensorProto(data_type=TensorProto.INT64, dims=dims, int64_data=values))
 
+    def size_of(self, name: str, axis: int, dims: Sequence[int] | None = None) -> str:
+        """The size of an axis of a value, int64[1]; int64[] where `dims` are ()."""
+        return self.node("size", "Gather", [self.node("shape", "Shape", [name]), self.numbers([axis], dims)])
+
     def tensor(self, hint: str, tensor: TensorProto) -> str:
         """An initializer of the main graph; the same one for the same content."""
         key = tensor.SerializeToString()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from kvdoctor.addons.conversions.layout_proof import Source, prove_generation, prove_split_encoder
+from kvdoctor.addons.conversions.layout_proof import Source, prove_generation
 from kvdoctor.addons.conversions.layouts.naming import axis_names, name_axes, port_axes
 from kvdoctor.addons.conversions.layouts.registry import (
     ConvertedModels,
@@ -18,7 +18,6 @@ from kvdoctor.addons.conversions.layouts.registry import (
     Layout,
     LayoutSource,
     load,
-    new_name,
 )
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.contract_reader import read_contract
@@ -90,15 +89,7 @@ def refuse_impossible_layout(path: str, request: ConvertChoices) -> None:
             f"change the versions first, and give the copy the layout {layout.name!r}: it is proved as it is"
         )
     folder = open_folder(path)
-    reasons = {
-        stack.name: _refuse_stack(layout, stack, read_contract(stack, folder.side_cars)) for stack in folder.stacks
-    }
-    if all(reasons.values()):
-        raise _report_refusals(folder, layout, {name: reason for name, reason in reasons.items() if reason})
-    fitting = [stack for stack in folder.stacks if reasons[stack.name] is None]
-    _refuse_several(folder, layout, [stack.main.name for stack in fitting])
-    planned = [(stack, [new_name(folder.root, stack, stem) for stem in layout.writes(stack)]) for stack in fitting]
-    refuse_clashes(folder, planned, f"--layout {layout.name}")
+    convert_layouts(folder, {one.name: read_contract(one, folder.side_cars) for one in folder.stacks}, request)
 
 
 def _find_layout(request: ConvertChoices) -> Layout | None:
@@ -113,11 +104,6 @@ def _refuse_stack(layout: Layout, stack: StackFiles, contract: CacheContract | N
     if contract.missing:
         return f"its cache contract is incomplete ({contract.missing[0].subject}: {contract.missing[0].reason})"
     return layout.refuse(stack, contract)
-
-
-def _report_refusals(folder: ModelFolder, layout: Layout, reasons: dict[str, str]) -> CannotConvert:
-    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
-    return CannotConvert(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {listed}")
 
 
 def convert_layouts(
@@ -139,7 +125,8 @@ def convert_layouts(
         except DoesNotFit as error:
             reasons[stack.name] = str(error)
     if not done:
-        raise _report_refusals(folder, layout, reasons)
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it holds no decoder with a cache"
+        raise CannotConvert(f"{folder.shown!r} cannot be given the layout {layout.name!r}: {why}")
     _refuse_several(folder, layout, [one.stack.main.name for one in done])
     refuse_clashes(folder, [(one.stack, one.files) for one in done], f"--layout {layout.name}")
     return tuple(done)
@@ -342,19 +329,15 @@ def _prove_conversion(
     yield from prove_loops(stack, after)
     revealed = {name for finding in before.report.findings for name in REVEALED.get(finding.name, ())}
     yield prove_no_new_finding(stack, before.report, after.report, revealed)
-    if one.made.cut is None:
-        yield _compare_loops(one, stack, before, after)
-        if one.layout.consumer:
-            # The loop whose tokens must be generated: that of the original, or of the copy where that one was faulty.
-            name, copy = one.stack.name, after.contract(stack)
-            source = Source(name, session.folder.root, session.before.contract(name) or one.contract, "the original")
-            passed = any((run := session.before.run(name, loop)) and run.outcome == "passed" for loop in LOOPS)
-            if copy is not None and not (passed and session.before.contract(name) is not None):
-                source = Source(stack, session.at, copy, "the repaired copy")
-            yield from prove_generation(session, stack, source)
-        return
-    path = session.folder.root / one.stack.files["decoder"].name
-    yield from prove_split_encoder(session, stack, one.made.cut, (one.contract, path), one.files)
+    yield _compare_loops(one, stack, before, after)
+    if one.layout.consumer:
+        # The loop whose tokens must be generated: that of the original, or of the copy where that one was faulty.
+        name, copy = one.stack.name, after.contract(stack)
+        source = Source(name, session.folder.root, session.before.contract(name) or one.contract, "the original")
+        passed = any((run := session.before.run(name, loop)) and run.outcome == "passed" for loop in LOOPS)
+        if copy is not None and not (passed and session.before.contract(name) is not None):
+            source = Source(stack, session.at, copy, "the repaired copy")
+        yield from prove_generation(session, stack, source)
 
 
 def _compare_loops(one: ConvertedStack, stack: str, before: DiagnosisSide, after: DiagnosisSide) -> Proof:

@@ -1,31 +1,21 @@
-"""Proofs of layouts: onnxruntime-genai generates the tokens of kvdoctor's own loop; a cut encoder computes the same.
+"""The proof of a layout for onnxruntime-genai: it generates the tokens of kvdoctor's own loop.
 
 The runtime is run in a Python of its own (runtime/environments.py). An encoder is fed the same features in both. The
 prompts have several lengths. Where two tokens are equally likely but for rounding, either may follow, so that no token
 after that is compared.
-
-An encoder that was cut out of a first step is proved by its parts: they compute what the whole computed.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES
 from kvdoctor.addons.conversions.layouts.genai import NAME
-from kvdoctor.addons.conversions.layouts.registry import Cut
 from kvdoctor.contract import CacheContract
-from kvdoctor.decode.calls import save_call
 from kvdoctor.decode.experiments.compared_elsewhere import PROMPTS, UNDECIDED
-from kvdoctor.decode.messages import CompareJob, ExperimentJob, TrialDone, TrialModel, ValuePair
+from kvdoctor.decode.messages import ExperimentJob
 from kvdoctor.decode.parity import compare, describe_gap, judge
 from kvdoctor.decode.tolerances import find_tolerance
-from kvdoctor.errors import WorkerDied
-from kvdoctor.model.proto import ValueInfoProto
-from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.model.view import Declared, GraphView
 from kvdoctor.records import record
 from kvdoctor.repair.export.run_exporter import SCRIPTS
 from kvdoctor.repair.session import RepairSession
@@ -34,113 +24,6 @@ from kvdoctor.runtime.environments import GENAI, EnvironmentUnavailable, Require
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from kvdoctor.decode.calls import Array
-
-
-BATCH, NEW, SOURCE, PADDED = 2, 3, 7, 2
-"""Sequences, new tokens, length of an encoder's input if the graph leaves it open, and its padding, in tokens."""
-
-INTEGERS = ("int64", "int32")
-
-
-def prove_split_encoder(
-    session: RepairSession, stack: str, cut: Cut, of: tuple[CacheContract, Path], files: tuple[str, ...]
-) -> Iterator[Proof]:
-    """Compare the new encoder and the new first decoder, the `files`, with the first step of the source, one call each.
-
-    The loops of source and copy cannot be compared: the source's first step takes the inputs of its encoder. So one
-    call of the source is made, and the same tokens and features are fed to its parts. `of` is the contract of the
-    source, and its file.
-    """
-    contract, source = of
-    model = read_skeleton(source, located=True).model
-    if cut.states not in {value.name for value in model.graph.output}:
-        model.graph.output.append(ValueInfoProto(name=cut.states))
-    whole = session.scratch / "whole.onnx"
-    whole.write_bytes(model.SerializeToString())
-    given = _synthesize_call(GraphView(model).inputs, contract, cut)
-    right = _describe_side(session, whole, given, source.parent)
-    logits = contract.graph("prefill").port("logits")
-    encoder = {name.removeprefix("input."): array for name, array in given.items()}
-    left = _describe_side(session, session.at / files[0], encoder)
-    claim = f"{files[0]} returns the encoder states that the first step of the source computes"
-    job = CompareJob(left, right, (ValuePair(RESULT, cut.states),), provider=session.options.provider)
-    yield _compare(session, Proof(stack, claim, False), contract, job)
-    if logits is None:
-        return
-    view = GraphView(read_skeleton(session.at / files[1]).model)
-    left = _describe_side(session, session.at / files[1], _decoder_call(view, contract, given, cut))
-    pairs, inject = (ValuePair("logits", logits.name),), (ValuePair(STATES, cut.states),)
-    job = CompareJob(left, right, pairs, inject, provider=session.options.provider)
-    claim = "the logits of the first step are those of the source"
-    yield _compare(session, Proof(stack, claim, False), contract, job)
-
-
-def _compare(session: RepairSession, claim: Proof, contract: CacheContract, job: CompareJob) -> Proof:
-    try:
-        result = session.runtime.trial(job)
-    except WorkerDied as crash:
-        result = TrialDone(error=crash.how)
-    pair = next(iter(result.differences), None)
-    if pair is None:
-        return replace(claim, detail=f"could not be compared: {(result.error or 'the shapes differ')[:200]}")
-    difference = pair.relative
-    text = f"off by {difference:.1e} standard deviations" if difference > 0 else "not finite"
-    text = "bit for bit" if difference == 0 else text
-    return replace(
-        claim,
-        holds=0 <= difference <= find_tolerance(contract.exactness, session.options.tolerances).passes,
-        detail=text,
-    )
-
-
-def _describe_side(
-    session: RepairSession, path: Path, feeds: "Mapping[str, Array]", root: Path | None = None
-) -> TrialModel:
-    call = session.scratch / f"call-{path.stem}.npz"
-    save_call(call, feeds)
-    return TrialModel(path.absolute(), None if root is None else root.absolute(), call, "all")
-
-
-def _synthesize_call(ports: dict[str, Declared], contract: CacheContract, cut: Cut) -> "dict[str, Array]":
-    """Synthetic feeds of the source: token ids, masks that hide the end of the second sequence, random features."""
-    import numpy as np
-
-    rng, words = np.random.default_rng(0), max(contract.vocabulary or 8, 8)
-    later = {port.name: port.role for port in contract.graph("decode").inputs}
-    feeds: dict[str, Array] = {}
-    for name, port in ports.items():
-        length = NEW if name not in cut.inputs else SOURCE
-        shape = (BATCH, *(int(str(dim)) if str(dim).isdigit() else length for dim in (port.shape or ())[1:]))
-        if "mask" in name or later.get(name) == "encoder_mask":
-            feeds[name] = np.ones(shape, np.int64)
-            feeds[name][1:, SOURCE - PADDED :] = 0
-        elif port.dtype in INTEGERS:
-            feeds[name] = rng.integers(words // 4, words - words // 4, shape).astype(port.dtype)
-        else:
-            feeds[name] = rng.standard_normal(shape).astype(np.float16 if port.dtype == "float16" else np.float32)
-    return feeds
-
-
-def _decoder_call(
-    view: GraphView, contract: CacheContract, given: "Mapping[str, Array]", cut: Cut
-) -> "dict[str, Array]":
-    """The same call for the first decoder; its encoder states are taken from the run of the source."""
-    import numpy as np
-
-    later = {port.name: port.role for port in contract.graph("decode").inputs}
-    feeds: dict[str, Array] = {"use_cache_branch": np.array([False])}
-    for name, array in given.items():
-        if later.get(name) == "encoder_mask":
-            feeds["encoder_attention_mask"] = array
-        elif name not in cut.only:
-            feeds["input_ids"] = array
-    for name, port in view.inputs.items():
-        if name.startswith("past_key_values."):
-            sizes = [dim if isinstance(dim, int) else 0 for dim in port.shape or ()]
-            feeds[name] = np.zeros((BATCH, *sizes[1:]), np.float16 if port.dtype == "float16" else np.float32)
-    return feeds
 
 
 SCRIPT = SCRIPTS / "generate_with_genai.py"

@@ -1,7 +1,6 @@
 """What the conversions ask of the worker, and what it answers. Standard library and `decode` only."""
 
 from dataclasses import field
-from pathlib import Path
 
 from kvdoctor.decode.messages import Event, Job, PairedSide, SideJob, TokenAgreement
 from kvdoctor.decode.paired_walks import Rows
@@ -39,7 +38,7 @@ class Comparison:
 
 @record
 class PairedJob(Job):
-    """Run a converted model and its original, call by call.
+    """Run a converted model and its original, call by call; one without a cache has a contract without slots.
 
     `tolerances` are the largest differences that pass, by arithmetic, as fractions of the logits' standard deviation.
     """
@@ -65,7 +64,8 @@ class PairedDone(Event):
     equal bit for bit. `not_run` are calls that the original itself does not run, and why. `prompts`, `longest` (the
     past) and `tokens` (the longest sequence) count tokens, `chunks` new ones of the later calls. `overflow` is what
     happened to one token more than the buffers hold: the error, or presents that are longer than a buffer; empty if
-    neither.
+    neither. `padded` calls have padding on the left. Where the original has no cache, both `decoded` so many tokens
+    greedily, and `seconds` has by number of tokens the time in which the original and the copy did.
     """
 
     calls: int = 0
@@ -79,6 +79,9 @@ class PairedDone(Event):
     longest: int = 0
     tokens: int = 0
     overflow: str = ""
+    padded: int = 0
+    decoded: int = 0
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @record
@@ -100,43 +103,7 @@ class CacheCosted(TokenAgreement, Event):
     failed: str = ""
 
 
-@record
-class NewCacheJob(SideJob):
-    """Compare a decoder that was given a cache with its original, which takes all tokens in each call.
-
-    The original is in a folder of its own, under the name of the copy. Where both round, each by the tokens of its own
-    call, differences are measured only. `tolerances` are as in `PairedJob`.
-    """
-
-    original: Path
-    rounds: bool = False
-    tolerances: dict[str, float] = field(default_factory=dict)
-
-
-@record
-class NewCacheDone(Event):
-    """What the comparison showed: the new rows of so many `calls` are those of the original.
-
-    `worst` is their largest difference, in standard deviations of the logits, `failed` the first call that differs, and
-    how. `splits` are different splits of a sequence into calls, `padded` calls with padding on the left, `decoded`
-    tokens that both decoded greedily. `seconds` has by number of tokens the time in which the original and the copy
-    decoded them.
-    """
-
-    calls: int = 0
-    worst: float = 0.0
-    failed: str = ""
-    prompts: tuple[int, ...] = ()
-    splits: int = 0
-    batches: tuple[int, ...] = ()
-    longest: int = 0
-    padded: int = 0
-    decoded: int = 0
-    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-
 WORK = {
-    NewCacheJob: ("addons.conversions.worker.new_cache", "compare_new_cache"),
     PairedJob: ("addons.conversions.worker.paired", "run_paired"),
     CacheCostJob: ("addons.conversions.worker.cache_cost", "measure_cost"),
 }

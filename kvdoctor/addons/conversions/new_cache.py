@@ -6,6 +6,7 @@ of past + new rows; masks as long as both, positions from the past on, and logit
 of a decoder gives is taken in each call as before.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdoctor.addons.conversions.graphs.cache_axes import Inputs, Labels, read_inputs, read_sizes
+from kvdoctor.addons.conversions.graphs.conversion import Base, compare_calls, conclude
 from kvdoctor.addons.conversions.graphs.new_cache import Rewriter
 from kvdoctor.addons.conversions.graphs.token_axes import MASK, TokenAxes, is_causal, label_tokens
-from kvdoctor.addons.conversions.messages import NewCacheDone, NewCacheJob
+from kvdoctor.addons.conversions.messages import Comparison, PairedDone
 from kvdoctor.analysis.completeness import is_cacheless
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Array
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.diagnose.float32 import write_float32_copy
@@ -183,8 +186,8 @@ def _compare(
 
     Where a scale is taken from the tokens of a call, as of int8 weights, both are compared without that rounding.
     """
-    original = session.folder.root.absolute()
-    done = _ask(session, side, original)
+    whole = PairedSide(side.stack, session.folder.root.absolute(), _without_cache(side.contract))
+    done = compare_calls(session, whole, side, Comparison())
     if not done.failed or side.contract.exactness == "float":
         return list(_conclude(side.stack, claim, done)), done.seconds
     claim += f"; both in float32, without {side.contract.exactness} arithmetic"
@@ -196,43 +199,35 @@ def _compare(
         write_float32_copy(session.folder.files, side.contract, exact)
     except CannotCheck as reason:
         return [Proof(side.stack, claim, False, f"{done.failed}; {reason}")], {}
-    widened = _ask(session, PairedSide(side.stack, copy.absolute(), made), exact.absolute())
-    proof = list(_conclude(side.stack, claim, widened))
-    rounded = _ask(session, side, original, rounds=True)
+    sides = (
+        PairedSide(side.stack, exact.absolute(), _without_cache(made)),
+        PairedSide(side.stack, copy.absolute(), made),
+    )
+    proof = list(_conclude(side.stack, claim, compare_calls(session, *sides, Comparison())))
+    rounded = compare_calls(session, whole, side, Comparison(allowed=math.inf))
     text = rounded.failed or f"{rounded.calls} calls, their logits off by up to {rounded.worst:.1e} standard deviations"
     proof.append(Proof(side.stack, "with that rounding, every call runs on the copy as well", not rounded.failed, text))
     return proof, rounded.seconds
 
 
-def _ask(session: RepairSession, side: PairedSide, original: Path, rounds: bool = False) -> NewCacheDone:
-    job = NewCacheJob(
-        side,
-        original,
-        rounds=rounds,
-        seed=session.options.seed,
-        provider=session.options.provider,
-        tolerances=dict(session.options.tolerances),
-    )
-    answers, failed = session.runtime.answer(job, NewCacheDone)
-    return answers[0] if answers and not failed else NewCacheDone(failed=f"no comparison: {failed or 'no answer'}")
+def _without_cache(contract: CacheContract) -> CacheContract:
+    """The contract of the original, of that of its copy: no pasts and no presents."""
+    graphs = {
+        name: replace(
+            graph,
+            inputs=tuple(port for port in graph.inputs if port.role != "past"),
+            outputs=tuple(port for port in graph.outputs if port.role != "present"),
+        )
+        for name, graph in contract.graphs.items()
+    }
+    return replace(contract, graphs=graphs, slots=())
 
 
-def _conclude(stack: str, claim: str, done: NewCacheDone) -> Iterator[Proof]:
-    shown = done.failed or (_describe(done) if done.calls else "the original runs no call")
-    yield Proof(stack, claim, bool(done.calls) and not done.failed, shown)
+def _conclude(stack: str, claim: str, done: PairedDone) -> Iterator[Proof]:
+    yield conclude(Proof(stack, claim, False), done, Comparison(), Base(stack, None))
     if done.decoded:
         text = f"{done.decoded} tokens are the same"
         yield Proof(stack, "greedy decoding chooses the tokens of the original", True, text)
-
-
-def _describe(done: NewCacheDone) -> str:
-    parts = [
-        f"prompts of {done.prompts[0]} to {done.prompts[-1]} tokens",
-        f"{done.splits} splits into calls, up to {done.longest} tokens",
-        f"batches of {', '.join(map(str, done.batches))}",
-        f"{done.padded} calls with padding on the left" if done.padded else "",
-    ]
-    return f"{done.calls} calls, within {done.worst:.1e} standard deviations: {', '.join(filter(None, parts))}"
 
 
 HIDING = -1e4

@@ -42,8 +42,8 @@ class ConvertChoices:
     attention: AttentionOperator | None = form(
         Choice.of(ATTENTION_OPERATORS),
         None,
-        "Compute each causal attention by GroupQueryAttention of ONNX Runtime, whose cache may be one buffer "
-        "(docs/conversions.md).",
+        "Compute each causal attention by GroupQueryAttention of ONNX Runtime, whose cache may be one buffer, or that "
+        "operator by plain ones (docs/conversions.md).",
         unset="as PATH does",
     )
     cache: str | None = form(

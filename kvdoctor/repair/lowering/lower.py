@@ -92,7 +92,7 @@ def find_unsupported(model: ModelProto, unsupported: frozenset[str]) -> tuple[st
     """Features beyond the ONNX standard that the targets lack and that cannot be left out, as text."""
     found: dict[str, int] = {}
     for node in all_nodes(model):
-        attributes = {attribute.name for attribute in node.attribute if not _is_silent(node, attribute)}
+        attributes = {attribute.name for attribute in node.attribute if not is_silent(node, attribute)}
         domain = node.domain if node.domain not in STANDARD else CONTRIB_IN_STANDARD
         filled = max((number for number, name in enumerate(node.input, 1) if name), default=0)
         features = tested_operators().other(domain, node.op_type, attributes, filled)
@@ -109,7 +109,7 @@ def drop_silent_attributes(model: ModelProto, unsupported: frozenset[str], file:
             continue
         for index in reversed(range(len(node.attribute))):
             attribute = node.attribute[index]
-            if f"{MS}:{node.op_type}.{attribute.name}" in unsupported and _is_silent(node, attribute):
+            if f"{MS}:{node.op_type}.{attribute.name}" in unsupported and is_silent(node, attribute):
                 dropped[f"{node.op_type}.{attribute.name}"] += 1
                 del node.attribute[index]
         while f"{MS}:{node.op_type}.{INPUTS}{len(node.input)}" in unsupported and not node.input[-1]:
@@ -119,7 +119,8 @@ def drop_silent_attributes(model: ModelProto, unsupported: frozenset[str], file:
     return [Change(file, f"{count} x {what}", default, "removed") for what, count in dropped.items()]
 
 
-def _is_silent(node: NodeProto, attribute: AttributeProto) -> bool:
+def is_silent(node: NodeProto, attribute: AttributeProto) -> bool:
+    """Whether an attribute of an operator of com.microsoft has the same meaning as no attribute."""
     default = SILENT.get(node.op_type, {}).get(attribute.name)
     value = {1: attribute.f, 2: attribute.i, 3: attribute.s}.get(attribute.type)
     return default is not None and (value in default if isinstance(default, tuple) else value == default)

@@ -9,7 +9,8 @@ logits may be off by a small multiple of what that loop shows.
 import importlib
 import pkgutil
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,9 @@ from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
 from kvdoctor.decode.stored_cache import STORABLE, StoredSlot
 from kvdoctor.model.edit import set_size
-from kvdoctor.model.proto import ModelProto, ValueInfoProto
-from kvdoctor.model.traverse import readers
+from kvdoctor.model.operators import has, operator_of
+from kvdoctor.model.proto import GraphProto, ModelProto, TensorProto, ValueInfoProto
+from kvdoctor.model.traverse import find_attribute, input_of, producer, readers
 from kvdoctor.records import record
 from kvdoctor.repair.proof import prove_loops, prove_no_new_finding
 from kvdoctor.repair.session import DiagnosisSide, RepairSession
@@ -142,6 +144,38 @@ def fix_sizes(values: Iterable[ValueInfoProto], symbols: Mapping[str, int]) -> N
             set_size(dim, symbols[dim.dim_param])
 
 
+def find_element(graphs: Sequence[GraphProto], name: str) -> int | None:
+    """The element type of a value, by what it is computed from; `graphs` are its own and those around it."""
+    declared = {one.name: one.data_type for graph in graphs for one in graph.initializer}
+    ports = (one for graph in graphs for one in (*graph.input, *graph.value_info))
+    declared |= {one.name: kind for one in ports if (kind := one.type.tensor_type.elem_type)}
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        node = next((found for graph in graphs if (found := producer(graph, name)) is not None), None)
+        if name in declared:
+            return int(declared[name])
+        if node is None or name in seen:
+            continue
+        seen.add(name)
+        operator = operator_of(node.op_type)
+        if has(node.op_type, "measure"):
+            return int(TensorProto.INT64)
+        if has(node.op_type, "cast") and (to := find_attribute(node, "to")) is not None:
+            return int(to.i)
+        if has(node.op_type, "constant", "fill"):
+            value = find_attribute(node, "value")
+            return int(value.t.data_type) if value is not None else int(TensorProto.FLOAT)
+        if has(node.op_type, "compare", "quantize", "static"):
+            continue
+        if operator.scale is not None:
+            waiting.append(input_of(node, operator.scale))
+        else:
+            first = 1 if has(node.op_type, "select") else 0
+            waiting += [one for at, one in enumerate(node.input) if one and at >= first and operator.takes_content(at)]
+    return None
+
+
 ROWS, LOGITS = 3.0, 5.0
 """What the rows and the logits of a copy may be off by, as multiples of what the loop that rounds shows: the copy also
 rounds the rows of the call itself, which weighs most in short prompts, and more calls are compared."""
@@ -258,17 +292,10 @@ def _compare(
     if base.side is None or converted is None or not converted.slots:
         yield Proof(stack, claim, False, "the cache contract of the copy could not be read")
         return
-    copy, options = PairedSide(stack, session.at.absolute(), converted), session.options
-    job = PairedJob(base.side, copy, how, dict(options.tolerances), seed=options.seed, provider=options.provider)
-    answers, failed = session.runtime.answer(job, PairedDone)
-    done = answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
-    if done.failed:
-        yield Proof(stack, claim, False, f"first difference: {done.failed}")
-    elif not done.calls:
-        reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
-        yield Proof(stack, claim, False, f"no call could be compared, {base.words} runs none: {reasons}")
-    else:
-        yield Proof(stack, claim, True, _describe(done, how, base))
+    done = compare_calls(session, base.side, PairedSide(stack, session.at.absolute(), converted), how)
+    claimed = conclude(Proof(stack, claim, False), done, how, base)
+    yield claimed
+    if claimed.holds:
         if how.window and (converted.usable_length or how.window + 1) > how.window:
             detail = f"the longest sequence has {done.tokens} tokens"
             yield Proof(stack, f"the window of {how.window} tokens was left", done.tokens > how.window, detail)
@@ -280,6 +307,24 @@ def _compare(
             yield Proof(stack, claim, bool(beyond), beyond or "it runs, and nothing says what it computes")
 
 
+def compare_calls(session: RepairSession, original: PairedSide, copy: PairedSide, how: Comparison) -> PairedDone:
+    """Compare a copy with its original in the worker, call by call."""
+    options = session.options
+    job = PairedJob(original, copy, how, dict(options.tolerances), seed=options.seed, provider=options.provider)
+    answers, failed = session.runtime.answer(job, PairedDone)
+    return answers[0] if answers and not failed else PairedDone(failed=f"no comparison: {failed or 'no answer'}")
+
+
+def conclude(claim: Proof, done: PairedDone, how: Comparison, base: Base) -> Proof:
+    """A claim with what a comparison says of it."""
+    if done.failed:
+        return replace(claim, detail=f"first difference: {done.failed}")
+    if not done.calls:
+        reasons = "; ".join(done.not_run[:MOST_NOT_RUN])
+        return replace(claim, detail=f"no call could be compared, {base.words} runs none: {reasons}")
+    return replace(claim, holds=True, detail=_describe(done, how, base))
+
+
 def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
     within = "bit for bit" if done.exact else f"within {done.worst:.1e} standard deviations"
     sizes = [
@@ -287,6 +332,7 @@ def _describe(done: PairedDone, how: Comparison, base: Base) -> str:
         f"steps of {_list(done.chunks)} on pasts up to {done.longest}" if done.chunks else "",
         f"batches of {_list(done.batches)}",
         f"with {_list(how.keep)} rows asked for" if how.keep else "",
+        f"{done.padded} calls with padding on the left" if done.padded else "",
     ]
     if how.stored and not done.exact:
         within += f" (allowed: {how.allowed:.1e}, by what a loop of {base.words} shows that rounds its cache)"

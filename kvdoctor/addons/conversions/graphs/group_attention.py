@@ -6,6 +6,7 @@ as float[batch, kv_heads, tokens, head_dim]. Ensures: the same inputs and output
 lengths that are counted in the mask, or by the shape of the past. Rotations stay where they are.
 """
 
+from kvdoctor.addons.conversions.graphs import plain_attention
 from kvdoctor.addons.conversions.graphs.conversion import Converted, GraphConversion, forget_trace, name_reader
 from kvdoctor.addons.conversions.messages import Comparison
 from kvdoctor.analysis.arithmetic.reading import Arithmetic, read_arithmetic
@@ -16,7 +17,7 @@ from kvdoctor.analysis.proof.prove import find_types
 from kvdoctor.analysis.proof.types import NEW, Type, constant_of, size_of, symbol
 from kvdoctor.choices import AttentionOperator
 from kvdoctor.contract import Graph, Slot
-from kvdoctor.model.edit import GraphWriter, prune, sort_nodes
+from kvdoctor.model.edit import GraphWriter, make_node, prune, sort_nodes
 from kvdoctor.model.operators import CONTRIB, has, operators_with
 from kvdoctor.model.proto import AttributeProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import find_attribute, output_of, producer, readers
@@ -65,12 +66,14 @@ class _Layer:
     window: int | None
 
 
-def convert(context: RepairContext, choice: AttentionOperator) -> Converted:  # noqa: ARG001 - there is one choice
-    """Put the operator in the place of each attention over a growing cache.
+def convert(context: RepairContext, choice: AttentionOperator) -> Converted:
+    """Put the operator in the place of each attention over a growing cache, or plain operators in its place.
 
     Raises:
         CannotRepair: an attention is of another form; the message names the node.
     """
+    if choice == "plain":
+        return plain_attention.convert(context)
     contract = context.drivable
     file, graph = context.file_of("decode"), contract.graph("decode")
     context.require_opset(file, LEAST_OPSET, "ReduceSum")
@@ -247,18 +250,13 @@ def _count_tokens(context: RepairContext, writer: GraphWriter, graph: Graph, slo
             context.cannot(f"{mask.name!r} has the axes {', '.join(mask.axes)}, where batch and total are expected")
         whole = writer.node("mask", "Cast", [mask.name], to=int(TensorProto.INT64))
         counted = writer.node("tokens", "ReduceSum", [whole, one], keepdims=0)
-        total = writer.node("total", "Gather", [writer.node("mask_shape", "Shape", [mask.name]), one], axis=0)
+        total = writer.size_of(mask.name, 1)
     else:
         tokens = graph.port("token_ids")
         if tokens is None or tokens.axes != ("batch", "new"):
             context.cannot("it has neither a mask nor token ids of the axes batch and new, to count tokens by")
-        shapes = [
-            writer.node(f"{hint}_shape", "Shape", [name]) for hint, name in (("past", slot.past), ("ids", tokens.name))
-        ]
-        past = writer.node("past", "Gather", [shapes[0], writer.numbers([2])], axis=0)
-        total = writer.node("total", "Add", [past, writer.node("new", "Gather", [shapes[1], one], axis=0)])
-        rows = writer.node("rows", "Gather", [shapes[1], writer.numbers([0])], axis=0)
-        counted = writer.node("tokens", "Expand", [total, rows])
+        total = writer.node("total", "Add", [writer.size_of(slot.past, 2), writer.size_of(tokens.name, 1)])
+        counted = writer.node("tokens", "Expand", [total, writer.size_of(tokens.name, 0)])
     last = writer.node("last", "Cast", [writer.node("last_long", "Sub", [counted, one])], to=int32)
     longest = writer.node("longest", "Cast", [writer.node("longest_long", "Gather", [total, first], axis=0)], to=int32)
     return last, longest
@@ -286,19 +284,13 @@ def _replace(writer: GraphWriter, layer: _Layer, lengths: tuple[str, str]) -> No
         graph.node.remove(node)
     graph.node.append(fused)
     heads = writer.node("heads", "Reshape", [made, writer.numbers([0, 0, layer.heads, width])])
-    graph.node.append(_transpose(heads, mixed))
+    graph.node.append(make_node("Transpose", [heads], mixed, perm=BY_ROWS))
 
 
 def _by_rows(writer: GraphWriter, name: str, columns: int) -> str:
     """float[batch, heads, new, head_dim] as float[batch, new, columns]."""
     moved = writer.node("rows", "Transpose", [name], perm=BY_ROWS)
     return writer.node("columns", "Reshape", [moved, writer.numbers([0, 0, columns])])
-
-
-def _transpose(name: str, output: str) -> NodeProto:
-    node = NodeProto(op_type="Transpose", name=output, input=[name], output=[output])
-    node.attribute.add(name="perm", type=AttributeProto.INTS, ints=BY_ROWS)
-    return node
 
 
 CONVERSION = GraphConversion(

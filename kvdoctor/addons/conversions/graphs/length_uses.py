@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from kvdoctor.addons.conversions.graphs.conversion import find_element
 from kvdoctor.analysis.lm_head import describe_op
 from kvdoctor.analysis.proof.types import Term, symbol
 from kvdoctor.analysis.proof.types import number as whole
 from kvdoctor.contract import Graph
 from kvdoctor.model.edit import keep_only
 from kvdoctor.model.operators import has, operator_of, operators_with
-from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
+from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto
 from kvdoctor.model.traverse import (
-    find_attribute,
     input_of,
     needed_for,
     normalize_domain,
@@ -39,7 +39,6 @@ from kvdoctor.report.repair_record import Change
 
 PAST, WRITTEN = "past", "cache_position[0]"
 """The symbol of the past's length, and that of the tokens in the buffer."""
-INT64 = 7
 ENDLESS = (1 << 31) - 1
 PLACES = operators_with("add", "subtract", "divide", "modulo", "sign", "clamp") | (
     operators_with("select", "cast", "triangle", "embed", "compare")
@@ -47,8 +46,6 @@ PLACES = operators_with("add", "subtract", "divide", "modulo", "sign", "clamp") 
 """Operators that compute positions, or compare them."""
 STRIDES = operators_with("multiply")
 """Operators that step over rows of a flattened mask."""
-MOST_BACK = 64
-"""Nodes that are followed back for the element type of a value."""
 
 
 @record(slots=False)
@@ -160,12 +157,13 @@ class LengthUses:
         if has(node.op_type, "range") and uses:
             self._range(scope, node)
             return
+        past_ports = {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys()
         for use in uses:
             if self._is_passed_on(use):
                 continue
             if normalize_domain(node.domain):
                 self._refuse(use)
-            if node.op_type in STRIDES and not self._is_from_past(use):
+            if node.op_type in STRIDES and not self._is_from(use, past_ports):
                 continue  # it is read from what has N columns by itself
             if use.index in operator_of(node.op_type).shapes or node.op_type in STRIDES:
                 self._replace(use, [self._as_size(use, term) for term in use.terms])
@@ -199,15 +197,12 @@ class LengthUses:
             raise CannotRepair(f"the node {describe_op(node)} selects one of several lengths by its condition")
         return True
 
-    def _is_from_past(self, use: _Use) -> bool:
-        return self._is_from(use, {port.name for port in self.graph.inputs if port.role == "past"} | self._fed().keys())
-
     def _is_from(self, use: _Use, inputs: set[str]) -> bool:
         """Whether a length is computed from some inputs."""
         waiting, seen = [use.node.input[use.index]], set[str]()
         while waiting:
             name = waiting.pop()
-            node, _ = _find_maker(use.scope, name)
+            node = next(filter(None, (producer(graph, name) for graph in _list_graphs(use.scope))), None)
             if name in inputs:
                 return True
             if node is not None and name not in seen:
@@ -320,7 +315,7 @@ class LengthUses:
         known = use.scope.known(name)
         tensor = use.scope.constant(name) if known is None else None
         rank = len(tensor.dims) if tensor is not None else len((known.shape if known else None) or ())
-        element = int(tensor.data_type) if tensor is not None else _find_element(use.scope, name)
+        element = int(tensor.data_type) if tensor is not None else find_element(_list_graphs(use.scope), name)
         if element is None:
             self._refuse(use)
         use.node.input[use.index] = self.writer.shaped(entries, [len(entries)] if rank else [], element)
@@ -355,31 +350,6 @@ class LengthUses:
         keep_only(graph.value_info, lambda value: value.name not in gone)
 
 
-def _find_maker(scope: GraphScope, name: str) -> tuple[NodeProto | None, GraphScope]:
-    """The node that makes a value, in this graph or one around it, and the last graph that was searched."""
-    while True:
-        node = producer(scope.graph, name)
-        if node is not None or scope.outer is None:
-            return node, scope
-        scope = scope.outer
-
-
-def _find_element(scope: GraphScope, name: str) -> int | None:
-    for _ in range(MOST_BACK):
-        tensor = scope.constant(name)
-        if tensor is not None:
-            return int(tensor.data_type)
-        node, outermost = _find_maker(scope, name)
-        if node is None:
-            types = (value.type.tensor_type.elem_type for value in outermost.graph.input if value.name == name)
-            return next(types, None)
-        if has(node.op_type, "measure"):
-            return INT64
-        if has(node.op_type, "cast"):
-            found = find_attribute(node, "to")
-            return int(found.i) if found is not None else None
-        if has(node.op_type, "fill"):
-            value = find_attribute(node, "value")
-            return int(value.t.data_type) if value is not None else int(TensorProto.FLOAT)
-        name = input_of(node, 1 if has(node.op_type, "select") else 0)
-    return None
+def _list_graphs(scope: GraphScope) -> list[GraphProto]:
+    """The graph of a scope, and those around it."""
+    return [scope.graph, *(_list_graphs(scope.outer) if scope.outer is not None else ())]

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvdoctor.addons.conversions.graphs.cache_axes import LENGTH_AXIS, RANK, Inputs, KeySide, Mixes
+from kvdoctor.addons.conversions.graphs.conversion import find_element
 from kvdoctor.addons.conversions.graphs.token_axes import MASK, TokenAxes, is_causal
 from kvdoctor.model.edit import GraphWriter, declare, make_node, prune, rename_reads, replace_all, set_size, sort_nodes
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import describe_node, find_attribute, input_of, output_of, values_read
+from kvdoctor.model.traverse import describe_node, find_attribute, output_of, values_read
 from kvdoctor.repair.workspace import CannotRepair
 from kvdoctor.report.repair_record import Change
 
@@ -136,9 +137,7 @@ class Lengths:
 
     def count_new(self) -> str:
         """The number of new tokens, int64[1]."""
-        shape = self.writer.node("new_shape", "Shape", [self.given.ids])
-        place = self.writer.numbers([self.given.new[self.given.ids]])
-        return self.writer.node("new_length", "Gather", [shape, place], axis=0)
+        return self.writer.size_of(self.given.ids, self.given.new[self.given.ids])
 
     def rows(self, name: str, axes: Iterable[int]) -> str:
         """A free value for the whole sequence with the rows of the new tokens alone on some axes."""
@@ -243,8 +242,7 @@ class Rewriter:
     def _measure_past(self, slots: "list[tuple[KeySide, str]]") -> str:
         side, slot = slots[0]
         axis = LENGTH_AXIS if _is_permuted(side, self.walk) else side.axis
-        shape = self.writer.node("past_shape", "Shape", [f"past_key_values.{slot}"])
-        return self.writer.node("past_length", "Gather", [shape, self.writer.numbers([axis])], axis=0)
+        return self.writer.size_of(f"past_key_values.{slot}", axis)
 
     def _join(self, side: KeySide, slot: str) -> None:
         node, index = side.reads
@@ -257,7 +255,7 @@ class Rewriter:
                 new, axis = self.writer.node("permuted", "Transpose", [new], perm=TO_KEYS), LENGTH_AXIS
                 shape = [shape[at] for at in TO_KEYS]
             self.writer.nodes.append(make_node("Concat", [past, new], present, axis=axis))
-            kind = _find_type(self.walk, self.model, side.value)
+            kind = find_element((self.model.graph,), side.value) or TensorProto.FLOAT
             batch = self.walk.sizes.batch_axis(side.value)
             for ports, name, length in (
                 (self.model.graph.input, past, PAST_SIZE),
@@ -353,26 +351,3 @@ def _name_slots(sides: list[KeySide]) -> list[tuple[KeySide, str]]:
     if counts["key"] != counts["value"]:
         raise CannotRepair(f"it has {counts['key']} keys and {counts['value']} values of its tokens")
     return named
-
-
-def _find_type(walk: TokenAxes, model: ModelProto, name: str) -> int:
-    known = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
-    known |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    for _ in range(len(walk.makers)):
-        if known.get(name):
-            return int(known[name])
-        node = walk.makers.get(name)
-        if node is None:
-            break
-        if has(node.op_type, "cast") and (to := find_attribute(node, "to")) is not None:
-            return int(to.i)
-        if has(node.op_type, "constant"):
-            found = find_attribute(node, "value")
-            return int(found.t.data_type) if found is not None else TensorProto.FLOAT
-        scale = operator_of(node.op_type).scale
-        if has(node.op_type, "dequantize") and scale is not None:
-            name = input_of(node, scale)
-            continue
-        embedded = has(node.op_type, "embed") and node.input[0] not in walk.labels
-        name = node.input[0] if embedded else next((one for one in node.input if one in walk.labels), node.input[0])
-    return TensorProto.FLOAT

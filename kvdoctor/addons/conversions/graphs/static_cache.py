@@ -107,11 +107,8 @@ def _count_written(context: RepairContext, model: ModelProto, slot: Slot) -> lis
     if mask is None or tokens is None or "total" not in mask.axes:
         first = writer.node("first", "Gather", [_find_position(writer, graph), writer.numbers([0])], axis=0)
         return uses.rewrite_alike(symbol(WRITTEN), first)
-    total, new = (
-        writer.node("size", "Gather", [writer.node("shape", "Shape", [port.name]), writer.numbers([at])])
-        for port, at in ((mask, mask.axes.index("total")), (tokens, tokens.axes.index("new")))
-    )
-    return uses.rewrite_alike(symbol(WRITTEN), writer.node("written", "Sub", [total, new]))
+    sizes = [writer.size_of(mask.name, mask.axes.index("total")), writer.size_of(tokens.name, tokens.axes.index("new"))]
+    return uses.rewrite_alike(symbol(WRITTEN), writer.node("written", "Sub", sizes))
 
 
 def _find_position(writer: GraphWriter, graph: Graph) -> str:
@@ -267,24 +264,18 @@ class _RowWriter(GraphWriter):
         del node.attribute[:]
         if opset_version(self.model.opset_import) >= TENSOR_SCATTER and slot.axes[0] == "batch" and at:
             node.op_type = "TensorScatter"
-            node.input[:] = [slot.past, new, self._starts(slot)]
+            starts = self.node("starts", "Expand", [self.first, self.size_of(slot.past, 0)])
+            node.input[:] = [slot.past, new, starts]
             node.attribute.add(name="axis", i=at, type=2)
         else:
             node.op_type = "ScatterND"
             node.input[:] = [slot.past, self._places(slot, at), new]
 
-    def _starts(self, slot: Slot) -> str:
-        if "starts" not in self.made:
-            shape = self.node("buffer_shape", "Shape", [slot.past])
-            batch = self.node("batch", "Gather", [shape, self.numbers([0])], axis=0)
-            self.made["starts"] = self.node("starts", "Expand", [self.first, batch])
-        return self.made["starts"]
-
     def _places(self, slot: Slot, at: int) -> str:
         """The place of each new row: int64[axes in front of the tokens, new, their number + 1]."""
         key = f"{slot.shape[:at]}"
         if key not in self.made:
-            sizes = [self._size(slot.past, axis) for axis in range(at)]
+            sizes = [self.size_of(slot.past, axis) for axis in range(at)]
             count = self.node("new", "Shape", [self.position])
             whole = self.node("places_shape", "Concat", [*sizes, count], axis=0)
             columns = []
@@ -297,10 +288,6 @@ class _RowWriter(GraphWriter):
                 columns.append(self.node("column", "Unsqueeze", [filled, self.numbers([-1])]))
             self.made[key] = self.node("places", "Concat", columns, axis=-1)
         return self.made[key]
-
-    def _size(self, name: str, axis: int) -> str:
-        shape = self.node("buffer_shape", "Shape", [name])
-        return self.node("size", "Gather", [shape, self.numbers([axis])], axis=0)
 
     def _count(self, size: str) -> str:
         """0, 1, ... up to a size int64[1]."""

@@ -9,6 +9,7 @@ batch size for it from the tokens. The encoder has none, so there it is read fro
 
 from copy import deepcopy
 
+from kvdoctor.addons.conversions.graphs.conversion import find_element
 from kvdoctor.addons.conversions.layouts.merging import unite_functions, unite_opsets
 from kvdoctor.addons.conversions.layouts.naming import (
     ENCODER,
@@ -19,10 +20,10 @@ from kvdoctor.addons.conversions.layouts.naming import (
     name_axes,
     rename_ports,
 )
-from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, Cut, DoesNotFit, LayoutSource
+from kvdoctor.addons.conversions.layouts.registry import ConvertedModels, DoesNotFit, LayoutSource
 from kvdoctor.contract import CacheContract, Graph
 from kvdoctor.model.edit import declare, fresh_name, keep_only, prune, rename_all, replace_all
-from kvdoctor.model.operators import has, operator_of, operators_with
+from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import (
     all_names,
@@ -37,6 +38,7 @@ from kvdoctor.model.traverse import (
     readers,
 )
 from kvdoctor.model.view import GraphView, declared, integers
+from kvdoctor.records import record
 from kvdoctor.report.repair_record import Change
 
 STATES, RESULT = "encoder_hidden_states", "last_hidden_state"
@@ -50,6 +52,15 @@ MISSING = (
     "Export it with OnnxExporter().export(model.get_encoder(), ...) as encoder.onnx into the same folder, and convert "
     "again."
 )
+
+
+@record(slots=False)
+class Cut:
+    """The end of the encoder inside a first step: its output, all of its inputs, and those that nothing else takes."""
+
+    states: str
+    inputs: tuple[str, ...]
+    only: tuple[str, ...]
 
 
 def bring_encoder(source: LayoutSource, first: ModelProto | None, made: ConvertedModels) -> PortNames | None:
@@ -67,7 +78,7 @@ def bring_encoder(source: LayoutSource, first: ModelProto | None, made: Converte
         _keep_encoder(model, cut)
         _remove_encoder(first, cut)
         where = f"{source.name('decoder')}, up to {cut.states!r}"
-        made.encoder, made.cut = source.new_name(ENCODER), cut
+        made.encoder = source.new_name(ENCODER)
         made.models[made.encoder] = model
         made.changes.append(Change(source.new_name(ENCODER), "main graph", where, "a file of its own"))
         return names
@@ -233,9 +244,6 @@ def _name_encoder_axes(graph: GraphProto) -> None:
 
 NARROWER = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types whose values are the same after a cast to float32 and back."""
-MOVING = operators_with("copy", "permute", "view", "repeat", "pick", "join")
-KEEPING_TYPE = (MOVING | operators_with("add", "subtract", "scale", "product")) - operators_with("weights")
-"""Operators whose inputs with content have the type of their output."""
 
 
 def return_from_encoder(encoder: ModelProto, first: ModelProto, states: tuple[str, str], caches: list[str]) -> None:
@@ -370,28 +378,8 @@ def _undo(graph: GraphProto, node: NodeProto, name: str) -> NodeProto | None:
         )
         return back
     if has(node.op_type, "cast") and (to := find_attribute(node, "to")) is not None and to.i == TensorProto.FLOAT:
-        narrow = _find_type(graph, input_of(node, 0))
+        narrow = find_element((graph,), input_of(node, 0))
         if narrow in NARROWER:
             back.attribute.add(name="to", type=to.type, i=narrow)
             return back
-    return None
-
-
-def _find_type(graph: GraphProto, name: str) -> int | None:
-    """The element type of a value, read off a weight or a Cast from which it is computed without a change of type."""
-    weights, made = {tensor.name: tensor.data_type for tensor in graph.initializer}, producers(graph)
-    waiting, seen = [name], set[str]()
-    while waiting:
-        name = waiting.pop()
-        node = made.get(name)
-        if name in weights:
-            return int(weights[name])
-        if node is None or name in seen:
-            continue
-        seen.add(name)
-        if has(node.op_type, "cast") and (to := find_attribute(node, "to")) is not None:
-            return int(to.i)
-        if node.op_type in KEEPING_TYPE:
-            takes = operator_of(node.op_type).takes_content
-            waiting += [name for at, name in enumerate(node.input) if takes(at)]
     return None

@@ -37,7 +37,6 @@ from kvdoctor.addons.conversions.layouts.genai import (
 )
 from kvdoctor.addons.conversions.layouts.merging import SWITCH, MergePlan, merge
 from kvdoctor.addons.conversions.layouts.naming import (
-    SINGLE,
     PortNames,
     axis_names,
     first_of,
@@ -244,8 +243,7 @@ def _choose_by_past(model: ModelProto) -> None:
     """Let the length of a past decide which branch runs, in place of a switch that is an input."""
     past, writer = "past_key_self_0", GraphWriter(model, prefix="past")
     keep_only(model.graph.input, lambda value: value.name != SWITCH)
-    sizes, axis = writer.node("sizes", "Shape", [past]), writer.numbers([SLOT_AXES.index("past")])
-    length = writer.node("length", "Gather", [sizes, axis])
+    length = writer.size_of(past, SLOT_AXES.index("past"))
     model.graph.node.append(make_node("Greater", [length, writer.numbers([0])], SWITCH))
     sort_nodes(model.graph)
 
@@ -291,7 +289,6 @@ def refuse_any(stack: StackFiles, contract: CacheContract) -> str | None:
 LAYOUT = Layout(
     "genai",
     f"the graphs and genai_config.json for {CONSUMER}, proved by generating with it",
-    lambda _: (SINGLE, ENCODER, DECODER),
     refuse_any,
     lambda source: (make if source.contract.has_encoder else genai.make)(source),
     consumer=CONSUMER,

@@ -29,7 +29,6 @@ from functools import partial
 from kvdoctor.addons.conversions.layouts.encoders import RESULT, STATES, bring_encoder, return_from_encoder
 from kvdoctor.addons.conversions.layouts.merging import find_kept, merge_halves
 from kvdoctor.addons.conversions.layouts.naming import (
-    ENCODER,
     FIRST,
     LATER,
     MERGED,
@@ -218,7 +217,6 @@ def _move_cross_caches(source: LayoutSource, first: ModelProto, made: ConvertedM
     """Let the encoder return the cross-attention cache, which the graph of the first step computes."""
     contract, names = source.contract, optimum_names(source.contract, "prefill")
     cut = bring_encoder(source, first, made)
-    made.cut = None  # nothing of the first step remains that could be compared alone
     if cut is not None:
         names = replace(names, inputs=cut.inputs, axes={**names.axes, **cut.axes})
     rename_as(first, names, contract.graph("prefill"))
@@ -247,10 +245,8 @@ def hide_later(model: ModelProto, contract: CacheContract, types: Mapping[str, T
         raise DoesNotFit(old or "it takes no token ids")
     found = [one for slot in keys for one in _find_softmaxes(graph, slot) if not _is_hidden(one[0].input[0], types)]
     for softmax, dtype in found:
-        past, new = (
-            writer.node("length", "Gather", [writer.node("shape", "Shape", [name]), writer.numbers([at], [])])
-            for name, at in ((keys[0].past, keys[0].axes.index("past")), (tokens.name, tokens.axes.index("new")))
-        )
+        past = writer.size_of(keys[0].past, keys[0].axes.index("past"), ())
+        new = writer.size_of(tokens.name, tokens.axes.index("new"), ())
         zero, one = (writer.numbers([number], []) for number in (0, 1))
         total = writer.node("total", "Add", [past, new])
         rows = writer.node("rows", "Range", [past, total, one])
@@ -288,11 +284,6 @@ def _find_softmaxes(graph: GraphProto, key: Slot) -> Iterator[tuple[NodeProto, s
                 waiting.append((made, dtype if to is None else ELEMENT_TYPES[to.i]))
 
 
-def refuse_shared(stack: StackFiles, contract: CacheContract) -> str | None:  # noqa: ARG001 - the files alone decide
-    """Why a stack has no weights to share."""
-    return None if stack.kind == "pair" else "it is one file, which has nothing to share with another"
-
-
 def make_shared(source: LayoutSource) -> ConvertedModels:
     """Let both graphs refer to the same bytes."""
     names = (source.name("decoder"), source.name("decoder-with-past"))
@@ -325,30 +316,26 @@ LAYOUTS = (
     Layout(
         "optimum",
         "the names and files that Optimum and transformers.js look for",
-        lambda stack: (MERGED if stack.kind in ("pair", "merged") else SINGLE,),
         refuse,
         make,
     ),
     Layout(
         "optimum-pair",
         "the names of Optimum, and both graphs of a pair in files of their own",
-        lambda _: (FIRST, LATER),
         refuse_pair,
         partial(_convert_pair, together=False),
     ),
-    Layout("merged", "one file with an If on use_cache_branch", lambda _: (MERGED,), refuse_merged, make_merged),
+    Layout("merged", "one file with an If on use_cache_branch", refuse_merged, make_merged),
     Layout(
         "single",
         "the graph of later steps as model.onnx, and the encoder with the cross-attention cache if there is one",
-        lambda _: (SINGLE, ENCODER),
         refuse_single,
         make_single,
     ),
     Layout(
         "shared",
         "a pair whose weights are stored once, in a data file of both graphs",
-        lambda _: (),
-        refuse_shared,
+        lambda stack, _: None if stack.kind == "pair" else "it is one file, which has nothing to share with another",
         make_shared,
     ),
 )

@@ -159,8 +159,7 @@ def _compute_pasts(model: ModelProto, contract: CacheContract) -> None:
     """Add the nodes that make every past: zeros of its type and shape."""
     port, writer = _find_rows(contract), GraphWriter(model, prefix="first_step")
     assert port is not None  # noqa: S101 - refused before
-    shape, at = writer.node("ids_shape", "Shape", [port.name]), writer.numbers([port.axes.index("batch")])
-    rows = writer.node("rows", "Gather", [shape, at])
+    rows = writer.size_of(port.name, port.axes.index("batch"))
     for slot in contract.slots:
         parts = []
         for axis, size in zip(slot.axes, slot.shape, strict=True):
@@ -325,4 +324,4 @@ def _fix_switch(graph: GraphProto, switch: str, cached: bool) -> None:
     )
 
 
-LAYOUT = Layout("pair", "decoder_model.onnx and decoder_with_past_model.onnx", lambda _: (FIRST, LATER), refuse, make)
+LAYOUT = Layout("pair", "decoder_model.onnx and decoder_with_past_model.onnx", refuse, make)

@@ -268,39 +268,24 @@ class LayoutSource:
 
     def new_name(self, stem: str) -> str:
         """The name of a new file: in the folder of the old one, with the suffix of its variant (`_q4`)."""
-        return new_name(self.root, self.stack, stem)
-
-
-def new_name(root: Path, stack: StackFiles, stem: str) -> str:
-    """The name of a new file of a stack: in the folder of the old one, with the suffix of its variant (`_q4`)."""
-    main = stack.main
-    suffix = main.suffix if main.path.stem.endswith(main.suffix) else ""
-    return (main.path.relative_to(root).parent / f"{stem}{suffix}.onnx").as_posix()
-
-
-@record(slots=False)
-class Cut:
-    """The end of the encoder inside a first step: its output, all of its inputs, and those that nothing else takes."""
-
-    states: str
-    inputs: tuple[str, ...]
-    only: tuple[str, ...]
+        main = self.stack.main
+        suffix = main.suffix if main.path.stem.endswith(main.suffix) else ""
+        return (main.path.relative_to(self.root).parent / f"{stem}{suffix}.onnx").as_posix()
 
 
 @dataclass
 class ConvertedModels:
     """The models of the new layout by file name, in the order in which they run, and the changes.
 
-    `replaces` are the files of the source that they replace. `notes` are tasks that are left to the caller. `cut` is
-    the place at which an encoder was cut out of the graph of the first step. `limit` limits the weights inside a file:
-    decoders share a data file, the `encoder` has its own. `texts` are further files by name.
+    `replaces` are the files of the source that they replace. `notes` are tasks that are left to the caller. `limit`
+    limits the weights inside a file: decoders share a data file, the `encoder` has its own. `texts` are further files
+    by name.
     """
 
     models: dict[str, ModelProto]
     replaces: tuple[str, ...]
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    cut: Cut | None = None
     encoder: str | None = None
     limit: FileSizeLimit = field(default_factory=FileSizeLimit)
     texts: dict[str, str] = field(default_factory=dict)
@@ -324,14 +309,13 @@ class Layout:
     """A layout that a stack can be given.
 
     `refuse` says why a stack cannot have it, None if it can; `make` makes it, and may raise `DoesNotFit` for reasons
-    that only the graphs show. `writes` gives the stems of the files that it makes. A layout for one
-    `consumer` alone is proved by running that as well, and never written unproved; a folder of it holds one decoder.
+    that only the graphs show. A layout for one `consumer` alone is proved by running that as well, and never written
+    unproved; a folder of it holds one decoder.
     `beside` are the names of files that the consumer reads, which are copied where they lie next to the source.
     """
 
     name: str
     explains: str
-    writes: Callable[[StackFiles], tuple[str, ...]]
     refuse: Callable[[StackFiles, CacheContract], str | None]
     make: Callable[[LayoutSource], ConvertedModels]
     consumer: str = ""
