@@ -87,7 +87,7 @@ def find_mixing(stack: StackFiles, contract: CacheContract) -> Mixing | None:
     prover = Prover(stack, contract)
     try:
         prover.check_form()
-        walk = prover.walk("prefill", prover._lengths("prefill"), {})
+        walk = prover.walk("prefill", prover.lengths("prefill"), {})
         prover._logits(walk, "prefill")
     except NotProved as why:
         if (node := why.node) is None:
@@ -256,21 +256,21 @@ class Prover:
         """
         self.keys = Keys()
         if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
-            first = self.walk("prefill", self._lengths("prefill", first=True), {})
+            first = self.walk("prefill", self.lengths("prefill", first=True), {})
             slots = self.contract.slots
             held = [slot for slot in slots if slot.growth == "constant" and slot.filled_in == "prefill"]
             filled = {slot.past: self._output(first, slot.filled_by) for slot in held if slot.filled_by}
             given = {name: replace(one, type=replace(one.type, regions=())) for name, one in filled.items()}
-            decode = self.walk("decode", self._lengths("decode", single=single), given)
+            decode = self.walk("decode", self.lengths("decode", single=single), given)
             self._check(decode, "decode")
             self._compare(first, decode)
             walks = [first, decode]
         else:
-            walks = [self.walk("decode", self._lengths("decode"), {})]
+            walks = [self.walk("decode", self.lengths("decode"), {})]
             self._check(walks[0], "decode")
         if "embed" in self.contract.phases:
             # Each embedding depends on its token and its position alone.
-            walk = self.walk("embed", self._lengths("embed"), {})
+            walk = self.walk("embed", self.lengths("embed"), {})
             for port in self.contract.graph("embed").outputs:
                 self._output(walk, port.name)
         limits = merged_limits(walks)
@@ -298,11 +298,12 @@ class Prover:
         values |= self._inputs(graph, phase, lengths, given)
         walk = Walk(flow, lengths, self.keys, values)
         walk.run()
-        if phase == "decode":
+        if phase == "decode" and not any(one.type.regions for one in given.values()):  # without padding
             _WALKS[file.graph] = walk
         return walk
 
-    def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
+    def lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
+        """How the lengths of a walk over the graph of a phase read."""
         view = self._file(phase).graph
         return Lengths(first, single, view.opsets.get("", 0), has_one_float(view))
 
