@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.proof import Proof, combining
 from kvdoctor.analysis.proof.call import NotKnown, Reading
+from kvdoctor.analysis.proof.padding import hides_padding
 from kvdoctor.analysis.proof.prove import Prover, prove
 from kvdoctor.analysis.proof.types import (
     BATCH,
@@ -358,6 +360,50 @@ def test_lengths_are_visited_where_the_proof_ends_before_the_context(tmp_path: P
     assert next(run for run in report.runs if run.experiment == "each-length").outcome == "passed"
 
 
+def hides(folder: Path) -> list[bool]:
+    """Whether masks are known to hide padding, for each stack of a folder."""
+    opened = open_folder(str(folder))
+    contracts = [(stack, read_contract(stack, opened.side_cars)) for stack in opened.stacks]
+    return [hides_padding(stack, contract, ("attention_mask", "encoder_mask")) for stack, contract in contracts]
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("decoder-only-healthy", True),
+        ("padding-changes-logits", False),
+        ("padding-changes-logits-positions", False),
+        ("padding-changes-logits-row", False),
+        ("padding-changes-logits-slice", False),
+    ],
+)
+def test_masks_are_proved_to_hide_padding(name: str, hidden: bool, tmp_path: Path) -> None:
+    assert hides(load_all()[name].write(tmp_path)) == [hidden]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "marian-4.57.6", "t5", "whisper"])
+def test_masks_of_exports_hide_padding_and_an_inspection_runs_nothing(name: str) -> None:
+    assert all(hides(EXPORTS / name))
+    load = f"import sys, kvdoctor; kvdoctor.inspect({str(EXPORTS / name)!r}); assert 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", load], check=True)
+
+
+@pytest.mark.parametrize("fault", ["padding-changes-logits", "non-finite"])
+def test_a_mask_of_an_export_that_leaves_padding_open_is_run(fault: str, tmp_path: Path) -> None:
+    """The mask of the first row serves all rows; or a padded token, which sees nothing, has no weights."""
+    copytree(EXPORTS / "gpt2", tmp_path, dirs_exist_ok=True)
+    model = onnx.load(tmp_path / "model.onnx")
+    nodes = {node.output[0]: node for node in model.graph.node}
+    if fault != "non-finite":
+        nodes["/transformer/Mul_output_0"].input[1] = nodes["/transformer/Unsqueeze_9_output_0"].input[1]
+    else:
+        for node in model.graph.node:
+            node.input[:] = [nodes[name].input[2] if "attn/Where_1" in name else name for name in node.input]
+    onnx.save(model, tmp_path / "model.onnx")
+    assert hides(tmp_path) == [False]
+    assert [one.name for one in api.inspect(tmp_path).findings if one.predicted] == [fault]
+
+
 def test_factors_of_an_axis_in_another_order_are_another_axis() -> None:
     call = Reading(FlatNode(NodeProto(op_type="Mul"), (), ()), [], Lengths())
     by_head, by_token = (
@@ -366,9 +412,3 @@ def test_factors_of_an_axis_in_another_order_are_another_axis() -> None:
     assert call.broadcast([by_head, by_head])
     with pytest.raises(NotKnown):
         call.broadcast([by_head, by_token])
-
-
-def test_a_proved_model_without_padding_is_inspected_without_abstract_runs() -> None:
-    code = "import sys; from kvdoctor import api; api.inspect(sys.argv[1]); print('numpy' in sys.modules)"
-    told = [subprocess.check_output([sys.executable, "-c", code, EXPORTS / name]) for name in ("whisper", "gpt2")]
-    assert [one.strip() for one in told] == [b"False", b"True"]
