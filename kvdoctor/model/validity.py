@@ -121,11 +121,9 @@ class _Rules:
         if cyclic:
             yield f"{path}: {traverse.describe_node(listed[cyclic[0]])} needs a value that depends on its own output"
         for node in listed:
-            place = f"{path}: {traverse.describe_node(node)}"
-            for name in dict.fromkeys(node.input):
-                if name and name not in visible:
-                    yield f"{place} reads {name!r}, which nothing computes"
-            yield from (f"{place} {problem}" for problem in self._judge_operator(node))
+            unmade = [name for name in dict.fromkeys(node.input) if name and name not in visible]
+            problems = [*(f"reads {name!r}, which nothing computes" for name in unmade), *self._judge_operator(node)]
+            yield from (f"{path}: {traverse.describe_node(node)} {problem}" for problem in problems)
             for attribute in node.attribute:
                 for body in traverse.bodies_of(attribute):
                     inner = f"{traverse.describe_node(node)}, {attribute.name}"

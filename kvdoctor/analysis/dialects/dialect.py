@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from kvdoctor.analysis import dialects
@@ -178,7 +178,11 @@ def load_dialects() -> tuple[Dialect, ...]:
 
 def find_dialect(names: Iterable[str]) -> Dialect | None:
     """Find the dialect in which most of the names are past inputs."""
-    names = list(names)
+    return _find_dialect(tuple(names))
+
+
+@lru_cache(maxsize=64)  # asked several times of each file
+def _find_dialect(names: tuple[str, ...]) -> Dialect | None:
     counts = [(sum(1 for _ in dialect.find_slots(names)), dialect) for dialect in load_dialects()]
     most = max((count for count, _ in counts), default=0)
     return next((dialect for count, dialect in counts if count == most), None) if most else None
