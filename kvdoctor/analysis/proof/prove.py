@@ -88,7 +88,7 @@ def find_mixing(stack: StackFiles, contract: CacheContract) -> Mixing | None:
     try:
         prover.check_form()
         walk = prover.walk("prefill", prover.lengths("prefill"), {})
-        prover._logits(walk, "prefill")
+        prover.logits(walk, "prefill")
     except NotProved as why:
         if (node := why.node) is None:
             return None
@@ -368,7 +368,7 @@ class Prover:
         return value
 
     def _check(self, walk: Walk, phase: PhaseName) -> None:
-        logits = self._logits(walk, phase)
+        logits = self.logits(walk, phase)
         axes = logits.type.shape or ()
         if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):
             raise NotProved("the logits, which have no axis of new tokens")
@@ -390,7 +390,8 @@ class Prover:
         """The axes of what a call must return of a slot: the entries of all tokens, or of the new ones."""
         return slot_shape(slot, walk.lengths.new if slot.growth == "delta" else walk.lengths.total, self.contract)
 
-    def _logits(self, walk: Walk, phase: PhaseName) -> Typed:
+    def logits(self, walk: Walk, phase: PhaseName) -> Typed:
+        """The logits of a walk. Raises NotProved: they are not uniform."""
         port = self.contract.graph(phase).port("logits")
         if port is None:
             raise NotProved("a graph without logits")
@@ -402,7 +403,7 @@ class Prover:
         Raises:
             NotProved: it may not.
         """
-        one, other = self._logits(first, "prefill"), self._logits(decode, "decode")
+        one, other = self.logits(first, "prefill"), self.logits(decode, "decode")
         same = one.key == other.key and one.type.last == other.type.last
         if not same and not (other.type.last and other.key == self.keys.of("last", "", one.key)):
             raise NotProved("the first step, whose logits may be another function")
