@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvdoctor.analysis.stacks import OnnxFile
-from kvdoctor.contract import Axis, CacheContract, Graph, Port, Slot
+from kvdoctor.contract import Axis, CacheContract, Port, Slot
 
 if TYPE_CHECKING:
     from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph
@@ -242,8 +242,8 @@ def _leave_batch_out(contract: CacheContract, tokens: Port) -> CacheContract:
 
 
 def _with_ports(contract: CacheContract, change: Callable[[Port], Port], *said: str) -> CacheContract:
-    def change_all(graph: Graph) -> Graph:
-        return replace(graph, inputs=tuple(map(change, graph.inputs)), outputs=tuple(map(change, graph.outputs)))
-
-    graphs = {name: change_all(graph) for name, graph in contract.graphs.items()}
+    graphs = {
+        name: replace(graph, inputs=tuple(map(change, graph.inputs)), outputs=tuple(map(change, graph.outputs)))
+        for name, graph in contract.graphs.items()
+    }
     return replace(contract, graphs=graphs, evidence=(*contract.evidence, *said))

@@ -166,12 +166,11 @@ def _goes_round(flow: Flow, slot: Slot, size: int, buffers: set[str]) -> bool:
         before = [node for place in places for node in islice(flow.before(place), NEAR)]
     divisors, numbers = [node.input(1) for node in before if node.has("modulo")], FixedNumbers(flow)
     found = [one for name in divisors for one in whole_numbers(flow.constant(name)) or numbers.of(name)]
-    return bool({size, size - 1}.intersection(found)) or any(_measures(flow, one, buffers) for one in divisors)
-
-
-def _measures(flow: Flow, value: str, buffers: set[str]) -> bool:
-    """Whether a value is computed from the shape of a buffer."""
-    return any(node.has("measure") and node.input(0) in buffers for node in islice(flow.before(value), NEAR))
+    # Or a divisor is computed from the shape of a buffer.
+    makers = (node for one in divisors for node in islice(flow.before(one), NEAR))
+    return bool({size, size - 1}.intersection(found)) or any(
+        node.has("measure") and node.input(0) in buffers for node in makers
+    )
 
 
 class _Counts:

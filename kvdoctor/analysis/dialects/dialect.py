@@ -101,12 +101,7 @@ class SlotRule:
 
 def _fullmatch(pattern: str, name: str) -> re.Match[str] | None:
     # Most names are those of another dialect: nothing is compiled to find that out.
-    return _compile(pattern).fullmatch(name) if name.startswith(_literal_start(pattern)) else None
-
-
-@cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.ASCII)
+    return re.compile(pattern, re.ASCII).fullmatch(name) if name.startswith(_literal_start(pattern)) else None
 
 
 @cache

@@ -59,10 +59,7 @@ def _mask_padding(prover: Prover, phase: PhaseName, lengths: Lengths, roles: Col
 
 
 def _weighs_nothing_apart(walk: Walk) -> bool:
-    """Whether a token that sees nothing, as padding, has weights: an infinite mask makes them no numbers.
-
-    Something else is then selected in their place.
-    """
+    """Whether a token that sees nothing has weights: an infinite mask makes them no numbers, which must be replaced."""
     kinds = [one.type for one in walk.values.values()]
     lowest = {one.linear[0] for one in kinds if one.linear is not None and isinstance(one.linear[0], float)}
     if -math.inf not in lowest | {mark for one in kinds for _, marks in one.regions for mark in marks}:
