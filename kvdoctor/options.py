@@ -275,7 +275,7 @@ class GateChoices:
         once=True,
     )
     cache_dir: str | None = _gate_run(
-        choices.Folder(),
+        File("the path of a folder", "DIR"),
         None,
         "Keep the reports of unchanged models in this folder.",
         unset="the user's cache folder",
