@@ -168,9 +168,8 @@ def _goes_round(flow: Flow, slot: Slot, size: int, buffers: set[str]) -> bool:
     found = [one for name in divisors for one in whole_numbers(flow.constant(name)) or numbers.of(name)]
     # Or a divisor is computed from the shape of a buffer.
     makers = (node for one in divisors for node in islice(flow.before(one), NEAR))
-    return bool({size, size - 1}.intersection(found)) or any(
-        node.has("measure") and node.input(0) in buffers for node in makers
-    )
+    measured = any(node.has("measure") and node.input(0) in buffers for node in makers)
+    return measured or bool({size, size - 1}.intersection(found))
 
 
 class _Counts:

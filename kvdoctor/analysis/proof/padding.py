@@ -30,7 +30,8 @@ def hides_padding(stack: StackFiles, contract: CacheContract, roles: Collection[
             lengths = prover.lengths(phase, first=first, single=several and not first and prover.takes_one)
             walk = prover.walk(phase, lengths, _mask_padding(prover, phase, lengths, roles))
             prover.logits(walk, phase)
-            if lengths.total in lengths.padded and not _weighs_nothing_apart(walk):
+            attends = any(node.has("attend") for node in walk.flow.nodes)  # whose masks say nothing of padding here
+            if attends or (lengths.total in lengths.padded and not _weighs_nothing_apart(walk)):
                 return False
     except NotProved:
         return False
