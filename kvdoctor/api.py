@@ -76,22 +76,8 @@ class InspectOptions(SharedOptions, total=False):
     policy: "Policy | Path | None"
 
 
-class JudgingOptions(SharedOptions, total=False):
-    """The options of everything that runs a model. `timeout` in seconds for one answer, `max_memory` in MiB.
-
-    `tolerances` are the fractions of the logits' standard deviation that pass, by arithmetic (docs/policy.md).
-    """
-
-    thorough: bool
-    providers: "Words"
-    timeout: float
-    max_memory: int | None
-    sandbox: bool
-    tolerances: "Mapping[str, float] | None"
-
-
 class WorkerOptions(TypedDict, total=False):
-    """The options of everything that runs a model and judges nothing; they mean what they mean everywhere."""
+    """The options of everything that runs a model. `timeout` in seconds for one answer, `max_memory` in MiB."""
 
     seed: int
     providers: "Words"
@@ -100,6 +86,16 @@ class WorkerOptions(TypedDict, total=False):
     sandbox: bool
     offline: bool
     progress: "Progress | None"
+
+
+class JudgingOptions(SharedOptions, WorkerOptions, total=False):
+    """The options of everything that runs a model and judges it.
+
+    `tolerances` are the fractions of the logits' standard deviation that pass, by arithmetic (docs/policy.md).
+    """
+
+    thorough: bool
+    tolerances: "Mapping[str, float] | None"
 
 
 class SpeedOptions(WorkerOptions, total=False):

@@ -233,14 +233,6 @@ class File(Kind):
 
 
 @record
-class Folder(File):
-    """The path of a folder that kvdoctor writes to."""
-
-    takes: str = "the path of a folder"
-    metavar: str = "DIR"
-
-
-@record
 class Names(Kind):
     """Several names: a list, or one text with commas.
 

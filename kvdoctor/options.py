@@ -95,11 +95,6 @@ class Option:
         """The name in messages: that of the command line, if it has one."""
         return self.key if self.flag is None else f"--{self.flag or self.key}"
 
-    @property
-    def for_runs(self) -> bool:
-        """Whether only a run heeds it: `baseline`, which always runs models, takes it, and `inspect` does not."""
-        return "baseline" in self.commands and {"inspect", "static"}.isdisjoint(self.commands)
-
     def read(self, given: Any) -> Any:
         """Check a keyword argument. Raises UsageError: it is no value of this option."""
         try:
@@ -280,7 +275,7 @@ class GateChoices:
         once=True,
     )
     cache_dir: str | None = _gate_run(
-        choices.Folder(),
+        File("the path of a folder", "DIR"),
         None,
         "Keep the reports of unchanged models in this folder.",
         unset="the user's cache folder",
@@ -658,7 +653,9 @@ def refuse_for_runs(command: str, given: Mapping[str, Any]) -> None:
         UsageError: one of them is given.
     """
     for option in options_of(command):
-        if option.for_runs and given.get(option.keyword) not in (None, option.default):
+        # `baseline`, which always runs models, takes it, and `inspect` does not.
+        for_runs = "baseline" in option.commands and {"inspect", "static"}.isdisjoint(option.commands)
+        if for_runs and given.get(option.keyword) not in (None, option.default):
             raise UsageError(f"{option.shown} is for models that are run, and --static runs none; leave one out")
 
 

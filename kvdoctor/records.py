@@ -52,7 +52,7 @@ def record(cls: Any = None, *, slots: bool = True, kw_only: bool = False) -> Any
     """
     if cls is None:
         return functools.partial(record, slots=slots, kw_only=kw_only)
-    cls.__eq__, cls.__hash__ = _are_equal, _make_hash
+    cls.__eq__, cls.__hash__ = _are_equal, lambda one: hash(one.__compared__(one))
     if "__repr__" not in vars(cls):
         cls.__repr__ = _make_text
     cls.__setattr__ = cls.__delattr__ = _refuse_change
@@ -152,10 +152,6 @@ def _are_equal(one: Any, other: Any) -> Any:
     if one.__class__ is not other.__class__:
         return NotImplemented
     return one.__compared__(one) == one.__compared__(other)
-
-
-def _make_hash(one: Any) -> int:
-    return hash(one.__compared__(one))
 
 
 def _make_text(one: Any) -> str:

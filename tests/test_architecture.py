@@ -49,7 +49,7 @@ BUDGET = {
     "decode": 9_200,
     "diagnose": 13_275,
     "gating": 2_600,
-    "model": 4_350,
+    "model": 4_325,
     "repair": 6_625,
     "report": 6_650,
     "root": 3_000,

@@ -171,7 +171,10 @@ def test_scratch_folders_of_killed_runs_are_swept(lives: bool, tmp_path: Path) -
 
 
 def test_interrupted_while_python_loads_it(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n", encoding="utf-8")
+    """Where it meets a callback of the import, Python would print that it ignores it, and go on."""
+    interrupts = "import os, weakref\nclass One: pass\none = One()\n"
+    interrupts += "weakref.finalize(one, lambda: os.kill(os.getpid(), 2))\ndel one\n"
+    (tmp_path / "click.py").write_text(interrupts, encoding="utf-8")
     done = run_process("inspect", GPT2, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stderr) == (130, "kvdoctor: interrupted\n")
 

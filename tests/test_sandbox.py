@@ -20,8 +20,7 @@ from kvdoctor.decode.messages import Sandbox, TrialJob, TrialModel
 from kvdoctor.gating.plan import MANY_MODELS, list_folders
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import EnvironmentUnavailable
-from kvdoctor.runtime.grants import DEVICES, device_files, lie_within, readable
-from kvdoctor.runtime.process import Limits, Worker
+from kvdoctor.runtime.process import DEVICES, Limits, Worker, device_files, lie_within, readable
 from kvdoctor.runtime.release_environments import prepare_environment
 
 OLD = "1.18.1"

@@ -123,7 +123,9 @@ class _Reader:
         view, dialect = self.parts.decode.graph, self.parts.dialect
         slots = {name.past for name in dialect.find_slots(view.inputs)} if dialect else set()
         switch = {view.branches[0]} if view.branches else set()
-        by_name = {name for name, port in view.inputs.items() if match_rule(port, self.parts.input_rules) is not None}
+        by_name = {
+            name for name, port in view.inputs.items() if match_rule(port, self.parts.rules("inputs")) is not None
+        }
         ids = tokens.ids[self.parts.decode.name]
         return (by_name - slots) | switch | ({ids} if ids else set())
 

@@ -47,7 +47,9 @@ def find_embedded_input(stack: StackFiles, config: dict[str, Any], genai: dict[s
     if stack.operator is not None:
         return None
     parts = StackParts.of(stack, config, genai)
-    if any(role_by_name(port, parts.input_rules) == "encoder_states" for port in parts.decode.graph.inputs.values()):
+    if any(
+        role_by_name(port, parts.rules("inputs")) == "encoder_states" for port in parts.decode.graph.inputs.values()
+    ):
         return None  # images and audio go into the encoder, whose states the decoder takes
     port = next((one for one in _embeddings_of(parts.decode, parts) if len(one.shape or ()) == WIDTH_AXIS + 1), None)
     if port is None or port.shape is None:
@@ -141,7 +143,7 @@ def _embeddings_of(file: OnnxFile, parts: StackParts) -> list[Port]:
     found = []
     for port in file.graph.inputs.values():
         known = parts.known.find_role(port)
-        role = known.role if known is not None else role_by_name(port, parts.input_rules)
+        role = known.role if known is not None else role_by_name(port, parts.rules("inputs"))
         if role == "embeddings" or port.name == tokens.hidden:
             found.append(convert_sizes(plain_port(port, "embeddings")))
     return found

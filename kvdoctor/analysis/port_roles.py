@@ -286,7 +286,7 @@ def find_token_inputs(parts: StackParts) -> TokenInputs:
     for file in {parts.decode.name: parts.decode, parts.first.name: parts.first}.values():
         ids[file.name] = next(iter(_find_candidates(file, parts)), None)
     view = parts.decode.graph
-    embedded = {name for name, port in view.inputs.items() if role_by_name(port, parts.input_rules) == "embeddings"}
+    embedded = {name for name, port in view.inputs.items() if role_by_name(port, parts.rules("inputs")) == "embeddings"}
     own, hidden = ids[parts.decode.name], None
     if not own and not embedded and parts.first is parts.decode and parts.decode.dataflow is not None:
         hidden = find_hidden_states(view, parts.decode.dataflow)
@@ -297,7 +297,7 @@ def find_token_inputs(parts: StackParts) -> TokenInputs:
 def _find_candidates(file: OnnxFile, parts: StackParts) -> list[str]:
     """The inputs that may carry token ids, best first: one by name, else those that index the embedding table."""
     view = file.graph
-    known = [(name, role_by_name(port, parts.input_rules)) for name, port in view.inputs.items()]
+    known = [(name, role_by_name(port, parts.rules("inputs"))) for name, port in view.inputs.items()]
     tokens = [name for name, role in known if role in ("token_ids", "token_and_position")]
     if tokens or any(role == "embeddings" for _, role in known):
         return tokens[:1]

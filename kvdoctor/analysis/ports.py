@@ -127,10 +127,10 @@ class DecoderPorts:
             return None
         if "input_ids" not in names or not any(map(inputs.DECODER_ONLY_NAMES.fullmatch, names)):
             return None
-        return self.parts.known.find_role(port) or match_rule(port, self.parts.encoder_rules)
+        return self.parts.known.find_role(port) or match_rule(port, self.parts.rules("encoder_inputs"))
 
     def _input_by_name(self, port: Declared) -> Port | None:
-        found = self.parts.known.find_role(port) or match_rule(port, self.parts.input_rules)
+        found = self.parts.known.find_role(port) or match_rule(port, self.parts.rules("inputs"))
         if port.name == self.ids and (found is None or not found.role.startswith("token")):
             shape = port.shape or ()  # of three axes, the one of a declared size counts codebooks
             three = "BQc" if isinstance((shape or (0,))[-1], int) else "BcQ"
@@ -148,7 +148,7 @@ class DecoderPorts:
             found = self.flow.find_role(port.name, self._cross_sites)
             if found is not None and found[0] == "position_ids" and self._has_other_length(port):
                 return None
-            known = role_by_name(port, self.parts.input_rules) is not None
+            known = role_by_name(port, self.parts.rules("inputs")) is not None
             if found is not None and not (found[0] == "setting" and known):
                 self.evidence.append(f"{port.name!r} is {found[0]} by its use in the graph")
                 self.guessed.add(port.name)
@@ -156,7 +156,7 @@ class DecoderPorts:
                 value = 0.0 if found[0] == "setting" else None
                 return Port(port.name, port.dtype, port.shape, *found, value=value)
         if self.file is self.parts.first and self.file is not self.parts.decode:
-            return match_rule(port, self.parts.encoder_rules)
+            return match_rule(port, self.parts.rules("encoder_inputs"))
         return None
 
     def _has_other_length(self, port: Declared) -> bool:
@@ -228,7 +228,7 @@ class DecoderPorts:
     def _read_output(self, port: Declared, presents: set[str | None]) -> Port:
         if port.name in presents or (port.name.startswith("present") and not _is_count(port)):
             return plain_port(port, "present")
-        by_name = self.parts.known.find_logits(port) or match_rule(port, self.parts.output_rules)
+        by_name = self.parts.known.find_logits(port) or match_rule(port, self.parts.rules("outputs"))
         found = by_name or plain_port(port, "auxiliary")
         sizes = zip(found.shape or (), found.axes, strict=False)
         return replace(found, shape=tuple(as_number(*size) for size in sizes)) if found.axes else found
@@ -249,7 +249,7 @@ class EncoderPorts:
 
     def read(self, slots: tuple[Slot, ...]) -> Graph:
         """Read all inputs and outputs."""
-        view, rules = self.file.graph, self.parts.encoder_rules
+        view, rules = self.file.graph, self.parts.rules("encoder_inputs")
         ports = [convert_sizes(match_rule(port, rules) or self._unnamed_input(port)) for port in view.inputs.values()]
         filled = {slot.filled_by for slot in slots if slot.filled_in == "encode"}
         outputs = [

@@ -182,20 +182,9 @@ class StackParts:
         dialect = find_dialect(decode.graph.inputs)
         return cls(decode, first, stack.files.get("encoder"), dialect, read_config_facts(config, genai), config)
 
-    @property
-    def input_rules(self) -> tuple[RoleRule, ...]:
-        """Names of a decoder's inputs, those of the dialect first."""
-        return (*(self.dialect.inputs if self.dialect else ()), *inputs.INPUTS)
-
-    @property
-    def output_rules(self) -> tuple[RoleRule, ...]:
-        """Names of a decoder's outputs, those of the dialect first."""
-        return (*(self.dialect.outputs if self.dialect else ()), *inputs.OUTPUTS)
-
-    @property
-    def encoder_rules(self) -> tuple[RoleRule, ...]:
-        """Names of an encoder's inputs, those of the dialect first."""
-        return (*(self.dialect.encoder_inputs if self.dialect else ()), *inputs.ENCODER_INPUTS)
+    def rules(self, ports: Literal["inputs", "outputs", "encoder_inputs"]) -> tuple[RoleRule, ...]:
+        """Names of a decoder's or an encoder's ports, those of the dialect first."""
+        return (*getattr(self.dialect, ports, ()), *getattr(inputs, ports.upper()))
 
     @property
     def codebooks(self) -> int | None:

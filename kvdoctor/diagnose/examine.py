@@ -172,7 +172,7 @@ def resolve_node_names(run: Run, context: ContractContext) -> Run:
         file = context.contract.graphs[context.contract.phases[phase].graph].file
         view = next((f.view for f in context.stack.files.values() if f.name == file and f.view), view)
     for name in reversed(run.node_names):
-        node = view.node(name)
+        node = view.named_nodes.get(name)
         if node is not None and not has(node.op_type, "branch", "loop"):
             return replace(run, node=Node(name, node.op_type), node_names=())
     return replace(run, node_names=())

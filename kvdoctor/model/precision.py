@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from kvdoctor.contract import Exactness, Slot
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import NodeProto
-from kvdoctor.model.traverse import input_of
+from kvdoctor.model.traverse import find_attribute, input_of
 from kvdoctor.model.view import ELEMENT_TYPES, GraphView, Scope
 
 DYNAMIC = operators_with("dynamic")
@@ -62,12 +62,11 @@ def _rounds(view: GraphView, fused: bool) -> bool:
     if any(has(node.op_type, "quantize") for function in view.model.functions for node in function.node):
         return True
     nodes = ((scope, node) for scope in view.scopes() for node in scope.graph.node)
-    return any(_in_8_bits(node) or (fused and _will_be_fused(scope, node)) for scope, node in nodes)
-
-
-def _in_8_bits(node: NodeProto) -> bool:
-    levels = (a.i for a in node.attribute if a.name == "accuracy_level")
-    return bool(node.op_type == "MatMulNBits" and any(level >= INT8_LEVEL for level in levels))
+    return any(
+        (fused and _will_be_fused(scope, node))
+        or (node.op_type == "MatMulNBits" and getattr(find_attribute(node, "accuracy_level"), "i", 0) >= INT8_LEVEL)
+        for scope, node in nodes
+    )
 
 
 def _will_be_fused(scope: Scope, node: NodeProto) -> bool:

@@ -103,7 +103,8 @@ def _content(node: NodeProto) -> tuple[bytes, ...]:
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     """The subgraphs of a node, without those inside them."""
     for attribute in node.attribute:
-        yield from bodies_of(attribute)
+        if attribute.HasField("g") or attribute.graphs:  # few attributes hold any
+            yield from bodies_of(attribute)
 
 
 def graphs_in(graph: GraphProto) -> Iterator[GraphProto]:

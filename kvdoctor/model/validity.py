@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.model import traverse
-from kvdoctor.model.proto import AttributeProto, FunctionProto, GraphProto, NodeProto
+from kvdoctor.model.proto import AttributeProto, GraphProto, NodeProto
 from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 
@@ -83,7 +83,9 @@ def find_violations(view: GraphView) -> tuple[str, ...]:
     rules = _Rules(local, _standard_opset(view.model.opset_import))
     found = list(rules.judge_graph(view.model.graph, "graph", frozenset()))
     for function in view.model.functions:
-        found += _Rules(local, _standard_opset(function.opset_import)).judge_function(function)
+        visible = frozenset([*function.input, *(name for node in function.node for name in node.output if name)])
+        rules, path = _Rules(local, _standard_opset(function.opset_import)), f"function {function.name!r}"
+        found += rules.judge(function.node, path, visible, function.input, function.output)
     return tuple(found)
 
 
@@ -101,15 +103,9 @@ class _Rules:
     def judge_graph(self, graph: GraphProto, path: str, outer: Names) -> Iterator[str]:
         """The violations of a graph and of the subgraphs in it; `outer` are the values of the graphs around it."""
         given, returned = ([value.name for value in values] for values in (graph.input, graph.output))
-        yield from self._judge(graph.node, path, outer | traverse.own_names(graph), given, returned)
+        yield from self.judge(graph.node, path, outer | traverse.own_names(graph), given, returned)
 
-    def judge_function(self, function: FunctionProto) -> Iterator[str]:
-        """The violations of the body of a local function."""
-        visible = frozenset([*function.input, *(name for node in function.node for name in node.output if name)])
-        path = f"function {function.name!r}"
-        yield from self._judge(function.node, path, visible, function.input, function.output)
-
-    def _judge(
+    def judge(
         self, nodes: Iterable[NodeProto], path: str, visible: Names, given: Iterable[str], returned: Iterable[str]
     ) -> Iterator[str]:
         """The violations of nodes with the values that they see, those that they are given, and those they return."""
@@ -121,11 +117,9 @@ class _Rules:
         if cyclic:
             yield f"{path}: {traverse.describe_node(listed[cyclic[0]])} needs a value that depends on its own output"
         for node in listed:
-            place = f"{path}: {traverse.describe_node(node)}"
-            for name in dict.fromkeys(node.input):
-                if name and name not in visible:
-                    yield f"{place} reads {name!r}, which nothing computes"
-            yield from (f"{place} {problem}" for problem in self._judge_operator(node))
+            unmade = [name for name in dict.fromkeys(node.input) if name and name not in visible]
+            problems = [*(f"reads {name!r}, which nothing computes" for name in unmade), *self._judge_operator(node)]
+            yield from (f"{path}: {traverse.describe_node(node)} {problem}" for problem in problems)
             for attribute in node.attribute:
                 for body in traverse.bodies_of(attribute):
                     inner = f"{traverse.describe_node(node)}, {attribute.name}"

@@ -154,12 +154,9 @@ class GraphView:
                 counts[node.op_type] = counts.get(node.op_type, 0) + 1
         return counts
 
-    def node(self, name: str) -> NodeProto | None:
-        """The node of that name, at any depth."""
-        return self._named_nodes.get(name)
-
     @cached_property
-    def _named_nodes(self) -> dict[str, NodeProto]:
+    def named_nodes(self) -> dict[str, NodeProto]:
+        """The nodes by name, at any depth."""
         return {node.name: node for scope in self.scopes() for node in scope.graph.node if node.name}
 
     @cached_property

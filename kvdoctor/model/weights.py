@@ -4,7 +4,7 @@ Weights are the initializers and constants of a file at any depth. The payload o
 holds it; nothing is read before it is asked for.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -36,6 +36,7 @@ FLOATS = (1, 10, 11, BFLOAT16)
 PASSING = operators_with("copy", "permute", "cast", "view")
 """Operators that pass a weight on as it is."""
 MOST_PASSED = 4
+Reader = tuple[NodeProto, int]
 
 GRAPH, INITIALIZER, NAME = 7 << 3 | 2, 5 << 3 | 2, 8 << 3 | 2
 """Tags of a model's graph, its initializers, and of the name of a tensor."""
@@ -87,7 +88,7 @@ class Weight:
     @property
     def has_values(self) -> bool:
         """Whether its values can be read as numbers: not those of packed types, strings and damaged lengths."""
-        return self.data_type in TYPES and self.length == self.size * _width(self.data_type)
+        return self.data_type in TYPES and self.length == self.size * int(TYPES[self.data_type][-1])
 
     def read(self, portion: int = PORTION) -> Iterator[bytes]:
         """Its bytes in portions of so many bytes.
@@ -115,13 +116,9 @@ class Weight:
         """
         import numpy as np
 
-        for part in self.read(portion * _width(self.data_type)):
+        for part in self.read(portion * int(TYPES[self.data_type][-1])):
             array: Any = np.frombuffer(part, TYPES[self.data_type])
             yield (array.astype(np.uint32) << 16).view(np.float32) if self.data_type == BFLOAT16 else array
-
-
-def _width(data_type: int) -> int:
-    return int(TYPES[data_type][-1])
 
 
 def list_weights(path: Path) -> list[Weight]:
@@ -131,17 +128,17 @@ def list_weights(path: Path) -> list[Weight]:
         UnreadableError: the file, or what it refers to, cannot be read.
     """
     model, places = _open_located(path)
-    readers: dict[str, list[_Reader]] = {}
+    readers: dict[str, list[Reader]] = {}
     view = GraphView(model)
     for scope in view.scopes():
         for node in scope.graph.node:
             for index, name in enumerate(node.input):
-                readers.setdefault(str(name), []).append(_Reader(node, index))
+                readers.setdefault(str(name), []).append((node, index))
     located = (_locate(name, tensor, places) for name, tensor in list_tensors(view))
     # One integer is a zero point or an axis, and integers for shapes and masks are few.
     least = dict.fromkeys(FLOATS, 0) | dict.fromkeys((6, 7, 9, 12, 13), SMALL)
     weights = [weight for weight in located if weight is not None and weight.size > least.get(weight.data_type, 1)]
-    return [_with_reader(weight, list(_follow(weight.name, readers, MOST_PASSED))) for weight in weights]
+    return [_with_reader(weight, _follow(weight.name, readers, MOST_PASSED)) for weight in weights]
 
 
 def find_weights(path: Path, names: Collection[str]) -> dict[str, Weight]:
@@ -201,27 +198,18 @@ def _open_located(path: Path) -> tuple[ModelProto, dict[str, Path]]:
     return model, {one.location: one.path for one in files if one.bytes is not None}
 
 
-@record(slots=False)
-class _Reader:
-    node: NodeProto
-    input: int
-
-
-def _with_reader(weight: Weight, readers: "list[_Reader]") -> Weight:
+def _with_reader(weight: Weight, readers: Iterable[Reader]) -> Weight:
     """The weight with a node that computes with it, after those that only pass it on; a tied one has several."""
-    named = [
-        replace(weight, reader=str(one.node.name or one.node.op_type), op=op, input=one.input)
-        for one in readers
-        if (op := str(one.node.op_type))
-    ]
+    found = [(node, str(node.op_type), index) for node, index in readers if node.op_type]
+    named = [replace(weight, reader=str(node.name or op), op=op, input=index) for node, op, index in found]
     return next((one for one in named if one.is_multiplied), next(iter(named), weight))
 
 
-def _follow(name: str, readers: dict[str, list[_Reader]], left: int) -> "Iterator[_Reader]":
-    for one in readers.get(name, ()):
-        passes_on = one.node.op_type in PASSING and one.node.output and left
-        further = list(_follow(str(one.node.output[0]), readers, left - 1)) if passes_on else []
-        yield from further or [one]
+def _follow(name: str, readers: dict[str, list[Reader]], left: int) -> Iterator[Reader]:
+    for node, index in readers.get(name, ()):
+        passes_on = node.op_type in PASSING and node.output and left
+        further = list(_follow(str(node.output[0]), readers, left - 1)) if passes_on else []
+        yield from further or [(node, index)]
 
 
 def _locate(name: str, tensor: TensorProto, places: dict[str, Path]) -> Weight | None:

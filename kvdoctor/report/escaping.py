@@ -46,7 +46,8 @@ def markdown(text: str) -> str:
     A mention, an address or the number of an issue is found in what was rendered, where a backslash is gone: a comment
     between its characters hides it. Math is found before.
     """
-    text = re.sub(r"([\\`*_{}\[\]#!|<>&~@$^]|:(?=//)|/(?=/)|(?<=www)\.)", r"\\\1", printable(shortened(text, LONGEST_QUOTED)))
+    text = printable(shortened(text, LONGEST_QUOTED))
+    text = re.sub(r"([\\`*_{}\[\]#!|<>&~@$^]|:(?=//)|/(?=/)|(?<=www)\.)", r"\\\1", text)
     text = re.sub(r"(\\[@#]|\bGH-)(?=\w)", r"\1<!-- -->", text, flags=re.IGNORECASE)
     return re.sub(r"^(\s*)([-+=])(?=[\s=-]|$)|^(\s*\d+)([.)])(?=\s|$)", r"\1\3\\\2\4", text)
 

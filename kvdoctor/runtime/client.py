@@ -15,8 +15,7 @@ from kvdoctor.choices import CPU
 from kvdoctor.decode import messages
 from kvdoctor.decode.runs import LOOPS, Run, Step
 from kvdoctor.errors import UsageError, WorkerDied
-from kvdoctor.runtime.grants import device_files, lie_within, readable, writable
-from kvdoctor.runtime.process import Limits, Worker
+from kvdoctor.runtime.process import Limits, Worker, device_files, lie_within, readable, writable
 from kvdoctor.runtime.providers import advise_adapter, name_close, read_provider
 from kvdoctor.runtime.scratch import ScratchFolder
 

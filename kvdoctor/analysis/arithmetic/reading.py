@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from itertools import permutations
 from math import prod
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -137,7 +138,7 @@ class Arithmetic:
         total = self.flow.producers.get(self.fixed.source(root.input(0)))
         if total is None or not total.has("add") or (root.op == "Pow" and self.fixed.one(root.input(1)) != -0.5):
             return
-        for given, other in (total.inputs, total.inputs[::-1]):
+        for given, other in permutations(total.inputs, 2):
             epsilon, mean = self.fixed.one(given), self.flow.producers.get(self.fixed.source(other))
             if epsilon is not None and mean is not None and mean.op == "ReduceMean" and 0 < epsilon < 0.1:
                 yield Norm(epsilon, total)

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from kvdoctor.analysis import dialects
@@ -101,12 +101,7 @@ class SlotRule:
 
 def _fullmatch(pattern: str, name: str) -> re.Match[str] | None:
     # Most names are those of another dialect: nothing is compiled to find that out.
-    return _compile(pattern).fullmatch(name) if name.startswith(_literal_start(pattern)) else None
-
-
-@cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.ASCII)
+    return re.compile(pattern, re.ASCII).fullmatch(name) if name.startswith(_literal_start(pattern)) else None
 
 
 @cache
@@ -178,7 +173,11 @@ def load_dialects() -> tuple[Dialect, ...]:
 
 def find_dialect(names: Iterable[str]) -> Dialect | None:
     """Find the dialect in which most of the names are past inputs."""
-    names = list(names)
+    return _find_dialect(tuple(names))
+
+
+@lru_cache(maxsize=64)  # asked several times of each file
+def _find_dialect(names: tuple[str, ...]) -> Dialect | None:
     counts = [(sum(1 for _ in dialect.find_slots(names)), dialect) for dialect in load_dialects()]
     most = max((count for count, _ in counts), default=0)
     return next((dialect for count, dialect in counts if count == most), None) if most else None

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, is_calm, known
-from kvdoctor.analysis.proof.masks import hides_later
+from kvdoctor.analysis.proof.masks import hides_later, is_hiding
 from kvdoctor.analysis.proof.types import (
     FINITE,
+    ROWS,
     UNKNOWN,
     Axis,
     Mark,
@@ -28,6 +29,8 @@ from kvdoctor.analysis.proof.types import (
 )
 from kvdoctor.model.operators import has, operators_with
 
+NOTHING: tuple[Mark, Mark, Mark] = (0.0, None, None)
+"""What is known of weights after a softmax over scores that a mask hides in part."""
 AXIS_IS_LAST = 13
 """The opset from which on a softmax without an axis is along the last one."""
 
@@ -39,6 +42,8 @@ def _may_combine(call: Reading, taken: Type, at: int, made: Sequence[Axis]) -> b
     """
     shape = taken.shape or ()
     axis = shape[at]
+    if call.lengths.is_padded(axis) and not any(marks[0] == 0.0 for _, marks in _find_padding(taken, at)):
+        return False
     if is_fixed(axis):
         return True
     if not call.lengths.is_total(axis):
@@ -49,6 +54,12 @@ def _may_combine(call: Reading, taken: Type, at: int, made: Sequence[Axis]) -> b
         if column == at and marks[0] == 0.0 and call.lengths.is_row(shape[row]):
             return True
     return False
+
+
+def _find_padding(taken: Type, at: int) -> list[Region]:
+    """What is known of the padding of each row along an axis, and of all else."""
+    shape = taken.shape or ()
+    return [one for one in taken.regions if one[0][1] == at and shape[one[0][0]] == (ROWS,)]
 
 
 def _is_one(gone: Iterable[Axis]) -> bool:
@@ -70,6 +81,11 @@ def matmul(call: Reading) -> Made:
     return _made(call, combined, shape, [one, other])
 
 
+def _is_even(call: Reading, axes: Iterable[Axis]) -> bool:
+    """Whether axes are the same in every call, without padding."""
+    return all(is_fixed(axis) and not call.lengths.is_padded(axis) for axis in axes)
+
+
 def _made(call: Reading, combined: bool, shape: tuple[Axis, ...], taken: Sequence[Type], kind: str = "f") -> Made:
     """A value that was combined rightly, or one of which nothing but its axes is known."""
     return Made(call.opaque(shape, taken, kind, True) if combined else Type(kind, shape))
@@ -81,13 +97,13 @@ def gemm(call: Reading) -> Made:
     if len(one) != 2 or len(other) != 2 or call.node.number("transA", 0):
         return Made(UNKNOWN)
     columns = other[0] if call.node.number("transB", 0) else other[1]
-    return _made(call, is_fixed(one[1]), (one[0], columns), call.given)
+    return _made(call, _is_even(call, one[1:2]), (one[0], columns), call.given)
 
 
 def rows_times_weights(call: Reading) -> Made:
     """Products with packed weights: the last axis of the first input with weights of the graph."""
     shape = call.axes(0, 1)
-    if not is_fixed(shape[-1]) or not call.node.number("N", 0):
+    if not _is_even(call, shape[-1:]) or not call.node.number("N", 0):
         return Made(UNKNOWN)
     return Made(call.opaque((*shape[:-1], axis_of(number(call.node.number("N", 0)))), call.given, "f", True))
 
@@ -128,14 +144,17 @@ def softmax(call: Reading) -> Made:
     first = call.node.attribute("axis") is None and call.lengths.opset < AXIS_IS_LAST
     if first or (call.node.number("axis", -1) + 1) % rank:
         return Made(Type("f", shape))
+    padding = [(pair, NOTHING) for pair, marks in _find_padding(taken, -1) if is_hiding(marks[0])]
+    if call.lengths.is_padded(shape[-1]) and not padding:
+        return Made(Type("f", shape))
     if is_fixed(shape[-1]):
-        return Made(call.opaque(shape, call.given, "f", True))
+        return Made(call.opaque(shape, call.given, "f", True, tuple(padding)))
     rows = [row - rank for row, one in enumerate(shape[:-1]) if call.lengths.is_row(one)]
-    hidden = [row for row in rows if hides_later(taken, row, -1, call.lengths.single)]
+    hidden = [row for row in rows if hides_later(taken, row, -1, call.lengths.single, bool(padding))]
     alone = call.lengths.single and len(rows) == 1 and is_calm(taken)
     if not call.lengths.is_total(shape[-1]) or not (hidden or alone):
         return Made(Type("f", shape))
-    regions: tuple[Region, ...] = tuple(((row, -1), (0.0, None, None)) for row in hidden)
+    regions: tuple[Region, ...] = (*(((row, -1), NOTHING) for row in hidden), *padding)
     return Made(call.opaque(shape, call.given, "f", True, regions))
 
 
@@ -193,7 +212,7 @@ def accumulate(call: Reading) -> Made:
     if by is not None:
         start = number(0 if exclusive else by)
         return Made(Type(taken.kind, shape, linear=(start, ((at, by),) if by else ())))
-    whole = is_fixed(shape[at]) or call.lengths.is_total(shape[at])
+    whole = _is_even(call, shape[at:][:1]) or call.lengths.is_total(shape[at])
     return Made(call.opaque(shape, [taken], taken.kind) if whole else Type(taken.kind, shape))
 
 
@@ -227,13 +246,13 @@ def normalize(call: Reading) -> Made:
     """Norms along the last axes."""
     shape = call.axes(0, 1)
     first = call.node.number("axis", -1) % len(shape)
-    return _made(call, all(map(is_fixed, shape[first:])), shape, call.given)
+    return _made(call, _is_even(call, shape[first:]), shape, call.given)
 
 
 def skip_normalize(call: Reading) -> list[Made]:
     """A norm of a sum, which is an output as well."""
     shape = call.broadcast(call.given[:2])
-    if any(one.shape is None for one in call.given) or not is_fixed(shape[-1]):
+    if any(one.shape is None for one in call.given) or not _is_even(call, shape[-1:]):
         return []
     made = call.opaque(shape, call.given, "f", True)
     return [Made(made, None if not at else ("output", at)) for at in range(len(call.node.outputs))]

@@ -202,7 +202,7 @@ def is_weak(one: Type) -> bool:
     return any(is_hiding(marks[0]) and not _is_buried(marks[0]) for _, marks in one.regions)
 
 
-def hides_later(one: Type, row: int, column: int, single: bool = False) -> bool:
-    """Whether scores of later tokens are hidden, if there may be any, and that of the token itself is not."""
+def hides_later(one: Type, row: int, column: int, single: bool = False, padded: bool = False) -> bool:
+    """Whether scores of later tokens are hidden, if there may be any, and that of a token that is no padding is not."""
     marks = dict(one.regions).get((row, column))
-    return marks is not None and (single or is_hiding(marks[0])) and is_plain(marks[1])
+    return marks is not None and (single or is_hiding(marks[0])) and (padded or is_plain(marks[1]))

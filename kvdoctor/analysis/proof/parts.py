@@ -120,7 +120,7 @@ def _take(call: Reading, taken: Type, at: int, begin: Term, stop: Term) -> tuple
     whole, first, then = replace(taken, items=None), lengths.offset(old), lengths.offset(new)
     if new and not is_fixed(new) and first is not None and then is not None and first + begin is then:
         return call.opaque(shape, [whole], taken.kind, taken.calm, taken.regions), True, False
-    if is_fixed(old) and fixed:
+    if is_fixed(old) and fixed and not lengths.is_padded(old):
         regions = tuple(one for one in taken.regions if where not in one[0])
         made = call.opaque(shape, [whole], taken.kind, taken.calm, regions)
         return replace(made, past=taken.past), False, False
@@ -167,7 +167,7 @@ def gather(call: Reading) -> Made:
         picked = [one.number for one in places.items]
         if all(one is not None and -len(data.items) <= one < len(data.items) for one in picked):
             return Made(Type(data.kind, shape, items=tuple(data.items[one] for one in picked if one is not None)))
-    if is_fixed(axes[at]):
+    if is_fixed(axes[at]) and not call.lengths.is_padded(axes[at]):
         return _gather_rows(call, data, at, shape)
     index = linear_of(places)
     if index is not None and not places.shape:

@@ -87,8 +87,8 @@ def find_mixing(stack: StackFiles, contract: CacheContract) -> Mixing | None:
     prover = Prover(stack, contract)
     try:
         prover.check_form()
-        walk = prover.walk("prefill", prover._lengths("prefill"), {})
-        prover._logits(walk, "prefill")
+        walk = prover.walk("prefill", prover.lengths("prefill"), {})
+        prover.logits(walk, "prefill")
     except NotProved as why:
         if (node := why.node) is None:
             return None
@@ -256,21 +256,21 @@ class Prover:
         """
         self.keys = Keys()
         if single or self.contract.phases["prefill"] != self.contract.phases["decode"]:
-            first = self.walk("prefill", self._lengths("prefill", first=True), {})
+            first = self.walk("prefill", self.lengths("prefill", first=True), {})
             slots = self.contract.slots
             held = [slot for slot in slots if slot.growth == "constant" and slot.filled_in == "prefill"]
             filled = {slot.past: self._output(first, slot.filled_by) for slot in held if slot.filled_by}
             given = {name: replace(one, type=replace(one.type, regions=())) for name, one in filled.items()}
-            decode = self.walk("decode", self._lengths("decode", single=single), given)
+            decode = self.walk("decode", self.lengths("decode", single=single), given)
             self._check(decode, "decode")
             self._compare(first, decode)
             walks = [first, decode]
         else:
-            walks = [self.walk("decode", self._lengths("decode"), {})]
+            walks = [self.walk("decode", self.lengths("decode"), {})]
             self._check(walks[0], "decode")
         if "embed" in self.contract.phases:
             # Each embedding depends on its token and its position alone.
-            walk = self.walk("embed", self._lengths("embed"), {})
+            walk = self.walk("embed", self.lengths("embed"), {})
             for port in self.contract.graph("embed").outputs:
                 self._output(walk, port.name)
         limits = merged_limits(walks)
@@ -298,11 +298,12 @@ class Prover:
         values |= self._inputs(graph, phase, lengths, given)
         walk = Walk(flow, lengths, self.keys, values)
         walk.run()
-        if phase == "decode":
+        if phase == "decode" and not any(one.type.regions for one in given.values()):  # without padding
             _WALKS[file.graph] = walk
         return walk
 
-    def _lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
+    def lengths(self, phase: PhaseName, first: bool = False, single: bool = False) -> Lengths:
+        """How the lengths of a walk over the graph of a phase read."""
         view = self._file(phase).graph
         return Lengths(first, single, view.opsets.get("", 0), has_one_float(view))
 
@@ -367,7 +368,7 @@ class Prover:
         return value
 
     def _check(self, walk: Walk, phase: PhaseName) -> None:
-        logits = self._logits(walk, phase)
+        logits = self.logits(walk, phase)
         axes = logits.type.shape or ()
         if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):
             raise NotProved("the logits, which have no axis of new tokens")
@@ -389,7 +390,8 @@ class Prover:
         """The axes of what a call must return of a slot: the entries of all tokens, or of the new ones."""
         return slot_shape(slot, walk.lengths.new if slot.growth == "delta" else walk.lengths.total, self.contract)
 
-    def _logits(self, walk: Walk, phase: PhaseName) -> Typed:
+    def logits(self, walk: Walk, phase: PhaseName) -> Typed:
+        """The logits of a walk. Raises NotProved: they are not uniform."""
         port = self.contract.graph(phase).port("logits")
         if port is None:
             raise NotProved("a graph without logits")
@@ -401,7 +403,7 @@ class Prover:
         Raises:
             NotProved: it may not.
         """
-        one, other = self._logits(first, "prefill"), self._logits(decode, "decode")
+        one, other = self.logits(first, "prefill"), self.logits(decode, "decode")
         same = one.key == other.key and one.type.last == other.type.last
         if not same and not (other.type.last and other.key == self.keys.of("last", "", one.key)):
             raise NotProved("the first step, whose logits may be another function")

@@ -219,8 +219,11 @@ ROWS = symbol(BATCH)
 class Lengths:
     """How the lengths of one walk read: the first call of a sequence, one new token a call, or any.
 
-    `opset` is that of the graph; `one_float` says that all its floats are of one type.
+    `opset` is that of the graph; `one_float` says that all its floats are of one type. `padded` are the lengths that
+    count padding: along these, entries are combined only where a mask excludes it.
     """
+
+    padded: frozenset[Term] = frozenset()
 
     def __init__(self, first: bool = False, single: bool = False, opset: int = 0, one_float: bool = False) -> None:
         self.opset, self.one_float = opset, one_float
@@ -261,6 +264,10 @@ class Lengths:
     def counts(self, axis: Axis) -> bool:
         """Whether an axis counts tokens."""
         return any(one in (self.new, self.past, self.total) for one in axis)
+
+    def is_padded(self, axis: Axis) -> bool:
+        """Whether an axis counts padding."""
+        return not self.padded.isdisjoint(axis)
 
     def is_row(self, axis: Axis) -> bool:
         """Whether an axis counts the new tokens."""

@@ -133,12 +133,13 @@ class Walk:
             key = one.key if kind.linear is None and kind.items is None else self._number_of(kind)
             self.values[name] = Typed(kind, key, one.broken)
         for node in self.flow.nodes:
-            self._visit(node)
+            self.visit(node)
 
     def _one_of(self, one: Type) -> Type:
         return self.types.setdefault(one, one)
 
-    def _visit(self, node: FlatNode) -> None:
+    def visit(self, node: FlatNode) -> None:
+        """Give what a node makes its types."""
         values, proto, inputs = self.values, node.proto, node.inputs
         taken = [values.get(name) if name else None for name in inputs]
         if len(taken) > 1 and node.has("copy"):

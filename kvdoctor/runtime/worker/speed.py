@@ -41,7 +41,8 @@ def measure_speed(job: SpeedJob, announce: Announce) -> SpeedDone:
     longest = [limit - 1] if limit is not None and limit - 1 not in pasts and limit > 1 else []
     left_out, points, failed = list[str](), list[SpeedPoint](), SpeedDone((), 0, 0)
     for at, past in enumerate(asked := [*pasts, *longest]):
-        if points and (seconds := _predict(points[-1], past)) > MOST_SECONDS:
+        # At a longer past attention is quadratic, everything else less.
+        if points and (seconds := ROUNDS * median(points[-1].first) * (past / points[-1].past) ** 2) > MOST_SECONDS:
             left_out.append(f"a past of {past:,} tokens was left out: it would take about {seconds:.0f} s")
             continue
         try:
@@ -84,11 +85,6 @@ def _fails(runner: StackRunner, past: int, job: SpeedJob) -> bool:
     except NOT_RUN:
         return False
     return False
-
-
-def _predict(last: SpeedPoint, past: int) -> float:
-    """Seconds for all rounds at a longer past: attention is quadratic, everything else less."""
-    return ROUNDS * median(last.first) * (past / last.past) ** 2
 
 
 def _measure(runner: StackRunner, past: int, job: SpeedJob) -> SpeedPoint:
