@@ -177,6 +177,41 @@ def test_a_step_that_may_differ_is_not_proved(name: str, old: str, new: str, rea
     assert proof.exceptions == (reason,)
 
 
+EACH_WEIGHT = """sizes = Constant <value_ints = [2, 4]> ()
+  all = ConstantOfShape <value = int64[1] {1}> (sizes)
+  places_of_all = NonZero (all)
+  listed = Transpose (places_of_all)
+  SOURCE
+  picked = GatherND (source, listed)
+  back = Constant <value_ints = [2, 4, 8]> ()
+  heads = Reshape (picked, back)
+  by_feature = Transpose <perm = [2, 0, 1]> (heads)
+  from_end = Constant <value_ints = [-2]> ()
+  last = Constant <value_ints = [-1]> ()
+  first_head = Gather <axis = 1> (by_feature, from_end)
+  last_head = Gather <axis = 1> (by_feature, last)
+  w_same = Concat <axis = 1> (first_head, last_head)
+  q0 = Einsum <equation = "bsh,hnd->bnsd"> (x0, w_same)"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("source = Transpose <perm = [1, 2, 0]> (w_q0)", ()),
+        ("source = Einsum <equation = 'bsh,hnd->bsh'> (x0, w_q0)".replace("'", '"'), ('GatherND "picked"',)),
+    ],
+)
+def test_elements_at_known_places_are_the_same_in_every_call(
+    source: str, reason: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Weights by their indexes: not so entries of a batch and its tokens."""
+    fixture = load_all()["decoder-only-healthy"]
+    old = 'q0 = Einsum <equation = "bsh,hnd->bnsd"> (x0, w_q0)'
+    text = fixture.files["model.onnx"].replace(old, EACH_WEIGHT.replace("SOURCE", source))
+    [proof] = proofs_of(replace(fixture, files={"model.onnx": text}).write(tmp_path))
+    assert proof.exceptions == reason
+
+
 @pytest.mark.parametrize(
     ("node", "rows", "lengths", "uniform"),
     [

@@ -8,10 +8,8 @@ import numpy as np
 
 from kvdoctor.analysis.abstract_run.arithmetic import combine
 from kvdoctor.analysis.abstract_run.combining import multiply, softmax
-from kvdoctor.analysis.abstract_run.shaping import join
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
-    UNKNOWN,
     Abstract,
     NotKnown,
     Reading,
@@ -23,7 +21,7 @@ from kvdoctor.analysis.abstract_run.values import (
     size_of,
 )
 from kvdoctor.decode.calls import Array
-from kvdoctor.model.operators import CONTRIB
+from kvdoctor.model.operators import CONTRIB, CachePorts, ports_of
 from kvdoctor.records import record
 
 HIDDEN = -3e38
@@ -55,21 +53,27 @@ def _rows(value: Abstract, tokens: int, *outputs: Shape) -> Array:
     return found
 
 
-def _with_past(r: Reading, at: int, new: tuple[Array, Array], *outputs: Shape) -> tuple[int, Array, Array]:
-    """The length of the past whose keys and values are at two inputs, if there is one, and both with the new ones.
+def _with_past(
+    r: Reading, ports: CachePorts, new: tuple[Array, Array], *outputs: Shape
+) -> tuple[Shape | None, Array, Array]:
+    """The shape of the past keys, if there are any, and the keys and values with the new ones.
 
     Raises:
-        NotKnown: it is not known; then `outputs` are the shapes that are known.
+        NotKnown: they are not known; then `outputs` are the shapes that are known.
     """
-    if not r.has(at):
-        return 0, *new
-    past = known(r.at(at).shape, *outputs)
-    if len(past) != 4:
+    pasts = [r.at(index) for index in ports.pasts if r.has(index)]
+    if not pasts:
+        return None, *new
+    shape, data = known(pasts[0].shape, *outputs), known(pasts[0].data, *outputs)
+    if not ports.keys and data.shape[0] == len(new):
+        shape = shape[1:]
+        pasts = [Abstract(shape, half) for half in data]
+    if len(shape) != 4 or len(pasts) != len(new):
         raise NotKnown(*outputs)
     key, value = (
-        np.concatenate([_rows(r.at(at + part), past[2], *outputs), added], axis=2) for part, added in enumerate(new)
+        np.concatenate([_rows(past, shape[2], *outputs), added], axis=2) for past, added in zip(pasts, new, strict=True)
     )
-    return past[2], key, value
+    return shape, key, value
 
 
 def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array | None:
@@ -152,73 +156,41 @@ def _group_query(r: Reading) -> list[Abstract]:
     return [_joined(shapes[0], out), *(Abstract(present, cache) for cache in caches)]
 
 
-def _multi_head(r: Reading) -> list[Abstract]:
-    query, key, value = r.at(0), r.at(1), r.at(2)
-    if query.shape is None or len(query.shape) != 3:
+def _attention(r: Reading) -> list[Abstract]:
+    """Attention of ONNX; MultiHeadAttention and Attention of ONNX Runtime, the latter with packed weights and past."""
+    ports, query = known(ports_of(r.node.domain, r.kind)), known(r.at(0).shape)
+    if len(query) not in (3, 4) or any(map(r.has, ports.roles)):
         return []
-    shape = query.shape
-    if r.has(4) or not r.has(1) or key.shape is None or value.shape is None:
-        raise NotKnown(shape)
-    tokens = key.shape[2] if len(key.shape) == 4 else key.shape[1]
-    q, k, v = _rows(query, shape[1], shape), _rows(key, tokens, shape), _rows(value, tokens, shape)
-    if r.has(3):
-        offset = number_for(r.at(3).key or "bias")
-        q, k, v = q + offset, k + offset * 0.5, v + offset * 0.25
-    start, k, v = _with_past(r, 6, (k, v), shape)
-    hidden = _hide(shape[1], k.shape[2], start) if r.number("unidirectional", 0) else None
-    out = attend(Heads(q, k, v), r.at(5) if r.has(5) else None, hidden)
-    heads = r.number("num_heads", 1)
-    present = (shape[0], heads, k.shape[2], shape[2] // max(heads, 1))
-    if out is not None:
-        shape = (*shape[:2], value.shape[-1] if len(value.shape) == 3 else shape[2])
-    return [_joined(shape, out), Abstract(present, k), Abstract(present, v)]
-
-
-def _contrib_attention(r: Reading) -> list[Abstract]:
-    value, past = r.at(0), r.at(4)
-    if value.shape is None or len(value.shape) != 3:
-        return []
-    weights = as_weight(r.at(1))
-    width = (weights.shape or (0, 3 * value.shape[2]))[-1] // 3
-    batch, new = value.shape[:2]
-    shape, made = (batch, new, width), multiply(value, weights)
-    rows = _rows(combine([made, r.at(2)], np.add) if r.has(2) else made, new, shape)
-    mask = r.at(3).numbers if r.has(3) else None
-    if r.has(3) and (mask is None or mask.ndim != 2 or not mask.all()):
-        raise NotKnown(shape)
-    q, k, v = (rows * number_for(f"packed {n}") for n in range(3))
-    start = 0
-    if r.has(4):
-        if past.shape is None or past.data is None or len(past.shape) != 5 or past.data.shape[0] != 2:
+    new, wide = query[-2], query[-1]
+    if ports.keys:
+        key, value = known(r.at(1).shape, query), known(r.at(2).shape, query)
+        wide = value[-1] if len(query) == 4 or (r.node.domain == CONTRIB and len(value) == 3) else wide
+        shape, tokens = (*query[:-1], wide), key[2 if len(key) == 4 else 1]
+        q, k, v = (_rows(r.at(at), count, shape) for at, count in enumerate((new, tokens, tokens)))
+        if 3 not in ports.mask and r.has(3):
+            offset = number_for(r.at(3).key or "bias")
+            q, k, v = q + offset, k + offset * 0.5, v + offset * 0.25
+    else:
+        weights = as_weight(r.at(1))
+        shape, made = (*query[:-1], (weights.shape or (3 * wide,))[-1] // 3), multiply(r.at(0), weights)
+        rows = _rows(combine([made, r.at(2)], np.add) if r.has(2) else made, new, shape)
+        q, k, v = (rows * number_for(f"packed {n}") for n in range(3))
+    *paddings, bias = ports.mask
+    for mask in (r.at(at).numbers for at in paddings if r.has(at)):
+        if mask is None or mask.ndim != 2 or not mask.all():
             raise NotKnown(shape)
-        start = past.shape[3]
-        halves = [_rows(Abstract(past.shape[1:], past.data[at]), start, shape) for at in range(2)]
-        k, v = (np.concatenate([one, two], axis=2) for one, two in zip(halves, (k, v), strict=True))
-    hidden = _hide(new, k.shape[2], start) if r.number("unidirectional", 0) else None
-    out = attend(Heads(q, k, v), r.at(5) if r.has(5) else None, hidden)
-    heads = r.number("num_heads", 1)
-    present = (2, batch, heads, k.shape[2], width // max(heads, 1))
-    return [_joined(shape, out), Abstract(present, np.stack([k, v]))]
-
-
-def _standard_attention(r: Reading) -> list[Abstract]:
-    query, key, value = r.at(0), r.at(1), r.at(2)
-    if query.shape is None or key.shape is None or value.shape is None or len(query.shape) not in (3, 4) or r.has(6):
-        return []
-    four = len(query.shape) == 4
-    axis = 2 if four else 1
-    new = query.shape[axis]
-    shape = (*query.shape[:-1], value.shape[-1]) if four else query.shape
-    q, k, v = (_rows(one, known(one.shape)[axis], shape) for one in (query, key, value))
-    start, k, v = _with_past(r, 4, (k, v))
-    presents, past = [key, value] if four else [UNKNOWN, UNKNOWN], r.at(4).shape
-    if past is not None and four:
-        presents = [join([r.at(4), key], 2), join([r.at(5), value], 2)]
-    elif past is not None:
-        presents = [Abstract((*past[:2], row.shape[2], past[3]), row) for row in (k, v)]
-    hidden = _hide(new, k.shape[2], start) if r.number("is_causal", 0) else None
-    out = attend(Heads(q, k, v), r.at(3) if r.has(3) else None, hidden)
-    return [Abstract(shape, out) if four else _joined(shape, out), *presents]
+    past, k, v = _with_past(r, ports, (k, v), shape)
+    causal = r.number("is_causal", r.number("unidirectional", 0))
+    hidden = _hide(new, k.shape[2], past[2] if past else 0) if causal else None
+    out = attend(Heads(q, k, v), r.at(bias) if r.has(bias) else None, hidden)
+    heads = r.number("kv_num_heads", r.number("num_heads", 1))
+    batch, heads, _, width = past or (query[0], heads, 0, shape[-1] // max(heads, 1))
+    if past is None and len(query) == 4:
+        heads, width = key[1], key[-1]
+    presents = [Abstract((batch, heads, k.shape[2], width), row) for row in (k, v)]
+    if not ports.keys:
+        presents = [Abstract((2, *(presents[0].shape or ())), np.stack([k, v]))]
+    return [Abstract(shape, out) if len(query) == 4 else _joined(shape, out), *presents]
 
 
 def _rotary(r: Reading) -> Abstract:
@@ -238,7 +210,7 @@ def _rotary(r: Reading) -> Abstract:
 
 ATTENTIONS: dict[str, Rule] = {
     "GroupQueryAttention": _group_query,
-    "MultiHeadAttention": _multi_head,
-    "Attention": lambda r: _contrib_attention(r) if r.node.domain == CONTRIB else _standard_attention(r),
+    "MultiHeadAttention": _attention,
+    "Attention": _attention,
     "RotaryEmbedding": _rotary,
 }

@@ -27,6 +27,7 @@ from kvdoctor.analysis.proof.types import (
     plain_number,
     size_of,
 )
+from kvdoctor.model.operator_axes import read_equation
 from kvdoctor.model.operators import has, operators_with
 
 NOTHING: tuple[Mark, Mark, Mark] = (0.0, None, None)
@@ -110,12 +111,9 @@ def rows_times_weights(call: Reading) -> Made:
 
 def einsum(call: Reading) -> Made:
     """Einsum of two inputs without repeated letters."""
-    attribute = call.node.attribute("equation")
-    equation = bytes(attribute.s).decode("ascii", "replace").replace(" ", "") if attribute is not None else ""
-    sides, _, result = equation.partition("->")
-    letters = sides.split(",")
+    letters, result = read_equation(call.node.attribute("equation"))
     taken = call.given
-    if not result or "." in equation or len(letters) != len(taken):
+    if not result or len(letters) != len(taken):
         return Made(UNKNOWN)
     sizes: dict[str, Axis] = {}
     for names, one in zip(letters, taken, strict=True):

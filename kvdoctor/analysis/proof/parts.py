@@ -7,6 +7,7 @@ from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known
 from kvdoctor.analysis.proof.shaping import viewed
 from kvdoctor.analysis.proof.types import (
     ONE,
+    PAST,
     UNKNOWN,
     ZERO,
     Axis,
@@ -157,6 +158,7 @@ def _limit(call: Reading, rows: int, end: Term) -> bool:
 
 def gather(call: Reading) -> Made:
     """Gather: entries along an axis."""
+    call.inputs = [call.input(0), _with_row(call, call.input(1))]
     data, places, axes = call.input(0), call.input(1), call.axes(0, 1)
     at = call.node.number("axis", 0) % len(axes)
     shape = (*axes[:at], *call.axes(1), *axes[at + 1 :])
@@ -175,14 +177,47 @@ def gather(call: Reading) -> Made:
     return _gather_counted(call, data, at, index, shape)
 
 
+def _with_row(call: Reading, places: Type) -> Type:
+    """Places of a graph for one new token: where they are its position and so much, the last axis counts it."""
+    start = constant_of(places)
+    by = dict(start.parts).get((PAST,), 0) if isinstance(start, Term) else 0
+    if not call.lengths.single or not by or not places.shape or places.shape[-1]:
+        return places
+    return Type(places.kind, (*places.shape[:-1], (call.lengths.new,)), linear=(start or ZERO, ((-1, by),)))
+
+
+def gather_nd(call: Reading) -> Made:
+    """GatherND: rows of a table, or elements that are all one number."""
+    data, places, axes, listed = call.input(0), call.input(1), call.axes(0, 1), call.axes(1, 1)
+    deep, value = known(size_of(listed[-1]).number), constant_of(data)
+    shape = (*listed[:-1], *axes[deep:])
+    if call.node.number("batch_dims", 0):
+        return Made(UNKNOWN)
+    if value is not None:
+        return Made(Type(data.kind, shape, linear=(value, ())))
+    own = tuple((ZERO, ((at - len(listed), 1),)) for at, axis in enumerate(listed[:-1]) if axis)
+    if places.grid == own and tuple(axis for axis in listed[:-1] if axis) == axes:
+        return viewed(call, data, [size_of(axis) for axis in shape])  # each element at its own place
+    if deep > 1:
+        whole = all(map(is_fixed, axes[:deep]))
+        return Made(call.opaque(shape, [data, places], data.kind, is_calm(data)) if whole else Type(data.kind, shape))
+    rows = viewed(call, places, [size_of(axis) for axis in listed[:-1]]).type
+    call.inputs = [data, rows]
+    return gather(call)
+
+
 def _gather_rows(call: Reading, data: Type, at: int, shape: tuple[Axis, ...]) -> Made:
     """Rows of a table: by a number, by position, or by token."""
     places, rank = call.input(1), len(data.shape or ())
-    index, regions = linear_of(places), data.regions[:0]
+    index, regions, how = linear_of(places), data.regions[:0], None
+    rows = size_of((data.shape or ())[at]).number
+    if rows is not None and (plain_number(constant_of(places)) or 0) < 0 and index and isinstance(index[0], Term):
+        index = number(rows) + index[0], ()
     if index is not None and index[1]:
-        absolute, rows = call.lengths.absolute(places), size_of((data.shape or ())[at]).number
+        absolute = call.lengths.absolute(places)
         if absolute is None or rows is None or not _limits_rows(call, absolute, rows):
             return Made(Type(data.kind, shape))
+        how = "gathered", at - rank, absolute
         if len(places.shape or ()) == 1 and absolute[0] is ZERO:
             regions = data.regions
     if index is not None and not index[1] and not _is_within(call, index[0], (data.shape or ())[at]):
@@ -192,7 +227,7 @@ def _gather_rows(call: Reading, data: Type, at: int, shape: tuple[Axis, ...]) ->
     if data.past and index is not None and isinstance(index[0], Term) and not places.shape:
         return _pick(call, data, at, index[0])
     taken = [replace(data, items=None) if data.linear else data, places]
-    return Made(call.opaque(shape, taken, data.kind, is_calm(data), regions))
+    return Made(call.opaque(shape, taken, data.kind, is_calm(data), regions), how)
 
 
 def _pick(call: Reading, data: Type, at: int, place: Term) -> Made:
@@ -358,6 +393,7 @@ RULES: dict[str, Rule] = {
     "Slice": slice_,
     "Gather": gather,
     "GatherElements": gather_elements,
+    "GatherND": gather_nd,
     "Concat": concat,
     "ScatterND": scatter,
     "Split": split,

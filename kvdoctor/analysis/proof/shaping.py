@@ -1,6 +1,6 @@
 """Values that are moved, or made from lengths: other axes, axes in another order, shapes, numbers that count."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known, regroup
@@ -18,6 +18,7 @@ from kvdoctor.analysis.proof.types import (
     is_fixed,
     linear_of,
     number,
+    product,
     size_of,
 )
 
@@ -43,7 +44,7 @@ def viewed(call: Reading, taken: Type, targets: Sequence[Term]) -> Made:
     old = known(taken.shape)
     shape = regroup(old, targets)
     if shape is None:
-        as_many = call.lengths.equal(_product(map(size_of, old)), _product(targets))
+        as_many = call.lengths.equal(product(map(size_of, old)), product(targets))
         known(constant_of(taken) if as_many else None)
         shape = tuple(map(axis_of, targets))
     made = moved(call, shape, _match(old, shape), taken)
@@ -88,7 +89,7 @@ def reshape(call: Reading) -> Made:
     if len(opened) > 1 or (opened and empty):
         return Made(UNKNOWN)
     if opened:
-        whole, rest = _product(sizes), _product([one for at, one in enumerate(found) if at != opened[0]])
+        whole, rest = product(sizes), product([one for at, one in enumerate(found) if at != opened[0]])
         found[opened[0]] = known(whole.divided(rest) if rest.parts else None)
     return viewed(call, call.input(0), found)
 
@@ -104,17 +105,10 @@ def _with_token(call: Reading, targets: list[Term]) -> list[Term]:
     return [new if n == chosen else target for n, target in enumerate(targets)]
 
 
-def _product(sizes: Iterable[Term]) -> Term:
-    found = ONE
-    for size in sizes:
-        found = found * size
-    return found
-
-
 def flatten(call: Reading) -> Made:
     """Flatten: two axes."""
     at, sizes = call.node.number("axis", 1), [size_of(axis) for axis in call.axes(0)]
-    return viewed(call, call.input(0), [_product(sizes[:at]), _product(sizes[at:])])
+    return viewed(call, call.input(0), [product(sizes[:at]), product(sizes[at:])])
 
 
 def unsqueeze(call: Reading) -> Made:
@@ -191,7 +185,7 @@ def shape_of(call: Reading) -> Made:
 
 def size(call: Reading) -> Made:
     """Size: the number of elements."""
-    return Made(Type("i", (), items=(_product([size_of(axis) for axis in call.axes(0)]),)))
+    return Made(Type("i", (), items=(product([size_of(axis) for axis in call.axes(0)]),)))
 
 
 def range_(call: Reading) -> Made:
@@ -209,6 +203,16 @@ def range_(call: Reading) -> Made:
     return Made(
         Type(kind, (axis_of(count),), items=items, linear=(start, ((-1, 1),)) if count is not ONE else (start, ()))
     )
+
+
+def places_of_all(call: Reading) -> Made:
+    """NonZero of what is nowhere 0: the indexes of every element, the same in each call where the axes are numbers."""
+    value, count = constant_of(call.input(0)), product(map(size_of, call.axes(0)))
+    if not isinstance(value, Term) or not value.number or count.number is None:
+        return Made(UNKNOWN)
+    shape = (axis_of(number(len(call.axes(0)))), axis_of(count))
+    linear = (ZERO, ((-1, 1),)) if len(call.axes(0)) == 1 else None
+    return Made(Type("i", shape, uniform=True, linear=linear))
 
 
 def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
@@ -231,4 +235,5 @@ RULES: dict[str, Rule] = {
     "Shape": shape_of,
     "Size": size,
     "Range": range_,
+    "NonZero": places_of_all,
 }

@@ -317,10 +317,7 @@ def is_fixed(axis: Axis) -> bool:
 
 def size_of(axis: Axis) -> Term:
     """The length of an axis."""
-    found = ONE
-    for factor in axis:
-        found = found * factor
-    return found
+    return product(axis)
 
 
 def axis_of(*lengths: Term) -> Axis:

@@ -163,7 +163,7 @@ class Walk:
 
     def _sized(self, node: FlatNode, mark: Any, taken: Sequence[Typed | None]) -> Any:
         """What a node does, also for values that are equal but for broadcasting: along which axes, of which lengths."""
-        if node.has("elementwise"):
+        if node.has("elementwise", "cast"):
             return mark
         return mark, tuple(one and self.lengths.canonical(one.type.shape or ()) for one in taken)
 
