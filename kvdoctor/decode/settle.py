@@ -28,10 +28,10 @@ MOST_CALLS, FOR_ONE_ROW = 24, 4
 SCENARIO = Scenario(batch=2, prompt=3, steps=4)
 ONE_ROW = Scenario(batch=1, prompt=4, steps=4)
 MASKS = ("attention_mask", "padding_mask", "additive_mask")
-REFUSED, SHAPED, CAUSAL, PIECES, STEPS, ROWS, CONSISTENT, HIDDEN = range(8)
+REFUSED, SHAPED, CAUSAL, PIECES, AGREES, STEPS, ROWS, CONSISTENT, HIDDEN = range(9)
 """How far a model comes under a reading: it is refused, or returns logits of each token, which know no later one; runs
-in pieces; a step agrees with one call, so does each row alone, and several tokens on top of a cache; and what a mask
-hides counts for nothing."""
+in pieces; a step agrees with one call, and a mask hides its first token; so does each row alone, and several tokens on
+top of a cache; and what a mask hides counts for nothing."""
 
 
 class _OutOfCalls(Exception):
@@ -51,7 +51,7 @@ def settle(driver: StackDriver) -> Settled:
         with contextlib.suppress(_OutOfCalls):
             trial.rate(best)
         level = max(trial.reached, level)
-    how = "with it, runs with and without the cache agree" if level >= ROWS else ""
+    how = "with it, runs with and without the cache agree" if level >= ROWS or level == AGREES else ""
     settled = tuple(replace(one, settled=one.settled or how) for one in best.ambiguities)
     driver.contract = replace(best, ambiguities=settled)
     driver.forget()
@@ -141,7 +141,10 @@ class _Trial:
         hidden = False
         if ports not in self.shown:
             hidden = masks and not self._counts(replace(builder, padding=(1,) * builder.scenario.batch))
-            if not first and ((masks and not hidden) or not self._counts(builder)):
+            if not first and not self._counts(builder):
+                return
+            yield AGREES  # operators that count their tokens hide none at the start
+            if not first and masks and not hidden:
                 return
             self.shown.add(ports)
         yield STEPS

@@ -17,6 +17,7 @@ class Proof:
         single: whether it holds for one new token on a past alone.
         exceptions: what is not proved: the node or value that is the reason.
         weak_mask: whether a mask adds a number of moderate size to scores, as -10,000: it hides what is far above that.
+        one_row: whether several new tokens on a past are those of one sequence, as GroupQueryAttention takes them.
     """
 
     up_to: int | None = None
@@ -24,6 +25,7 @@ class Proof:
     single: bool = False
     exceptions: tuple[str, ...] = ()
     weak_mask: bool = False
+    one_row: bool = False
 
     @property
     def holds(self) -> bool:

@@ -32,6 +32,7 @@ from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
+from kvdoctor.model.operators import ports_of
 from kvdoctor.model.traverse import name_node
 from kvdoctor.model.view import GraphView, declared
 from kvdoctor.records import record
@@ -277,7 +278,10 @@ class Prover:
         table = min(limits, key=limits.__getitem__, default="")
         nodes = [(walk, node) for walk in walks for node in walk.flow.nodes if node.has("softmax", "attend")]
         taken = [walk.values.get(name) for walk, node in nodes for name in node.inputs]
-        return Proof(limits.get(table), table, weak_mask=any(is_weak(one.type) for one in taken if one is not None))
+        weak = any(is_weak(one.type) for one in taken if one is not None)
+        operators = [ports_of(node.domain, node.op) for _, node in nodes]
+        one_row = any(ports is not None and "last_index" in ports.roles.values() for ports in operators)
+        return Proof(limits.get(table), table, weak_mask=weak, one_row=one_row and not single)
 
     def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
         """The types of all values of the graph of a phase; `given` are inputs that another graph makes.

@@ -184,6 +184,11 @@ class Piece:
         return (self.slot.present or "") + self._within
 
     @property
+    def fed_as(self) -> str:
+        """The input, likewise."""
+        return self.slot.past + self._within
+
+    @property
     def filled_by(self) -> str:
         """The output that first fills it."""
         return (self.slot.filled_by or "") + self._within
@@ -289,13 +294,21 @@ def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> D
 def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Cause | None:
     """Entries that a prefill fills the cache with, and that one of more tokens returns otherwise.
 
-    No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong.
+    No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong. Where
+    those of the first layer are the same, and the logits are not, it is the number of later tokens that changes them.
     """
-    for piece, same in compare_prefills(builder, start, first, whole):
-        if not same:
-            text = f"a prefill of {start} tokens returns different entries in {piece.filled_by} than one of more tokens"
-            return Cause("new-entries-wrong", text)
-    return None
+    compared = [*compare_prefills(builder, start, first, whole)]
+    wrong = next((piece for piece, same in compared if not same), None)
+    rests_on_others = compared and (wrong is None or wrong.layer != compared[0][0].layer)
+    ours, theirs = first.logits, whole.logits[:, : first.logits.shape[1]]
+    comparable = not builder.contract.last_logits_only and ours.shape == theirs.shape
+    if rests_on_others and comparable and not same_logits(ours, theirs, builder.tolerance):
+        text = f"without a cache, {start} tokens get other logits where more tokens follow them"
+        return Cause("not-causal", text)
+    if wrong is None:
+        return None
+    text = f"a prefill of {start} tokens returns different entries in {wrong.filled_by} than one of more tokens"
+    return Cause("new-entries-wrong", text)
 
 
 def compare_prefills(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Iterator[tuple[Piece, bool]]:
@@ -309,13 +322,17 @@ def compare_prefills(builder: FeedBuilder, start: int, first: Answer, whole: Ans
 
 
 def crossed(slot: Slot, slots: Iterable[Slot], step: Answer, past: Past, limit: Tolerance) -> Cause | None:
-    """A present that begins with the past of another slot."""
-    for other in slots:
-        fed = take_entries(other, as_array(past[other.past]), (0, step.past), step.past)
-        begin = take_returned(slot, step, False, 0, step.past)
-        if other is not slot and fed.any() and same_entries(begin, fed, limit):
-            name = _swapped(Piece(slot, slot.layer), Piece(other, other.layer))
-            return Cause(name, f"{slot.present} begins with the entries that were fed as {other.past}")
+    """A present, or a layer or part of one, that begins with the past of another."""
+    begins, pieces = take_returned(slot, step, False, 0, step.past), pieces_of(slots, step, first=False)
+    fed = [p.of(take_entries(p.slot, as_array(past[p.slot.past]), (0, step.past), step.past)) for p in pieces]
+    for piece, own in zip(pieces, fed, strict=True):
+        begin = piece.of(begins) if piece.slot is slot else own
+        if same_entries(begin, own, limit):
+            continue
+        for other, entries in zip(pieces, fed, strict=True):
+            if entries.any() and same_entries(begin, entries, limit):
+                text = f"{piece.present} begins with the entries that were fed as {other.fed_as}"
+                return Cause(_swapped(piece, other), text)
     return None
 
 

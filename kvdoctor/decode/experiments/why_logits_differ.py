@@ -168,7 +168,15 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
         return cause
     if not all(keeps_all(slot, whole) for slot in by_position(builder.contract)):
         whole = yield as_probe(builder.prefill(start + 1))  # a longer one has dropped the entry to compare
-    return (yield from _step(CachedStep(builder, start, past, step), whole))
+    cause = yield from _step(CachedStep(builder, start, past, step), whole)
+    if cause is not None and cause.name in GENERAL_CAUSES:
+        # The last tokens first: one number for a whole call may come from any of its tokens.
+        backwards = replace(builder, tokens=builder.tokens[:, : builder.scenario.total][:, ::-1])
+        first = yield as_probe(backwards.prefill(start))
+        whole = yield as_probe(backwards.prefill(builder.scenario.total))
+        if not (first.failed or whole.failed):
+            return other_prefill(builder, start, first, whole) or cause
+    return cause
 
 
 def _repeated(one: Array, other: Array, limit: Tolerance) -> bool:

@@ -147,6 +147,7 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
         else:
             lengths = "past, chunk and batch" if batched else "past and chunk"
         end = f" up to {proof.up_to:,} tokens (rows of {proof.table})" if proof.up_to is not None else ""
+        end += ", with one sequence where several tokens come on a past" if proof.one_row and batched else ""
         end += ", if no attention score is as low as the number that masks a token" if proof.weak_mask else ""
         yield "proved", f"with and without a cache agree for every {lengths}{end}"
     if proof.exceptions:
