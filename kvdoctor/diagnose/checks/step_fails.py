@@ -19,7 +19,7 @@ from kvdoctor.model.operators import has
 
 SHOWN_ROLES = ("token_ids", "token_and_position", "embeddings", "past")
 EXPORT_AGAIN = "or export again with sample inputs of different sizes, all 2 or more"
-NOT_PROVED = "or correct the graph at that node, or export again; no fixed number in the graph explains the error"
+NOT_PROVED = "or correct the graph at that node, or export again (no fixed number in the graph explains the error)"
 OTHER_ATTENTION = "or export again with another attention operator, or with sizes that the kernel of that one takes"
 
 

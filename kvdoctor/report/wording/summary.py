@@ -46,9 +46,9 @@ def format_counts(report: "Report") -> str:
 
 def format_open(report: "Report", group: OpenChecks) -> str:
     """`not checked: KV301 (merged): why`."""
-    reason = shortened(group.reason, LONGEST_REASON)
+    reason = shortened(group.reason, LONGEST_REASON).removeprefix("not run: ")
     if report.verdict == "not-applicable":
-        return f"not applicable: {reason.removeprefix('not run: ')}"
+        return f"not applicable: {reason}"
     state, allowed = "not checked", dict.fromkeys(report.allowed(entry.code) for entry in group.entries)
     if group.essential and None not in allowed:
         state = f"not checked, allowed ({', '.join(map(str, allowed))})"
