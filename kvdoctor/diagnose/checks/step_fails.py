@@ -13,7 +13,6 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other, rejects_empty_past
 from kvdoctor.diagnose.checks._faults import SHORT_STATE, describe_location, find_undeclared_size, list_nodes, name_node
 from kvdoctor.diagnose.context import RunContext
-from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Fault, Faults, Severity, check
 from kvdoctor.model.operators import has
 
@@ -56,8 +55,7 @@ def step_fails(context: RunContext) -> Faults:
         last, limit = other.steps[-1] if other.steps else None, context.contract.context_limit or 0
         uncached = other.experiment == "long-past" and last is not None and last.phase != "decode"
         if uncached and last is not None and limit < last.new_tokens:
-            tokens = last.past_length + last.new_tokens
-            raise CannotCheck(f"{tokens} tokens fail; no config says that the model takes so many, so this is no fault")
+            continue  # no file says that the model takes so many tokens
         cause = f"with {use.words}, {_name_failed_step(other)}"
         yield _build_fault(context, other, use.severity, cause, use.words).also(use=use.required)
 
