@@ -165,10 +165,12 @@ class Page:
             if not self.console.is_terminal:
                 made.append(lead + body)
                 continue
-            is_command = isinstance(text, Span) and text.kind == "command"
+            first, *remark = pieces(text)
+            is_command = isinstance(first, Span) and first.kind == "command"
             if is_command and lead.cell_len + body.cell_len > self.console.width:
                 # In two pieces it cannot be copied: it stands below its label, and only the terminal may break it.
-                made += [_strip(lead), Line("    ") + body]
+                made += [_strip(lead), Line("    ") + self._make_line(first)]
+                made += self.lines(f"    {plain(tuple(remark)).lstrip()}", hang=0) if remark else []
                 continue
             for number, part in enumerate(_wrap(self.console, body, lead.cell_len, 0)):
                 made.append(part if number else lead + part[lead.cell_len :])
