@@ -58,7 +58,10 @@ def explain(text: tuple[str, ...], format_: str) -> None:
         click.echo(_fill(name.text, f"{name.name} ({name.kind}): "))
     if found.messages or found.issues:
         _print_messages(found.messages)
-        _print_issues(found.issues)
+        if found.issues:
+            click.echo("\nKnown issues of other projects (docs/known-issues.md):")
+        for issue in found.issues:
+            click.echo(_fill(_format_issue(issue), "- "))
     elif len(found.checks) == 1 and not found.names:
         _print_check(found.checks[0])
     elif found.checks:
@@ -116,13 +119,6 @@ def _print_closest(closest: tuple[str, ...]) -> None:
     for seen in closest:
         click.echo(_fill(seen, "- "))
     click.echo(_fill("`kvdoctor step-test MODEL` finds the cause by running the model; a loop of yours: `--trace`"))
-
-
-def _print_issues(issues: "tuple[Issue, ...]") -> None:
-    if issues:
-        click.echo("\nKnown issues of other projects (docs/known-issues.md):")
-    for issue in issues:
-        click.echo(_fill(_format_issue(issue), "- "))
 
 
 def _format_issue(issue: "Issue") -> str:

@@ -15,16 +15,15 @@ from kvdoctor.report.page.markup import Content, Element, h
 from kvdoctor.report.page.write import write_section, write_title, write_value
 from kvdoctor.report.sections.findings import find_deciding, make_short_card
 from kvdoctor.report.sections.repair import format_copy
-from kvdoctor.report.sections.whole import list_brief_sections, list_sections
+from kvdoctor.report.sections.whole import list_sections
 from kvdoctor.report.wording import format_count
 from kvdoctor.report.wording.finding import FindingGroup, format_places, group_findings
 from kvdoctor.report.wording.health import explain_undecided
 from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 
-MOST_LINKS, LONGEST_LINK, MOST_IN_BRIEF, MOST_ROWS = 60, 46, 20, 10_000
+MOST_LINKS, LONGEST_LINK, MOST_ROWS = 60, 46, 10_000
 LARGEST = 6_000_000
-"""Characters of all reports in full: reports beyond that are shown in brief."""
-LARGEST_BRIEF = 3_000_000
+"""Characters of all reports together: models beyond that are rows of the table alone."""
 ORDER = ("unhealthy", "incomplete", "not-applicable", "nothing-found", "healthy")
 GATE_MEANS = {
     "unhealthy": "At least one model has findings that count as a failure.",
@@ -122,30 +121,23 @@ def _cell_of_worst(report: Report) -> Content:
 
 
 def _models(ordered: Sequence[int], reports: Sequence[Report]) -> list[Element]:
-    """The first of the reports; where they get too long together, the later ones in brief, and then no more."""
+    """The first of the reports, until they get too long together."""
     made: list[Element] = []
     size = 0
     for number in ordered:
-        if size > LARGEST + LARGEST_BRIEF:
+        if size > LARGEST:
             break
-        model = _model(number, reports[number], in_full=size <= LARGEST)
-        size += len(str(model))
-        made.append(model)
+        made.append(_model(number, reports[number]))
+        size += len(str(made[-1]))
     return made
 
 
-def _model(number: int, report: Report, in_full: bool) -> Element:
+def _model(number: int, report: Report) -> Element:
     place = PagePosition(f"m{number}-", 2)
-    findings, left = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
-    few = list_brief_sections(replace(report, findings=findings, not_checked=left))
-    shown = list_sections(report) if in_full else few
-    sections = _write_sections(shown, place.below())
-    brief = None if in_full else h("p", "In brief: --format html of this model alone shows the rest.", class_="hint")
     return h(
         "article",
         verdict_header(report, place),
-        brief,
-        (content for _, _, content in sections),
+        (content for _, _, content in _write_sections(list_sections(report), place.below())),
         h("p", h("a", "Back to the models", href="#models"), class_="hint"),
         id=f"m{number}",
         class_="model",
