@@ -51,7 +51,7 @@ BUDGET = {
     "gating": 2_600,
     "model": 4_350,
     "repair": 6_625,
-    "report": 6_675,
+    "report": 6_650,
     "root": 3_000,
     "runtime": 3_775,
 }
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 418, 31_600, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 416, 31_600, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:
@@ -156,7 +156,7 @@ def test_what_the_worker_needs_is_light() -> None:
 HEAVY = {
     *("rich", "onnxruntime", "onnx", "email", "msgspec"),
     *("kvdoctor.runtime.client", "kvdoctor.gating.run", "kvdoctor.addons.comparison.document"),
-    *("kvdoctor.diagnose.pipeline", "kvdoctor.report.html", "kvdoctor.report.page.markup"),
+    *("kvdoctor.diagnose.pipeline", "kvdoctor.report.html", "kvdoctor.report.page.elements"),
 }
 """Not needed to read a model, faulty or not; each takes a tenth of the time of an inspection or more."""
 

@@ -10,8 +10,8 @@ from kvdoctor.report.blocks import Section, capitalized, plain
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code, exit_code_of_all
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import UNDIAGNOSED
-from kvdoctor.report.page.elements import KINDS, PagePosition, chip, code, label_list, section, table, write_page
-from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.page import elements
+from kvdoctor.report.page.elements import KINDS, Content, Element, PagePosition, chip, code, h, label_list, table
 from kvdoctor.report.page.write import write_section, write_title, write_value
 from kvdoctor.report.sections.findings import find_deciding, make_short_card
 from kvdoctor.report.sections.repair import format_copy
@@ -43,7 +43,7 @@ def render(report: Report) -> str:
     links = [(name, title) for name, title, _ in sections]
     title = f"{report.verdict}: kvdoctor {report.command} {report.model.path[:200]}"
     head = verdict_header(report, PagePosition(level=1))
-    return write_page(title, links, head, [content for _, _, content in sections])
+    return elements.write_page(title, links, head, [content for _, _, content in sections])
 
 
 def render_gate(document: Callable[[], dict[str, Any]], reports: Sequence[Report], last: tuple[str, ...]) -> str:
@@ -65,7 +65,9 @@ def render_gate(document: Callable[[], dict[str, Any]], reports: Sequence[Report
     where = "with the best verdicts, are only in the table above and in --format json."
     more = h("p", f"{format_count(left_out, 'model')} more, {where}", class_="hint") if left_out else None
     title = f"{overall}: kvdoctor gate of {format_count(len(reports), 'model')}"
-    return write_page(title, links, _gate_header(overall, reports, last), _index(ordered, reports, shown), models, more)
+    return elements.write_page(
+        title, links, _gate_header(overall, reports, last), _index(ordered, reports, shown), models, more
+    )
 
 
 def _write_sections(sections: Iterable[Section], place: PagePosition) -> Iterator[Part]:
@@ -107,7 +109,9 @@ def _index(ordered: Sequence[int], reports: Sequence[Report], shown: Collection[
     if len(ordered) > MOST_ROWS:
         rows.append((f"{len(ordered) - MOST_ROWS} more", "", "", "--format json has all"))
     header = ("model", "verdict", "findings", "worst finding")
-    return section(PagePosition(), "models", "Models", table("models-table", "Models of this gate", header, rows))
+    return elements.section(
+        PagePosition(), "models", "Models", table("models-table", "Models of this gate", header, rows)
+    )
 
 
 def _path(report: Report) -> Content:
