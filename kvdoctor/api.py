@@ -436,7 +436,7 @@ def explain(text: str | None) -> "Explanation":
     Raises:
         UsageError: the text is empty, or a name that is spelled almost as a check.
     """
-    from kvdoctor.report.explain import explain as explain_any
+    from kvdoctor.report.info_document import explain as explain_any
 
     return explain_any(text, list_graph_repairs)
 

@@ -156,7 +156,7 @@ def test_what_the_worker_needs_is_light() -> None:
 HEAVY = {
     *("rich", "onnxruntime", "onnx", "email", "msgspec"),
     *("kvdoctor.runtime.client", "kvdoctor.gating.run", "kvdoctor.addons.comparison.document"),
-    *("kvdoctor.diagnose.pipeline", "kvdoctor.report.html", "kvdoctor.report.page.markup"),
+    *("kvdoctor.diagnose.pipeline", "kvdoctor.report.html", "kvdoctor.report.page.elements"),
 }
 """Not needed to read a model, faulty or not; each takes a tenth of the time of an inspection or more."""
 

@@ -149,7 +149,7 @@ def test_what_cannot_feed_the_decoder_is_not_used(change: Change, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("embedding-graph-width", "does not fit"),
+        ("embedding-graph-width", "do not fit"),
         ("embedding-graph-two", "and differ in content"),
         ("embedding-graph-missing", ""),
     ],

@@ -20,8 +20,7 @@ from kvdoctor.report.blocks import plain
 from kvdoctor.report.document import Report
 from kvdoctor.report.page.charts import trace_slot
 from kvdoctor.report.page.contract_diagram import fit, group_slots, merge_names
-from kvdoctor.report.page.elements import command, read_style
-from kvdoctor.report.page.markup import h
+from kvdoctor.report.page.elements import command, h, read_style
 from kvdoctor.report.repair_record import RepairRecord, RepairSide
 from kvdoctor.report.sections.findings import draw_cache
 
@@ -330,8 +329,7 @@ def test_a_thousand_findings_and_steps_stay_bounded(sick: Report) -> None:
 
 
 def test_a_gate_of_very_many_stays_bounded_and_names_all(three: list[Report], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_page, "LARGEST", 200_000)
-    monkeypatch.setattr(gate_page, "LARGEST_BRIEF", 120_000)
+    monkeypatch.setattr(gate_page, "LARGEST", 260_000)
     many = [replace(report, model=replace(report.model, path=f"m{n}")) for n in range(20) for report in three]
     made = rendered(*many)
     assert_sound(made)
@@ -340,9 +338,8 @@ def test_a_gate_of_very_many_stays_bounded_and_names_all(three: list[Report], mo
     assert len(rows) == 60
     assert [row.startswith(("m0un", "m1un")) for row in rows[:3]] == [True, True, False]
     told = [element for element in made.all("article") if "model" in classes(element)]
-    assert 3 <= len(told) < 20
+    assert 2 <= len(told) < 20
     assert f"{60 - len(told)}modelsmore,withthebestverdicts" in made.text
-    assert "Inbrief:" in made.text
 
 
 def test_the_page_is_the_same_each_time(sick: Report) -> None:

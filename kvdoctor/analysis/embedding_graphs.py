@@ -195,7 +195,7 @@ def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence
             subject=one.name,
             declared=f"{decoder.name} takes {taken}",
             observed=f"{one.name} returns {made}",
-            cause=f"{one.name} does not fit {decoder.name}: it returns {made}, and the decoder takes {taken}",
+            cause=f"the embeddings of {one.name} do not fit {decoder.name}",
             essential=False,
             severity="note" if unclear else "error" if same else "warning",
         )

@@ -10,8 +10,6 @@ from kvdoctor.cli.options import command, examples
 from kvdoctor.cli.output import format_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvdoctor.findings import Issue
     from kvdoctor.report.info_document import ExplainedCheck, ExplainedMessage, Explanation
 
@@ -58,11 +56,16 @@ def explain(text: tuple[str, ...], format_: str) -> None:
         click.echo(_fill(name.text, f"{name.name} ({name.kind}): "))
     if found.messages or found.issues:
         _print_messages(found.messages)
-        _print_issues(found.issues)
+        if found.issues:
+            click.echo("\nKnown issues of other projects (docs/known-issues.md):")
+        for issue in found.issues:
+            click.echo(_fill(_format_issue(issue), "- "))
     elif len(found.checks) == 1 and not found.names:
         _print_check(found.checks[0])
     elif found.checks:
-        _list_checks(found.checks)
+        width = max(len(check.name) for check in found.checks)
+        for check in found.checks:
+            click.echo(_fill(check.summary, f"{check.code}  {check.name:<{width}} "))
     elif not found.names:
         _print_closest(found.closest)
 
@@ -78,13 +81,6 @@ def _explain_command(text: str | None) -> "Explanation | None":
         return None
     purpose = f"{command.get_short_help_str(200)} `kvdoctor {name} -h` lists what it takes."
     return Explanation(names=(ExplainedName("command", f"kvdoctor {name}", purpose),))
-
-
-def _list_checks(checks: "Iterable[ExplainedCheck]") -> None:
-    listed = list(checks)
-    width = max((len(check.name) for check in listed), default=0)
-    for check in listed:
-        click.echo(_fill(check.summary, f"{check.code}  {check.name:<{width}} "))
 
 
 def _print_check(found: "ExplainedCheck") -> None:
@@ -116,13 +112,6 @@ def _print_closest(closest: tuple[str, ...]) -> None:
     for seen in closest:
         click.echo(_fill(seen, "- "))
     click.echo(_fill("`kvdoctor step-test MODEL` finds the cause by running the model; a loop of yours: `--trace`"))
-
-
-def _print_issues(issues: "tuple[Issue, ...]") -> None:
-    if issues:
-        click.echo("\nKnown issues of other projects (docs/known-issues.md):")
-    for issue in issues:
-        click.echo(_fill(_format_issue(issue), "- "))
 
 
 def _format_issue(issue: "Issue") -> str:

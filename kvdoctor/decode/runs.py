@@ -320,7 +320,7 @@ def quote_error(error: str) -> str:
 
     It is for a person to read: no cause is decided by it.
     """
-    sentences = [part for part in re.split(r"(?<=[.:]) ", error.strip()) if part]
+    sentences = [part for part in re.split(r"(?<=[.:]) ", " ".join(error.split())) if part]
     quoted = ""
     while sentences and len(quoted) < SHORTEST:
         quoted = f"{sentences.pop()} {quoted}".strip()

@@ -86,7 +86,8 @@ def _list_notes(folder: ModelFolder) -> Iterator[str]:
     used = {file.name for stack in folder.stacks for file in stack.members}
     for file in folder.files:
         if folder.stacks and file.name not in used and file.role != "unreadable":
-            yield f"{file.name} was skipped: it is not part of a decoder with a cache ({file.role})"
+            role = f" ({file.role})" if file.role != "other" else ""
+            yield f"{file.name} was skipped: it is not part of a decoder with a cache{role}"
 
 
 def environment() -> dict[str, str]:

@@ -21,7 +21,7 @@ from kvdoctor.analysis.thresholds import Threshold, find_thresholds
 from kvdoctor.contract import Ambiguity, CacheContract, MissingPart, Phase, PhaseName
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH
 from kvdoctor.decode.messages import ExperimentJob, FileRefused, Settled, SettleJob
-from kvdoctor.decode.runs import NOT_FULL, ONLY_THOROUGH, REFERENCE_CHANGES, RING, Node, Run
+from kvdoctor.decode.runs import KEYS_CHANGE, NOT_FULL, ONLY_THOROUGH, REFERENCE_CHANGES, RING, Node, Run
 from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.build_report import find_proof
@@ -261,7 +261,9 @@ def list_unvisited(context: ContractContext) -> Iterator[NotChecked]:
     run, loop = context.find_run("each-length"), context.checked_loop
     steps_agree = loop is not None and loop.shows == "passed"
     if steps_agree and run is not None and run.outcome == "skipped" and run.reason == REFERENCE_CHANGES:
-        yield NotChecked(context.stack.name, "KV308", f"{run.reason}: lengths were not visited one by one")
+        reason = f"{run.reason}: lengths were not visited one by one"
+        known = any(one.cause is not None and one.cause.name == KEYS_CHANGE for one in context.runs)
+        yield NotChecked(context.stack.name, "KV308", reason, kind="explained" if known else "cannot-check")
     ring = context.find_run(RING)
     if ring is not None and (ring.reason or "").startswith(NOT_FULL):
         yield NotChecked(context.stack.name, "KV308", ring.reason or "", essential="full-context" in context.required)

@@ -165,12 +165,15 @@ class Page:
             if not self.console.is_terminal:
                 made.append(lead + body)
                 continue
-            # A command that has no room next to its label stands below it: in two pieces it cannot be copied.
-            is_command = isinstance(text, Span) and text.kind == "command"
-            below = is_command and lead.cell_len + body.cell_len > self.console.width
-            made += [_strip(lead)] if below else []
-            for number, part in enumerate(_wrap(self.console, body, 4 if below else lead.cell_len, 0)):
-                made.append(part if number or below else lead + part[lead.cell_len :])
+            first, *remark = pieces(text)
+            is_command = isinstance(first, Span) and first.kind == "command"
+            if is_command and lead.cell_len + body.cell_len > self.console.width:
+                # In two pieces it cannot be copied: it stands below its label, and only the terminal may break it.
+                made += [_strip(lead), Line("    ") + self._make_line(first)]
+                made += self.lines(f"    {plain(tuple(remark)).lstrip()}", hang=0) if remark else []
+                continue
+            for number, part in enumerate(_wrap(self.console, body, lead.cell_len, 0)):
+                made.append(part if number else lead + part[lead.cell_len :])
         return made
 
     def _make_line(self, text: Text, style: str = "") -> Line:

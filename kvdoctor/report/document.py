@@ -160,7 +160,7 @@ class Report:
         """The page of the report, as a notebook shows what a cell returns."""
         # A report is made without a page far more often than with one.
         from kvdoctor.report import formats
-        from kvdoctor.report.page.markup import frame
+        from kvdoctor.report.page.elements import frame
 
         return frame(formats.render(self, "html"), f"kvdoctor {self.command}: {format_verdict(self)}")
 

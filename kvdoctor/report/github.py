@@ -54,15 +54,11 @@ def _annotations(reports: Sequence[Report]) -> Iterator[tuple[str, str]]:
     for known, report in ((known, report) for known in (False, True) for report in reports):
         for finding in (finding for finding in report.findings if (finding.known is not None) is known):
             kind = KINDS["note" if known else finding.severity]
-            yield kind, _annotate(report, finding, kind)
+            title = f"kvdoctor {finding.code} {finding.name}"
+            yield kind, _line(kind, path_of(report, finding), title, *write_lines(finding))
         for entry in (entry for entry in report.not_checked if entry.essential and not known):
             kind = "warning" if report.allowed(entry.code) is None else "notice"
             yield kind, _line(kind, path_of(report), f"kvdoctor {entry.code}", f"not checked: {entry.reason}")
-
-
-def _annotate(report: Report, finding: Finding, kind: str) -> str:
-    title = f"kvdoctor {finding.code} {finding.name}"
-    return _line(kind, path_of(report, finding), title, *write_lines(finding))
 
 
 def _line(kind: str, path: str, title: str, *words: str) -> str:

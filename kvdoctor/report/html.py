@@ -10,21 +10,20 @@ from kvdoctor.report.blocks import Section, capitalized, plain
 from kvdoctor.report.document import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_INCOMPLETE, Report, exit_code, exit_code_of_all
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import UNDIAGNOSED
-from kvdoctor.report.page.elements import KINDS, PagePosition, chip, code, label_list, section, table, write_page
-from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.page import elements
+from kvdoctor.report.page.elements import KINDS, Content, Element, PagePosition, chip, code, h, label_list, table
 from kvdoctor.report.page.write import write_section, write_title, write_value
 from kvdoctor.report.sections.findings import find_deciding, make_short_card
 from kvdoctor.report.sections.repair import format_copy
-from kvdoctor.report.sections.whole import list_brief_sections, list_sections
+from kvdoctor.report.sections.whole import list_sections
 from kvdoctor.report.wording import format_count
 from kvdoctor.report.wording.finding import FindingGroup, format_places, group_findings
 from kvdoctor.report.wording.health import explain_undecided
 from kvdoctor.report.wording.summary import format_reproducer, name_verdict
 
-MOST_LINKS, LONGEST_LINK, MOST_IN_BRIEF, MOST_ROWS = 60, 46, 20, 10_000
+MOST_LINKS, LONGEST_LINK, MOST_ROWS = 60, 46, 10_000
 LARGEST = 6_000_000
-"""Characters of all reports in full: reports beyond that are shown in brief."""
-LARGEST_BRIEF = 3_000_000
+"""Characters of all reports together: models beyond that are rows of the table alone."""
 ORDER = ("unhealthy", "incomplete", "not-applicable", "nothing-found", "healthy")
 GATE_MEANS = {
     "unhealthy": "At least one model has findings that count as a failure.",
@@ -44,7 +43,7 @@ def render(report: Report) -> str:
     links = [(name, title) for name, title, _ in sections]
     title = f"{report.verdict}: kvdoctor {report.command} {report.model.path[:200]}"
     head = verdict_header(report, PagePosition(level=1))
-    return write_page(title, links, head, [content for _, _, content in sections])
+    return elements.write_page(title, links, head, [content for _, _, content in sections])
 
 
 def render_gate(document: Callable[[], dict[str, Any]], reports: Sequence[Report], last: tuple[str, ...]) -> str:
@@ -66,7 +65,9 @@ def render_gate(document: Callable[[], dict[str, Any]], reports: Sequence[Report
     where = "with the best verdicts, are only in the table above and in --format json."
     more = h("p", f"{format_count(left_out, 'model')} more, {where}", class_="hint") if left_out else None
     title = f"{overall}: kvdoctor gate of {format_count(len(reports), 'model')}"
-    return write_page(title, links, _gate_header(overall, reports, last), _index(ordered, reports, shown), models, more)
+    return elements.write_page(
+        title, links, _gate_header(overall, reports, last), _index(ordered, reports, shown), models, more
+    )
 
 
 def _write_sections(sections: Iterable[Section], place: PagePosition) -> Iterator[Part]:
@@ -108,7 +109,9 @@ def _index(ordered: Sequence[int], reports: Sequence[Report], shown: Collection[
     if len(ordered) > MOST_ROWS:
         rows.append((f"{len(ordered) - MOST_ROWS} more", "", "", "--format json has all"))
     header = ("model", "verdict", "findings", "worst finding")
-    return section(PagePosition(), "models", "Models", table("models-table", "Models of this gate", header, rows))
+    return elements.section(
+        PagePosition(), "models", "Models", table("models-table", "Models of this gate", header, rows)
+    )
 
 
 def _path(report: Report) -> Content:
@@ -122,30 +125,23 @@ def _cell_of_worst(report: Report) -> Content:
 
 
 def _models(ordered: Sequence[int], reports: Sequence[Report]) -> list[Element]:
-    """The first of the reports; where they get too long together, the later ones in brief, and then no more."""
+    """The first of the reports, until they get too long together."""
     made: list[Element] = []
     size = 0
     for number in ordered:
-        if size > LARGEST + LARGEST_BRIEF:
+        if size > LARGEST:
             break
-        model = _model(number, reports[number], in_full=size <= LARGEST)
-        size += len(str(model))
-        made.append(model)
+        made.append(_model(number, reports[number]))
+        size += len(str(made[-1]))
     return made
 
 
-def _model(number: int, report: Report, in_full: bool) -> Element:
+def _model(number: int, report: Report) -> Element:
     place = PagePosition(f"m{number}-", 2)
-    findings, left = report.findings[:MOST_IN_BRIEF], report.not_checked[:MOST_IN_BRIEF]
-    few = list_brief_sections(replace(report, findings=findings, not_checked=left))
-    shown = list_sections(report) if in_full else few
-    sections = _write_sections(shown, place.below())
-    brief = None if in_full else h("p", "In brief: --format html of this model alone shows the rest.", class_="hint")
     return h(
         "article",
         verdict_header(report, place),
-        brief,
-        (content for _, _, content in sections),
+        (content for _, _, content in _write_sections(list_sections(report), place.below())),
         h("p", h("a", "Back to the models", href="#models"), class_="hint"),
         id=f"m{number}",
         class_="model",

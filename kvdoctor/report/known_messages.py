@@ -23,8 +23,8 @@ LINK = re.compile(r"\[([^\]]+)\]\((\w[\w-]*\.md)\)")
 NODES = re.compile(r"\S*[/\\]\S*[/\\:]\S*|(?<=name:)\S+|\{[^}]*\}|(?<=input:)past\S+")
 """Paths, names of nodes and inputs, shapes: they say where, not what."""
 ENDINGS = ("ations", "ation", "ings", "ing", "ies", "ed", "es", "ly", "s", "e")
-LEAST_QUOTE = 12
-"""Characters that a text must have to be looked for within the title or the quote of an issue."""
+LEAST_QUOTE = 16
+"""Characters that a text and a quote must have to be found in one another: `the version` is part of too many."""
 LEAST_SHARE, LEAST_COMMON, LEAST_OF_TEXT, LEAST_ALONE = 0.6, 1.2, 0.12, 0.45
 """What must be common: a share of the phrase, or of a shorter text; a weight (1: a term of one entry); a share of the
 text, since a long log shares some terms with everything. A whole phrase of frequent terms needs the last share."""
@@ -32,8 +32,6 @@ NEAR, MOST_ENTRIES, MOST_CLOSEST = 0.9, 2, 2
 """Entries are listed that score that share of the best; so many at most."""
 MOST_ISSUES = 2
 """Issues that are listed for one finding."""
-LEAST_PART = 16
-"""Characters that a part of a quote must have to find it: `the version` is part of too many."""
 
 
 @record
@@ -137,7 +135,8 @@ def _read_quote(quote: str) -> tuple[str, re.Pattern[str]]:
 def _contains(text: str, quote: str) -> float:
     """The length of a quote that a text contains, whatever its numbers are, or that the text is a part of; else 0."""
     known, pattern = _read_quote(quote)
-    return len(known) if pattern.search(text) or (len(text) >= LEAST_QUOTE and text in known) else 0
+    found = len(known) >= LEAST_QUOTE and pattern.search(text)
+    return len(known) if found or (len(text) >= LEAST_QUOTE and text in known) else 0
 
 
 def find_texts(text: str) -> Found:
@@ -207,19 +206,13 @@ def issues_of_check(name: str) -> tuple[Issue, ...]:
 
 def issues_of_message(text: str) -> tuple[Issue, ...]:
     """The issues of which a text has a quote, or that a part of their title or quote is."""
-    wanted = _normalize(text)
-    return tuple(entry.issue for entry in list_issues() if _fits(wanted, (*entry.quotes, entry.issue.title)))
+    held = partial(_contains, _normalize(text))
+    return tuple(entry.issue for entry in list_issues() if any(map(held, (*entry.quotes, entry.issue.title))))
 
 
 def _has_words(text: str, quote: str) -> bool:
     """Whether a text contains a quote between word boundaries: `If` is not found in `different`."""
     return re.search(rf"(?<![a-z0-9_]){re.escape(quote)}(?![a-z0-9_])", text) is not None
-
-
-def _fits(wanted: str, known: Iterable[str]) -> bool:
-    texts, is_part = [_normalize(text) for text in known], len(wanted) >= LEAST_PART
-    inside = (len(text) >= LEAST_QUOTE and text in wanted for text in texts)
-    return any(inside) or (is_part and any(_has_words(text, wanted) for text in texts))
 
 
 def _normalize(text: str) -> str:

@@ -90,7 +90,7 @@ def render_summary(verdict: str, reports: Sequence[Report], last: tuple[str, ...
         for finding in (finding for finding in report.findings if finding.severity != "note"):
             faults.setdefault((finding.code, finding.cause), (finding, []))[1].append(report.model.path)
         for group in (group for group in group_open_checks(report.not_checked) if group.essential):
-            undecided.setdefault(f"{group.title}: {group.reason}", []).append(report.model.path)
+            undecided.setdefault(group.describe(LONGEST_LINE), []).append(report.model.path)
     lines = [_write_fault(finding, paths) for finding, paths in faults.values()]
     lines += [f"- not checked in {_name_models(paths)}: {_write_short(text)}" for text, paths in undecided.items()]
     more = [f"- ... and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []

@@ -227,7 +227,6 @@ class RepairRecord:
         advice: what a loop must do that cannot use the copy.
         repairs: the repairs that changed something.
         not_repaired: the findings that were not repaired.
-        diff: the changed lines of each graph.
         files: the files that differ from the source.
         undo: how to undo the repair.
         proved: whether there is a proof, and all of it holds.

@@ -173,8 +173,8 @@ def _outline(report: Report) -> Iterator[Block]:
     yield from show_variants(report)
     yield from show_speed(report)
     yield from _list_open_checks(report, False if report.verdict in UNDIAGNOSED else None)
-    yield from lines((f"note: {note}" for note in report.notes[:MOST_NOTES]), "dim")
-    yield from _count_rest(report.notes, MOST_NOTES, "note")
+    notes = lines((f"note: {note}" for note in report.notes[:MOST_NOTES]), "dim")
+    yield Section("", (*notes, *_count_rest(report.notes, MOST_NOTES, "note")))
 
 
 def _count_rest(found: Sequence[object], most: int, of: str) -> Iterator[Lines]:

@@ -19,7 +19,6 @@ from kvdoctor.records import record
 
 if TYPE_CHECKING:
     from kvdoctor.addons.traces.check import TraceCheck
-    from kvdoctor.addons.traces.recorded import TraceStep
     from kvdoctor.addons.traces.runs import Recording, TraceRun
     from kvdoctor.addons.traces.step import ContractViolation
 
@@ -178,7 +177,6 @@ def open_part(options: Options, contracts: Mapping[str, CacheContract]) -> Trace
     return TracePart(path, stack, recording, checked, CheckResults(not_checked=ended))
 
 
-MOST_QUOTED = 300
 NOT_RUN = ("skipped", "died")
 
 
@@ -256,11 +254,6 @@ def is_harmless(held: "TraceCheck", one: "ContractViolation", run: Run | None) -
     compared = any(step.step == held.step.number and step.difference is not None for step in run.steps)
     known = all(name in held.step.fed and held.step.fed[name].has_values for name in one.inputs)
     return compared and (known or one.mild)
-
-
-def quote_error(step: "TraceStep") -> str:
-    """What the caller's runtime said of a step that failed, on one line, shortened."""
-    return " ".join((step.error or "").split())[:MOST_QUOTED]
 
 
 def name_location(held: "TraceCheck", one: "ContractViolation") -> str:

@@ -117,7 +117,7 @@ def _describe_decision(run: Run) -> str:
     if run.reason:
         return run.reason
     size = describe_difference(run, run.wrong_step)
-    return f"step {run.failed_step}: the logits differ" + (f", {size}" if size else "")
+    return f"step {run.failed_step}: the logits {f'are {size}' if size else 'differ'}"
 
 
 def name_node(place: FaultLocation) -> str | None:

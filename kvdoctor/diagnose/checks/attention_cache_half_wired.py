@@ -26,9 +26,15 @@ SILENT = (
     "present outputs for the past inputs",
     "a past input, and no present output",
     "name the present outputs of the node",
+    "takes a past and returns no present",
 )
-OFF = ("seqlens_k = total length - 1", "seqlens_k = sum of the mask", "subtract one from the sum of the mask")
-"""For each defect what is to be, what is, and the advice."""
+OFF = (
+    "seqlens_k = total length - 1",
+    "seqlens_k = sum of the mask",
+    "subtract one from the sum of the mask",
+    "is given a length of the cache that is one too large",
+)
+"""For each defect what is to be, what is, the advice, and the cause."""
 
 
 @check("KV108", "attention-cache-half-wired", "contract")
@@ -39,7 +45,7 @@ def attention_cache_half_wired(context: ContractContext) -> Faults:
     fails = run is not None and run.outcome in ("failed", "differs")
     follows = (f"{run.experiment}: step {run.failed_step} {run.outcome}",) if run is not None and fails else ()
     for file in context.stack.members:
-        found: dict[tuple[str, str, str], list[NodeProto]] = {SILENT: [], OFF: []}
+        found: dict[tuple[str, ...], list[NodeProto]] = {SILENT: [], OFF: []}
         for scope in file.view.scopes() if file.view is not None else ():
             for node in scope.graph.node:
                 ports = ports_of(node.domain, node.op_type)
@@ -49,9 +55,9 @@ def attention_cache_half_wired(context: ContractContext) -> Faults:
                     found[SILENT].append(node)
                 elif counts_whole(node, ports, scope):
                     found[OFF].append(node)
-        for (declared, observed, advice), nodes in found.items():
+        for (declared, observed, advice, what), nodes in found.items():
             if nodes:
-                cause = f"{nodes[0].op_type} is not completely connected to its cache"
+                cause = f"{nodes[0].op_type} {what}"
                 repair = context.advise_graph_repair(f"or {advice}")
                 more = f" and {len(nodes) - 1} more" * (len(nodes) > 1)
                 fault = Fault(severity, tuple(map(name_node, nodes)), cause, repair).compare(declared, observed)

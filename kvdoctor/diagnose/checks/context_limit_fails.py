@@ -52,7 +52,7 @@ def context_limit_fails(context: RunContext) -> Faults:
         words, first = NUMBERS if usable is not None else UNDECLARED, cause.from_length
         dataflow, graph = context.stack.main.dataflow, context.contract.graph("decode")
         ends = [one for one in find_thresholds(dataflow.flow, graph) if one.length <= first] if dataflow else []
-        places = (f"{ends[-1].node} counts to {ends[-1].length}",) if ends else ()
+        places = (f"positions in {ends[-1].node} go up to {ends[-1].length - 1:,} only",) if ends else ()
         fault = build_fault(context, numbering, replace(words, cause=words.cause.format(first)), "warning")
         yield fault.also(evidence=(*places, *fault.evidence))
         return

@@ -52,7 +52,7 @@ def _observed(context: ContractContext, slot: Slot) -> str:
     for step, seen in context.observed_presents(slot):
         pointer = ", data pointer null" if seen.null else ""
         prefill = plain.steps[0].returned.get(slot.filled_by or "") if plain and plain.steps else None
-        before = f"   (prefill: {describe(prefill.dtype, prefill.shape)})" if prefill else ""
+        before = f" (prefill: {describe(prefill.dtype, prefill.shape)})" if prefill else ""
         return f"decode step {step.step}: {describe(seen.dtype, seen.shape)}{pointer}{before}"
     return f"in the graph: a constant {describe(slot.dtype, context.decode_graph.emptied(slot.present or ''))}"
 

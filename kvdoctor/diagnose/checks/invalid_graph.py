@@ -18,6 +18,7 @@ Repair: export again, without the tool that changed the graph afterwards.
 from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.decode.runs import quote_error
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
@@ -59,7 +60,7 @@ def invalid_graph(context: RunContext) -> Faults:
             continue
         problems, words = list_problems(file), next(iter(refused.get(file.name, {}).values()), None)
         if problems:
-            effects = (f"the runtime refuses the file: {words}",) if words else ()
+            effects = (f"the runtime refuses the file: {quote_error(words)}",) if words else ()
             yield _report(file, problems, "error" if words else "note").also(effects=effects)
 
 

@@ -16,6 +16,7 @@ Source: ONNX Runtime, docs/Versioning.md, for the rule; the numbers are measured
 from collections.abc import Callable, Iterator
 
 from kvdoctor.analysis.stacks import OnnxFile
+from kvdoctor.decode.runs import quote_error
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Fault, Faults, check
 from kvdoctor.records import record
@@ -101,13 +102,13 @@ def _report_excesses(
     observed = [f"{shorten_names(files)}: {what}"]
     observed += [f"{target.words} {takes(excess)}" for target, excess in targets.items()]
     named = shorten_names(tuple(target.words for target in targets))
-    advice = "lowers the versions where the operators of the file allow it, and names what prevents more"
+    advice = "or export again with an older opset (the repair lowers the versions as low as the operators allow)"
     fault = Fault("error", files, f"{what}: too new for {named}", context.advise_graph_repair(advice))
     fault = fault.compare(f"a model for {named}", "; ".join(observed)).also(where=f"file {shorten_names(files)}")
     fault = fault.also(apart=tuple(target.asked for target in targets if target in context.targets))
     fault = fault.also(file=context.decode_file if context.decode_file in files else files[0])
     if refused is not None:
-        fault = fault.also(effects=(f"{refused.target.words} refuses the file: {refused.text}",))
+        fault = fault.also(effects=(f"{refused.target.words} refuses the file: {quote_error(refused.text or '')}",))
     yield fault.also(confidence="confirmed" if confirmed or refused is not None else "suspected")
 
 

@@ -10,9 +10,9 @@ from kvdoctor.decode.runs import Run
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.records import record
 from kvdoctor.report.document import Report
+from kvdoctor.report.page import elements
 from kvdoctor.report.page.contract_diagram import Group, group_slots
-from kvdoctor.report.page.elements import PagePosition, appendix, chip, drawing, fold, scrollable, table
-from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.page.elements import Content, Element, PagePosition, chip, drawing, fold, h, scrollable, table
 from kvdoctor.report.sections.cache_lengths import STATE_TEXTS, CacheLength, trace_slot
 from kvdoctor.report.sections.stack import CHARTED, find_step_seconds
 from kvdoctor.report.wording import format_milliseconds
@@ -89,7 +89,7 @@ def draw_layers(place: PagePosition, runs: Sequence[Run], contract: CacheContrac
     """The cache after the last step compared with that of one call over the same tokens."""
     by_name = {slot.present: slot for slot in contract.slots if slot.present is not None and slot.layer is not None}
     made = [part for number, run in enumerate(runs) for part in _of_run(run, by_name, place.id(f"layers-{number}"))]
-    return appendix(place.heading("By layer", class_="by-layer"), made) if made else None
+    return elements.appendix(place.heading("By layer", class_="by-layer"), made) if made else None
 
 
 def _of_run(run: Run, by_name: dict[str, Slot], label: str) -> Iterator[Content]:

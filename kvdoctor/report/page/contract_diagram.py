@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from kvdoctor.contract import CacheContract, PhaseName, Port, Role, Slot
 from kvdoctor.records import record
-from kvdoctor.report.page.elements import PagePosition, scrollable
-from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.page.elements import Content, Element, PagePosition, h, scrollable
 from kvdoctor.report.wording.contract import describe_step, fixed_axes, format_layers, format_slot_type
 
 DIGITS = re.compile(r"(\d+)", re.ASCII)

@@ -6,8 +6,7 @@ from kvdoctor.report import blocks
 from kvdoctor.report.blocks import Span, Text, capitalized, pieces, plain
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.page import charts, contract_diagram, elements
-from kvdoctor.report.page.elements import PagePosition, appendix, bullets, chip, code, fold, label_list, more_line
-from kvdoctor.report.page.markup import Content, Element, h
+from kvdoctor.report.page.elements import Content, Element, PagePosition, appendix, chip, code, fold, h, label_list
 from kvdoctor.report.wording import format_count
 
 MOST_CARDS, MOST_SHORT, MOST_ROWS, MOST_STEPS = 100, 400, 400, 40
@@ -35,7 +34,7 @@ def _write_block(block: blocks.Block, place: PagePosition, name: str, title: Tex
     """A block of a section with a title; `name` tells it from the other ones."""
     match block:
         case blocks.Lines(listed=True):
-            return bullets(map(write_text, block.lines))
+            return elements.bullets(map(write_text, block.lines))
         case blocks.Lines():
             return [h("p", write_text(text), class_="hint" if block.style == "dim" else None) for text in block.lines]
         case blocks.Pairs():
@@ -85,7 +84,7 @@ def write_table(table: blocks.Table, name: str, title: Text) -> Content:
         rows, left_out = rows[:MOST_ROWS], len(rows) - MOST_ROWS
     cells = ([_write_cell(cell) for cell in row] for row in rows)
     caption = plain(capitalized(title))
-    return elements.table(name, caption, table.header, cells, table.look), more_line(left_out, table.of)
+    return elements.table(name, caption, table.header, cells, table.look), elements.more_line(left_out, table.of)
 
 
 def _write_cell(cell: Text) -> Content:
@@ -102,8 +101,8 @@ def write_cards(cards: Sequence[blocks.Card], place: PagePosition) -> list[Conte
     made: list[Content] = [_write_card(card, place, place.id(str(n))) for n, card in enumerate(cards[:MOST_CARDS])]
     if rest := cards[MOST_CARDS : MOST_CARDS + MOST_SHORT]:
         short = [shortened(f"{card.title} ({card.place}): {card.cause}", 300) for card in rest]
-        made.append(fold(f"{format_count(len(rest), 'more finding')} in one line each", bullets(short)))
-    return [*made, more_line(len(cards) - MOST_CARDS - MOST_SHORT, "finding")]
+        made.append(fold(f"{format_count(len(rest), 'more finding')} in one line each", elements.bullets(short)))
+    return [*made, elements.more_line(len(cards) - MOST_CARDS - MOST_SHORT, "finding")]
 
 
 def _write_card(card: blocks.Card, place: PagePosition, name: str) -> Element:

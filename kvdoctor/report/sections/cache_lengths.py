@@ -113,7 +113,7 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
         rows[row][column] += f"{' standard deviations' * rows[row][column].startswith('off by')} {HERE}"
     left_out = len(rows) - MOST_ROWS
     if left_out > 1:
-        rows[FIRST_ROWS : FIRST_ROWS + left_out] = [["\u2026", *("" for _ in kinds), f"{left_out} equal steps"]]
+        rows[FIRST_ROWS : FIRST_ROWS + left_out] = [["\u2026", *("" for _ in kinds), f"{left_out} more steps"]]
         if wrong is not None and wrong[0] >= FIRST_ROWS:
             row, column = wrong
             wrong = (row - left_out + 1, column) if row >= FIRST_ROWS + left_out else None

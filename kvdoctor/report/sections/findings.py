@@ -210,6 +210,6 @@ def show_not_checked(report: Report) -> Section:
         reasons.append(f"{left_out} more checks are not shown here; --format json has all of them")
     ran = Lines(("Nothing that the verdict needs is open.",))
     left = group_open_checks(report.absent)
-    absent = (f"no result: {group.title}: {shortened(group.reason, LONGEST_REASON)}" for group in left)
+    absent = (f"no result: {group.describe(LONGEST_REASON)}" for group in left)
     rest = Section("other checks and experiments without a result", tuple(lines(absent, "dim", True)), folded=True)
     return Section("not checked", (Lines(tuple(reasons), "open", True) if reasons else ran, rest), "not-checked")

@@ -24,7 +24,10 @@ def list_sections(report: Report) -> Iterator[Section]:
     """All sections of a report. Of very many stacks the first ones are shown, and the others named."""
     if report.repair is not None:
         yield from show_repair(report, report.repair)
-    yield from list_brief_sections(report)
+    yield show_findings(report)
+    works, fails, closely = describe_health(report)
+    yield Section("what works", tuple(lines((*works, *fails, *closely), listed=True)), "works")
+    yield show_not_checked(report)
     for number, facts in enumerate(report.stacks[:MOST_STACKS]):
         yield show_stack(facts, report, f"stack-{number}")
     if left := [facts.name for facts in report.stacks[MOST_STACKS:]]:
@@ -36,14 +39,6 @@ def list_sections(report: Report) -> Iterator[Section]:
         yield Section("notes", tuple(lines(report.notes, listed=True)), "notes", extra=True)
     yield show_environment(report)
     yield from show_files(report)
-
-
-def list_brief_sections(report: Report) -> Iterator[Section]:
-    """The findings, what works, and what was not checked."""
-    yield show_findings(report)
-    works, fails, closely = describe_health(report)
-    yield Section("what works", tuple(lines((*works, *fails, *closely), listed=True)), "works")
-    yield show_not_checked(report)
 
 
 def show_environment(report: Report) -> Section:

@@ -151,8 +151,9 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
         end += ", if no attention score is as low as the number that masks a token" if proof.weak_mask else ""
         yield "proved", f"with and without a cache agree for every {lengths}{end}"
     if proof.exceptions:
-        what = "several new tokens a step" if proof.single else "lengths that were not run"
-        yield "not proved", f"{what}; outside the proof: {'; '.join(proof.exceptions)}"
+        what = "for several new tokens a step" if proof.single else "at every length"
+        open_part = f"outside the proof: {'; '.join(proof.exceptions)}"
+        yield "not proved", f"agreement with and without a cache {what}; {open_part}"
 
 
 OUTLINED = (

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from kvdoctor._version import __version__
 from kvdoctor.findings import Check, Finding, Issue, NotChecked
 from kvdoctor.records import record
-from kvdoctor.report.escaping import cut
+from kvdoctor.report.escaping import cut, shortened
 from kvdoctor.report.wording import join_some
 
 HOME = "https://github.com/kvdoctor/kvdoctor"
@@ -136,6 +136,11 @@ class OpenChecks:
     def reason(self) -> str:
         """Why they could not run."""
         return self.entries[0].reason
+
+    def describe(self, most: int) -> str:
+        """`KV301 (merged): why`; the reason alone where it is about everything."""
+        reason = shortened(self.reason, most).removeprefix("not run: ")
+        return reason if {entry.code for entry in self.entries} == {"*"} else f"{self.title}: {reason}"
 
     @property
     def essential(self) -> bool:

@@ -231,7 +231,7 @@ def explain_undecided(report: Report, rest: str) -> list[tuple[str, Text]]:
     """Label and text: why there is no verdict, and what decides. Of many reasons `rest` names where the others are."""
     groups = [group for group in group_open_checks(report.not_checked) if group.essential]
     rows: list[tuple[str, Text]] = []
-    rows += [("why", f"{group.title}: {shortened(group.reason, 600)}") for group in groups[:MOST_REASONS]]
+    rows += [("why", group.describe(600)) for group in groups[:MOST_REASONS]]
     if report.verdict == "not-applicable" and rows:
         return [("why", groups[0].reason.removeprefix("not run: "))]
     if len(groups) > MOST_REASONS:
@@ -275,8 +275,10 @@ def _advise(command: str, remark: str = "") -> Text:
 
 
 def _advise_missing(report: Report, again: str) -> Text | None:
-    """What decides where only a target or a checkpoint named by an option is missing; None where something else is."""
+    """What decides where a target or a checkpoint named by an option is missing; None where something else is."""
     missing = {entry.code for entry in report.not_checked if entry.essential}
+    if "*" in missing and report.arguments.get("from") is not None:
+        return "do what the reason names, then the same command again"
     reference = report.arguments.get("reference")
     elsewhere = {name: report.arguments.get(name, ()) for name in ("target", "provider")}
     named = {name: value if isinstance(value, str) else ",".join(value) for name, value in elsewhere.items()}

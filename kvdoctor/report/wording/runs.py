@@ -12,7 +12,7 @@ from kvdoctor.report.wording import format_milliseconds, join_some
 
 HEADER = ["step", "max diff", "max diff, SD", "KL, nats", "top 1"]
 FLOAT32 = "float32, SD"
-NOT_COMPARED = "returned"
+NOT_COMPARED = "not compared"
 """The logits of a step that nothing was compared with."""
 MOST_PARTS = 12
 
@@ -101,7 +101,7 @@ def _past_and_present(step: Step, slot: Slot, run: Run) -> str:
 
 
 def format_logits(step: Step) -> str:
-    """The difference of the logits of a step; `returned` where they were not compared."""
+    """The difference of the logits of a step; and whether they were compared at all."""
     if not step.returned:
         return "-"
     if step.difference is None:
@@ -170,7 +170,7 @@ def describe_difference(run: Run, step: Step | None) -> str | None:
     found = step.difference if step is not None else None
     if found is not None and not found.finite:
         return "not finite"
-    words = [f"off by {found.relative:g} standard deviations of the logits"] if found is not None else []
+    words = [f"off by {found.relative:g} standard deviations"] if found is not None else []
     if run.hidden and run.unrounded is not None:
         words.append(f"off by {run.unrounded.at(step):g} in a float32 copy of the model")
     return ", ".join(words) or None

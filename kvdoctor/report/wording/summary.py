@@ -46,9 +46,8 @@ def format_counts(report: "Report") -> str:
 
 def format_open(report: "Report", group: OpenChecks) -> str:
     """`not checked: KV301 (merged): why`."""
-    reason = shortened(group.reason, LONGEST_REASON)
     if report.verdict == "not-applicable":
-        return f"not applicable: {reason.removeprefix('not run: ')}"
+        return f"not applicable: {shortened(group.reason, LONGEST_REASON).removeprefix('not run: ')}"
     state, allowed = "not checked", dict.fromkeys(report.allowed(entry.code) for entry in group.entries)
     if group.essential and None not in allowed:
         state = f"not checked, allowed ({', '.join(map(str, allowed))})"
@@ -56,7 +55,7 @@ def format_open(report: "Report", group: OpenChecks) -> str:
         state = "not checked, and not needed for the verdict"
     elif not group.essential and not set(group.entries) & set(report.open_checks):
         state = "explained by a finding"
-    return f"{state}: {group.title}: {reason}"
+    return f"{state}: {group.describe(LONGEST_REASON)}"
 
 
 def name_verdict(report: "Report") -> str:

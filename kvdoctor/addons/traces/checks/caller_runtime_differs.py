@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdoctor.addons.traces.step_test import MOST_QUOTED, CallerContext, quote_error
-from kvdoctor.decode.runs import CALLER_ROUNDS, Run
+from kvdoctor.addons.traces.step_test import CallerContext
+from kvdoctor.decode.runs import CALLER_ROUNDS, Run, quote_error
 from kvdoctor.errors import CannotCheck
 from kvdoctor.findings import Advice, Fault, check
 from kvdoctor.report.wording import join_some
@@ -45,7 +45,7 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
         name = "the program" if call is None else f"the call of {call.file}"
         where = "program" if call is None else f"trace ({call.place})"
         cause = f"{name} fails in the caller's runtime"
-        quoted = " ".join(recorded.error.split())[:MOST_QUOTED]
+        quoted = quote_error(recorded.error)
         yield _fault(where, "a run that ends with the expected tokens", quoted, cause)
         return
     if trace.also:
@@ -62,7 +62,7 @@ def caller_runtime_differs(context: CallerContext) -> Iterator[Fault]:
             fault = replace(fault, severity="warning", cause=ROUNDED)
         yield _weaken(fault, trace.blind) if trace.blind and not written else fault
     elif failed is not None and run.outcome in ("passed", "ambiguous"):
-        error = quote_error(trace.failed) if trace.failed is not None else ""
+        error = quote_error(trace.failed.error or "") if trace.failed is not None else ""
         cause = "a step that follows the contract fails in the caller's runtime, and passes in the local one"
         yield _fault(f"trace step {failed}", "a step that passes, as in the local runtime", error, cause)
     elif failed is None and run.outcome == "failed":
@@ -78,7 +78,7 @@ def _fails_everywhere(trace: "TraceCheck") -> Fault:
         wrong = trace.untrue
         observed = f"step {wrong.step}: {wrong.output} was returned as {wrong.observed}"
         return _fault(f"trace step {wrong.step}", wrong.declared, observed, OTHER)
-    error = quote_error(trace.failed) if trace.failed is not None else ""
+    error = quote_error(trace.failed.error or "") if trace.failed is not None else ""
     number = trace.failed.number if trace.failed is not None else None
     cause = "a step fails in the caller's runtime, and also locally when fed what that returned"
     return _fault(f"trace step {number}", "a run that ends with the expected tokens", error, cause)

@@ -15,7 +15,8 @@ A switch that runs have settled, and a transducer's states after a blank, are re
 
 from collections.abc import Iterator
 
-from kvdoctor.addons.traces.step_test import CallerContext, describe_replay, is_harmless, name_location, quote_error
+from kvdoctor.addons.traces.step_test import CallerContext, describe_replay, is_harmless, name_location
+from kvdoctor.decode.runs import quote_error
 from kvdoctor.findings import Advice, Fault, check
 
 
@@ -27,7 +28,7 @@ def loop_breaks_contract(context: CallerContext) -> Iterator[Fault]:
         return
     for one in trace.breaks:
         failed = trace.step.number if trace.step.error is not None else None
-        said = quote_error(trace.step)
+        said = quote_error(trace.step.error or "")
         follows = [f"step {trace.step.number} failed there: {said}"] if said else []
         follows += describe_replay(context.replay, failed, trace.step.number)
         advice = Advice("caller", one.advice)
