@@ -1,8 +1,8 @@
-"""Measures generated loops beside bare sessions: the time of a token, and the memory of 2,000 tokens.
+"""Measures written loops next to bare loops: the processor time of a token, and the memory of 2,000 tokens.
 
-In each language two programs take steps side by side (`loop_programs/`): one calls the generated loop and takes the
-likeliest token; the other runs the session on inputs that were made in advance, and times nothing but the runs. A line
-on standard input says how many steps to take; the answer is the seconds that they took.
+In each language two programs take steps in turn (`loop_programs/`), with one thread: one calls the written loop and
+takes the likeliest token; the other runs the session on inputs that were made in advance. A line on standard input says
+how many steps to take; the answer comes when they are taken.
 """
 
 import os
@@ -109,26 +109,32 @@ class Steps(AbstractContextManager["Steps"]):
             self._process.communicate()
 
     def take(self, steps: int) -> float:
-        """Take so many steps; the seconds that they took."""
+        """Take so many steps; the seconds of processor time that they took."""
         assert self._process.stdin is not None
+        began = self._processor_time()
         print(steps, file=self._process.stdin, flush=True)
-        return float(self._answer())
+        self._answer()
+        return self._processor_time() - began
+
+    def _processor_time(self) -> float:
+        """That of all threads so far, as Linux counts it in nanoseconds."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(one.read_text().split()[0]) for one in threads) / 1e9
 
     def resident(self) -> int:
         """Bytes of resident memory while the program waits."""
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
-    def _answer(self) -> str:
+    def _answer(self) -> None:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        if not self._process.stdout.readline():
             raise RuntimeError(f"exit code {self._process.wait()}: {' '.join(self._command)}")
-        return line.strip()
 
 
 def token_times(programs: Programs, model: Path, rounds: int, blocks: int, steps: int) -> Pair:
-    """Seconds of a token in the loop and in the bare program, which take turns: A B, B A, ... `steps` each.
+    """Seconds of processor time of a token in the loop and in the bare program.
 
+    They take turns, `steps` each: A B, B A, ...
     Each round is a pair of new processes, whose first turn does not count.
     """
     costs: list[tuple[float, float]] = []

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx.numpy_helper import from_array, to_array
 from support import text_fixtures
-from support.loop_programs import written
+from support.loop_programs import calls, written
 
 from kvdoctor.addons.traces.options import TraceChoices
 from kvdoctor.analysis.contract_file import read_contract_file
@@ -250,7 +250,7 @@ def test_a_trace_with_the_calls_of_the_embedding_graph_is_checked(tmp_path: Path
 
     path, out, trace = fixture(USUAL, tmp_path / "model"), tmp_path / "out", tmp_path / "loop.jsonl"
     written(path, out=out)
-    words = ("--prompt", "5,6,7", "--most", "5", "--record", str(trace))
+    words = (*calls([5, 6, 7], most=5), "--record", str(trace))
     command = [sys.executable, "main.py", "--model", str(path), *words]
     subprocess.run(command, cwd=out, check=True, capture_output=True)
     assert [json.loads(line)["file"] for line in trace.read_text().splitlines()][:2] == [EMBEDDING, DECODER]

@@ -60,22 +60,18 @@ def _ask_pytorch(zoo: Path, exporter: str, names: tuple[str, ...], scratch: Path
 def _compare(language: str, model: Path, due: list[int], scratch: Path) -> str:
     made = materials(model, scratch)
     run = json.loads((made.folder / VECTORS_FILE).read_text("utf-8"))["runs"][0]
-    words = ["--model", model, "--contract", made.folder / CONTRACT_FILE, "--most", MOST, *_arguments(run, made.folder)]
-    done = program(language, scratch).run(*words)
+    calls = ["--calls", json.dumps(list(_list_calls(run["calls"], made.folder)))]
+    done = program(language, scratch).run("--model", model, "--contract", made.folder / CONTRACT_FILE, *calls)
     found = [int(token) for token in done.stdout.strip().split(",") if token]
     return f"{len(due)} tokens" if found == due and done.returncode == 0 else f"**{found} in place of {due}**"
 
 
-def _arguments(run: dict[str, Any], folder: Path) -> Iterator[str]:
-    """The prompt and the source of a run with one sequence."""
-    for call in run["calls"]:
+def _list_calls(calls: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """Those that encode the source of a run, and one that generates after its prompt."""
+    for call in calls:
         if call["call"] == "prefill":
-            yield from ("--prompt", _listed(call["rows"][0]))
-        elif call["call"] == "encode":
-            yield from ("--source", _listed(call["rows"][0]))
+            yield {"call": "generate", "rows": call["rows"], "most": MOST}
         elif call["call"] == "encode-file":
-            yield from ("--source", str(folder / call["file"]), "--source-shape", _listed(call["shape"]))
-
-
-def _listed(numbers: list[int]) -> str:
-    return ",".join(map(str, numbers))
+            yield call | {"file": str(folder / call["file"])}
+        elif call["call"] == "encode":
+            yield call

@@ -11,6 +11,7 @@ import pytest
 from support import bad_models as bad
 from support import text_fixtures
 from support.isolated import EXPORTS, kvdoctor
+from support.loop_programs import calls
 
 MARIAN, LLAMA = EXPORTS / "marian-4.57.6", EXPORTS / "llama-gqa"
 
@@ -23,8 +24,8 @@ def test_a_project_is_written_and_its_program_decodes(tmp_path: Path) -> None:
     names = {path.name for path in out.iterdir()}
     own = {"README.md", "kvdoctor-loop.json", "contract.json", "vectors.json"}
     assert names == own | {"decode_loop", "main.py", "pyproject.toml"}
-    ran = program(out, MARIAN, "--prompt", "5,6", "--source", "5,6,7")
-    assert "tokens/s" in ran.stderr
+    ran = program(out, MARIAN, *calls([5, 6], source=[[5, 6, 7]]))
+    assert (ran.returncode, ran.stderr) == (0, "")
     readme = (out / "README.md").read_text("utf-8")
     assert "KV203" in readme
     assert "`present.0.encoder.key`" in readme
@@ -69,7 +70,7 @@ print(*tokens[1:], sep=",")
 def test_greedy_decoding_is_that_of_the_file_that_takes_no_cache(tmp_path: Path) -> None:
     out, folder = tmp_path / "decode", EXPORTS / "marian-4.46.3"
     kvdoctor("loop", folder, "-l", "python", "-o", out)
-    words = ("--prompt", "3", "--source", "5,6,7,8,9,10,11", "--most", "8")
+    words = calls([3], source=[[5, 6, 7, 8, 9, 10, 11]], most=8)
     without = [sys.executable, "-c", WITHOUT_A_CACHE, str(folder)]
     expected = subprocess.run(without, capture_output=True, text=True, check=True).stdout
     assert program(out, folder, *words).stdout == expected
@@ -78,7 +79,7 @@ def test_greedy_decoding_is_that_of_the_file_that_takes_no_cache(tmp_path: Path)
 def test_the_trace_of_a_program_breaks_no_rule(tmp_path: Path) -> None:
     out, trace = tmp_path / "decode", tmp_path / "loop.jsonl"
     kvdoctor("loop", MARIAN, "-l", "python", "-o", out)
-    program(out, MARIAN, "--prompt", "1", "--source", "5,6,7", "--most", "4", trace=trace)
+    program(out, MARIAN, *calls([1], source=[[5, 6, 7]], most=4), trace=trace)
     done = kvdoctor("step-test", MARIAN, "--consumer", "held", "--trace", trace, "--format", "json")
     assert done.returncode == 0
     assert not [f for f in json.loads(done.stdout)["findings"] if f["severity"] != "note"]
@@ -151,9 +152,18 @@ def test_a_use_that_is_wrong_is_not_offered(fixture: str, said: str, tmp_path: P
     done = kvdoctor("loop", folder, "-l", "python", "-o", out, "--check")
     assert done.returncode == 0
     assert said in done.stdout
-    ran = program(out, folder, "--prompt", "1,2,3", "--prompt", "3,4")
+    ran = program(out, folder, *calls([1, 2, 3], [3, 4]))
     assert ran.returncode == 1
     assert ran.stderr.startswith("error: ")
+
+
+def test_features_are_refused_by_name(tmp_path: Path) -> None:
+    folder, out = text_fixtures.load_all()["layout-vision-bundle-healthy"].write(tmp_path / "model"), tmp_path / "loop"
+    done = kvdoctor("loop", folder, "-l", "python", "-o", out)
+    assert "input 'pixel_values' is for images or audio, which this loop does not take" in done.stdout
+    assert program(out, folder, *calls([1, 14], most=2)).returncode == 0
+    ran = program(out, folder, *calls([1, 15], most=2))
+    assert (ran.returncode, "token 15 stands for an image" in ran.stderr) == (1, True)
 
 
 def test_a_check_that_compares_nothing_is_none(tmp_path: Path) -> None:

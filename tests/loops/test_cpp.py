@@ -15,6 +15,7 @@ from kvdoctor.addons.loops.cpp_headers import NoHeaders
 from kvdoctor.addons.loops.languages import CPP
 from kvdoctor.addons.loops.pipeline import LoopRequest, write_loop
 from kvdoctor.options import Options
+from kvdoctor.runtime.process import NO_TELEMETRY
 
 WARNINGS = ("-std=c++20", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror")
 HEADERS = ("ONNXRUNTIME_INCLUDE", "NLOHMANN_JSON_INCLUDE")
@@ -40,7 +41,7 @@ def environment() -> dict[str, str]:
         headers = CPP.prepare(build_cache() / "cpp")
     except NoHeaders as reason:
         pytest.skip(str(reason))
-    return {**os.environ, "ONNXRUNTIME_LIB": str(find_library()), **headers}
+    return {**os.environ, "ONNXRUNTIME_LIB": str(find_library()), **headers, **NO_TELEMETRY}
 
 
 def sources() -> list[Path]:

@@ -22,8 +22,8 @@ cannot forget 3 of 3 tokens
 begins with at least one token
 no choice
 call Encode before Prefill
-the ids of the source are 0 or more; got -1
-it has shape [2 3], not [1 2]
+and there is one; got [[5 -1]]
+and there is one; got []
 1 prompts for 2 sources
 """
 

@@ -4,6 +4,7 @@ A skip says which tools are missing.
 """
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import make_loops
 import pytest
 from support.isolated import EXPORTS, kvdoctor
-from support.loop_programs import COMMITTED, assert_tensors_are_noted, materials, played, program
+from support.loop_programs import COMMITTED, assert_tensors_are_noted, calls, materials, played, program
 from support.sampling import spread, thinned
 from test_loop_of_each_layout import LOOPS
 
@@ -86,25 +87,29 @@ languages_of_all = pytest.mark.parametrize(
 def test_greedy_tokens_end_where_the_contract_says(language: str, scratch: Path, tmp_path: Path) -> None:
     made, built = materials("llama-gqa", scratch), program(language, scratch)
 
-    def decoded(*words: object, **generation: Any) -> list[str]:
-        ids = made.contract["generation"] | {"end": []} | generation
-        contract = made.edited(tmp_path, generation=ids)
-        done = built.run("--model", made.model, "--contract", contract, "--most", 6, *words)
+    def decoded(*rows: list[int], ids: dict[str, Any] | None = None, **how: Any) -> list[str]:
+        contract = made.edited(tmp_path, generation=made.contract["generation"] | {"end": []} | (ids or {}))
+        done = built.run("--model", made.model, "--contract", contract, *calls(*rows, most=6, **how))
         assert done.returncode == 0, done.stderr
         return [line.strip() for line in done.stdout.splitlines()]
 
-    (line,) = decoded("--prompt", "5,6,7")
+    prompt = [5, 6, 7]
+    (line,) = decoded(prompt)
     tokens = line.split(",")
     assert len(tokens) == 6
     before = ",".join(tokens[: tokens.index(tokens[3])])
-    assert decoded("--prompt", "5,6,7", "--stop", tokens[3]) == [before]
-    assert decoded("--prompt", "5,6,7", end=[int(tokens[3])]) == [before]
-    assert decoded("--prompt", "5,6,7", "--prompt", "6,7")[0] == line
-    assert tokens[0] not in decoded("--prompt", "5,6,7", suppress=[int(tokens[0])])[0].split(",")
-    assert decoded("--prompt", "5,6,7", begin_suppress=[int(tokens[0])])[0].split(",")[0] != tokens[0]
-    assert decoded("--prompt", "5,6,7", forced=[[3, 9], [4, 8]])[0].startswith("9,8,")
-    drawn = [decoded("--prompt", "5,6,7", "--temperature", 2, "--seed", seed) for seed in (1, 1, 2)]
+    first = [int(tokens[0])]
+    assert decoded(prompt, stop=[int(tokens[3])]) == [before]
+    assert decoded(prompt, ids={"end": [int(tokens[3])]}) == [before]
+    assert decoded(prompt, [6, 7])[0] == line
+    assert tokens[0] not in decoded(prompt, ids={"suppress": first})[0].split(",")
+    assert decoded(prompt, ids={"begin_suppress": first})[0].split(",")[0] != tokens[0]
+    assert decoded(prompt, ids={"forced": [[3, 9], [4, 8]]})[0].startswith("9,8,")
+    drawn = [decoded(prompt, temperature=2, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    one_left = ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1})
+    assert [decoded(prompt, temperature=2, **how) for how in one_left] == [[line]] * 3
+    assert decoded(prompt, repetition_penalty=1e-6) != [line]
 
 
 def _of_another_model(contract: dict[str, Any]) -> dict[str, Any]:
@@ -143,31 +148,31 @@ def test_a_program_refuses_what_it_cannot_do(language: str, scratch: Path, tmp_p
         assert said in done.stderr
         assert "Traceback" not in done.stderr
 
-    prompt = ("--prompt", "5,6,7")
+    prompt = calls([5, 6, 7])
     refused("kvdoctor/loop/9", *prompt, schema="kvdoctor/loop/9")
     refused("past_key_values.9.key", *prompt, **_of_another_model(contract))
     refused("another model", *prompt, **_of_another_size(contract))
     refused("input_ids", *prompt, **_of_another_type(contract))
     refused("attention_mask", *prompt, **_without_an_input(contract))
-    refused("id", "--prompt", "5,128")
-    refused("id", "--prompt", "5,-1")
-    refused("stands for an image", "--prompt", "5,127", placeholders=[127])
-    refused("at most", "--prompt", ",".join(["5"] * 100))
-    refused("length", *prompt, "--prompt", "5", pads=False)
+    refused("id", *calls([5, 128]))
+    refused("id", *calls([5, -1]))
+    refused("stands for an image", *calls([5, 127]), placeholders=[127])
+    refused("at most", *calls([5] * 100))
+    refused("length", *calls([5, 6, 7], [5]), pads=False)
 
 
 @languages_of_all
 def test_options_that_cannot_be_right_are_refused(language: str, scratch: Path) -> None:
     made, built = materials("llama-gqa", scratch), program(language, scratch)
-    prompt = ("--prompt", "5,6")
     for given in (
-        (*prompt, "--follow", "5", "--self-test", "rewnd"),
-        (*prompt, "--top-k", "-1", "--temperature", "1"),
-        (*prompt, "--most", "0"),
-        (*prompt, "--temperature", "-1"),
-        (*prompt, "--temperature", "nan"),
-        (*prompt, "--provider", "NoSuchExecutionProvider"),
-        (*prompt, "--no-such-option", "5"),
+        calls([5, 6], top_k=-1, temperature=1),
+        calls([5, 6], most=-1),
+        calls([5, 6], temperature=-1),
+        calls(["x"]),  # type: ignore[list-item]
+        ("--calls", "no JSON"),
+        ("--calls", '[{"call": "nonsense"}]'),
+        (*calls([5, 6]), "--provider", "NoSuchExecutionProvider"),
+        (*calls([5, 6]), "--no-such-option", "5"),
         ("--record", made.folder / "bad.jsonl", "--runs", made.folder / CONTRACT_FILE),
     ):
         done = built.run("--model", made.model, "--contract", made.folder / CONTRACT_FILE, *given)
@@ -180,15 +185,14 @@ def test_sources_of_unequal_length_are_masked(language: str, scratch: Path) -> N
     """A batch decodes the tokens that each source has by itself."""
     made, built = materials("marian-4.57.6", scratch), program(language, scratch)
 
-    def decoded(*sources: str) -> str:
-        words = [word for one in sources for word in ("--source", one, "--prompt", "1")]
-        given = ("--contract", made.folder / CONTRACT_FILE, "--most", "6", "--stop", "")
-        done = built.run("--model", made.model, *given, *words)
+    def decoded(*sources: list[int]) -> str:
+        given = calls(*([1] for _ in sources), source=list(sources), most=6, stop=[])
+        done = built.run("--model", made.model, "--contract", made.folder / CONTRACT_FILE, *given)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    alone = [decoded(one) for one in ("5,6,7,8,9", "9,8")]
-    assert decoded("5,6,7,8,9", "9,8") == "".join(alone)
+    alone = [decoded(one) for one in ([5, 6, 7, 8, 9], [9, 8])]
+    assert decoded([5, 6, 7, 8, 9], [9, 8]) == "".join(alone)
     assert alone[0] != alone[1]
 
 
@@ -217,8 +221,8 @@ def test_a_record_is_accepted(language: str, name: str, scratch: Path) -> None:
 def test_the_command_of_the_readme_decodes(language: str, scratch: Path) -> None:
     built = program(language, scratch)
     text = (built.folder / "README.md").read_text("utf-8")
-    line = next(line for line in text.splitlines() if "--model" in line and "--prompt" in line)
-    done = built.run("--model", EXPORTS / "llama-gqa", *line.partition("MODEL")[2].split())
+    line = next(line for line in text.splitlines() if "--model" in line and "--calls" in line)
+    done = built.run("--model", EXPORTS / "llama-gqa", *shlex.split(line.partition("MODEL")[2]))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip().split(",")) > 1
 

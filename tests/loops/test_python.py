@@ -101,7 +101,7 @@ def test_sampling_draws_from_the_tokens_that_it_is_given(library: ModuleType) ->
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
 
     def drawn(**given: Any) -> set[int]:
-        choose = library.Sampling(**given).chooser()
+        choose = library.Sampling(**{"temperature": 1, **given}).chooser()
         return {choose(logits, [0]) for _ in range(200)}
 
     assert drawn() == {0, 1, 2, 3}

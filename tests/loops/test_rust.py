@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.isolated import EXPORTS, give_up, re_export
-from support.loop_programs import plan_of, program_text
+from support.loop_programs import calls, plan_of, program_text
 
 from kvdoctor.addons.loops.check import build_cache, find_library
 from kvdoctor.addons.loops.languages import RUST
@@ -20,6 +20,7 @@ from kvdoctor.addons.traces.options import TraceChoices
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime
+from kvdoctor.runtime.process import NO_TELEMETRY
 from kvdoctor.runtime.targets.bindings import ORT_CRATE
 
 PLAIN = Path(__file__).parent / "plain_rust"
@@ -34,7 +35,7 @@ def cargo(folder: Path, *arguments: str, program: tuple[str, ...] = ()) -> "subp
     if shutil.which("cargo") is None:
         give_up("cargo is not on the path; it comes with https://rustup.rs")
     target = os.environ.get("CARGO_TARGET_DIR") or str(build_cache() / "rust")
-    settings = {"ORT_DYLIB_PATH": str(find_library()), "CARGO_TARGET_DIR": target}
+    settings = {"ORT_DYLIB_PATH": str(find_library()), "CARGO_TARGET_DIR": target, **NO_TELEMETRY}
     command = ["cargo", *arguments, *(("--", *program) if program else ())]
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False
@@ -107,8 +108,8 @@ def test_two_models_run_in_one_process(tmp_path: Path) -> None:
     done = cargo(folder, "run", "--release", "--quiet", program=places)
     assert done.returncode == 0, done.stderr
     for name, model in models.items():
-        source = ("--source", "5,6,7") if "marian" in model else ()
-        arguments = ("--model", str(EXPORTS / model), *source, "--prompt", "5,6,7", "--most", "6", "--stop", "")
+        given = calls([5, 6, 7], source=[[5, 6, 7]] if "marian" in model else None, most=6, stop=[])
+        arguments = ("--model", str(EXPORTS / model), *given)
         alone = cargo(tmp_path / name, "run", "--release", *DYNAMIC, program=arguments)
         assert alone.returncode == 0, alone.stderr
         assert f"[[{alone.stdout.strip().replace(',', ', ')}]]" in done.stdout
@@ -117,18 +118,18 @@ def test_two_models_run_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plain_loop_fails_where_the_written_one_goes_on(tmp_path: Path) -> None:
     """The merged decoder whose second call returns an empty cross-attention cache; the plain loop has 2.0.0-rc.10."""
-    sick, source, start = EXPORTS / "marian-4.57.6", "5,6,7", "1"
+    sick, given = EXPORTS / "marian-4.57.6", ("5,6,7", "1", "6")
     repaired = re_export("marian-4.57.6", tmp_path / "repaired")
     plain = Path(shutil.copytree(PLAIN, tmp_path / "plain"))
-    failed = cargo(plain, "run", "--quiet", program=(str(sick), source, start, "6"))
+    failed = cargo(plain, "run", "--quiet", program=(str(sick), *given))
     assert failed.returncode != 0
     assert len(failed.stdout.splitlines()) == 2
     assert "step 3:" in failed.stderr or failed.returncode < 0
-    fixed = cargo(plain, "run", "--quiet", program=(str(repaired), source, start, "6"))
+    fixed = cargo(plain, "run", "--quiet", program=(str(repaired), *given))
     assert fixed.returncode == 0, fixed.stderr
 
     folder = written("marian-4.57.6", tmp_path, "goes_on")
-    arguments = ("--source", source, "--prompt", start, "--most", "6", "--stop", "")
+    arguments = calls([1], source=[[5, 6, 7]], most=6, stop=[])
     runs = [
         cargo(folder, "run", "--release", *DYNAMIC, program=("--model", str(one), *arguments))
         for one in (sick, repaired)

@@ -148,6 +148,12 @@ def assert_tensors_are_noted(lines: list[dict[str, Any]]) -> None:
         assert len(tensor.get("data") or tensor.get("sample") or []) == min(size, MOST_DATA)
 
 
+def calls(*rows: list[int], source: list[list[int]] | None = None, **how: Any) -> tuple[str, str]:
+    """Options of a program that generates from prompts, after an encoder has read a source."""
+    encoded = [] if source is None else [{"call": "encode", "rows": source}]
+    return "--calls", json.dumps([*encoded, {"call": "generate", "rows": list(rows), **how}])
+
+
 def program_text(name: str) -> str:
     """A program of `tests/loops/programs`, or what it must print."""
     return (Path(__file__).parents[1] / "loops" / "programs" / name).read_text("utf-8")

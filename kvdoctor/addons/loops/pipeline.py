@@ -245,9 +245,9 @@ def _refuse(observed: ObservedLoop, shown: str) -> tuple[str, int] | None:
 
 def _remarks(observed: ObservedLoop, target: LoopTarget) -> Iterator[str]:
     yield from observed.remarks
-    embed = [target.contract.graph("embed")] if "embed" in target.contract.phases else []
-    for port in (port for graph in embed for port in graph.inputs if port.role == "features"):
-        yield f"input {port.name!r} is for images or audio, which this loop does not take: it is fed no rows"
+    graphs = target.contract.graphs.values()
+    for name in dict.fromkeys(port.name for graph in graphs for port in graph.inputs if port.role == "features"):
+        yield f"input {name!r} is for images or audio, which this loop does not take"
     plain = observed.plain
     if plain is not None and plain.outcome in ("failed", "differs", "died") and plain is not observed.held:
         yield (

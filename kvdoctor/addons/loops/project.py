@@ -111,7 +111,7 @@ def make_readme(project: Project) -> str:
         "own": describe_own_loop(project),
         "rules": "\n".join(f"{at}. {text}" for at, text in enumerate(_list_rules(plan), 1)),
         "notes": rename("\n- **".join(_list_sections(notes, plan)).strip(), project.name),
-        "example": vectors[0].example if vectors else "--prompt 5,6,7",
+        "example": vectors[0].example if vectors else '[{"call": "generate", "rows": [[5, 6, 7]]}]',
         "consumer": " --consumer held" if any(slot.carry == "hold" for slot in plan.slots) else "",
         "source": SOURCE_FILE if vectors and vectors[0].source is not None else "",
     }

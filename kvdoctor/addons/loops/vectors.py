@@ -3,6 +3,7 @@
 Beyond one sequence, token by token, a loop offers what no run of the model showed to be wrong.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -132,13 +133,9 @@ class Vector:
 
     @property
     def example(self) -> str:
-        """Arguments of the program that decode the same prompts freely."""
-        arguments = [f"--prompt {_ids(row)}" for row in self.prompts] + [
-            f"--source {_ids(row)}" for row in self.sources
-        ]
-        if self.source is not None:
-            arguments.append(f"--source {self.source_file} --source-shape {_ids(self.source.shape)}")
-        return " ".join(arguments)
+        """Calls of the program that decode the same prompts freely, as JSON."""
+        generate = {"call": "generate", "rows": [list(row) for row in self.prompts], "most": 20}
+        return json.dumps([*_list_encodings(self), generate])
 
     @property
     def source_file(self) -> str | None:
@@ -287,10 +284,6 @@ def _rows(numbers: Iterable[Array]) -> Rows:
     return tuple(tuple(int(number) for number in row) for row in numbers)
 
 
-def _ids(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
 ANY = -1
 """In place of an expected token, where several are right."""
 
@@ -300,10 +293,7 @@ def list_calls(name: str, vector: Vector) -> Iterator[dict[str, Any]]:
 
     An encoder reads token ids of each source, or the file of an array (float32, little endian, C order) with its shape.
     """
-    if vector.source is not None:
-        yield {"call": "encode-file", "file": vector.source_file, "shape": list(vector.source.shape)}
-    elif vector.sources:
-        yield {"call": "encode", "rows": [list(row) for row in vector.sources]}
+    yield from _list_encodings(vector)
     due = [[ANY if token is None else token for token in found] for found in zip(*vector.expected, strict=True)]
     yield {"call": "prefill", "rows": [list(row) for row in vector.prompts], "expect": due[0]}
     steps = [[[token] for token in tokens] for tokens in zip(*vector.follow, strict=True)]
@@ -315,6 +305,13 @@ def list_calls(name: str, vector: Vector) -> Iterator[dict[str, Any]]:
             order = [*reversed(order), 0]  # backwards, and the first one once more
             yield {"call": "reorder", "order": order}
         yield {"call": "step", "rows": [steps[-1][row] for row in order], "expect": [due[-1][row] for row in order]}
+
+
+def _list_encodings(vector: Vector) -> Iterator[dict[str, Any]]:
+    if vector.source is not None:
+        yield {"call": "encode-file", "file": vector.source_file, "shape": list(vector.source.shape)}
+    elif vector.sources:
+        yield {"call": "encode", "rows": [list(row) for row in vector.sources]}
 
 
 def differences(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> Iterator[str]:

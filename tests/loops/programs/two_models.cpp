@@ -64,7 +64,7 @@ void run(char** given) {
   refused([&] { llama.prefill({std::vector<std::int64_t>(4097, 1)}); }, "a sequence has at most");
   refused([&] { llama.rewind(3); }, "cannot forget 3 of 3 tokens");
   refused([&] { llama.reorder(std::vector<std::size_t>{1}); }, "not rows of 1");
-  refused([&] { llama.encode(first_loop::Tokens{{1}}); }, "no ids as its source");
+  refused([&] { llama.encode(first_loop::Tokens{{1}}); }, "no encoder");
   require(llama.length() == 3 && row() == expected, "a refused call changed something");
   refused([&] { marian.encode(std::vector<float>{1}, {1, 1, 1}); }, "other axes");
   require(marian.generate({{5, 6, 7}}, other) == second, "a refused source changed something");

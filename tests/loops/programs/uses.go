@@ -64,10 +64,10 @@ func main() {
 
 	// Calls of three decoders take turns.
 	whole := must(llama.Generate(ctx, prompt, six))[0]
-	must(0, marian.Encode(ctx, source, nil))
+	must(0, marian.Encode(ctx, source))
 	alone := must(marian.Generate(ctx, two, six))
 	must(other.Prefill(ctx, [][]int64{{9, 8}}))
-	must(0, marian.Encode(ctx, source, nil))
+	must(0, marian.Encode(ctx, source))
 	logits := must(marian.Prefill(ctx, two))
 	at := 0
 	for token, err := range llama.Tokens(ctx, prompt, six) {
@@ -114,14 +114,11 @@ func main() {
 	// A source.
 	marian.Reset()
 	refused(marian.Prefill(ctx, two))
-	refused(0, marian.Encode(ctx, [][]int64{{5, -1}}, nil))
-	refused(0, marian.Encode(ctx, source, [][]int64{{1, 1}}))
-	must(0, marian.Encode(ctx, source, nil))
+	refused(0, marian.Encode(ctx, [][]int64{{5, -1}}))
+	refused(0, marian.Encode(ctx, [][]int64{}))
+	must(0, marian.Encode(ctx, source))
 	refused(marian.Prefill(ctx, prompt))
 	must(marian.Prefill(ctx, two))
 	must(0, marian.Reorder([]int64{1, 0}))
-	same(must(marian.Generate(ctx, two, six)), alone)
-	masked := [][]int64{{5, 6, 7, 0}, {8, 9, 10, 0}}
-	must(0, marian.Encode(ctx, masked, [][]int64{{1, 1, 1, 0}, {1, 1, 1, 0}}))
 	same(must(marian.Generate(ctx, two, six)), alone)
 }

@@ -25,9 +25,8 @@ import (
 
 // Options say how a model is opened.
 type Options struct {
-	Session   *ort.SessionOptions // threads and execution provider; nil is the CPU
-	Capacity  int64               // room of the cache in tokens, where the contract lets it be chosen; 0 is 512
-	Unchecked bool                // do not open each file once more to compare it with the contract
+	Session  *ort.SessionOptions // threads and execution provider; nil is the CPU
+	Capacity int64               // room of the cache in tokens, where the contract lets it be chosen; 0 is 512
 }
 
 // Decoder holds a model, and the cache of one batch of sequences. A program may have several, of one or of several
@@ -67,10 +66,8 @@ func Open(folder string, contract *Contract, options Options) (*Decoder, error) 
 	if contract.CapacityIsChosen {
 		capacity = max(cmp.Or(options.Capacity, 512), 1)
 	}
-	if !options.Unchecked {
-		if err := contract.compare(folder); err != nil {
-			return nil, err
-		}
+	if err := contract.compare(folder); err != nil {
+		return nil, err
 	}
 	d := &Decoder{
 		contract: contract, capacity: capacity, graphs: map[string]*graph{}, reserved: map[*Call][]room{},
@@ -236,26 +233,21 @@ func (d *Decoder) check(tokens, rows [][]int64, length int64) error {
 	return nil
 }
 
-// advanceAll feeds tokens in as many calls as the graph needs; the logits are those of all of them.
-func (d *Decoder) advanceAll(ctx context.Context, tokens [][]int64) (Logits, error) {
+// advanceAll feeds tokens in as many calls as the graph needs; the logits are those of the last one.
+func (d *Decoder) advanceAll(ctx context.Context, tokens [][]int64) (logits Logits, err error) {
 	if !d.contract.OneToken {
 		return d.advance(ctx, tokens)
 	}
-	all := make(Logits, len(tokens))
 	for position := range tokens[0] {
 		column := make([][]int64, len(tokens))
 		for row := range tokens {
 			column[row] = tokens[row][position : position+1]
 		}
-		logits, err := d.advance(ctx, column)
-		if err != nil {
+		if logits, err = d.advance(ctx, column); err != nil {
 			return nil, err
 		}
-		for row := range all {
-			all[row] = append(all[row], logits[row]...)
-		}
 	}
-	return all, nil
+	return logits, nil
 }
 
 // advance runs the calls on new tokens.

@@ -56,7 +56,6 @@ type Generation struct {
 	Stop     []int64 // tokens that end a sequence; nil are those of the contract
 	Choose   Choose  // nil takes the likeliest token
 	Continue bool    // the prompts follow the tokens in the cache, in place of beginning sequences
-	Raw      bool    // do not suppress or force the tokens that the contract suppresses or forces
 }
 
 // Token is a new token of a sequence.
@@ -129,16 +128,15 @@ func (d *Decoder) generate(
 
 // choose picks a token, from those that the contract leaves.
 func (d *Decoder) choose(logits []float32, tokens []int64, how Generation, first bool) (int64, error) {
-	if ids := d.contract.Generation; !how.Raw {
-		for _, forced := range ids.Forced {
-			if forced[0] == int64(len(tokens)) {
-				return forced[1], nil
-			}
+	ids := d.contract.Generation
+	for _, forced := range ids.Forced {
+		if forced[0] == int64(len(tokens)) {
+			return forced[1], nil
 		}
-		suppress(logits, ids.Suppress)
-		if first {
-			suppress(logits, ids.BeginSuppress)
-		}
+	}
+	suppress(logits, ids.Suppress)
+	if first {
+		suppress(logits, ids.BeginSuppress)
 	}
 	if how.Choose == nil {
 		return Likeliest(logits), nil
@@ -158,10 +156,10 @@ func suppress(logits []float32, ids []int64) {
 // is taken.
 type Sampling struct {
 	Temperature       float64
-	TopK              int     // from so many of the likeliest tokens
-	TopP              float64 // from the likeliest tokens that have this probability together
-	MinP              float64 // from tokens with this part of the probability of the likeliest one
-	RepetitionPenalty float64 // divides the logits of tokens that are there, where they are above 0, else multiplies
+	TopK              int     `json:"top_k"`              // from so many of the likeliest tokens
+	TopP              float64 `json:"top_p"`              // from the likeliest tokens that have this probability together
+	MinP              float64 `json:"min_p"`              // from tokens with this part of the probability of the likeliest one
+	RepetitionPenalty float64 `json:"repetition_penalty"` // divides the logits of tokens that are there, where they are above 0, else multiplies
 	Seed              uint64
 }
 

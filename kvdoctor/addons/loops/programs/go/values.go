@@ -10,32 +10,30 @@ import (
 	ort "github.com/yalue/onnxruntime_go"
 )
 
-// Encode says what the sequences are about, in token ids: it runs the encoder, where the model has one. The mask has 0
-// for padding on the right; without it all of the source is read, and shorter rows are padded.
-func (d *Decoder) Encode(ctx context.Context, rows, mask [][]int64) error {
-	longest, unequal, ids, ones := 0, false, []int64{}, [][]int64{}
+// Encode says what the sequences are about, in token ids: it runs the encoder, where the model has one. Shorter rows are
+// padded on the right, and masked.
+func (d *Decoder) Encode(ctx context.Context, rows [][]int64) error {
+	longest, ids, mask := 0, []int64{}, [][]int64{}
 	for _, row := range rows {
-		unequal, longest = unequal || len(row) != len(rows[0]), max(longest, len(row))
+		longest = max(longest, len(row))
 	}
 	for _, row := range rows {
-		if least := slices.Min(append(row, 0)); least < 0 { // a Gather counts it from the end
-			return fmt.Errorf("the ids of the source are 0 or more; got %d", least)
-		}
 		rest := make([]int64, longest-len(row))
 		ids = slices.Concat(ids, row, rest)
-		ones = append(ones, slices.Concat(slices.Repeat([]int64{1}, len(row)), rest))
+		mask = append(mask, slices.Concat(slices.Repeat([]int64{1}, len(row)), rest))
 	}
-	if unequal && mask == nil {
-		mask = ones
+	if len(ids) == 0 || slices.Min(ids) < 0 { // a Gather counts it from the end
+		return fmt.Errorf("the ids of the source are 0 or more, and there is one; got %v", rows)
 	}
-	if longest == 0 {
-		return errors.New("source: there is nothing in it")
+	if !slices.Contains(slices.Concat(mask...), 0) {
+		mask = nil
 	}
 	shape := []int64{int64(len(rows)), int64(longest)}
 	return d.encode(ctx, shape, mask, func(i int64) float64 { return float64(ids[i]) })
 }
 
-// EncodeFloats is Encode for features of a picture or of sound, or for encoder states.
+// EncodeFloats is Encode for features of a picture or of sound, or for encoder states. The mask has 0 for padding on the
+// right; without it all of the source is read.
 func (d *Decoder) EncodeFloats(ctx context.Context, source []float32, shape []int64, mask [][]int64) error {
 	if len(source) == 0 || product(shape) != int64(len(source)) {
 		return fmt.Errorf("the source must fill its shape: %d numbers for %v", len(source), shape)

@@ -20,6 +20,11 @@ struct ContractError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Throws where an argument cannot be right.
+inline void require(bool holds, const std::string& otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
 /// The size of an axis: a number, or where that is -1 the name of what it counts.
 struct Dim {
   std::int64_t size = -1;

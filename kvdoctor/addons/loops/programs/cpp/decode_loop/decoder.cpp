@@ -104,7 +104,7 @@ Decoder::Decoder(const Ort::Env& env, const std::filesystem::path& folder, Contr
       capacity_(contract_->capacity_is_chosen ? capacity : contract_->context_limit) {
   for (const File& file : contract_->files) {
     const auto path = folder / std::u8string(file.file.begin(), file.file.end());
-    if (!std::filesystem::exists(path)) throw std::invalid_argument("there is no file " + path.string());
+    require(std::filesystem::exists(path), "there is no file " + path.string());
     check(file, sessions_.emplace(file.file, Ort::Session(env, path.c_str(), options)).first->second);
   }
 }
@@ -113,20 +113,14 @@ void Decoder::trace_to(Trace trace) { trace_ = std::move(trace); }
 
 // The source of an encoder.
 
-bool Decoder::source_is_ids() const {
-  return contract_->source && (contract_->source->dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ||
-                               contract_->source->dtype == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
-}
-
 void Decoder::encode(const Tokens& sources) {
   std::size_t longest = 0;
   for (const auto& row : sources) longest = std::max(longest, row.size());
-  if (!source_is_ids() || longest == 0) throw std::invalid_argument("this model takes no ids as its source");
   Tokens mask;
   std::vector<std::int64_t> ids;
   const bool even = std::ranges::all_of(sources, [longest](const auto& row) { return row.size() == longest; });
   for (const auto& row : sources) {
-    if (row.empty() || std::ranges::min(row) < 0) throw std::invalid_argument("a source has ids, which are 0 or more");
+    require(!row.empty() && std::ranges::min(row) >= 0, "a source has ids, which are 0 or more");
     ids.insert(ids.end(), row.begin(), row.end());
     ids.resize(ids.size() + longest - row.size(), 0);
     if (!even) mask.emplace_back(row.size(), 1).resize(longest, 0);
@@ -136,31 +130,25 @@ void Decoder::encode(const Tokens& sources) {
 }
 
 void Decoder::encode(std::span<const float> values, const Shape& shape, const Tokens& mask) {
-  if (!contract_->source) throw std::invalid_argument("this model has no encoder");
-  const bool full = std::ranges::all_of(shape, [](std::int64_t size) { return size > 0; });
-  if (!full || elements_of(shape) != values.size()) {
-    throw std::invalid_argument(std::to_string(values.size()) + " elements are not those of the shape");
-  }
+  require(elements_of(shape) == values.size(), std::to_string(values.size()) + " elements are not those of the shape");
   encode_elements(shape, [values](std::size_t i) { return static_cast<double>(values[i]); }, mask);
 }
 
 void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mask) {
+  require(contract_->source.has_value(), "this model has no encoder");
   const Source& source = *contract_->source;
-  const auto fits = [](std::int64_t size, const Dim& dim) { return dim.size < 0 || size == dim.size; };
-  if (!std::ranges::equal(shape, source.dims, fits)) {
-    throw std::invalid_argument("the source has other axes than the contract says");
-  }
-  if (!mask.empty() && !source.masked) throw std::invalid_argument("this model takes no mask of its source");
-  for (const auto& row : mask) {
-    if (static_cast<std::int64_t>(row.size()) != shape.at(source.length_axis)) {
-      throw std::invalid_argument("the mask of this source has other columns than the source");
-    }
-  }
+  const auto fits = [](std::int64_t size, const Dim& dim) { return size > 0 && (dim.size < 0 || size == dim.size); };
+  require(std::ranges::equal(shape, source.dims, fits), "the source has other axes than the contract says");
+  require(mask.empty() || source.masked, "this model takes no mask of its source");
+  const auto batch = source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1;
+  const auto length = static_cast<std::size_t>(shape.at(source.length_axis));
+  const bool whole = std::ranges::all_of(mask, [length](const auto& row) { return row.size() == length; });
+  require(mask.empty() || (mask.size() == batch && whole), "the mask has another shape than the source");
   State before = std::exchange(state_, State{});
   try {
     state_.mask = state_.source_mask = std::move(mask);
     state_.encoded.emplace("source", tensor(shape, source.dtype, at));
-    run("encode", Tokens(source.batch_axis ? static_cast<std::size_t>(shape[*source.batch_axis]) : 1));
+    run("encode", Tokens(batch));
     state_.encoded.merge(state_.cache);
   } catch (...) {
     state_ = std::move(before);
@@ -172,22 +160,16 @@ void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mas
 
 void Decoder::check_ids(std::span<const std::int64_t> ids) const {
   for (const std::int64_t id : ids) {
-    if (id < 0 || id >= contract_->vocabulary) {
-      throw std::invalid_argument("token ids are 0 to " + std::to_string(contract_->vocabulary - 1) + ", not " +
-                                  std::to_string(id));
-    }
-    if (std::ranges::find(contract_->placeholders, id) != contract_->placeholders.end()) {
-      throw std::invalid_argument("token " + std::to_string(id) +
-                                  " stands for an image or audio, which this program does not take");
-    }
+    require(id >= 0 && id < contract_->vocabulary,
+            "token ids are 0 to " + std::to_string(contract_->vocabulary - 1) + ", not " + std::to_string(id));
+    require(std::ranges::find(contract_->placeholders, id) == contract_->placeholders.end(),
+            "token " + std::to_string(id) + " stands for an image or audio, which this program does not take");
   }
 }
 
 void Decoder::check_room(std::int64_t total) const {
-  if (total > limit()) {
-    throw std::invalid_argument(std::to_string(total) + " tokens; a sequence has at most " + std::to_string(limit()) +
-                                " here");
-  }
+  require(total <= limit(),
+          std::to_string(total) + " tokens; a sequence has at most " + std::to_string(limit()) + " here");
 }
 
 Logits Decoder::prefill(const Tokens& prompts) {
@@ -198,10 +180,9 @@ Logits Decoder::prefill(const Tokens& prompts) {
   Tokens rows;
   std::vector<std::int64_t> padding;
   for (const auto& prompt : prompts) {
-    if (prompt.empty()) throw std::invalid_argument("a prompt needs at least one token");
-    if (prompt.size() != longest && !contract_->pads) {
-      throw std::invalid_argument("this model takes no padding: the prompts must have the same length");
-    }
+    require(!prompt.empty(), "a prompt needs at least one token");
+    require(prompt.size() == longest || contract_->pads,
+            "this model takes no padding: the prompts must have the same length");
     check_ids(prompt);
     padding.push_back(static_cast<std::int64_t>(longest - prompt.size()));
     rows.emplace_back(longest - prompt.size(), 0).insert(rows.back().end(), prompt.begin(), prompt.end());
@@ -209,11 +190,9 @@ Logits Decoder::prefill(const Tokens& prompts) {
   const bool counted = contract_->source && contract_->source->batch_axis;
   const std::size_t sources =
       counted ? static_cast<std::size_t>(size_of(source->second, *contract_->source->batch_axis)) : prompts.size();
-  const std::size_t batch = contract_->batch.value_or(sources);
-  if (prompts.size() != batch || prompts.empty()) {
-    throw std::invalid_argument(std::to_string(prompts.size()) + " prompts, but there must be " +
-                                std::to_string(std::max<std::size_t>(batch, 1)));
-  }
+  const std::size_t batch = std::max<std::size_t>(contract_->batch.value_or(sources), 1);
+  require(prompts.size() == batch,
+          std::to_string(prompts.size()) + " prompts, but there must be " + std::to_string(batch));
   check_room(static_cast<std::int64_t>(longest));
   clear();  // releases the values before others are made
   state_.padding = std::move(padding);
@@ -246,13 +225,10 @@ Logits Decoder::step(const Tokens& tokens) {
   if (state_.length == 0) throw std::logic_error("begin with prefill()");
   const std::size_t count = tokens.empty() ? 0 : tokens[0].size();
   const bool even = std::ranges::all_of(tokens, [count](const auto& row) { return row.size() == count; });
-  if (tokens.size() != state_.padding.size() || count == 0 || !even) {
-    throw std::invalid_argument("a step takes new tokens of " + std::to_string(state_.padding.size()) +
-                                " sequences, the same number of each");
-  }
-  if (count > 1 && !contract_->chunks) {
-    throw std::invalid_argument("a step of this model takes one token of each sequence");
-  }
+  require(
+      tokens.size() == state_.padding.size() && count > 0 && even,
+      "a step takes new tokens of " + std::to_string(state_.padding.size()) + " sequences, the same number of each");
+  require(count == 1 || contract_->chunks, "a step of this model takes one token of each sequence");
   for (const auto& row : tokens) check_ids(row);
   check_room(state_.length + static_cast<std::int64_t>(count));
   return advance(tokens);
@@ -364,6 +340,10 @@ void Decoder::take(const std::vector<Take>& takes, Values made) {
   for (const Take& one : takes) {
     if (auto value = next_value(one, std::move(made.at(one.output)))) next.emplace(one.value, std::move(*value));
   }
+  replace(std::move(next));
+}
+
+void Decoder::replace(Values next) {
   next.merge(state_.cache);  // what is not replaced
   state_.cache = std::move(next);
 }
@@ -383,28 +363,23 @@ std::optional<Ort::Value> Decoder::next_value(const Take& take, Ort::Value made)
 }
 
 void Decoder::rewind(std::int64_t count) {
-  if (!contract_->rewinds) throw std::invalid_argument("a part of this cache cannot go back");
-  const std::int64_t padded = state_.padding.empty() ? 0 : std::ranges::max(state_.padding);
-  if (count < 0 || count >= state_.length - padded) {
-    throw std::invalid_argument("cannot forget " + std::to_string(count) + " of " +
-                                std::to_string(state_.length - padded) + " tokens");
-  }
+  require(contract_->rewinds, "a part of this cache cannot go back");
+  const std::int64_t shortest = state_.length - (state_.padding.empty() ? 0 : std::ranges::max(state_.padding));
+  require(0 <= count && count < shortest,
+          "cannot forget " + std::to_string(count) + " of " + std::to_string(shortest) + " tokens");
   Values cut;
   for (const Axis& one : contract_->cut) {
     cut.emplace(one.value, join(one.axis, {{&value(one.value), 0, state_.length - count}}));
   }
-  cut.merge(state_.cache);
-  state_.cache = std::move(cut);
+  replace(std::move(cut));
   state_.length -= count;
 }
 
 void Decoder::reorder(std::span<const std::size_t> rows) {
   if (state_.length == 0) throw std::logic_error("begin with prefill()");
-  if (!contract_->reorders) throw std::invalid_argument("the sequences of this model cannot be reordered");
+  require(contract_->reorders, "the sequences of this model cannot be reordered");
   const std::size_t batch = state_.padding.size();
-  if (rows.empty() || std::any_of(rows.begin(), rows.end(), [batch](std::size_t row) { return row >= batch; })) {
-    throw std::invalid_argument("these are not rows of " + std::to_string(batch));
-  }
+  require(!rows.empty() && std::ranges::max(rows) < batch, "these are not rows of " + std::to_string(batch));
   Values made;
   for (const Axis& one : contract_->rows) {
     std::vector<Rows> pieces;
@@ -414,8 +389,7 @@ void Decoder::reorder(std::span<const std::size_t> rows) {
     }
     made.emplace(one.value, join(one.axis, pieces));
   }
-  made.merge(state_.cache);
-  state_.cache = std::move(made);
+  replace(std::move(made));
   state_.padding = chosen(state_.padding, rows);
   if (!state_.mask.empty()) state_.mask = chosen(state_.mask, rows);
 }

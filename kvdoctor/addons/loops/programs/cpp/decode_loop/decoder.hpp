@@ -125,7 +125,6 @@ class Decoder {
   };
 
   void encode_elements(const Shape& shape, const Elements& at, Tokens mask);
-  bool source_is_ids() const;
   void check_ids(std::span<const std::int64_t> ids) const;
   void check_room(std::int64_t total) const;
   Logits advance(const Tokens& tokens);
@@ -136,6 +135,7 @@ class Decoder {
   const Ort::Value& value(const std::string& name) const;
   void take(const std::vector<Take>& takes, Values made);
   std::optional<Ort::Value> next_value(const Take& take, Ort::Value made);
+  void replace(Values next);
   void clear();
 
   std::shared_ptr<const Contract> contract_;

@@ -161,21 +161,8 @@ std::int64_t Sampler::operator()(std::span<const float> logits, std::span<const 
   while (count < most && (count == 0 || (reached < enough && weights[count] >= sampling_.min_p))) {
     reached += weights[count++];
   }
-  float left = uniform() * reached;
-  for (std::size_t i = 0; i < count; ++i) {
-    left -= weights[i];
-    if (left < 0) return static_cast<std::int64_t>(ids[i]);
-  }
-  return static_cast<std::int64_t>(ids[0]);
-}
-
-/// A number from 0 to 1, without 1 (SplitMix64).
-float Sampler::uniform() {
-  state_ += 0x9e3779b97f4a7c15;
-  std::uint64_t mixed = state_;
-  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
-  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
-  return static_cast<float>((mixed ^ (mixed >> 31)) >> 40) / static_cast<float>(1 << 24);
+  std::discrete_distribution<std::size_t> draw(weights.begin(), weights.begin() + static_cast<std::ptrdiff_t>(count));
+  return static_cast<std::int64_t>(ids[draw(random_)]);
 }
 
 std::int64_t likeliest(std::span<const float> logits) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <span>
 #include <vector>
 
@@ -25,16 +26,14 @@ struct Sampling {
 /// Chooses tokens at random; the same seed gives the same tokens.
 class Sampler {
  public:
-  explicit Sampler(const Sampling& sampling) : sampling_(sampling), state_(sampling.seed) {}
+  explicit Sampler(const Sampling& sampling) : sampling_(sampling), random_(sampling.seed) {}
 
   /// The next token, of a row of logits and the tokens so far.
   std::int64_t operator()(std::span<const float> logits, std::span<const std::int64_t> tokens);
 
  private:
-  float uniform();
-
   Sampling sampling_;
-  std::uint64_t state_;
+  std::mt19937_64 random_;
 };
 
 /// The token with the largest logit, and the first of them where several are as large.

@@ -147,14 +147,14 @@ export class Decoder {
       this.#tokens = prompts.map(() => []);
       this.#cache.begin(this.#model.contract.zeros, this.#sizes(rows));
       try {
-        /** @type {Logits[][]} of each call, a row for each sequence */
-        const found = [];
+        /** @type {Logits[]} */
+        let logits = [];
         for (let at = 0; at < longest; at += size) {
           signal?.throwIfAborted();
           const added = rows.map((row) => row.slice(at, at + size));
-          found.push(await this.#advance(added, every));
+          logits = await this.#advance(added, every);
         }
-        return every ? prompts.map((_, row) => joined(found.map((logits) => logits[row]))) : found[found.length - 1];
+        return logits;
       } catch (error) {
         this.#clear();
         throw error;
@@ -425,11 +425,4 @@ function sameLength(rows, name) {
     `${name}: give rows of the same length, at least 1`,
   );
   return [rows.length, columns];
-}
-
-/** Arrays, one after the other. @param {Float32Array[]} parts */
-function joined(parts) {
-  const all = new Float32Array(parts.reduce((size, part) => size + part.length, 0));
-  parts.reduce((end, part) => (all.set(part, end), end + part.length), 0);
-  return all;
 }

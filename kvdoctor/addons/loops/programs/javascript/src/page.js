@@ -1,5 +1,5 @@
 // The page that plays the runs of vectors.json in a browser. In its address: ?provider=wasm, webgpu or webnn,
-// &model=URL of the model's folder, &post=URL for the trace; &outputs=gpu-buffer leaves the cache on a WebGPU device.
+// &model=URL of the model's folder; &outputs=gpu-buffer leaves the cache on a WebGPU device.
 
 import { check } from "./check.js";
 import { Decoder } from "./decoder.js";
@@ -82,9 +82,9 @@ function report(name, outcome, good) {
   element("runs").append(row);
 }
 
-/** A file of the folder of the page; or what an address answers. @param {string} file @param {RequestInit} [options] */
-async function fetched(file, options) {
-  const response = await fetch(file, options);
+/** A file of the folder of the page. @param {string} file */
+async function fetched(file) {
+  const response = await fetch(file);
   check(response.ok, `${file}: ${response.status} ${response.statusText}`);
   return response;
 }
@@ -93,7 +93,7 @@ async function fetched(file, options) {
 async function main() {
   const asked = new URLSearchParams(location.search);
   const [provider, outputs] = [asked.get("provider") ?? "wasm", asked.get("outputs") ?? "cpu"];
-  const [model, post] = [asked.get("model") ?? "model", asked.get("post")];
+  const model = asked.get("model") ?? "model";
   check(PROVIDERS.includes(provider), `there is no provider ${provider}; a browser has ${PROVIDERS.join(", ")}`);
   check(
     outputs === "cpu" || (outputs === "gpu-buffer" && provider === "webgpu"),
@@ -129,9 +129,6 @@ async function main() {
   const trace = new Blob(lines, { type: "application/jsonl" });
   element("trace").setAttribute("href", URL.createObjectURL(trace));
   element("trace").hidden = false;
-  if (post !== null) {
-    await fetched(post, { method: "POST", body: trace });
-  }
   show(good ? "All runs are as expected." : "Not all runs are as expected.", good ? "good" : "bad");
 }
 

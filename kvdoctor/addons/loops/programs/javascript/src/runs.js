@@ -2,10 +2,9 @@
 
 import { check } from "./check.js";
 import { likeliest } from "./decoder.js";
-import { product } from "./tensors.js";
 
 /** @import { Decoder } from "./decoder.js" */
-/** @import { RunCall, Source, TracedCall } from "./types.js" */
+/** @import { RunCall, TracedCall } from "./types.js" */
 
 /**
  * What the runs need of the program around them.
@@ -29,8 +28,7 @@ export async function playRuns(vectors, host) {
     "the file of runs has another schema than kvdoctor/loop-vectors/2, or no run",
   );
   host.write(JSON.stringify(vectors)); // what is due, so that a run that is missing is seen
-  let name = "";
-  let good = true;
+  let [name, good] = ["", true];
   /** @type {Promise<Decoder> | undefined} */
   let decoder;
   for (const run of /** @type {{ name: string, calls: RunCall[] }[]} */ (vectors.runs)) {
@@ -43,9 +41,8 @@ export async function playRuns(vectors, host) {
       decoder ??= host.open((call) => host.write(JSON.stringify({ run: name, ...call })));
       (await decoder).reset();
       for (const call of run.calls) {
-        const logits = await make(await decoder, call, host);
-        if (logits !== undefined && "expect" in call) {
-          const found = logits.map(likeliest);
+        const found = (await make(await decoder, call, host)).flat();
+        if ("expect" in call) {
           const right = call.expect.every((due, row) => due === -1 || due === found[row]);
           problem ||= right ? "" : `step ${tokens.length}: ${found} in place of ${call.expect}`;
           tokens.push(found);
@@ -62,26 +59,43 @@ export async function playRuns(vectors, host) {
   return good;
 }
 
-/** Make a call of a run; returns its logits. @param {Decoder} decoder @param {RunCall} call @param {Host} host */
-async function make(decoder, call, host) {
+/**
+ * Make a call of a run: the tokens of each sequence that it generates, or the likeliest one after it.
+ *
+ * @param {Decoder} decoder
+ * @param {RunCall} call - of a file the numbers are float32, little endian
+ * @param {Pick<Host, "read">} host
+ * @returns {Promise<number[][]>}
+ */
+export async function make(decoder, call, host) {
   switch (call.call) {
     case "prefill":
-      return decoder.prefill(call.rows);
+      return (await decoder.prefill(call.rows)).map((row) => [likeliest(row)]);
     case "step":
-      return decoder.step(call.rows);
+      return (await decoder.step(call.rows)).map((row) => [likeliest(row)]);
+    case "generate":
+      return decoder.generate(call.rows, {
+        ...call,
+        topK: call.top_k || undefined,
+        topP: call.top_p,
+        minP: call.min_p,
+        repetitionPenalty: call.repetition_penalty,
+      });
     case "encode":
-      return decoder.encode(call.rows);
-    case "encode-file":
-      return decoder.encode(floatsOf(await host.read(call.file), call.shape));
+      await decoder.encode(call.rows);
+      break;
+    case "encode-file": // a copy begins where a float may
+      const { buffer } = Uint8Array.from(await host.read(call.file));
+      await decoder.encode({ data: new Float32Array(buffer), shape: call.shape });
+      break;
     case "rewind":
-      return decoder.rewind(call.count);
+      await decoder.rewind(call.count);
+      break;
     case "reorder":
-      return decoder.reorder(call.order);
+      await decoder.reorder(call.order);
+      break;
+    default:
+      throw new Error(`there is no call ${JSON.stringify(call)}`);
   }
-}
-
-/** Numbers given as float32, little endian. @param {Uint8Array} bytes @param {number[]} shape @returns {Source} */
-export function floatsOf(bytes, shape) {
-  check(bytes.length === product(shape) * 4, `the source has ${bytes.length} bytes, which is not float32[${shape}]`);
-  return { data: new Float32Array(Uint8Array.from(bytes).buffer), shape }; // a copy begins where a float may
+  return [];
 }

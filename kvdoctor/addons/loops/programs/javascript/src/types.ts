@@ -159,7 +159,7 @@ export interface Sampling {
 
 /** How a call is made. */
 export interface CallOptions {
-  /** Return the logits of all new tokens of a sequence, one after the other in its row. */
+  /** Return the logits of all new tokens of the last call, those of a sequence one after the other in its row. */
   every?: boolean;
   /** Cancels before the next call of the model. */
   signal?: AbortSignal;
@@ -182,6 +182,9 @@ export interface DecodeOptions extends Sampling {
 /** A call of a run: with the likeliest token of each sequence, -1 where any is right, or with what it is given. */
 export type RunCall =
   | { call: "prefill" | "step"; rows: Tokens; expect: readonly number[] }
+  | ({ call: "generate"; rows: Tokens; most?: number; stop?: number[]; temperature?: number; seed?: number } & Partial<
+      Record<"top_k" | "top_p" | "min_p" | "repetition_penalty", number>
+    >)
   | { call: "encode"; rows: Tokens }
   | { call: "encode-file"; file: string; shape: number[] }
   | { call: "rewind"; count: number }

@@ -267,7 +267,7 @@ class Decoder:
     def _sizes(self, tokens: Array) -> dict[str, int]:
         """What axes and terms count in a call."""
         batch, new = tokens.shape
-        sizes = {"one": 1, "batch": batch, "new": new, "past": self.length, "total": self.length + new}
+        sizes = {"one": 1, "batch": batch, "new": new, "past": self.length, "total": self.length + new, "padding": 0}
         return sizes | {"batch_heads": batch * self.contract.heads, "capacity": self._capacity}
 
     def _run(self, phase: str, cache: Cache, tokens: Array) -> ort.OrtValue | None:

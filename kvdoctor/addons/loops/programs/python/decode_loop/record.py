@@ -1,7 +1,8 @@
-"""Plays the runs of `vectors.json` and writes what was fed and got, for `kvdoctor step-test MODEL --trace FILE`."""
+"""Makes the calls of runs, and writes what was fed and got, for `kvdoctor step-test MODEL --trace FILE`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 
 from .decoder import Decoder
+from .sampling import Sampling
 from .values import Array
 
 SCHEMA = "kvdoctor/loop-vectors/2"
@@ -28,62 +30,59 @@ def trace_to(decoder: Decoder, lines: TextIO, run: str | None = None) -> None:
     decoder.trace = write
 
 
-def play(decoder: Decoder, vectors: Path, result: Path, say: Callable[[str], None] = print) -> int:
-    """Play each run of a file of vectors and write the calls to `result`; the number of runs that went wrong.
+def play(decoder: Decoder, vectors: Path, lines: TextIO | None = None) -> bool:
+    """Play each run of a file of vectors, and say whether its tokens are the expected ones; whether all are.
 
     Raises:
-        ValueError: the file has no runs of a schema that this program knows, or `result` is that file.
+        ValueError: the file has no runs of a schema that this program knows.
     """
     document = json.loads(vectors.read_text(encoding="utf-8"))
     if document.get("schema") != SCHEMA or not document.get("runs"):
         raise ValueError(f"{vectors} has no runs of schema {SCHEMA!r}")
-    if result.resolve() == vectors.resolve():
-        raise ValueError("the record is the file of the runs itself")
-    wrong = 0
-    with result.open("w", encoding="utf-8") as lines:
-        print(json.dumps(document), file=lines, flush=True)  # what is due, so that a run that is missing is seen
-        for run in document["runs"]:
-            decoder.reset()
+    good = True
+    if lines is not None:  # what is due, so that a run that is missing is seen
+        print(json.dumps(document), file=lines, flush=True)
+    for run in document["runs"]:
+        decoder.reset()
+        if lines is not None:
             trace_to(decoder, lines, run["name"])
-            tokens, error, problem = list[list[int]](), None, None
-            try:
-                for call in run["calls"]:
-                    if (logits := _make(decoder, call, vectors.parent)) is not None:
-                        found, due = logits.argmax(-1).tolist(), call["expect"]
-                        if any(wanted not in (ANY, token) for wanted, token in zip(due, found, strict=True)):
-                            problem = problem or f"step {len(tokens)}: {found} in place of {due}"
-                        tokens.append(found)
-            except Exception as failed:  # the next runs say more
-                error = str(failed) or type(failed).__name__
-                problem = f"error: {error}"
+        tokens, error, problem = list[list[int]](), None, None
+        try:
+            for call in run["calls"]:
+                found, due = [row[0] for row in make(decoder, call, vectors.parent)], call.get("expect", ())
+                if any(wanted not in (ANY, token) for wanted, token in zip(due, found, strict=bool(due))):
+                    problem = problem or f"step {len(tokens)}: {found} in place of {due}"
+                tokens.extend([found] if due else [])
+        except Exception as failed:  # the next runs say more
+            error = str(failed) or type(failed).__name__
+            problem = f"error: {error}"
+        if lines is not None:
             print(json.dumps({"run": run["name"], "tokens": tokens, "error": error}), file=lines, flush=True)
-            wrong += problem is not None
-            say(f"{run['name']}: {problem or 'as expected'}")
-    decoder.trace = None
-    return wrong
+        print(f"{run['name']}: {problem or 'as expected'}")
+        good = good and problem is None
+    return good
 
 
-def _make(decoder: Decoder, call: Mapping[str, Any], folder: Path) -> Array | None:
-    """Make one call of a run; the logits that it returns."""
+def make(decoder: Decoder, call: Mapping[str, Any], folder: Path = Path()) -> list[list[int]]:
+    """Make a call of a run: the tokens of each sequence that it generates, or the likeliest one after it."""
     match call["call"]:
         case "encode":
             decoder.encode(*pad_source(call["rows"]))
         case "encode-file":
-            decoder.encode(read_source(folder / call["file"], call["shape"]))
+            decoder.encode(np.fromfile(folder / call["file"], "<f4").reshape(call["shape"]))
         case "rewind":
             decoder.rewind(call["count"])
         case "reorder":
             decoder.reorder(call["order"])
-        case "prefill":
-            return decoder.prefill(call["rows"])
-        case "step":
-            return decoder.step(call["rows"])
-    return None
-
-
-def read_source(file: Path, shape: Sequence[int]) -> Array:
-    """The array of a file of float32, little endian."""
-    return np.fromfile(file, "<f4").reshape(shape)
+        case "generate":
+            sampling = Sampling(**{one.name: call[one.name] for one in fields(Sampling) if one.name in call})
+            return decoder.generate(call["rows"], call.get("most", 20), call.get("stop"), sampling.chooser())
+        case "prefill" | "step" as name:
+            logits: Array = getattr(decoder, name)(call["rows"])
+            return [[int(row.argmax())] for row in logits]
+        case other:
+            raise ValueError(f"there is no call {other!r}")
+    return []
 
 
 def pad_source(rows: Sequence[Sequence[int]]) -> tuple[Array, Array | None]:

@@ -30,7 +30,7 @@ class Sampling:
         seed: Of the random numbers.
     """
 
-    temperature: float = 1.0
+    temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

@@ -57,8 +57,10 @@ class Value:
     """
 
     def __init__(self, made: Made) -> None:
-        self._made = made
-        self._constant = made.copy is None and not {*made.begin, *made.end, *made.inside} - {"one", "columns"}
+        counted = {*made.begin, *made.end, *made.inside}
+        self._made, self._dtype = made, numpy_type(made.dtype)
+        self._constant = made.copy is None and not counted - {"one", "columns"}
+        self._rows_differ = bool(counted & {"query", "sequence"})
         self._array: Array = np.empty(0)
         self._value: ort.OrtValue | None = None
 
@@ -66,7 +68,7 @@ class Value:
         """The value in a call."""
         shape = shape_of(self._made.dims, step.sizes)
         if self._value is None or self._array.shape != shape:
-            self._array = np.empty(shape, numpy_type(self._made.dtype))
+            self._array = np.empty(shape, self._dtype)
             self._value = as_value(self._array)
         elif self._constant:
             return self._value
@@ -74,28 +76,38 @@ class Value:
         return self._value
 
     def _fill(self, array: Array, step: Step) -> None:
-        made, axis, last = self._made, self._made.batch_axis, array.ndim - 1
-        columns = 1 if last < 0 or axis == last else array.shape[last]
-        copied = step.rows.get(made.copy or "")
+        copied = step.rows.get(self._made.copy or "")
         if copied is not None and copied.shape == array.shape:  # as usual: nothing else would be left
             array[...] = copied
             return
+        axis, last = self._made.batch_axis, array.ndim - 1
+        columns = 1 if last < 0 or axis == last else array.shape[last]
+        rows = array.reshape(-1, columns) if array.size else array.reshape(0, 1)
+        step.sizes["columns"] = columns
+        if copied is None and not self._rows_differ and not step.padding:
+            self._write(rows, step.sizes)
+            return
+        sizes = dict(step.sizes)
         batch, each = (1, 1) if axis is None else (array.shape[axis], prod(array.shape[axis + 1 : last]))
-        sizes = {**step.sizes, "columns": columns, "padding": 0}
-        for number, row in enumerate(array.reshape(-1, columns) if array.size else ()):
+        for number, row in enumerate(rows):
             sequence = number // each % batch
             sizes["sequence"], sizes["query"] = sequence, number % array.shape[last - 1] if last > 0 else 0
             if axis is not None and step.padding:
                 sizes["padding"] = step.padding[sequence]
-            begin, end = max(_sum(made.begin, sizes), 0), min(_sum(made.end, sizes), columns)
-            if begin > 0 or end < columns:
-                row.fill(made.outside)
-            if begin < end:
-                row[begin:end] = _sum(made.inside, sizes)
-            if made.step and end > 1:  # the first column has none before it
-                row[begin:end] += np.arange(begin, max(begin, end), dtype=row.dtype) * made.step
+            self._write(row, sizes)
             if copied is not None and copied.shape[1] <= columns:
                 row[: copied.shape[1]] = copied[sequence]
+
+    def _write(self, rows: Array, sizes: Mapping[str, int]) -> None:
+        """Write one row, or several that are equal."""
+        made, columns = self._made, sizes["columns"]
+        begin, end = max(_sum(made.begin, sizes), 0), min(_sum(made.end, sizes), columns)
+        if begin > 0 or end < columns:
+            rows.fill(made.outside)
+        if begin < end:
+            rows[..., begin:end] = _sum(made.inside, sizes)
+        if made.step and end > 1:  # the first column has none before it
+            rows[..., begin:end] += np.arange(begin, max(begin, end), dtype=rows.dtype) * made.step
 
 
 def _sum(terms: Terms, sizes: Mapping[str, int]) -> Any:

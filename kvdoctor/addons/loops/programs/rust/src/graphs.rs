@@ -1,7 +1,7 @@
 //! The files of the model as sessions of the runtime, and the trace of their calls.
 
 use std::collections::{HashMap, HashSet};
-use std::io::Write;
+use std::io;
 use std::path::Path;
 
 use half::{bf16, f16};
@@ -47,11 +47,15 @@ impl Graphs {
         let session = session.ok_or_else(|| Error::Contract(format!("it does not list the file {:?}", call.file)))?;
         let selected = call.outputs.iter().fold(OutputSelector::no_default(), |all, name| all.with(name));
         let options = RunOptions::new()?.with_outputs(selected);
-        let fed = self.trace.as_ref().map(|_| feeds.iter().map(|(name, value)| entry(name, value)).collect());
+        let fed =
+            self.trace.as_ref().map(|_| feeds.iter().map(|(name, value)| entry(name, value)).collect::<Map<_, _>>());
         let result = session.run_with_options(feeds, &options);
         if let (Some(trace), Some(fed)) = (&mut self.trace, fed) {
-            let got = result.as_ref().map(|outputs| outputs.iter().map(|(name, value)| entry(name, &value)).collect());
-            trace.write(&call.file, fed, got)?;
+            let got: Map<_, _> =
+                result.iter().flat_map(|all| all.iter()).map(|(name, value)| entry(name, &value)).collect();
+            let error = result.as_ref().err().map(ToString::to_string);
+            let line = json!({"file": call.file, "fed": fed, "got": got, "error": error}).to_string();
+            trace(line).map_err(|error| Error::File("the trace".into(), error))?;
         }
         result?.into_iter().map(|(name, value)| Ok((name.to_owned(), value.downcast()?))).collect()
     }
@@ -80,35 +84,8 @@ fn fits(outlet: &Outlet, port: &Port) -> bool {
     *ty == port.dtype && (shape.is_empty() || shape.len() == port.shape.len() && agree)
 }
 
-/// Where calls are written down, a line of JSON for each: `kvdoctor step-test MODEL --trace FILE` reads it.
-pub struct Trace {
-    out: Box<dyn Write + Send>,
-    run: Option<String>,
-}
-
-impl Trace {
-    /// Writes into a file or another place; where several runs go into it, each has its name.
-    pub fn new(out: impl Write + Send + 'static, run: Option<&str>) -> Self {
-        Self { out: Box::new(out), run: run.map(str::to_owned) }
-    }
-
-    fn write(
-        &mut self,
-        file: &str,
-        fed: Map<String, Value>,
-        got: ort::Result<Map<String, Value>, &ort::Error>,
-    ) -> Result<()> {
-        let mut line = json!({"file": file, "fed": fed});
-        if let Some(run) = &self.run {
-            line["run"] = json!(run);
-        }
-        match got {
-            Ok(got) => line["got"] = json!(got),
-            Err(error) => line["error"] = json!(error.to_string()),
-        }
-        writeln!(self.out, "{line}").map_err(|error| Error::File("the trace".into(), error))
-    }
-}
+/// Takes each call as a line of JSON: `kvdoctor step-test MODEL --trace FILE` reads it.
+pub type Trace = Box<dyn FnMut(String) -> io::Result<()> + Send>;
 
 /// A tensor in a trace: its element type, its shape and its elements; those that the host cannot read are left out.
 fn entry(name: &str, value: &DynValue) -> (String, Value) {

@@ -1,10 +1,11 @@
-//! The runs of `vectors.json`, played and written down with their calls.
+//! The calls of runs, as `vectors.json` has them, made and written down.
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use decode_loop::{Decoder, Logits, Trace, likeliest};
+use decode_loop::{Decoder, Generation, Logits, Sampler, Sampling, Trace, likeliest};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -29,46 +30,84 @@ struct Run {
     calls: Vec<Call>,
 }
 
-/// A call of the decoder. The likeliest tokens are to `expect` where it returns logits; -1 where any is right. A file is of
-/// float32, little endian.
+/// A call of the decoder, with the likeliest tokens that are expected after it; -1 where any is right.
+#[derive(Deserialize)]
+pub struct Call {
+    #[serde(flatten)]
+    kind: Kind,
+    expect: Option<Vec<i64>>,
+}
+
+/// A file is of float32, little endian.
 #[derive(Deserialize)]
 #[serde(tag = "call", rename_all = "kebab-case")]
-pub enum Call {
-    Encode { rows: Vec<Vec<i64>> },
-    EncodeFile { file: PathBuf, shape: Vec<usize> },
-    Prefill { rows: Vec<Vec<i64>>, expect: Vec<i64> },
-    Step { rows: Vec<Vec<i64>>, expect: Vec<i64> },
-    Rewind { count: usize },
-    Reorder { order: Vec<usize> },
+enum Kind {
+    Encode {
+        rows: Vec<Vec<i64>>,
+    },
+    EncodeFile {
+        file: PathBuf,
+        shape: Vec<usize>,
+    },
+    Prefill {
+        rows: Vec<Vec<i64>>,
+    },
+    Step {
+        rows: Vec<Vec<i64>>,
+    },
+    Rewind {
+        count: usize,
+    },
+    Reorder {
+        order: Vec<usize>,
+    },
+    Generate {
+        rows: Vec<Vec<i64>>,
+        most: Option<usize>,
+        stop: Option<Vec<i64>>,
+        #[serde(flatten)]
+        sampling: Sampling,
+    },
 }
 
 impl Call {
-    /// Makes the call; the logits that it returns, with the tokens that are expected. Files are relative to a folder.
-    pub fn make(&self, decoder: &mut Decoder, folder: &Path) -> Result<Option<(Logits, &[i64])>> {
-        match self {
-            Self::Encode { rows } => decoder.encode_ids(rows)?,
-            Self::EncodeFile { file, shape } => {
+    /// Makes the call, with files of a folder: the tokens of each sequence that it generates, or the likeliest one.
+    pub fn make(&self, decoder: &mut Decoder, folder: &Path) -> Result<Vec<Vec<i64>>> {
+        let best = |logits: Logits| (0..logits.rows()).map(|row| vec![likeliest(&logits.last(row))]).collect();
+        match &self.kind {
+            Kind::Prefill { rows } => return Ok(best(decoder.prefill(rows)?)),
+            Kind::Step { rows } => return Ok(best(decoder.step(rows)?)),
+            Kind::Generate { sampling, .. } if sampling.temperature < 0.0 => {
+                return Err("temperature is 0 or more".into());
+            }
+            Kind::Generate { rows, most, stop, sampling } => {
+                let mut generation = Generation { most: most.unwrap_or(20), ..decoder.contract().generation.clone() };
+                generation.end = stop.clone().unwrap_or(generation.end);
+                let mut sampler = Sampler::new(sampling.clone());
+                let choose = |logits: &[f32], tokens: &[i64]| Ok(sampler.choose(logits, tokens));
+                return Ok(decoder.generate(rows, &generation, choose, |_| ControlFlow::Continue(()))?);
+            }
+            Kind::Encode { rows } => decoder.encode_ids(rows)?,
+            Kind::EncodeFile { file, shape } => {
                 let bytes = fs::read(folder.join(file)).map_err(|error| format!("{}: {error}", file.display()))?;
                 let values: Vec<f32> = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
                 decoder.encode(&values, shape, None)?;
             }
-            Self::Prefill { rows, expect } => return Ok(Some((decoder.prefill(rows)?, expect))),
-            Self::Step { rows, expect } => return Ok(Some((decoder.step(rows)?, expect))),
-            Self::Rewind { count } => decoder.rewind(*count)?,
-            Self::Reorder { order } => decoder.reorder(order)?,
+            Kind::Rewind { count } => decoder.rewind(*count)?,
+            Kind::Reorder { order } => decoder.reorder(order)?,
         }
-        Ok(None)
+        Ok(Vec::new())
     }
 }
 
 impl Run {
-    /// The likeliest tokens after each call that returns logits, and the first that are not as expected.
+    /// The likeliest tokens after each call that expects some, and the first that are others.
     fn play(&self, decoder: &mut Decoder, folder: &Path) -> Result<(Vec<Vec<i64>>, Option<String>)> {
         decoder.reset();
         let (mut all, mut problem) = (Vec::new(), None);
         for call in &self.calls {
-            let Some((logits, expect)) = call.make(decoder, folder)? else { continue };
-            let tokens: Vec<_> = (0..logits.rows()).map(|row| likeliest(&logits.last(row))).collect();
+            let tokens = call.make(decoder, folder)?.concat();
+            let Some(expect) = &call.expect else { continue };
             if problem.is_none() && expect.iter().zip(&tokens).any(|(due, token)| *due >= 0 && due != token) {
                 problem = Some(format!("step {}: {tokens:?} in place of {expect:?}", all.len()));
             }
@@ -79,23 +118,23 @@ impl Run {
 }
 
 /// Plays all runs of a file, and writes the trace; returns whether all tokens are as expected.
-pub fn record(decoder: &mut Decoder, runs: &Path, file: &Path) -> Result<bool> {
+pub fn play(decoder: &mut Decoder, runs: &Path, lines: Option<File>) -> Result<bool> {
     let text = fs::read_to_string(runs).map_err(|error| format!("{}: {error}", runs.display()))?;
     let vectors: Vectors = serde_json::from_str(&text).map_err(|error| format!("{}: {error}", runs.display()))?;
-    if fs::canonicalize(file).is_ok_and(|file| fs::canonicalize(runs).is_ok_and(|runs| runs == file)) {
-        return Err("--record is the file of --runs itself".into());
-    }
-    let mut lines = File::create(file).map_err(|error| format!("{}: {error}", file.display()))?;
-    writeln!(lines, "{}", text.trim().replace('\n', " "))?; // the runs that are due
+    let write = |line: String| lines.as_ref().map_or(Ok(()), |mut lines| writeln!(lines, "{line}"));
+    write(text.trim().replace('\n', " "))?; // the runs that are due
     let mut good = true;
     for run in vectors.runs {
-        decoder.set_trace(Some(Trace::new(lines.try_clone()?, Some(&run.name))));
+        let (name, shared) = (json!(run.name), lines.as_ref().map(File::try_clone).transpose()?);
+        decoder
+            .set_trace(shared.map(|mut lines| -> Trace {
+                Box::new(move |line| writeln!(lines, "{{\"run\":{name},{}", &line[1..]))
+            }));
         let made = run.play(decoder, runs.parent().unwrap_or(Path::new("")));
-        decoder.set_trace(None);
         let error = made.as_ref().err().map(|error| error.to_string().replace('\n', " "));
         let (tokens, problem) = made.unwrap_or_default();
         let problem = error.as_ref().map(|error| format!("error: {error}")).or(problem);
-        writeln!(lines, "{}", json!({"run": run.name, "tokens": tokens, "error": error}))?;
+        write(json!({"run": run.name, "tokens": tokens, "error": error}).to_string())?;
         println!("{}: {}", run.name, problem.as_deref().unwrap_or("as expected"));
         good &= problem.is_none();
     }

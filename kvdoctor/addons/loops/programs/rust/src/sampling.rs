@@ -1,7 +1,10 @@
 //! How the next token is chosen from its logits.
 
+use serde::Deserialize;
+
 /// The likeliest token is taken at the temperature 0. What is not changed has no effect.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default)]
 pub struct Sampling {
     pub temperature: f32,
     /// Only so many of the likeliest tokens; 0 takes all.

@@ -128,32 +128,32 @@ public final class Decoder implements AutoCloseable {
 
   /**
    * Says what the sequences are about, in token ids: runs the encoder, where the model has one.
-   * Shorter rows are padded on the right.
-   *
-   * @param mask 0 for padding, else 1, for each id; null where all of each row is read
+   * Shorter rows are padded on the right, and masked.
    */
-  public void encode(int[][] source, int[][] mask) throws OrtException {
-    boolean ids = Arrays.stream(source).flatMapToInt(Arrays::stream).allMatch(id -> id >= 0);
-    require(ids, "the ids of the source are 0 or more");
+  public void encode(int[][] source) throws OrtException {
     int longest = longest(source);
-    int[][] read = mask;
-    if (mask == null && Arrays.stream(source).anyMatch(row -> row.length < longest)) {
-      read = new int[source.length][longest];
-      for (int row = 0; row < source.length; row++) {
-        Arrays.fill(read[row], 0, source[row].length, 1);
-      }
+    int[][] ids = new int[source.length][longest];
+    int[][] mask = new int[source.length][longest];
+    for (int row = 0; row < source.length; row++) {
+      System.arraycopy(source[row], 0, ids[row], 0, source[row].length);
+      Arrays.fill(mask[row], 0, source[row].length, 1);
     }
-    int[][] padded =
-        Arrays.stream(source).map(row -> Arrays.copyOf(row, longest)).toArray(int[][]::new);
-    requireRectangle(padded, "source");
-    encode(new long[] {source.length, longest}, read, i -> padded[i / longest][i % longest]);
+    boolean known = Arrays.stream(ids).flatMapToInt(Arrays::stream).allMatch(id -> id >= 0);
+    require(known && longest > 0, "the ids of the source are 0 or more, and there is one");
+    boolean even = Arrays.stream(source).allMatch(row -> row.length == longest);
+    long[] shape = {source.length, longest};
+    encode(shape, even ? null : mask, i -> ids[i / longest][i % longest]);
   }
 
   private static int longest(int[][] rows) {
     return Arrays.stream(rows).mapToInt(row -> row.length).max().orElse(0);
   }
 
-  /** Is {@link #encode(int[][], int[][])} for features of sound or a picture, or for states. */
+  /**
+   * Is {@link #encode(int[][])} for features of sound or a picture, or for states.
+   *
+   * @param mask 0 for padding on the right, else 1; null where all of each row is read
+   */
   public void encode(float[] source, long[] shape, int[][] mask) throws OrtException {
     boolean full = source.length > 0 && Tensors.count(shape) == source.length;
     require(full, "the source must fill its shape " + Arrays.toString(shape));

@@ -53,9 +53,9 @@ public final class Logits {
     return row(sequence, rows - 1);
   }
 
-  /** The likeliest token after the last one of each sequence. */
-  public List<Integer> likeliest() {
-    return IntStream.range(0, sequences).map(i -> likeliest(last(i))).boxed().toList();
+  /** The likeliest token after the last one of each sequence, in a list of its own. */
+  public List<List<Integer>> likeliest() {
+    return IntStream.range(0, sequences).mapToObj(i -> List.of(likeliest(last(i)))).toList();
   }
 
   /** The token with the highest of some logits, the first of several. */

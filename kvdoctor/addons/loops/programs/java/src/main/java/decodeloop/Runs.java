@@ -2,6 +2,7 @@ package decodeloop;
 
 import ai.onnxruntime.OrtException;
 import java.io.IOException;
+import java.io.PrintStream;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.nio.FloatBuffer;
@@ -10,8 +11,8 @@ import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.List;
+import java.util.Set;
 import java.util.concurrent.CancellationException;
-import java.util.function.Consumer;
 import java.util.stream.IntStream;
 
 /** Plays the runs of vectors.json and compares their tokens. */
@@ -25,22 +26,39 @@ record Runs(String schema, List<Run> runs) {
 
   /** A call of the decoder; {@code expect} is the likeliest token of each sequence after it. */
   record Call(
-      String call, int[][] rows, String file, long[] shape, int count, int[] order, int[] expect) {
+      String call,
+      int[][] rows,
+      String file,
+      long[] shape,
+      int count,
+      int[] order,
+      int[] expect,
+      Integer most,
+      Set<Integer> stop,
+      double temperature,
+      int topK,
+      double topP,
+      double minP,
+      double repetitionPenalty,
+      long seed) {
 
-    /** Makes the call; the logits that it returns, or null. */
-    Logits make(Decoder decoder, Path folder) throws OrtException, IOException {
+    /** Makes the call: the tokens of each sequence that it generates, or the likeliest one. */
+    List<List<Integer>> make(Decoder decoder, Path folder) throws OrtException, IOException {
       switch (call) {
         case "prefill":
-          return decoder.prefill(rows);
+          return decoder.prefill(rows).likeliest();
         case "step":
-          return decoder.step(rows);
+          return decoder.step(rows).likeliest();
+        case "generate":
+          Sampling how = new Sampling(temperature, topK, topP, minP, repetitionPenalty, seed);
+          return decoder.generate(
+              rows, new Generation(most == null ? 20 : most, stop, how.choice(), false));
         case "encode":
-          decoder.encode(rows, null);
+          decoder.encode(rows);
           break;
         case "encode-file":
-          byte[] bytes = Files.readAllBytes(folder.resolve(file));
-          FloatBuffer values =
-              ByteBuffer.wrap(bytes).order(ByteOrder.LITTLE_ENDIAN).asFloatBuffer();
+          ByteBuffer bytes = ByteBuffer.wrap(Files.readAllBytes(folder.resolve(file)));
+          FloatBuffer values = bytes.order(ByteOrder.LITTLE_ENDIAN).asFloatBuffer();
           float[] floats = new float[values.remaining()];
           values.get(floats);
           decoder.encode(floats, shape, null);
@@ -54,7 +72,7 @@ record Runs(String schema, List<Run> runs) {
         default:
           throw new IllegalArgumentException("there is no call " + call);
       }
-      return null;
+      return List.of();
     }
 
     private boolean expects(List<Integer> tokens) {
@@ -65,34 +83,36 @@ record Runs(String schema, List<Run> runs) {
 
   private record Ended(String run, List<List<Integer>> tokens, String error) {}
 
-  /** Reads the runs of a file. */
-  static Runs read(String text) {
-    Runs read = Contract.GSON.fromJson(text, Runs.class);
-    boolean known = read != null && SCHEMA.equals(read.schema) && !read.runs.isEmpty();
-    Contract.require(known, "there are no runs of the schema " + SCHEMA);
-    return read;
+  /** Reads a list of calls. */
+  static Call[] calls(String json) {
+    return Contract.GSON.fromJson(json, Call[].class);
   }
 
   /**
-   * Decodes each run, and says whether all tokens are the expected ones.
+   * Plays the runs of a file, and says whether all tokens are the expected ones.
    *
-   * @param folder where the files of sources are
-   * @param record takes the calls and tokens as lines of JSON
+   * @param lines takes the calls and tokens as lines of JSON, or null
    */
-  boolean play(Decoder decoder, Path folder, Consumer<String> record, Consumer<String> said) {
+  static boolean play(Decoder decoder, Path file, PrintStream lines) throws IOException {
+    String text = Files.readString(file);
+    Runs read = Contract.GSON.fromJson(text, Runs.class);
+    boolean known = read != null && SCHEMA.equals(read.schema) && !read.runs.isEmpty();
+    Contract.require(known, "there are no runs of the schema " + SCHEMA);
+    PrintStream record = lines == null ? new PrintStream(PrintStream.nullOutputStream()) : lines;
+    record.println(text.strip().replace('\n', ' ')); // the runs that are due
     boolean right = true;
-    for (Run run : runs) {
+    for (Run run : read.runs) {
       decoder.reset();
       String named = "{\"run\":" + Contract.GSON.toJson(run.name) + ",";
-      decoder.trace(line -> record.accept(named + line.substring(1)));
+      decoder.trace(line -> record.println(named + line.substring(1)));
       List<List<Integer>> tokens = new ArrayList<>();
       String problem = null;
       String error = null;
       try {
         for (Call call : run.calls) {
-          Logits logits = call.make(decoder, folder);
-          if (logits != null) {
-            List<Integer> found = logits.likeliest();
+          List<Integer> found =
+              call.make(decoder, file.getParent()).stream().flatMap(List::stream).toList();
+          if (call.expect != null) {
             if (problem == null && !call.expects(found)) {
               String due = Arrays.toString(call.expect);
               problem = "step " + tokens.size() + ": " + found + " in place of " + due;
@@ -106,9 +126,8 @@ record Runs(String schema, List<Run> runs) {
         error = String.valueOf(failed.getMessage());
         problem = "error: " + error;
       }
-      decoder.trace(null);
-      record.accept(Contract.GSON.toJson(new Ended(run.name, tokens, error)));
-      said.accept(run.name + ": " + (problem == null ? "as expected" : problem));
+      record.println(Contract.GSON.toJson(new Ended(run.name, tokens, error)));
+      System.out.println(run.name + ": " + (problem == null ? "as expected" : problem));
       right &= problem == null;
     }
     return right;
