@@ -31,9 +31,6 @@ from kvdoctor.report.document import Report
 from kvdoctor.report.facts import StackFacts
 from kvdoctor.report.wording import shorten_names
 
-NO_RUNS = ("inspect",)
-"""Commands whose reports have no runs."""
-
 
 @dataclass
 class _Comparison:
@@ -162,7 +159,7 @@ def _compare_findings(
 def _comparable_findings(sides: _Comparison, report: Report) -> list[Finding]:
     """The findings that both sides could have, by the checks selected for both and by whether both were run."""
     selections = (sides.options.selection, sides.a.report.selection, sides.b.report.selection)
-    static = sides.static or any(side.report.command in NO_RUNS for side in (sides.a, sides.b))
+    static = sides.static or any(side.report.command == "inspect" for side in (sides.a, sides.b))
     return [
         finding
         for finding in report.findings
@@ -177,7 +174,7 @@ def _not_compared(sides: _Comparison, name: str, report: Report) -> Iterator[Not
     if not report.stacks:
         why = next((entry.reason for entry in report.not_checked), "") or "nothing could be read"
         yield NotCompared(None, "contract", f"{name}: {why}", essential=True)
-    elif report.command in NO_RUNS and not static:
+    elif report.command == "inspect" and not static:
         reason = f"{name} is a report of `kvdoctor {report.command}`, without runs; --static compares the rest"
         yield NotCompared(None, "behavior", reason, essential=True)
     for entry in report.not_checked:

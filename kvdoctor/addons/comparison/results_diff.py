@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-STATIC = {"file", "contract"}
-
-
 def compare_findings(
     a: list[Finding], b: list[Finding], stacks: dict[str, str], fail_on: FailOn
 ) -> Iterator[FindingDiff]:
@@ -72,7 +69,7 @@ def compare_findings(
 def needs_no_run(finding: Finding) -> bool:
     """Whether an inspection, which runs nothing, can find it."""
     rounds = next((check.rounds for check in all_checks() if check.code == finding.code), ())
-    return bool(STATIC.intersection(rounds))
+    return bool({"file", "contract"}.intersection(rounds))
 
 
 LOCAL = "here"

@@ -159,7 +159,7 @@ class ScriptPlayed(Event):
     """How a script ended: all calls ran, one failed, or a file was refused.
 
     `unoptimized` is the text of the same call without graph optimization, and `names` are those that it mentions.
-    `differences` has for each comparison the fraction of the logits' standard deviation, and whether it is finite.
+    `differences` has for each comparison the fraction of the logits' standard deviation; None where it is not finite.
     """
 
     outcome: Literal["ran", "failed", "refused"]
@@ -167,7 +167,7 @@ class ScriptPlayed(Event):
     call: int | None = None
     unoptimized: str | None = None
     names: tuple[str, ...] = ()
-    differences: tuple[tuple[float, bool], ...] = ()
+    differences: tuple[float | None, ...] = ()
 
 
 WORK = {

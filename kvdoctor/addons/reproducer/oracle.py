@@ -46,8 +46,6 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
 
-TOKENS = ("token_ids",)
-
 
 @record(slots=False)
 class Candidate:
@@ -132,7 +130,7 @@ class Candidate:
         if numbers is not None and shape != given.shape:
             part = make_array(given)[tuple(slice(0, size) for size in shape)]
             numbers = tuple(part.ravel().astype(np.float64).tolist())
-        if vocabulary is not None and port.role in TOKENS and self.sizes.of(vocabulary) != vocabulary:
+        if vocabulary is not None and port.role == "token_ids" and self.sizes.of(vocabulary) != vocabulary:
             fewer = self.sizes.of(vocabulary)
             numbers = tuple(float(fewer // 4 + n % (fewer // 2)) for n in make_array(given).ravel().tolist())
         return replace(given, shape=shape, numbers=numbers)
@@ -155,8 +153,8 @@ class ScriptOutcome:
     """How a script ended: failed, died, refused, ran, crashed or nothing; `title` is that of the last call.
 
     `node` is the innermost one that the error names, `pattern` its text without names, numbers and shapes, or the
-    signal. `differences` are those of each comparison, in standard deviations of the logits, and whether it is finite.
-    Of an experiment whose logits differ, `outcome` is its own, and `pattern` the causes, and whether they are finite.
+    signal. `differences` are those of each comparison, in standard deviations of the logits, None where not finite. Of
+    an experiment whose logits differ, `outcome` is its own, and `pattern` the causes, and whether they are finite.
     """
 
     outcome: str
@@ -164,7 +162,7 @@ class ScriptOutcome:
     node: str = ""
     pattern: str = ""
     text: str = ""
-    differences: tuple[tuple[float, bool], ...] = ()
+    differences: tuple[float | None, ...] = ()
 
     @property
     def signature(self) -> tuple[str, str, str, str]:

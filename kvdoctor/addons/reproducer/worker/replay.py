@@ -151,13 +151,13 @@ class _Play:
             return None, ()
         return None, ()
 
-    def _compare(self, comparison: Comparison) -> tuple[float, bool]:
+    def _compare(self, comparison: Comparison) -> float | None:
         got = self._logits(comparison.call)
         want = self._logits(comparison.reference)
         rows = slice(comparison.row, comparison.row + got.shape[0])
         want = want[rows, comparison.start : comparison.start + comparison.count]
         difference = compare(got[:, -want.shape[1] :], want)
-        return difference.relative, difference.finite
+        return difference.relative if difference.finite else None
 
     def _logits(self, index: int) -> Array:
         outputs = {name: OrtTensor(value) for name, value in self.returned[index].items()}
