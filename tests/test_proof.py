@@ -418,7 +418,7 @@ def test_masks_are_proved_to_hide_padding(name: str, hidden: bool, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["llama-gqa", "marian-4.57.6", "t5", "whisper"])
 def test_an_inspection_of_a_proved_export_runs_nothing(name: str) -> None:
-    """Its masks hide padding, or nothing tells of any; positions of a rotary embedding are not told apart."""
+    """Its masks hide padding, or it takes none; where positions are rotary, padding of tokens is left to runs."""
     load = f"import sys, kvdoctor; kvdoctor.inspect({str(EXPORTS / name)!r}); assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", load], check=True)
     assert name == "llama-gqa" or all(hides(EXPORTS / name))

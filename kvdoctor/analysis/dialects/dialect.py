@@ -39,9 +39,9 @@ LETTERS: dict[str, Axis] = {
 N, KV = r"(?P<layer>[0-9]{1,5})", r"(?P<part>key|value)"
 """The number of a layer, and the two parts of a cache, in the names of a table."""
 
-GROUP = re.compile(r"\([^()]*\)")
-LITERALS = re.compile(r"(?:\w|\\\.)*(?=[(.]|\Z)", re.ASCII)
-"""Letters and escaped dots before a group, a dot or the end: not before `?` or `|`, which would make them optional."""
+OPEN = re.compile(r"\([^()]*\)|\[[^]]*\]|\{[^}]*\}")
+LITERAL = re.compile(r"(?:\\\.|(?<!\\)\w(?![?*]|\0\0))+", re.ASCII)
+"""Parts of a pattern that stand for several texts, and letters and escaped dots that do not, none of them optional."""
 
 PARTS: dict[str, Literal["key", "value"]] = {
     "key": "key",
@@ -101,17 +101,17 @@ class SlotRule:
 
 def _fullmatch(pattern: str, name: str) -> re.Match[str] | None:
     # Most names are those of another dialect: nothing is compiled to find that out.
-    return re.compile(pattern, re.ASCII).fullmatch(name) if name.startswith(_literal_start(pattern)) else None
+    held = any(one in name for one in _list_literals(pattern))
+    return re.compile(pattern, re.ASCII).fullmatch(name) if held else None
 
 
 @cache
-def _literal_start(pattern: str) -> str:
-    """The characters that every match of a pattern begins with; empty where it has alternatives outside of groups."""
-    outside = pattern
-    while (shorter := GROUP.sub("", outside)) != outside:
-        outside = shorter
-    start = LITERALS.match(pattern) if "|" not in outside else None
-    return start[0].replace("\\", "") if start is not None else ""
+def _list_literals(pattern: str) -> tuple[str, ...]:
+    """For each alternative of a pattern the longest text that all its matches hold."""
+    before, outside = "", pattern
+    while before != outside:
+        before, outside = outside, OPEN.sub(lambda part: "\0\0" if part[0][0] == "{" else "\0", outside)
+    return tuple(max(LITERAL.findall(one), key=len, default="").replace("\\", "") for one in outside.split("|"))
 
 
 @record
