@@ -44,7 +44,6 @@ from kvdoctor.diagnose.checks._faults import (
     build_difference,
     build_use_difference,
     report_cause,
-    severity_of,
 )
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
@@ -240,7 +239,7 @@ def _rounded(context: RunContext, run: Run) -> Fault:
     how = f" by so much that the logits are wrong{where}" if coarse else ""
     names, verb = shorten_names([*rounded]), "are" if len(rounded) > 1 else "is"
     cause = f"{names} {verb} returned rounded{how}, but the same step attends to the unrounded values"
-    wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
+    wrong = coarse and (not uses or any(use.severity == "error" for _, use in uses))
     found = build_difference(context, run, "error" if wrong else "warning", cause)
     found = found.also(use=next((use.required for _, use in uses if use.required in context.required), None))
     rounding = next(iter(rounded.values())).rounding
