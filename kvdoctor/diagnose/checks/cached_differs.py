@@ -62,6 +62,10 @@ AMPLIFIED = "correct the state that each step amplifies, or export again"
 OVERFLOWS = "or replace what overflows (-inf in a mask by the lowest number), or "
 ONE_SEQUENCE = Advice("re-export", "export again; until then feed the tokens of one sequence a call")
 WIDER = "or run the model in float32 or bfloat16, "
+NEVER_FINITE = (
+    "look for NaN in the weights (kvdoctor inspect MODEL --weights), for a logarithm, root or quotient that has no"
+    " value, and for what overflows (-inf in a mask that hides a whole row); correct it, or export again"
+)
 ALL_HIDDEN = "; a row whose keys are all hidden by -inf gives NaN"
 MOST_USES = 2  # that a finding about several names
 IGNORED = CauseText(
@@ -166,7 +170,9 @@ def non_finite(context: RunContext) -> Faults:
         if any(find_other_entries(context, slot) for slot in context.contract.slots):
             raise Explained("a step stores other new entries than it uses, see KV318")
         fault = build_difference(context, run, "error", _describe_steps(run))
-        yield fault.also(repair=_advise_range(context))
+        always = len(run.not_finite) == len(run.steps)
+        advice = context.advise_graph_repair(f"or {NEVER_FINITE}") if always else _advise_range(context)
+        yield fault.also(repair=advice)
         return
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
