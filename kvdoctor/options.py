@@ -513,7 +513,7 @@ class Options:
     thorough: bool = _if_set(
         Flag(),
         False,
-        "Also run the experiments that take long: the full context, a sweep of lengths, other optimization levels.",
+        "Also run the experiments that take long: the full context, other optimization levels.",
         RUNS,
         policy="thorough = true",
     )

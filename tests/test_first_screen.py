@@ -63,7 +63,7 @@ def test_the_finding_is_first_the_verdict_last_and_all_of_it_on_one_screen(maria
     assert fix.split(maxsplit=1)[1] == "kvdoctor re-export fixtures/exports/marian-4.46.3 -o FIXED"
     assert any(line.startswith("  or ") for line in lines)
     whole = " ".join(" ".join(lines).split())
-    assert re.search(r"unhealthy: 1 error, 2 warnings, 2 notes · 20 of 27 uses work · \S+ s · exit 1", whole)
+    assert re.search(r"unhealthy: 1 error, 2 warnings, 2 notes · 20 of 29 uses work · \S+ s · exit 1", whole)
     assert lines[-1].endswith("details: -v")
     explained = "the plain loop failed at step 2, so its later logits were not compared"
     assert explained not in whole
@@ -164,7 +164,7 @@ def test_a_healthy_model_is_told_what_works_how_closely_and_that_the_check_could
 ) -> None:
     report = diagnosed("decoder-only-healthy", tmp_path, runtime)
     lines = screen(report, 300)
-    uses = "one token a step (pasts 0 to 127), several at once (2, 3), batch (2, 3, 9), a prompt of one token, beams"
+    uses = "one token a step (pasts 0 to 127), several at once (2, 3, 7), batch (2, 3, 9), a prompt of one token, beams"
     assert lines[2] == f"✓ decoder works: {uses}, left padding, going back, a second turn"
     close = r"largest difference \d\.\de-\d\d of the logits' standard deviation; \d\S* with a cache corrupted"
     assert re.fullmatch(rf"  agrees with a run without a cache \({close} on purpose\)", lines[3])

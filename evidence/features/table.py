@@ -195,7 +195,7 @@ STEPS = (
     yes("Run on an empty past", Shown(f"step-test {GPT2}", at="runs[empty-past].outcome", value="passed")),
     yes(
         "Sweep batch sizes and lengths",
-        Shown(f"step-test {GPT2} --thorough", at="runs[sweep].outcome", value="passed"),
+        Shown(f"step-test {GPT2} --thorough", at="runs[long-chunks].outcome", value="passed"),
     ),
     yes(
         "Decode token by token in plain ONNX Runtime, whatever the names",

@@ -34,8 +34,6 @@ from kvdoctor.decode.runs import Cause
 CHUNK = 3
 BEFORE = 5
 """Tokens in the cache before: more than the state of a convolution holds, which a shorter prompt may leave short."""
-LONGER = 40
-"""Tokens of the sequence where token ids are returned in place of logits."""
 SHARED = Scenario(prompt=BEFORE, steps=Scenario().total - BEFORE + 1)
 """The sequence of the loops, so that the reference run is shared with them."""
 
@@ -62,22 +60,10 @@ def takes_chunks(contract: CacheContract) -> str | None:
 )
 def chunk(builder: FeedBuilder) -> Calls:
     """A prompt of 5 tokens, 3 more, and what is left of the sequence."""
-    if builder.returns_ids:
-        yield from _longer(builder)
     expected = yield from builder.whole()
     start, total = builder.scenario.prompt, builder.scenario.total
     before = yield from builder.run_through(expected, size=CHUNK)
     yield from builder.controls(total - 1 - (total - start - 1) % CHUNK, total, before, expected)
-
-
-def _longer(builder: FeedBuilder) -> Calls:
-    """Chunks of a longer sequence, where the likeliest token of a few may well be right by chance."""
-    total = min(LONGER, builder.contract.usable_length or LONGER)
-    longer = builder.resized(BEFORE, total)
-    answer = yield as_probe(longer.reference())
-    if total <= builder.scenario.total or answer.failed:
-        return
-    yield from longer.run_through((yield from longer.whole()), size=CHUNK)
 
 
 @unjudged(

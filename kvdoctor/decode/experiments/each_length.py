@@ -14,6 +14,7 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import change_token, compare_prefills, same_logits
+from kvdoctor.decode.experiments.chunk import BEFORE as BEFORE_CHUNKS
 from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.determinism import looks_ahead
 from kvdoctor.decode.experiments.loops import has_exact_rows
@@ -22,8 +23,8 @@ from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import GENERAL_CAUSES, KEYS_CHANGE, REFERENCE_CHANGES, Cause
 from kvdoctor.errors import CannotCheck
 
-WALK = 40
-"""Tokens of the walk: every past length below is visited."""
+WALK, LONG_CHUNK = 40, 7
+"""Tokens of the walk: every past length below is visited; tokens of each chunk where it is done in chunks."""
 SHORT = Scenario().total
 """Tokens of a call without a cache that must give the logits of the walk's reference run."""
 MOST_LENGTH, MOST_THRESHOLDS, MOST_PAIRS = 260, 6, 2
@@ -229,6 +230,26 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
 
 
 @Experiment(
+    "long-chunks",
+    f"chunks of {LONG_CHUNK} tokens up to {WALK} tokens",
+    Scenario(prompt=1, steps=WALK),
+    takes_long_chunks,
+    lengths=True,
+    use=Use(
+        "several new tokens on a longer past",
+        required="chunked-prefill",
+        after=("each-length", "chunk", "second-turn"),
+    ),
+    order=32,
+)
+def long_chunks(builder: FeedBuilder) -> Calls:
+    """A fault may need a long past and several tokens at once, without a number in the graph that says of how many."""
+    expected = yield from builder.whole()
+    past = yield from builder.begin(expected, BEFORE_CHUNKS)
+    yield from builder.go_on(past, BEFORE_CHUNKS, builder.scenario.total, expected, size=LONG_CHUNK)
+
+
+@Experiment(
     "chunks-near-thresholds",
     "chunks around the thresholds of the graph, and chunks of as many tokens",
     Scenario(prompt=1, steps=2),
@@ -238,7 +259,7 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
     use=Use(
         "several new tokens near a threshold of the graph",
         required="chunked-prefill",
-        after=("each-length", "near-thresholds", "chunk", "second-turn"),
+        after=("each-length", "near-thresholds", "chunk", "second-turn", "long-chunks"),
     ),
     order=33,
 )

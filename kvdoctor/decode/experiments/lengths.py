@@ -1,4 +1,4 @@
-"""Lengths: a past that cannot grow, a sweep, 5 and 50 tokens with their times, the whole context, all positions."""
+"""Lengths: a past that cannot grow, 5 and 50 tokens with their times, the whole context, all positions."""
 
 import time
 from dataclasses import replace
@@ -97,7 +97,6 @@ SCORES = 1 << 21
 MOST_BYTES, MOST_SECONDS = 1 << 30, 30.0
 """Of a cache that is filled, a third of what is in memory; of time, after which a context is not filled further."""
 BEFORE_LIMIT = 3
-PROMPTS, CHUNKS = (1, 2, 4, 9, 16), (1, 2, 7)
 
 
 @Experiment(
@@ -142,24 +141,6 @@ def _shown_if_it_fails(call: Call) -> Asking[Answer]:
     """The answer of one call of many: only one that fails is listed as a step."""
     answer = yield as_probe(call)
     return (yield call) if answer.failed else answer
-
-
-@Experiment(
-    "sweep",
-    "prompts of 1 to 16 tokens, each followed by 1, 2 and 7 new tokens",
-    Scenario(prompt=max(PROMPTS), steps=max(CHUNKS) + 1),
-    takes_chunks,
-    thorough=True,
-    use=Use("other lengths", after=("chunk", "second-turn", "one-token-prompt", "long-past")),
-    order=35,
-)
-def sweep(builder: FeedBuilder) -> Calls:
-    """Every pair of a prompt and a number of new tokens on top of it."""
-    expected = yield from builder.whole()
-    for prompt in PROMPTS:
-        past = yield from builder.begin(expected, prompt)
-        for new in CHUNKS:
-            yield builder.decode(prompt, prompt + new, past, expected[:, prompt : prompt + new])
 
 
 PLACES, FEWEST = 50, 4

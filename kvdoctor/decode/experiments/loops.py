@@ -142,8 +142,9 @@ def decode_loop(builder: FeedBuilder, loop: Loop, most: int | None = None) -> Ca
     """
     expected = yield from builder.whole()
     start, slots = builder.scenario.prompt, dict[str, Value]()
-    if builder.contract.exactness == "dynamic-quantization":
-        yield from own_noise(builder, expected)
+    # What shorter sequences without any cache differ by from the whole one is no fault of a cache.
+    for stop in range(start, builder.scenario.total) if builder.contract.exactness == "dynamic-quantization" else ():
+        yield replace(builder.prefill(stop), expected=expected[:, stop - 1 : stop], kind="noise")
     last = min(builder.scenario.total, start + (most or builder.scenario.total)) - 1
     past = yield from builder.begin(expected)
     _, past = yield from replace(builder, loop=loop).go_on(past, start, last, expected)
@@ -171,12 +172,6 @@ def replayed(builder: FeedBuilder) -> Calls:
     assert before is not None  # noqa: S101 - a scenario has two steps or more
     last = builder.scenario.total - 1
     yield from builder.controls(last, last + 1, before, np.concatenate(logits, axis=1))
-
-
-def own_noise(builder: FeedBuilder, expected: Array) -> Calls:
-    """Shorter sequences without any cache: what they differ by from the whole one is no fault of a cache."""
-    for stop in range(builder.scenario.prompt, builder.scenario.total):
-        yield replace(builder.prefill(stop), expected=expected[:, stop - 1 : stop], kind="noise")
 
 
 @Experiment(

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from kvdoctor.decode.experiments import Use
 
 
-AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", RING, "sweep")
+AT_LENGTHS = ("each-length", "near-thresholds", "far-thresholds", "rows-near-thresholds", "long-past", RING)
 """Experiments with steps of one token, at other lengths than those of the loop."""
-CHUNKS = ("chunk", "second-turn", "chunks-near-thresholds")
+CHUNKS = ("chunk", "second-turn", "long-chunks", "chunks-near-thresholds")
 """Experiments with steps of several tokens."""
 STATES = ("recurrent-state", "conv-state", "hidden-memory")
 NAMED_BY_USE = (*AT_LENGTHS, *CHUNKS)

@@ -193,14 +193,7 @@ def advise_place(run: Run) -> str:
 
 def build_use_difference(context: RunContext, run: Run, use: "Use", cause: str) -> Fault:
     """The same of another use; `cause` follows it."""
-    return build_difference(context, run, severity_of(run, use), f"with {use.words}{cause}").also(use=use.required)
-
-
-def severity_of(run: Run, use: "Use") -> Severity:
-    """One token per step in batch 1 must be right, whatever the lengths: else it is an error."""
-    step = run.wrong_step
-    alone = run.experiment == "sweep" and step is not None and step.phase == "decode" and step.new_tokens == 1
-    return "error" if alone else use.severity
+    return build_difference(context, run, use.severity, f"with {use.words}{cause}").also(use=use.required)
 
 
 def _describe_search(context: RunContext, run: Run) -> str:

@@ -44,7 +44,6 @@ from kvdoctor.diagnose.checks._faults import (
     build_difference,
     build_use_difference,
     report_cause,
-    severity_of,
 )
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.diagnose.not_checked import REASONS
@@ -63,6 +62,10 @@ AMPLIFIED = "correct the state that each step amplifies, or export again"
 OVERFLOWS = "or replace what overflows (-inf in a mask by the lowest number), or "
 ONE_SEQUENCE = Advice("re-export", "export again; until then feed the tokens of one sequence a call")
 WIDER = "or run the model in float32 or bfloat16, "
+NEVER_FINITE = (
+    "look for NaN in the weights (kvdoctor inspect MODEL --weights), for a logarithm, root or quotient that has no"
+    " value, and for what overflows (-inf in a mask that hides a whole row); correct it, or export again"
+)
 ALL_HIDDEN = "; a row whose keys are all hidden by -inf gives NaN"
 MOST_USES = 2  # that a finding about several names
 IGNORED = CauseText(
@@ -167,7 +170,9 @@ def non_finite(context: RunContext) -> Faults:
         if any(find_other_entries(context, slot) for slot in context.contract.slots):
             raise Explained("a step stores other new entries than it uses, see KV318")
         fault = build_difference(context, run, "error", _describe_steps(run))
-        yield fault.also(repair=_advise_range(context))
+        always = len(run.not_finite) == len(run.steps)
+        advice = context.advise_graph_repair(f"or {NEVER_FINITE}") if always else _advise_range(context)
+        yield fault.also(repair=advice)
         return
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
@@ -240,7 +245,7 @@ def _rounded(context: RunContext, run: Run) -> Fault:
     how = f" by so much that the logits are wrong{where}" if coarse else ""
     names, verb = shorten_names([*rounded]), "are" if len(rounded) > 1 else "is"
     cause = f"{names} {verb} returned rounded{how}, but the same step attends to the unrounded values"
-    wrong = coarse and (not uses or any(severity_of(*one) == "error" for one in uses))
+    wrong = coarse and (not uses or any(use.severity == "error" for _, use in uses))
     found = build_difference(context, run, "error" if wrong else "warning", cause)
     found = found.also(use=next((use.required for _, use in uses if use.required in context.required), None))
     rounding = next(iter(rounded.values())).rounding

@@ -7,8 +7,9 @@ a runtime, reports a suspected warning. Where a value has two definitions, none,
 
 How it is decided: by the rules of ONNX that ONNX Runtime shares, at every node, so all places are listed (with `-v`, in
 JSON and on the page). A step-test asks onnx.checker too, which checks more and stops at the first place: with a graph
-input in place of each weight, and without shape inference, which refuses healthy merged decoders. Operators or versions
-that are unknown to the installed onnx, other domains and local functions are not judged.
+input in place of each weight, and without shape inference, which refuses healthy merged decoders: shapes are checked
+where the cache contract cannot be read from a graph without branches. Operators or versions that are unknown to the
+installed onnx, other domains and local functions are not judged.
 
 Reproduce: `python -c "import onnx; onnx.checker.check_model('MODEL')"`.
 
@@ -44,11 +45,15 @@ def invalid_graph_unrun(context: FileContext) -> Faults:
 
 @check("KV004", "invalid-graph", "contract")
 def unfollowed_graph(context: ContractContext) -> Faults:
-    """A value without one definition: what the inputs do to the outputs cannot be said, and nothing is run."""
+    """A value without one definition, or shapes that no operator takes: nothing is read, and nothing is run."""
     flaws = [lack for lack in context.contract.missing if lack.reason in FLAWS]
     found = {lack.subject: f"{lack.subject!r}: {lack.reason}" for lack in flaws}
     if found:
         yield _report(context.stack.main, tuple(found.values()), "error").also(subject=tuple(found))
+        return
+    for file in context.stack.members if context.contract.missing else ():
+        if file.view is not None and len([*file.view.scopes()]) == 1 and (complaint := _ask_checker(file, shapes=True)):
+            yield _report(file, (f"onnx.checker: {complaint}",), "error")
 
 
 @check("KV004", "invalid-graph", "runs")
@@ -87,8 +92,8 @@ def list_problems(file: OnnxFile) -> tuple[str, ...]:
     return found if complaint is None else (f"onnx.checker: {complaint}",)
 
 
-def _ask_checker(file: OnnxFile) -> str | None:
-    """The error of onnx.checker for a file, or None. Files with unknown operators are not checked."""
+def _ask_checker(file: OnnxFile, *, shapes: bool = False) -> str | None:
+    """The error of onnx.checker for a file, or None, with its `shapes` as well. Unknown operators are not checked."""
     if file.view is None or any(needs_later(list(scope.graph.node)) for scope in file.view.scopes()):
         return None  # the order of nodes has a check of its own, and the runtime does not mind it
     import onnx
@@ -98,8 +103,8 @@ def _ask_checker(file: OnnxFile) -> str | None:
         return None
     _replace_weights(model)
     try:
-        onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, ValueError) as error:
+        onnx.checker.check_model(model, full_check=shapes)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
         return " ".join(str(error).split())
     return None
 

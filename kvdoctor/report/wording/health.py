@@ -35,7 +35,7 @@ USES = {
     "held-loop": (LOOP, "keep the cross-attention cache of the prefill"),
     "chunk": (MANY, "feed several tokens on a cache"),
     **dict.fromkeys(("batch", "batch-rows"), (BATCH, "feed several sequences at once")),
-    "chunks-near-thresholds": (MANY, LENGTHS),
+    **dict.fromkeys(("long-chunks", "chunks-near-thresholds"), (MANY, LENGTHS)),
     "rows-near-thresholds": (BATCH, LENGTHS),
     "one-token-prompt": ("a prompt of one token", "begin with a prompt of one token"),
     "rows-apart": ("rows of different lengths", "feed rows of different lengths"),
