@@ -535,6 +535,7 @@ CHOICES = (
     {"sizes": SIZES},
     {"cache": "static=24"},
     {"cache": "growing"},
+    PLAIN,
 )
 
 

@@ -7,7 +7,9 @@ import onnx
 import pytest
 from onnx import compose
 from support.isolated import EXPORTS
+from support.proofs import claims
 
+from kvdoctor.addons.conversions import api as conversions
 from kvdoctor.diagnose.pipeline import step_test
 
 
@@ -43,3 +45,27 @@ def test_a_sound_pair_is_healthy(name: str, tmp_path: Path) -> None:
     roles = {port.name: port.role for port in contract.graph("prefill").inputs}
     assert roles == {"input_ids": "encoder_input", "attention_mask": "encoder_mask", "decoder_input_ids": "token_ids"}
     assert not [f for f in report.findings if f.severity != "note"]
+
+
+def test_the_encoder_is_cut_out_and_the_loop_stays_the_same(tmp_path: Path) -> None:
+    """The graph reads the number of sequences from the ids, as exports of whole models do, and not from embeddings."""
+    source = with_encoder_inside(EXPORTS / "t5", tmp_path / "t5")
+    model = onnx.load(source / "decoder_model.onnx")
+    constants = {one.name: one for one in model.graph.initializer}
+    constants |= {node.output[0]: node.attribute[0].t for node in model.graph.node if node.op_type == "Constant"}
+    shapes = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Shape"}
+    added = []
+    for node in [node for node in model.graph.node if node.op_type == "Gather" and node.input[0] in shapes]:
+        read, at = shapes[node.input[0]], int(onnx.numpy_helper.to_array(constants[node.input[1]]))
+        if at < 2 and read.startswith("decoder") and "Expand" not in read and "ConstantOfShape" not in read:
+            one = f"{node.output[0]}.one"
+            model.graph.node.insert(
+                0, onnx.helper.make_node("Shape", ["decoder_input_ids"], [one], start=at, end=at + 1)
+            )
+            node.CopyFrom(onnx.helper.make_node("Squeeze", [one], [node.output[0]]))
+    for node in added:
+        model.graph.node.insert(0, node)
+    onnx.save(model, source / "decoder_model.onnx")
+    report = conversions.convert(source, tmp_path / "out", layout="optimum")
+    assert {p.name for p in (tmp_path / "out").glob("*.onnx")} == {"encoder_model.onnx", "decoder_model_merged.onnx"}
+    assert claims(report)["the loop's logits are those of the source, bit for bit"]
