@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvdoctor.decode.golden import GoldenDifference
     from kvdoctor.decode.messages import AddedExperiment, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
+    from kvdoctor.diagnose.locate.search import LargestValue
     from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.client import Runtime
     from kvdoctor.runtime.targets import Refused, Target, TargetResult
@@ -205,13 +206,14 @@ class RunContext(TargetContext):
     """Round `runs`: adds the result of round `contract`.
 
     `declared_faults` are the names of its errors. `timings` are seconds by label; `thorough` asks for every check.
-    `predicted` says that the runs are abstract ones.
+    `predicted` says that the runs are abstract ones. `largest` is the largest value of a call in float16.
     """
 
     declared_faults: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     thorough: bool = False
     predicted: bool = False
+    largest: "LargestValue | None" = None
 
 
 @record

@@ -38,7 +38,7 @@ from kvdoctor.diagnose.context import (
     TargetContext,
     extend_context,
 )
-from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
+from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults, measure_largest
 from kvdoctor.diagnose.graded_models import grade_variants
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
@@ -237,6 +237,7 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         # A use that cannot work explains no fault of the loop, however severe it is for who requires it.
         errors = (f.name for f in by_contract.findings if f.severity == "error" and f.use is None)
         located = plan.locate or rests_on_place(tested)
+        largest = measure_largest(seen.ran or tested, options, runtime, files.calls)
         after = extend_context(
             tested,
             RunContext,
@@ -244,6 +245,7 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
             declared_faults=tuple(name for name in errors if name not in EXPLAIN_NO_RUN),
             timings=seen.timings,
             thorough=options.thorough,
+            largest=largest,
         )
         found = by_contract + _check_runs(after, by_contract.findings, options)
         found += run_checks(after, "targets", selection)
@@ -256,7 +258,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     facts = stack_facts(stack, after.contract, context.folder.side_cars)
     proof = seen.proof or find_proof(stack, after.contract)
     facts = replace(facts, proof=without_faults(proof, stack.name, found.findings))
-    return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results)
+    measured = seen.measured | ({"largest_value": str(largest)} if largest is not None else {})
+    return StackDiagnosis(facts, found, after.runs, measured, after.target_results)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:
