@@ -43,6 +43,7 @@ ALLOWED = {
 }
 """Checks whose faults leave the cache right, and why."""
 OF_FIXTURES = {
+    "attention-cache-half-wired": "the runtime, which runs no such step",
     "caller-runtime-differs": "the runtime of a caller",
     "duplicate-weights": "the file",
     "empty-tensor-hazard": "the runtime",
@@ -52,10 +53,12 @@ OF_FIXTURES = {
     "layers-swapped": "names alone",
     "loop-breaks-contract": "the loop of a caller",
     "mask-not-offset": "the fault is in several new tokens",
+    "meaning-changed": "another release of the runtime",
     "names-mislead": "names alone",
     "operator-unsupported": "the runtime",
     "opset-too-new": "the runtime",
     "parts-do-not-fit": "another file of the bundle",
+    "search-differs": "the search in the graph, not its decoder",
     "use-impossible": "a use that the layout does not allow",
 }
 """The same of fixtures, where an injected fault of that check may not be proved, or there is none."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvdoctor.decode.golden import GoldenDifference
     from kvdoctor.decode.messages import AddedExperiment, FileRefused, PairedSide
     from kvdoctor.decode.speed import SpeedDifference
+    from kvdoctor.diagnose.locate.search import LargestValue
     from kvdoctor.report.facts import SpeedFacts
     from kvdoctor.runtime.client import Runtime
     from kvdoctor.runtime.targets import Target, TargetResult
@@ -185,7 +186,7 @@ class RunContext(ContractContext):
     `local_runtime` is the one that `runs` are from, None where nothing is run. `refusals` are files that it did not
     open. `target_results` are what the model showed under each target that was run. `declared_faults` are the names of
     the errors of round `contract`. `timings` are seconds by label; `thorough` asks for every check. `predicted` says
-    that the runs are abstract ones.
+    that the runs are abstract ones. `largest` is the largest value of a call in float16.
     """
 
     local_runtime: "Target | None" = None
@@ -195,6 +196,7 @@ class RunContext(ContractContext):
     timings: Mapping[str, float] = field(default_factory=dict)
     thorough: bool = False
     predicted: bool = False
+    largest: "LargestValue | None" = None
 
 
 @record

@@ -26,7 +26,7 @@ from kvdoctor.decode.search import SearchPlan
 from kvdoctor.diagnose import not_checked
 from kvdoctor.diagnose.build_report import find_proof
 from kvdoctor.diagnose.context import ContractContext
-from kvdoctor.diagnose.float32 import demand_room, rerun_in_float32
+from kvdoctor.diagnose.float32 import ALWAYS, demand_room, rerun_in_float32, unrounded_bytes
 from kvdoctor.errors import CannotCheck, UnreadableError, UsageError
 from kvdoctor.findings import NotChecked
 from kvdoctor.model.join import NotClosed, cut_out
@@ -98,7 +98,8 @@ def _run(context: ContractContext, options: Options, runtime: Runtime, files: Wo
         except CannotCheck as error:
             return _leave_unrun(contract, NotChecked(name, "KV2-KV3", f"not run: {error}", essential=True))
     job = replace(build_job(ran, options), keep_logits=files.logits, keep_calls=files.calls, scratch=files.calls)
-    job = replace(job, search=search)
+    # The first call of each experiment shows how large values of float16 become.
+    job = replace(job, search=search, keep_step=0 if contract.exactness == "float16" else None)
     results = runtime.examine(job, options.progress)
     runs = (*(resolve_node_names(run, ran) for run in results.runs), *_list_skipped(ran, options, runtime))
     refusals = tuple(replace(one, file=shown.get(one.file, one.file)) for one in results.refusals)
@@ -195,6 +196,16 @@ def locate_faults(
             options.show_line(f"locating the fault of {run.experiment} in the graph")
         located.append(locate_fault(run, search) if run in wanted else run)
     return tuple(located)
+
+
+def measure_largest(context: ContractContext, options: Options, runtime: Runtime, calls: Path) -> Any:
+    """The largest value (`locate.search.LargestValue`) of a model in float16 that is small, or with --thorough."""
+    small = unrounded_bytes(context.stack.files.values()) <= ALWAYS
+    if context.contract.exactness != "float16" or not (small or options.thorough):
+        return None
+    from kvdoctor.diagnose.locate.search import LocateContext, find_largest
+
+    return find_largest(LocateContext.of(context, runtime, options.provider, calls))
 
 
 def open_operator(context: ContractContext, folder: Path) -> tuple[ContractContext, SearchPlan, dict[str, str]]:

@@ -32,7 +32,7 @@ from kvdoctor.diagnose.build_report import (
 from kvdoctor.diagnose.checks._attribution import rests_on_place
 from kvdoctor.diagnose.context import ContractContext, GoldenContext, LocalRun, RunContext, extend_context
 from kvdoctor.diagnose.decodings import CODE, Golden, compare_with_golden, grade_variants, read_golden
-from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults
+from kvdoctor.diagnose.examine import WorkerFiles, examine, locate_faults, measure_largest
 from kvdoctor.diagnose.inspection import AdviceCheck, add_targets, build_context, check_files, correct_advice
 from kvdoctor.diagnose.run_checks import CheckResults, leave_open, run_checks
 from kvdoctor.errors import CannotCheck, UsageError
@@ -238,7 +238,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
         located = plan.locate or rests_on_place(tested)
         runs = locate_faults(tested, options, runtime, files.calls, seen.ran) if located else tested.runs
         declared = tuple(name for name in errors if name not in EXPLAIN_NO_RUN)
-        after = replace(tested, runs=runs, declared_faults=declared)
+        largest = measure_largest(seen.ran or tested, options, runtime, files.calls)
+        after = replace(tested, runs=runs, declared_faults=declared, largest=largest)
         found = by_contract + _check_runs(after, by_contract.findings, options)
         found += run_checks(after, "targets", selection)
         found += _compare_with_golden(after, session)
@@ -250,7 +251,8 @@ def _diagnose_stack(context: ContractContext, session: _Session) -> StackDiagnos
     facts = stack_facts(stack, after.contract, context.folder.side_cars)
     proof = seen.proof or find_proof(stack, after.contract)
     facts = replace(facts, proof=without_faults(proof, stack.name, found.findings))
-    return StackDiagnosis(facts, found, after.runs, seen.measured, after.target_results)
+    measured = seen.measured | ({"largest_value": str(largest)} if largest is not None else {})
+    return StackDiagnosis(facts, found, after.runs, measured, after.target_results)
 
 
 def _check_runs(context: RunContext, declared: tuple[Finding, ...], options: Options) -> CheckResults:

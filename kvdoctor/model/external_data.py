@@ -109,7 +109,7 @@ def read_reference(tensor: TensorProto) -> ExternalReference | None:
     if not is_external(tensor):
         return None
     entries = {entry.key: _text(entry.value) for entry in tensor.external_data}
-    length = int(entries.get("length") or 0) or _count_bytes(tensor) or 0
+    length = int(entries.get("length") or 0) or count_bytes(tensor) or 0
     return ExternalReference(entries.get("location", ""), int(entries.get("offset") or 0), length)
 
 
@@ -130,7 +130,7 @@ def examine(model: ModelProto, model_path: Path) -> tuple[tuple[ExternalFile, ..
     uses: dict[str, list[_Use]] = {}
     for tensor in external_tensors(model):
         entries = {_text(entry.key): _text(entry.value) for entry in tensor.external_data}
-        use = _Use(_text(tensor.name), entries.get("offset", "0"), entries.get("length", "0"), _count_bytes(tensor))
+        use = _Use(_text(tensor.name), entries.get("offset", "0"), entries.get("length", "0"), count_bytes(tensor))
         uses.setdefault(entries.get("location", ""), []).append(use)
     files: list[ExternalFile] = []
     problems: list[ExternalProblem] = []
@@ -171,7 +171,7 @@ def _text(value: str | bytes) -> str:
     return os.fsdecode(value) if isinstance(value, bytes) else value
 
 
-def _count_bytes(tensor: TensorProto) -> int | None:
+def count_bytes(tensor: TensorProto) -> int | None:
     """Return the bytes that dims and data_type ask for, or None where they do not tell."""
     bits = BITS.get(tensor.data_type)
     if bits is None or any(dim < 0 for dim in tensor.dims):

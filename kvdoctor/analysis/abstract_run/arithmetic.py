@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdoctor.analysis.abstract_run.shaping import plan_broadcast
+from kvdoctor.analysis.abstract_run.shaping import broadcast_shapes
 from kvdoctor.analysis.abstract_run.values import (
     IS_EXACT,
     MOST_ELEMENTS,
@@ -39,7 +39,8 @@ def combine(values: Sequence[Abstract], compute: Compute) -> Abstract:
     shapes = [value.shape for value in values if value.shape is not None]
     if len(shapes) < len(values):
         return UNKNOWN
-    shape, count = plan_broadcast(*shapes)
+    shape = broadcast_shapes(*shapes)
+    count = size_of(shape)
     numbers = [value.data for value in values if value.data is not None]
     if len(numbers) < len(values):
         return Abstract(shape)

@@ -6,7 +6,6 @@ A mean over a collapsed axis cannot be the number itself: a vector minus its mea
 all that it holds. `blend` stands for the mean: what is normalized by it stays bounded and still tells inputs apart.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from kvdoctor.analysis.abstract_run.arithmetic import combine, sigmoid
 from kvdoctor.analysis.abstract_run.shaping import broadcast_shapes
 from kvdoctor.analysis.abstract_run.values import (
     MOST_ELEMENTS,
-    PLANS,
     UNKNOWN,
     Abstract,
     CannotRun,
@@ -166,7 +164,10 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     one, other = left.shape, right.shape
     if one is None or other is None or not one or not other:
         return UNKNOWN
-    shape, count = _plan_product(one, other)
+    if one[-1] != (other[-2] if len(other) > 1 else other[0]):
+        raise CannotRun(f"{list(one)} and {list(other)} cannot be multiplied")
+    shape = (*broadcast_shapes(one[:-2], other[:-2]), *one[-2:-1], *(other[-1:] if len(other) > 1 else ()))
+    count = size_of(shape)
     a, b = left.data, right.data
     if a is None or b is None or min(len(one), len(other)) < 2:
         return Abstract(shape)
@@ -189,20 +190,6 @@ def multiply(left: Abstract, right: Abstract) -> Abstract:
     )
     # A weight that is one number would multiply every feature equally, and a normalized vector sums to nothing.
     return Abstract(shape, product)
-
-
-@lru_cache(PLANS)
-def _plan_product(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The shape of a product of matrices, and its number of elements.
-
-    Raises:
-        CannotRun: the inner sizes differ.
-    """
-    if one[-1] != (other[-2] if len(other) > 1 else other[0]):
-        raise CannotRun(f"{list(one)} and {list(other)} cannot be multiplied")
-    front = broadcast_shapes(one[:-2], other[:-2])
-    shape = (*front, *one[-2:-1], *(other[-1:] if len(other) > 1 else ()))
-    return shape, size_of(shape)
 
 
 def _gemm(r: Reading) -> Abstract:

@@ -243,14 +243,11 @@ def may_hide(view: GraphView, unread: Iterable[str]) -> bool:
     """
     wanted = set(unread)
     sizes = {name: tuple(tensor.dims) for name, tensor in list_tensors(view) if name in wanted}
-    return bool(sizes) and any(
-        _holds_rows(sizes.get(name, ()), cut) for name, cut in _find_reaching(view.model.graph, sizes)
-    )
-
-
-def _holds_rows(dims: tuple[int, ...], cut: bool | None) -> bool:
-    """Whether a table has numbers for rows or columns; it may be `cut`, or must be where that is None."""
-    return prod(dims) > 1 and (bool(cut) or (cut is False and sum(size > 1 for size in dims) > 1))
+    if not sizes:
+        return False
+    reaching = ((sizes[name], cut) for name, cut in _find_reaching(view.model.graph, sizes))
+    # A table has numbers for rows or columns where it was cut, or has two axes; None: it must be cut.
+    return any(prod(d) > 1 and (cut or (cut is False and sum(n > 1 for n in d) > 1)) for d, cut in reaching)
 
 
 def _list_scores(node: NodeProto) -> list[tuple[str, bool | None]]:

@@ -21,11 +21,15 @@ from kvdoctor.analysis.abstract_run.values import (
     fold_axis,
     known,
     number_for,
+    read_tensor,
     size_of,
     unknown,
 )
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.node_sizes import AxisOf
+
+MOST_AXES = 64
+"""Axes that a tensor may have, at most: shapes of unequal numbers of elements have no parts that agree."""
 
 
 def reshape_value(value: Abstract, target: tuple[int, ...]) -> Abstract:
@@ -47,30 +51,17 @@ def _plan_reshape(
     shape: tuple[int, ...], held: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape that numbers of the shape `held` are repeated to, and the one that they then have in the target."""
-    parts: list[tuple[list[int], list[int]]] = []
-    i = j = 0
+    spread, sizes, i, j = list(held), list[int](), 0, 0
     while i < len(shape) or j < len(target):
-        mine, theirs = [i] if i < len(shape) else [], [j] if j < len(target) else []
-        left, right = size_of(shape[k] for k in mine), size_of(target[k] for k in theirs)
-        i, j = i + len(mine), j + len(theirs)
-        while left != right:
-            if left < right:
-                mine.append(i)
-                left *= shape[i]
-                i += 1
-            else:
-                theirs.append(j)
-                right *= target[j]
-                j += 1
-        parts.append((mine, theirs))
-    spread, sizes = list(held), list[int]()
-    for mine, theirs in parts:
-        if all(held[k] == 1 for k in mine):
-            sizes += [1] * len(theirs)
-            continue
-        for k in mine:
-            spread[k] = shape[k]
-        sizes += [target[k] for k in theirs]
+        first, start = i, j
+        i, j = min(i + 1, len(shape)), min(j + 1, len(target))
+        while (left := size_of(shape[first:i])) != (right := size_of(target[start:j])) and max(i, j) < MOST_AXES:
+            i, j = (i + 1, j) if left < right else (i, j + 1)
+        if all(held[k] == 1 for k in range(first, i)):
+            sizes += [1] * (j - start)
+        else:
+            spread[first:i] = shape[first:i]
+            sizes += target[start:j]
     return tuple(spread), tuple(sizes)
 
 
@@ -116,16 +107,6 @@ def _move(r: Reading) -> Abstract:
 
 
 @lru_cache(PLANS)
-def plan_broadcast(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The shape of a broadcast, and its number of elements.
-
-    Raises:
-        CannotRun: two sizes do not agree.
-    """
-    found = broadcast_shapes(*shapes)
-    return found, size_of(found)
-
-
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a broadcast.
 
@@ -143,7 +124,7 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _expand(r: Reading) -> Abstract:
     value = r.at(0)
-    shape, _ = plan_broadcast(known(value.shape), tuple(known(r.ints(1))))
+    shape = broadcast_shapes(known(value.shape), tuple(known(r.ints(1))))
     data = known(value.data, shape)
     data = data.reshape((1,) * (len(shape) - data.ndim) + data.shape)
     return Abstract(shape, np.zeros(shape, data.dtype) if 0 in shape else data, value.exact)
@@ -216,10 +197,11 @@ def _shape(r: Reading) -> Abstract:
 
 
 def _constant_of_shape(r: Reading) -> Abstract:
-    shape, value = tuple(known(r.ints(0))), r.tensor("value")
+    shape, value = tuple(known(r.ints(0))), r.attributes.get("value")
     if min(shape, default=0) < 0:
         raise CannotRun(f"a shape of {list(shape)}")
-    number = value.data if value is not None and value.data is not None else np.zeros(1, np.float32)
+    read = read_tensor(value.t, "").data if value is not None else None
+    number = read if read is not None else np.zeros(1, np.float32)
     data = np.zeros(shape, number.dtype) if 0 in shape else number.reshape((1,) * len(shape))
     return Abstract(shape, data, exact=True)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from kvdoctor.errors import UnreadableError
-from kvdoctor.model.external_data import is_external
+from kvdoctor.model.external_data import count_bytes, is_external
 from kvdoctor.model.operators import operators_with
 from kvdoctor.model.proto import TensorProto
 from kvdoctor.model.skeleton import payload_left_out
@@ -30,8 +30,6 @@ MOST_READ = 64 << 20
 
 WHOLE = (TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64)
 """Element types that no weight has."""
-WIDTHS: dict[int, int] = {TensorProto.INT32: 4, TensorProto.INT64: 8, TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2}
-"""Bytes of an element; all others have one."""
 TWO_VALUED = (TensorProto.UINT8, TensorProto.INT8, TensorProto.FLOAT, TensorProto.FLOAT16)
 """Element types that a mask has as well."""
 
@@ -95,7 +93,7 @@ def _find_tables(view: GraphView) -> dict[str, TensorProto]:
             if node.domain not in STANDARD or node.op_type not in TAKING:
                 others.update(name for name in node.input if name in found)
     chosen = {name: tensor for name, tensor in found.items() if name not in others}
-    return chosen if sum(map(_count_bytes, chosen.values())) <= MOST_READ else {}
+    return chosen if sum(count_bytes(one) or 0 for one in chosen.values()) <= MOST_READ else {}
 
 
 def _may_be_table(tensor: TensorProto) -> bool:
@@ -104,11 +102,7 @@ def _may_be_table(tensor: TensorProto) -> bool:
     dims = tuple(tensor.dims)
     square = len(dims) >= 2 and dims[-1] == dims[-2] and prod(dims[:-2]) == 1
     kind = tensor.data_type in WHOLE or (tensor.data_type in TWO_VALUED and square)
-    return kind and 0 < _count_bytes(tensor) <= MOST_BYTES
-
-
-def _count_bytes(tensor: TensorProto) -> int:
-    return WIDTHS.get(tensor.data_type, 1) * int(prod(tensor.dims))
+    return kind and 0 < (count_bytes(tensor) or 0) <= MOST_BYTES
 
 
 def _read_values(weight: Weight) -> "Array | None":

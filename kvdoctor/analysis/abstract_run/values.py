@@ -324,10 +324,6 @@ class Reading:
             found = self.parsed[name] = (int(attribute.i), *map(int, attribute.ints))
         return found
 
-    def tensor(self, name: str) -> Abstract | None:
-        """An attribute that is a tensor."""
-        return read_tensor(self.attributes[name].t, "") if name in self.attributes else None
-
     def ints(self, index: int, attribute: str = "") -> Sequence[int] | None:
         """The exact integers of an input, or of the attribute that older operators have in its place."""
         if attribute and attribute in self.attributes:

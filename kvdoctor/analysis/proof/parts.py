@@ -174,7 +174,7 @@ def gather(call: Reading) -> Made:
     index = linear_of(places)
     if index is not None and not places.shape:
         return _gather_last(call, data, at, index, shape)
-    return _gather_counted(call, data, at, index, shape)
+    return Made(Type(data.kind, shape))
 
 
 def _with_row(call: Reading, places: Type) -> Type:
@@ -201,8 +201,7 @@ def gather_nd(call: Reading) -> Made:
     if deep > 1:
         whole = all(map(is_fixed, axes[:deep]))
         return Made(call.opaque(shape, [data, places], data.kind, is_calm(data)) if whole else Type(data.kind, shape))
-    rows = viewed(call, places, [size_of(axis) for axis in listed[:-1]]).type
-    call.inputs = [data, rows]
+    call.inputs = [data, viewed(call, places, [size_of(axis) for axis in listed[:-1]]).type]
     return gather(call)
 
 
@@ -282,17 +281,6 @@ def _gather_last(call: Reading, data: Type, at: int, index: Linear, shape: tuple
     if not call.lengths.equal(place, whole - ONE) or any(map(call.lengths.counts, shape)):
         return Made(Type(data.kind, shape))
     return Made(Type(data.kind, shape, uniform=call.lengths.is_uniform(data), calm=data.calm, last=True), ("last", at))
-
-
-def _gather_counted(call: Reading, data: Type, at: int, index: Linear | None, shape: tuple[Axis, ...]) -> Made:
-    """Entries along an axis of tokens, by places that count up: a part of it."""
-    if index is None or len(index[1]) != 1 or index[1][0][1] != 1 or len(call.input(1).shape or ()) != 1:
-        return Made(Type(data.kind, shape))
-    begin = index[0]
-    if not isinstance(begin, Term):
-        return Made(Type(data.kind, shape))
-    cut = _cut(call, data, at, begin, begin + size_of((call.input(1).shape or ())[0]))
-    return Made(cut[0], 0) if cut is not None and cut[1] and not cut[2] else Made(Type(data.kind, shape))
 
 
 def _limits_rows(call: Reading, absolute: Linear, rows: int) -> bool:

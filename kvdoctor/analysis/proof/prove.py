@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +28,8 @@ from kvdoctor.analysis.proof.constants import (
     slot_shape,
 )
 from kvdoctor.analysis.proof.masks import hides_later, is_plain, is_weak
-from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Axis, Lengths, Term, Type, size_of
-from kvdoctor.analysis.proof.walk import Keys, Typed, Walk, merged_limits
+from kvdoctor.analysis.proof.types import BATCH, ENCODER, NEW, PAST, Axis, Lengths, Type, size_of
+from kvdoctor.analysis.proof.walk import Keys, Typed, Walk
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract, Dim, Graph, PhaseName, Slot
 from kvdoctor.model.flatten import FlatNode
@@ -136,14 +137,10 @@ def find_types(stack: StackFiles, contract: CacheContract) -> dict[str, Type]:
 
 def find_shapes(stack: StackFiles, contract: CacheContract) -> dict[str, tuple[int, ...]]:
     """The shapes of the inputs and values of the decode graph in a step of these sizes, where types say them."""
-    shapes = {name: one.shape for name, one in find_types(stack, contract).items()}
-    sizes = {shape: [_read_size(size_of(axis)) for axis in shape] for shape in {*shapes.values()} if shape is not None}
-    known = {shape: tuple(one for one in found if one is not None) for shape, found in sizes.items()}
-    return {name: known[shape] for name, shape in shapes.items() if shape is not None and None not in sizes[shape]}
-
-
-def _read_size(size: Term) -> int | None:
-    return size.at(SIZES) if size.symbols <= SIZES.keys() else None
+    shapes = {name: one.shape for name, one in find_types(stack, contract).items() if one.shape is not None}
+    sizes = {shape: tuple(map(size_of, shape)) for shape in {*shapes.values()}}
+    known = {shape: listed for shape, listed in sizes.items() if all(one.symbols <= SIZES.keys() for one in listed)}
+    return {name: tuple(one.at(SIZES) for one in known[shape]) for name, shape in shapes.items() if shape in known}
 
 
 def looks_back_to_start(stack: StackFiles, contract: CacheContract) -> bool:
@@ -274,14 +271,14 @@ class Prover:
             walk = self.walk("embed", self.lengths("embed"), {})
             for port in self.contract.graph("embed").outputs:
                 self._output(walk, port.name)
-        limits = merged_limits(walks)
-        table = min(limits, key=limits.__getitem__, default="")
+        limits = [(limit, name) for walk in walks for name, limit in walk.limits.items()]
+        up_to, table = min(limits, key=itemgetter(0), default=(None, ""))
         nodes = [(walk, node) for walk in walks for node in walk.flow.nodes if node.has("softmax", "attend")]
         taken = [walk.values.get(name) for walk, node in nodes for name in node.inputs]
         weak = any(is_weak(one.type) for one in taken if one is not None)
         operators = [ports_of(node.domain, node.op) for _, node in nodes]
         one_row = any(ports is not None and "last_index" in ports.roles.values() for ports in operators)
-        return Proof(limits.get(table), table, weak_mask=weak, one_row=one_row and not single)
+        return Proof(up_to, table, weak_mask=weak, one_row=one_row and not single)
 
     def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
         """The types of all values of the graph of a phase; `given` are inputs that another graph makes.

@@ -170,8 +170,6 @@ def tile(call: Reading) -> Made:
     shape = tuple(axis_of(times, *axis) for axis, times in pairs)
     if all(not axis or times is ONE for axis, times in pairs):
         return Made(_broadcast(call, taken, shape), 0)
-    if constant_of(taken) is not None:
-        return Made(_broadcast(call, taken, shape))
     whole = all(times is ONE or not axis or (is_fixed(axis) and times.number) for axis, times in pairs)
     return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)) if whole else Type(taken.kind, shape))
 

@@ -3,7 +3,7 @@
 Layers repeat: what a rule says of a node is known for each further node of the same operator, attributes and types.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
@@ -11,7 +11,8 @@ from typing import Any
 
 from kvdoctor.analysis.proof import attention, combining, elementwise, parts, shaping
 from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule
-from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, number, settled
+from kvdoctor.analysis.proof.constants import read_constant
+from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, constant_of, number, settled
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB
@@ -247,20 +248,9 @@ class Walk:
 
 def read_fill(node: FlatNode) -> tuple[Term | float, str]:
     """The number and kind with which ConstantOfShape fills."""
-    from kvdoctor.analysis.proof.constants import read_constant
-
     attribute = node.attribute("value")
     if attribute is None:
         return 0.0, "f"
     found = read_constant(attribute.t, None)
-    value = found.linear[0] if found.linear is not None else (found.items or (None,))[0]
+    value = constant_of(found)
     return (0.0, "?") if value is None else (value, found.kind)
-
-
-def merged_limits(walks: Sequence[Walk]) -> Mapping[str, int]:
-    """The totals up to which tables reach, over several walks."""
-    found: dict[str, int] = {}
-    for walk in walks:
-        for name, limit in walk.limits.items():
-            found[name] = min(limit, found.get(name, limit))
-    return found

@@ -52,6 +52,8 @@ from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import format_count, join_some, shorten_names
 from kvdoctor.report.wording.runs import describe_rounding
 
+NEAR_THE_END = 0.5
+"""The share of float16's range from which on a value may leave it with other tokens."""
 HAVE_OWN_CHECKS = ("left-padding", "right-padding", "encoder-padding", "rows-apart", "full-context", *NAMED_BY_USE)
 LESS_ROUNDING = Advice(
     "re-export", "keep more bits where the logits need them (float32 for the last layers), or accept the difference"
@@ -158,7 +160,10 @@ def non_finite(context: RunContext) -> Faults:
 
     How it is decided: the logits of every step are searched for values that are not finite. With `--thorough`,
     recurrent states are also fed 2,000 tokens; one that only grows towards infinity is a warning. A vocabulary entry
-    that is -inf in the reference run as well is not a fault.
+    that is -inf in the reference run as well is not a fault. Of a model in float16 with at most 256 MiB of weights in
+    float32, or of any one with `--thorough`, every value of a call without a cache is looked at, but for masked scores:
+    one beyond half of the range of float16 is a warning, and so is one that is infinite where the logits are not,
+    because a later node divides by it.
 
     Reproduce: `kvdoctor step-test MODEL -v`; the table of steps shows the first one and its past length. `kvdoctor
     inspect MODEL` names constants that overflow in float16.
@@ -186,6 +191,12 @@ def non_finite(context: RunContext) -> Faults:
             fault = build_difference(context, other, "error", f"with {use.words}, {_describe_steps(other)}{hidden}")
             yield fault.also(use=use.required, repair=_advise_range(context))
         return
+    if context.largest is not None and context.largest.share > NEAR_THE_END:
+        largest, cause = context.largest, "other tokens may leave the range: NaN or infinity follows"
+        if largest.share >= 1:
+            cause = "a value is infinite or no number; a later node hides that from the logits"
+        fault = Fault("warning", (context.logits_name,), cause, _advise_range(context), nodes=(largest.node.name,))
+        yield fault.compare(f"values within {NEAR_THE_END:g} of float16's range", str(largest))
 
 
 def _advise_range(context: RunContext) -> Advice:

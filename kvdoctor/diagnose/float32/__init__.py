@@ -143,7 +143,7 @@ def rerun_in_float32(context: ContractContext, job: ExperimentJob, options: Opti
         if reason is not None:
             return Float32Rerun(runs, _note(context, reason) if unclear else ())
         again = replace(job, folder=Path(folder), contract=copy, experiments=names, scratch=Path(folder), added=())
-        again = replace(again, keep_logits=None, keep_calls=None, settings=SETTINGS, timed=False)
+        again = replace(again, keep_logits=None, keep_calls=None, keep_step=None, settings=SETTINGS, timed=False)
         results = runtime.examine(again, options.progress)
     merged, notes = _merge_all(context, results)
     return Float32Rerun(merged, notes, results.seconds, results.peak_bytes)

@@ -1,4 +1,7 @@
-"""Locates the fault of one failed or differing run, and the node that fails: by the name that the runtime gives it."""
+"""Locates the fault of one failed or differing run, and the node that fails: by the name that the runtime gives it.
+
+Of a model in float16 it also finds the largest value, with every value of a call as an output.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,9 +10,9 @@ from pathlib import Path
 
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.choices import CPU
-from kvdoctor.contract import CacheContract, PhaseName
+from kvdoctor.contract import CacheContract, PhaseName, Role
 from kvdoctor.decode.messages import TrialModel
-from kvdoctor.decode.runs import FaultLocation, Run
+from kvdoctor.decode.runs import FaultLocation, Node, Run
 from kvdoctor.decode.tolerances import Tolerance
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.diagnose.locate.difference import DifferenceSearch, PhaseGraph, find_pass, name_pass
@@ -208,3 +211,52 @@ class FailureSearch:
         variant = self.runner.variant(flat, values=[condition])
         numbers = self.runner.run(variant, self.feeds)[condition].values
         return bool(numbers[0]) if numbers else None
+
+
+LARGEST_HALF = 65504.0
+CONTENT: tuple[Role, ...] = ("token_ids", "embeddings", "encoder_states", "past")
+
+
+@record
+class LargestValue:
+    """The largest value of float16 in a call, as a share of what the type holds: 1 where it is infinite or none."""
+
+    share: float
+    node: Node
+    layer: int | None
+
+    def __str__(self) -> str:
+        """As reports show it: `layer 34 reaches 0.7 of float16's range, in Add "/model/layers.34/Add"`."""
+        reached = f"reaches {self.share:.2g} of float16's range" if self.share < 1 else "leaves float16's range"
+        return f"{'the model' if self.layer is None else f'layer {self.layer}'} {reached}, in {self.node.shown}"
+
+
+def find_largest(context: LocateContext) -> LargestValue | None:
+    """The largest value of float16 in a call without a cache, or the first that is not finite; None if unknown.
+
+    Products, scores among them before a mask, powers, and inputs of norms: no other values become larger.
+    """
+    import numpy as np
+
+    feeds = context.calls / "plain-loop-last-prefill.npz"
+    if not feeds.is_file() or context.stack.stages:
+        return None
+    runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
+    try:
+        flat = runner.flatten(file_of(context, "prefill"), branches_taken(context, "prefill"))
+        ports = context.contract.graph("prefill").inputs
+        wanted = {name for node in flat.nodes if node.has("normalize") for name in node.inputs[:1]}
+        wanted.update(name for node in flat.nodes if node.has("product", "multiply", "power") for name in node.makes)
+        wanted &= flat.depending_on(port.name for port in ports if port.role in CONTENT)
+        makers = {name: node for node in flat.nodes for name in node.makes if name in wanted}
+        values = runner.arrays(flat, makers, feeds)
+    except (CannotCheck, TrialFailed):
+        return None
+    layers, found = layers_of_pasts(context.contract), list[LargestValue]()
+    for name, node in makers.items():
+        if name in values and values[name].dtype == np.float16:
+            # -Inf may be written on purpose, as in a mask.
+            most = float(np.abs(values[name][~np.isneginf(values[name])]).max(initial=0))
+            share = most / LARGEST_HALF if most <= LARGEST_HALF else 1.0
+            found.append(LargestValue(share, node.in_file, node.layer(layers)))
+    return max(found, key=lambda one: one.share, default=None)

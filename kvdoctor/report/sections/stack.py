@@ -63,6 +63,8 @@ def _list_parts(stack: StackFacts, report: Report, runs: Sequence[Run]) -> Itera
     if report.command == "inspect" or is_plan_requested(report.arguments):
         yield from show_memory(stack)
     yield Section("experiments", tuple(_show_experiments(runs, known)), extra=True)
+    if (largest := _find_measured(report, stack.name).get("largest_value")) is not None:
+        yield Section("the largest value of a call", (Lines((largest,)),), extra=True)
     if stack.contract is not None:
         # Of a workaround the outcome says enough, unless a message ended it.
         shown = [run for run in done if run.steps and (run.error or not _is_workaround(known.get(run.experiment)))]
@@ -73,11 +75,13 @@ def _list_parts(stack: StackFacts, report: Report, runs: Sequence[Run]) -> Itera
 
 def find_step_seconds(report: Report, stack: str) -> dict[str, float]:
     """Seconds per step of a stack, of the copy where the report is of a repair."""
-    for measured in (report.measured, report.measured.get("after")):
-        if isinstance(measured, dict) and isinstance(found := measured.get(stack), dict):
-            times = found.get("step_seconds")
-            return times if isinstance(times, dict) else {}
-    return {}
+    times = _find_measured(report, stack).get("step_seconds")
+    return times if isinstance(times, dict) else {}
+
+
+def _find_measured(report: Report, stack: str) -> dict[str, Any]:
+    listed = [one[stack] for one in (report.measured, report.measured.get("after")) if one and stack in one]
+    return next((one for one in listed if isinstance(one, dict)), {})
 
 
 def _show_contract(stack: StackFacts) -> Iterator[Block]:
