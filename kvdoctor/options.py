@@ -66,8 +66,7 @@ class Option:
     `keyword` is the name of the field and of the keyword argument. `flag` is the name on the command line, by default
     the keyword's; one that begins with `no-` switches off; None: not on the command line. `unset` describes what holds
     where the default is None. `policy` is an example of its line in a policy, empty if it is no key; a key that is set
-    `once` stands in no override. `reported` says when the arguments of a report contain it. `group` is its group on a
-    help page.
+    `once` stands in no override. `reported` says when a report contains it. `group` is its group on a help page.
     """
 
     kind: Kind
@@ -94,6 +93,11 @@ class Option:
     def shown(self) -> str:
         """The name in messages: that of the command line, if it has one."""
         return self.key if self.flag is None else f"--{self.flag or self.key}"
+
+    @property
+    def for_runs(self) -> bool:
+        """Whether only a run heeds it: `baseline`, which always runs models, takes it, and `inspect` does not."""
+        return "baseline" in self.commands and {"inspect", "static"}.isdisjoint(self.commands)
 
     def read(self, given: Any) -> Any:
         """Check a keyword argument. Raises UsageError: it is no value of this option."""
@@ -653,9 +657,7 @@ def refuse_for_runs(command: str, given: Mapping[str, Any]) -> None:
         UsageError: one of them is given.
     """
     for option in options_of(command):
-        # `baseline`, which always runs models, takes it, and `inspect` does not.
-        for_runs = "baseline" in option.commands and {"inspect", "static"}.isdisjoint(option.commands)
-        if for_runs and given.get(option.keyword) not in (None, option.default):
+        if option.for_runs and given.get(option.keyword) not in (None, option.default):
             raise UsageError(f"{option.shown} is for models that are run, and --static runs none; leave one out")
 
 

@@ -560,7 +560,7 @@ FOR_RUNS = {
     "cache_dir": "cache",
     "cache_size": 1024,
     "cache": False,
-    "against": "golden.npz",
+    "against": "golden.json",
     "thorough": True,
     "providers": "cuda",
     "timeout": 7.0,
@@ -580,11 +580,11 @@ def test_what_is_for_models_that_run_is_refused_where_none_is() -> None:
 
 
 def test_golden_numbers_of_a_policy_are_not_compared_where_nothing_is_run(tmp_path: Path) -> None:
-    (tmp_path / "kvdoctor.toml").write_text('against = "golden.npz"\nthorough = true\n')
+    (tmp_path / "kvdoctor.toml").write_text('against = "golden.json"\nthorough = true\n')
     done = kvdoctor.gate(GPT2, static=True, policy=kvdoctor.read_policy(tmp_path / "kvdoctor.toml"))
     (one,) = done.reports[0].not_checked
     assert (one.code, one.essential, done.exit_code) == ("KV321", False, 0)
-    assert "golden.npz, which the policy names: --static runs nothing" in one.reason
+    assert "golden.json, which the policy names: --static runs nothing" in one.reason
 
 
 def test_a_folder_for_reports_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

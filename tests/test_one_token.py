@@ -190,7 +190,7 @@ def test_what_no_token_changes_is_not_healthy(weight: str, reason: str, tmp_path
     assert (done.returncode, document["verdict"], document["findings"]) == (3, "incomplete", [])
     (why,) = (each["reason"] for each in document["not_checked"] if each["essential"])
     assert reason in why
-    golden = tmp_path / "golden.npz"
+    golden = tmp_path / "golden.json"
     assert kvdoctor("record", path, "-o", golden).returncode == 3
     assert not golden.exists()
 

@@ -79,7 +79,7 @@ def test_equal_logits_are_healthy_and_what_was_compared_is_said(tmp_path: Path) 
 )
 def test_other_logits_are_an_error(tmp_path: Path, config: dict[str, Any], observed: str, cause: str) -> None:
     report = held(tmp_path, "gpt2", **config)
-    (finding,) = report.findings
+    (finding,) = [one for one in report.findings if one.severity != "note"]  # a busy machine adds one about its times
     assert (report.verdict, finding.name, finding.severity) == ("unhealthy", "reference-differs", "error")
     assert observed in finding.observed
     assert finding.cause == cause
