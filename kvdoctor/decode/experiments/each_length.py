@@ -47,10 +47,13 @@ def has_lengths(contract: CacheContract) -> str | None:
 
 
 def takes_long_chunks(contract: CacheContract) -> str | None:
-    """Several new tokens, judged by the logits of each in a reference run."""
-    if contract.last_logits_only:
-        return LAST_ONLY
+    """Several new tokens, judged by a reference run."""
     return has_lengths(contract) or takes_chunks(contract)
+
+
+def takes_judged_chunks(contract: CacheContract) -> str | None:
+    """The same, with the logits of each token."""
+    return LAST_ONLY if contract.last_logits_only else takes_long_chunks(contract)
 
 
 @Experiment(
@@ -244,16 +247,17 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
 )
 def long_chunks(builder: FeedBuilder) -> Calls:
     """A fault may need a long past and several tokens at once, without a number in the graph that says of how many."""
-    expected = yield from builder.whole()
+    total = yield from longest_sequence(builder, BEFORE_CHUNKS + 1, builder.scenario.total)
+    expected = yield from builder.whole(total, BEFORE_CHUNKS - 1)
     past = yield from builder.begin(expected, BEFORE_CHUNKS)
-    yield from builder.go_on(past, BEFORE_CHUNKS, builder.scenario.total, expected, size=LONG_CHUNK)
+    yield from builder.go_on(past, BEFORE_CHUNKS, total, expected, size=LONG_CHUNK)
 
 
 @Experiment(
     "chunks-near-thresholds",
     "chunks around the thresholds of the graph, and chunks of as many tokens",
     Scenario(prompt=1, steps=2),
-    takes_long_chunks,
+    takes_judged_chunks,
     lengths=True,
     changes_feeds=True,
     use=Use(
