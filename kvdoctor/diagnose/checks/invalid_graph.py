@@ -20,6 +20,7 @@ from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.runs import quote_error
+from kvdoctor.diagnose.checks.cache_mismatch import require_equal_ranks
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
@@ -51,6 +52,7 @@ def unfollowed_graph(context: ContractContext) -> Faults:
     if found:
         yield _report(context.stack.main, tuple(found.values()), "error").also(subject=tuple(found))
         return
+    require_equal_ranks(context)
     for file in context.stack.members if context.contract.missing else ():
         if file.view is not None and len([*file.view.scopes()]) == 1 and (complaint := _ask_checker(file, shapes=True)):
             yield _report(file, (f"onnx.checker: {complaint}",), "error")
