@@ -72,17 +72,13 @@ def invalid_graph(context: RunContext) -> Faults:
 
 
 def _report(file: OnnxFile, problems: tuple[str, ...], severity: Severity) -> Fault:
-    listed = [_clip(problem) for problem in problems[:MOST]]
+    listed = [one if len(one) <= LONGEST else f"{one[: LONGEST - 3]}..." for one in problems[:MOST]]
     left = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
     several = len(problems) > 1
     fault = Fault(severity, (file.name,), "the structure of the graph is not valid", EXPORT_AGAIN, file=file.name)
-    observed = f"{len(problems)} places break its rules" if several else _clip(problems[0])
+    observed = f"{len(problems)} places break its rules" if several else listed[0]
     fault = fault.compare("a graph that the ONNX specification allows", observed)
     return fault.also(evidence=tuple(listed + left) if several else ())
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def list_problems(file: OnnxFile) -> tuple[str, ...]:
