@@ -124,8 +124,7 @@ class _ExperimentRun:
         """Drive the generator to its end or to the first failure.
 
         Returns:
-            The run; or the reference run that shows that a call returns the logits of other tokens than declared,
-            where the contract has to be corrected before the experiment is run.
+            The run; or logits by which the contract has to be corrected before the experiment is run.
         """
         run = self._drive()
         keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
