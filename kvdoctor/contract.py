@@ -490,17 +490,6 @@ def with_reading(contract: CacheContract, ambiguity: Ambiguity, reading: Reading
     return replace(contract, graphs={**contract.graphs, ambiguity.graph: graph})
 
 
-def with_last_logits_only(contract: CacheContract) -> CacheContract:
-    """The contract whose calls give the logits of the last token alone, whatever the graph declares."""
-
-    def of_last(port: Port) -> Port:
-        if port.role != "logits" or port.shape is None or "new" not in port.axes:
-            return port
-        return replace(port, shape=tuple(1 if a == "new" else d for a, d in zip(port.axes, port.shape, strict=True)))
-
-    return contract.with_ports(of_last)
-
-
 def describe(dtype: str, shape: Sequence[Dim] | None) -> str:
     """Write a tensor type as the field does: `float[batch, 4, past, 8]`."""
     if shape is None:

@@ -17,8 +17,9 @@ from support.text_fixtures import Fixture, load_all
 
 from kvdoctor import api
 from kvdoctor.addons.comparison import api as comparison
-from kvdoctor.decode.golden import GoldenWalk, checksum_draws, correlate_samples, find_difference
+from kvdoctor.decode.golden import GoldenWalk, correlate_samples, find_difference
 from kvdoctor.decode.paired_walks import Walk
+from kvdoctor.diagnose.decodings import read_golden, render_golden
 
 CHECK = "golden-differs"
 
@@ -124,6 +125,9 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no stacks": (head(stacks={}), NONE),
     "a stack that is a number": (head(stacks=[1]), NONE),
     "a seed below zero": (head(seed=-1), NONE),
+    "states below zero": (lambda content: content["stacks"][0].update(states=-3), "encoder states are no count"),
+    "too many states": (lambda content: content["stacks"][0].update(states=10**10), "encoder states are no count"),
+    "tokens that no type holds": (of("tokens", each(lambda token: token + 10**30)), NONE),
     "no logits": (of("logits", lambda _: None), NONE),
     "logits of another shape": (of("logits", lambda rows: rows[:1]), NONE),
     "samples of another size": (of("logits", lambda rows: [row[:9] for row in rows]), NONE),
@@ -145,7 +149,9 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_damaged_file_is_refused(kind: str, golden: Path, tmp_path: Path) -> None:
     change, said = BAD[kind]
-    refuses(edited(golden, tmp_path / "bad.json", change), said)
+    refuses(bad := edited(golden, tmp_path / "bad.json", change), said)
+    if kind == "tokens that no type holds":  # nor does a vocabulary of open size
+        refuses(edited(bad, bad, lambda content: content["stacks"][0]["size"].update(vocabulary=None)), "an open size")
 
 
 def test_what_is_no_golden_file_is_refused(tmp_path: Path) -> None:
@@ -160,6 +166,16 @@ def test_hidden_tokens_of_a_vocabulary_are_no_fault_of_a_file(golden: Path, tmp_
     hide = of("logits", lambda rows: [[-float("inf"), *row[1:]] for row in rows])
     code, report = compare(EXPORTS / "gpt2", edited(golden, tmp_path / "hidden.json", hide))
     assert (code, len(found(report))) == (1, 1)
+    kept = read_golden(str(tmp_path / "hidden.json"))
+    written = render_golden(kept.model, kept.stacks, kept.seed, kept.onnxruntime)
+    again = json.loads(written, parse_constant=pytest.fail)  # JSON has no infinity
+    assert again["stacks"] == json.loads((tmp_path / "hidden.json").read_bytes())["stacks"]
+
+
+def test_an_indented_file_is_one_all_the_same(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "indented.json").write_text(json.dumps(json.loads(golden.read_bytes()), indent=4))
+    done = kvdoctor("diff", EXPORTS / "gpt2", tmp_path / "indented.json")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def refuses(file: Path, words: str = "holds no golden numbers") -> None:
@@ -305,8 +321,7 @@ def test_the_layers_of_a_stacked_cache_are_counted(golden: Path, tmp_path: Path)
 
 def few_tokens() -> Fixture:
     """A vocabulary of fewer tokens than are kept of each call."""
-    decoder = load_all()["decoder-only-healthy"]
-    text = decoder.files["model.onnx"].replace("float[8, 16] w_logits", "float[8, 3] w_logits")
+    text = (decoder := load_all()["decoder-only-healthy"]).files["model.onnx"].replace("16] w_logits", "3] w_logits")
     text = text.replace("16] logits", "3] logits").replace("float[16, 8] w_tokens", "float[3, 8] w_tokens")
     return replace(decoder, files={"model.onnx": text})
 
@@ -321,10 +336,8 @@ def test_another_vocabulary_agrees_with_what_was_recorded_of_it(few: bool, tmp_p
 
 
 def test_a_numpy_that_draws_other_numbers_is_said(golden: Path, tmp_path: Path) -> None:
-    def draw(content: dict[str, Any]) -> None:
-        content["stacks"][0]["draws"] = checksum_draws(content["seed"] + 1)
-
-    code, report = compare(EXPORTS / "gpt2", edited(golden, tmp_path / "other.json", draw))
+    other = edited(golden, tmp_path / "other.json", lambda held: held["stacks"][0].update(draws=7))
+    code, report = compare(EXPORTS / "gpt2", other)
     assert code == 3
     assert "generates other random numbers" in report["not_checked"][0]["reason"]
 

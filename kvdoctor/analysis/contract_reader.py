@@ -1,6 +1,6 @@
 """Reads the cache contract of a stack from its graphs, its side-car configs and the exporter's names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -79,9 +79,6 @@ class _Reader:
         if (embedding := self._read_embedding(graphs)) is not None:
             graphs["embedding"], phases["embed"] = embedding, Phase("embedding")
         features = self._read_features(graphs, phases)
-        tokens_fed = [port for graph in graphs.values() for port in graph.inputs if port.role == "token_ids"]
-        has_codebooks = any("batch_codebooks" in port.axes for port in tokens_fed)
-        codebooks = next((size for port in tokens_fed if (size := port.size("codebooks"))), None)
         decoding = [file for role, file in self.stack.files.items() if role not in INPUT_ROLES]
         others = [file.graph for file in decoding if file is not parts.decode]
         contract = CacheContract(
@@ -94,7 +91,7 @@ class _Reader:
             vocabulary=self._vocabulary(graphs["decoder"]),
             context_limit=context_limit(self.side_cars.config, self.side_cars.genai),
             heads=parts.known.numbers.get("heads"),
-            codebooks=codebooks or ((parts.codebooks or 1) if has_codebooks else 1),
+            codebooks=self._count_codebooks(graphs),
             evidence=tuple(dict.fromkeys(self.evidence)),
             contradictions=(*found.contradictions, *find_swapped_inputs(parts.decode)),
             features=features,
@@ -106,6 +103,13 @@ class _Reader:
         views = {file.name: file.graph for file in (parts.decode, parts.first)}
         contract = find_readings(contract, views, self.unknown, self.guessed)
         return add_missing_parts(count_heads(contract, parts.decode), self.missing)
+
+    def _count_codebooks(self, graphs: Mapping[str, Graph]) -> int:
+        """The tokens of a step: by an axis of the token ids, else by the config where they share one with the batch."""
+        fed = [port for graph in graphs.values() for port in graph.inputs if port.role == "token_ids"]
+        declared = next((size for port in fed if (size := port.size("codebooks"))), None)
+        folded = any("batch_codebooks" in port.axes for port in fed)
+        return declared or (folded and self.parts.codebooks) or 1
 
     def _find_flaws(self) -> Iterator[MissingPart]:
         """Parts of the graphs that no runtime can compute, or that are too large to be followed."""

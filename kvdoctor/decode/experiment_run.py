@@ -74,7 +74,7 @@ class ExperimentRunner:
         run = _ExperimentRun(self, experiment, scenario).perform()
         if isinstance(run, UnusableLogits):
             before = self.stack.contract
-            self.stack.expect_last_logits_only()
+            self.stack.correct_logits()
             if self.stack.contract == before:
                 return self.make_run(experiment, "inconclusive", reason=run.reason)
             return self.run(experiment)
@@ -124,8 +124,7 @@ class _ExperimentRun:
         """Drive the generator to its end or to the first failure.
 
         Returns:
-            The run; or the reference run that shows that a call returns the last token's logits alone, where the
-            contract has to be corrected before the experiment is run.
+            The run; or logits by which the contract has to be corrected before the experiment is run.
         """
         run = self._drive()
         keeps, name, kept = self.experiment.keeps, self.experiment.name, self.runner.logits
@@ -147,7 +146,7 @@ class _ExperimentRun:
             while True:
                 answer = self._answer(call)
                 if isinstance(answer, UnusableLogits):
-                    if answer.last_only:
+                    if answer.undeclared:
                         return answer
                     return self._make_run("differs", failed_step=max(len(self.steps) - 1, 0), reason=answer.reason)
                 call = calls.send(answer)

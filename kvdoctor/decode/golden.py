@@ -23,6 +23,8 @@ ORDER: tuple[Axis, ...] = ("batch", "layers", "parts", "kv_heads", "past", "head
 LEAST_DEVIATION = 1e-12
 SAMPLED, MOST_SIZES, MOST_TOKENS = 64, 256, 4096
 """Values of a sample (`calls.take_sample`); of a walk that is read the calls, and the tokens of a call, at most."""
+MOST_STATES, MOST_VOCABULARY = 1 << 16, 1 << 31
+"""Of a file that is read, the encoder states, and the tokens of a vocabulary of open size, at most."""
 
 
 @record
@@ -192,8 +194,8 @@ def check_recorded(one: GoldenWalk, vocabulary: int | None) -> None:
         raise ValueError("its standard deviations are none")
     if any(math.isnan(number) for sample in samples for number in sample):
         raise ValueError("logits or caches are NaN, and a healthy model returns none")
-    if not all(0 <= token < (vocabulary or token + 1) for row in (*one.tokens, *one.top) for token in row):
-        raise ValueError(f"a token is not one of its vocabulary of {vocabulary}")
+    if not all(0 <= token < (vocabulary or MOST_VOCABULARY) for row in (*one.tokens, *one.top) for token in row):
+        raise ValueError(f"a token is not one of its vocabulary of {vocabulary or 'an open size'}")
 
 
 def checksum_draws(seed: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, PhaseName, with_last_logits_only
+from kvdoctor.contract import CacheContract, PhaseName, Port
 from kvdoctor.decode.calls import Answer, Array, Call, Encoded, Scenario, StepFailed, Value, as_array
 from kvdoctor.decode.embeddings import FeatureRows, embedded_inputs
 from kvdoctor.decode.experiments.cache_entries import growing
@@ -34,10 +34,10 @@ tokens have as many logits with a vocabulary of 262,144."""
 
 @record
 class UnusableLogits:
-    """Logits in a shape that cannot be compared. `last_only`: a reference run returned only the last token's."""
+    """Logits in a shape that cannot be compared. `undeclared`: a reference run returned those of other tokens."""
 
     reason: str
-    last_only: bool = False
+    undeclared: bool = False
 
 
 Announce = Callable[[Event], None]
@@ -108,6 +108,7 @@ class StackDriver:
     references: HeldAnswers = field(default_factory=HeldAnswers)
     known: HeldAnswers = field(default_factory=HeldAnswers)
     overwritten: int = 0
+    corrected: bool = False
     reuses: ClassVar[bool] = True
     encoded: dict[Scenario, Encoded] = field(default_factory=dict)
 
@@ -126,9 +127,8 @@ class StackDriver:
         shape = answer.outputs[self.logits_name("prefill")].shape
         if len(answer.logits_shape) != 3:
             return UnusableLogits(f"logits have shape {list(shape)}, not [batch, new, vocabulary]")
-        if call.new > 1 and answer.logits_shape[1] == 1 and not self.contract.last_logits_only:
-            text = "only the last token's logits are returned, where the graph declares those of every new token"
-            return UnusableLogits(text, last_only=True)
+        if call.new > 1 and answer.logits_shape[1] == (call.new if self.contract.last_logits_only else 1):
+            return UnusableLogits("logits of other tokens are returned than the graph declares", undeclared=True)
         names = {self.logits_name("prefill"), *(slot.filled_by for slot in growing(self.contract))}
         kept = {name: value for name, value in answer.outputs.items() if name in names}
         answer = replace(answer, outputs=kept)
@@ -168,10 +168,22 @@ class StackDriver:
         self.known.clear()
         self.encoded.clear()
 
-    def expect_last_logits_only(self) -> None:
-        """Correct the contract: a call returns the logits of its last token alone, whatever the graph declares."""
-        self.contract = with_last_logits_only(self.contract)
-        self.known.clear()
+    def correct_logits(self) -> None:
+        """Correct the contract, once: a call returns the logits of its last token alone, or else of each token."""
+        last_only = self.contract.last_logits_only
+
+        def correct(port: Port) -> Port:
+            if port.role != "logits" or port.shape is None:
+                return port
+            if "new" not in port.axes and last_only:
+                return replace(port, axes=("batch", "new", "vocabulary"), shape=(port.shape[0], None, port.shape[-1]))
+            new = None if last_only else 1
+            pairs = zip(port.axes, port.shape, strict=True)
+            return replace(port, shape=tuple(new if axis == "new" else size for axis, size in pairs))
+
+        if not self.corrected:
+            self.contract, self.corrected = self.contract.with_ports(correct), True
+            self.known.clear()
 
     @property
     def environment(self) -> Environment:

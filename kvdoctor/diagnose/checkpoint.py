@@ -153,31 +153,22 @@ def compare_steps(context: ContractContext, mine: Path, checkpoint: Checkpoint) 
         reason = run.reason if run is not None else "no decode step was run"
         raise CannotCheck(f"not compared with {checkpoint.name}: {reason}")
     stored = _load(mine, NAME)
-    if _is_synthetic(stored):
-        reason = "its encoder states are synthetic; add the file of the encoder"
-        raise CannotCheck(f"not compared with {checkpoint.name}: {reason}")
+    if "encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys():
+        raise CannotCheck(f"not compared with {checkpoint.name}: its encoder states are synthetic; add its encoder")
     theirs = mine.with_suffix(".checkpoint.npz")
     facts = checkpoint.logits(mine, theirs)
     if "step.0" not in stored:
         raise CannotCheck(f"not compared with {checkpoint.name}: the first call fails, so there are no logits")
     found = _load(theirs)
-    return _judge_steps(run, stored, found, _name_model(facts, checkpoint), find_arithmetic(context))
+    versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
+    name = f"{facts['model']} of {checkpoint.name} ({versions}, float32)"
+    return _judge_steps(run, stored, found, name, find_arithmetic(context))
 
 
 def _load(file: Path, experiment: str = "") -> dict[str, Any]:
     start = f"{experiment}:" if experiment else ""
     with np.load(file) as held:
         return {name.removeprefix(start): held[name] for name in held.files if name.startswith(start)}
-
-
-def _is_synthetic(stored: Mapping[str, Any]) -> bool:
-    """Whether a call was fed encoder states that no encoder made."""
-    return "encoder" in stored and not {"encoder_input", "encoder_states"} & stored.keys()
-
-
-def _name_model(facts: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-    return f"{facts['model']} of {checkpoint.name} ({versions}, float32)"
 
 
 def _judge_steps(run: Run, stored: dict[str, Any], found: dict[str, Any], model: str, arithmetic: Arithmetic) -> Run:

@@ -11,6 +11,7 @@ start ONNX Runtime.
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.stacks import StackFiles
 from kvdoctor.contract import CacheContract, Exactness
 from kvdoctor.decode.golden import (
+    MOST_STATES,
     GoldenWalk,
     check_recorded,
     checksum_draws,
@@ -44,6 +46,8 @@ from kvdoctor.runtime.client import Runtime
 SCHEMA, MOST_BYTES = "kvdoctor/golden/1", 64 << 20
 """The version of the form of a file, and its bytes at most: a model of 500 layers needs a fiftieth."""
 CODE = "KV321"
+START, MOST_START = re.compile(rb'\s*\{\s*"schema"\s*:\s*"kvdoctor/golden/'), 4096
+"""How a file begins, whatever indents it, and where that is looked for."""
 
 
 @record
@@ -104,10 +108,9 @@ class Golden:
 
 def is_golden(path: str) -> bool:
     """Whether a file holds golden numbers, of whatever version; it may be a model as well."""
-    start = json.dumps({"schema": SCHEMA})[: -len('1"}')].encode()
     if Path(path).is_file():
         with contextlib.suppress(OSError), Path(path).open("rb") as file:
-            return file.read(len(start)) == start
+            return START.match(file.read(MOST_START)) is not None
     return False
 
 
@@ -118,10 +121,12 @@ def read_golden(path: str) -> Golden:
     try:
         golden = replace(from_plain(Golden, json.loads(read_side_file(Path(path), MOST_BYTES))), file=path)
         for stack in golden.stacks:
+            if not 0 <= stack.states <= MOST_STATES:
+                raise ValueError("the encoder states are no count")  # noqa: TRY301 - said with the file's name below
             for walk in stack.walks:
                 check_recorded(walk, stack.size.vocabulary)
         if golden.schema != SCHEMA or golden.seed < 0 or not all(stack.walks for stack in golden.stacks):
-            raise ValueError(f"it is not of the schema {SCHEMA}")  # noqa: TRY301 - said with the file's name below
+            raise ValueError(f"it is not of the schema {SCHEMA}")  # noqa: TRY301
     except (ValueError, OSError, RecursionError) as error:
         anew = "`kvdoctor record` writes them anew"
         raise UsageError(f"{path!r} holds no golden numbers that can be read: {error}; {anew}") from None
@@ -130,8 +135,9 @@ def read_golden(path: str) -> Golden:
 
 def render_golden(model: str, stacks: tuple[GoldenStack, ...], seed: int, onnxruntime: str) -> bytes:
     """The content of a file of golden numbers."""
-    content = to_plain(Golden(SCHEMA, __version__, onnxruntime, model, seed, stacks))
-    return (json.dumps(content) + "\n").encode("ascii")
+    content = json.dumps(to_plain(Golden(SCHEMA, __version__, onnxruntime, model, seed, stacks)))
+    # JSON has no infinity; a number beyond every range is read as one.
+    return (re.sub(r"(?<=[\[ ])(-?)Infinity(?=[,\]])", r"\g<1>1e999", content) + "\n").encode("ascii")
 
 
 def digest_stack(
@@ -217,9 +223,11 @@ def grade_variants(
     for base, variants in _find_variants(folder.stacks, contracts):
         ours, *theirs = (PairedSide(one.name, folder.root.absolute(), contracts[one.name]) for one in (base, *variants))
         job = GradeJob(ours, tuple(theirs), seed=options.seed, provider=options.provider)
-        graded = _run_grades(job, runtime)
+        answers, failed = runtime.answer(job, Graded)
+        graded = {one.stack: one for one in answers}  # without those after which the worker ended
+        missing = f"no comparison: {failed or 'there was no answer'}"
         for variant in variants:
-            found = graded[variant.name]
+            found = graded.get(variant.name) or Graded(variant.name, failed=missing)
             known = not found.failed
             yield VariantFacts(
                 stack=variant.name,
@@ -251,14 +259,6 @@ def _find_variants(
         base, *others = sorted(group, key=lambda one: (limits[one.name], -_count_bytes(one), one.name))
         if others:
             yield base, tuple(others)
-
-
-def _run_grades(job: GradeJob, runtime: Runtime) -> dict[str, Graded]:
-    """The grade of each variant; where the worker ends, of those that it had not graded that it did."""
-    answers, failed = runtime.answer(job, Graded)
-    found = {one.stack: one for one in answers}
-    missing = f"no comparison: {failed or 'there was no answer'}"
-    return {side.stack: found.get(side.stack) or Graded(side.stack, failed=missing) for side in job.variants}
 
 
 def _count_bytes(stack: StackFiles) -> int:

@@ -27,9 +27,7 @@ MORE_TOKENS = 2
 @Experiment("same-feed", "the same feed twice", shown=False, order=6)
 def same_feed(builder: FeedBuilder) -> Calls:
     """The reference run a second time, and one decode step twice."""
-    expected = yield from builder.whole()
-    if builder.contract.last_logits_only:
-        expected = expected[:, -1:]
+    expected = (yield builder.reference()).logits
     if not measurable(expected):
         return  # two of them cannot be compared
     yield builder.prefill(builder.scenario.total, expected)

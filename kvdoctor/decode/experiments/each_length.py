@@ -47,9 +47,7 @@ def has_lengths(contract: CacheContract) -> str | None:
 
 
 def takes_long_chunks(contract: CacheContract) -> str | None:
-    """Several new tokens, judged by the logits of each in a reference run."""
-    if contract.last_logits_only:
-        return LAST_ONLY
+    """Several new tokens, judged by a reference run."""
     return has_lengths(contract) or takes_chunks(contract)
 
 
@@ -65,20 +63,25 @@ def takes_long_chunks(contract: CacheContract) -> str | None:
 def each_length(builder: FeedBuilder) -> Calls:
     """A prompt of one token, then one token a step, up to the longest sequence that runs without a cache."""
     builder = _walker(builder)
-    total = yield from longest_sequence(builder, 1, builder.scenario.total)
-    expected = yield from builder.whole(total)
-    if not builder.contract.last_logits_only:  # some models rotate all keys otherwise from a length on
-        short = yield as_probe(builder.reference(min(SHORT, total)))
-        if not (short.failed or same_logits(short.logits, expected[:, : min(SHORT, total)], builder.tolerance)):
-            total = min(total, builder.contract.ring or total)  # later tokens of one call overwrite earlier ones
-            expected = yield from builder.whole(total)
-        if not (short.failed or same_logits(short.logits, expected[:, : min(SHORT, total)], builder.tolerance)):
-            raise CannotCheck(REFERENCE_CHANGES)
+    expected = yield from _reference(builder, 1)
     past = yield from builder.begin(expected, 1)
-    for position in range(1, total):
+    for position in range(1, expected.shape[1]):
         if position == builder.contract.ring and not (yield from _goes_on(builder, past, expected)):
             return
         _, past = yield from builder.go_on(past, position, position + 1, expected)
+
+
+def _reference(builder: FeedBuilder, least: int) -> Asking[Array]:
+    """The logits of the longest sequence that runs without a cache, where a shorter one has the same at first."""
+    total = yield from longest_sequence(builder, least, builder.scenario.total)
+    if builder.contract.last_logits_only:
+        return (yield from builder.whole(total))
+    short = yield as_probe(builder.reference(min(SHORT, total)))
+    for longest in (total, min(total, builder.contract.ring or total)):  # later tokens may overwrite those of a ring
+        expected, count = (yield from builder.whole(longest)), min(SHORT, longest)
+        if short.failed or same_logits(short.logits[:, :count], expected[:, :count], builder.tolerance):
+            return expected
+    raise CannotCheck(REFERENCE_CHANGES)  # some models rotate all keys otherwise from a length on
 
 
 def _goes_on(builder: FeedBuilder, past: Past, expected: Array) -> Asking[bool]:
@@ -244,9 +247,9 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
 )
 def long_chunks(builder: FeedBuilder) -> Calls:
     """A fault may need a long past and several tokens at once, without a number in the graph that says of how many."""
-    expected = yield from builder.whole()
+    expected = yield from _reference(builder, BEFORE_CHUNKS + 1)
     past = yield from builder.begin(expected, BEFORE_CHUNKS)
-    yield from builder.go_on(past, BEFORE_CHUNKS, builder.scenario.total, expected, size=LONG_CHUNK)
+    yield from builder.go_on(past, BEFORE_CHUNKS, expected.shape[1], expected, size=LONG_CHUNK)
 
 
 @Experiment(
@@ -265,6 +268,8 @@ def long_chunks(builder: FeedBuilder) -> Calls:
 )
 def chunks_near_thresholds(builder: FeedBuilder) -> Calls:
     """A chunk over each threshold, one after it, chunks of as many tokens, and beyond two; a single step after each."""
+    if builder.contract.last_logits_only:
+        raise CannotCheck(LAST_ONLY)
     lengths = list(visited(builder.thresholds, builder.contract.usable_length))
     found, _ = yield from _each_threshold(builder, lengths)
     if not found:

@@ -6,6 +6,7 @@ Reproduce: `kvdoctor inspect MODEL` shows both declarations.
 from kvdoctor.contract import Dim, Slot, describe
 from kvdoctor.decode.runs import Step
 from kvdoctor.diagnose.context import ContractContext
+from kvdoctor.errors import Explained
 from kvdoctor.findings import Advice, Confidence, Fault, Faults, check
 from kvdoctor.model.view import Declared
 from kvdoctor.report.wording import shorten_names
@@ -58,6 +59,13 @@ def cache_shape_mismatch(context: ContractContext) -> Faults:
         fault = fault.also(observed=describe(seen.dtype, seen.shape)) if seen else fault
         certain: Confidence = "confirmed" if seen or context.loop_is_wrong else "suspected"
         yield fault.also(confidence=certain, effects=("the runtime refuses it when it is fed back",))
+
+
+def require_equal_ranks(context: ContractContext) -> None:
+    """Raise `Explained` where a past has another rank than its present: what follows from it is no fault of its own."""
+    for _, past, now in context.declared_pairs():
+        if past.shape and now.shape and len(past.shape) != len(now.shape):
+            raise Explained("a past and its present have different ranks, see KV105")
 
 
 def _build_fault(names: tuple[str, ...], past: Declared, now: Declared, cause: str, repair: Advice) -> Fault:

@@ -161,9 +161,9 @@ def non_finite(context: RunContext) -> Faults:
     How it is decided: the logits of every step are searched for values that are not finite. With `--thorough`,
     recurrent states are also fed 2,000 tokens; one that only grows towards infinity is a warning. A vocabulary entry
     that is -inf in the reference run as well is not a fault. Of a model in float16 with at most 256 MiB of weights in
-    float32, or of any one with `--thorough`, every value of a call without a cache is looked at, but for masked scores:
-    one beyond half of the range of float16 is a warning, and so is one that is infinite where the logits are not,
-    because a later node divides by it.
+    float32, or of any one with `--thorough`, products, sums, powers and inputs of norms in a call without a cache are
+    looked at, but for low numbers that hide a key or a token: one beyond half of the range of float16 is a warning, and
+    so is one that is infinite where the logits are not, because a later node divides by it.
 
     Reproduce: `kvdoctor step-test MODEL -v`; the table of steps shows the first one and its past length. `kvdoctor
     inspect MODEL` names constants that overflow in float16.
@@ -193,7 +193,7 @@ def non_finite(context: RunContext) -> Faults:
         return
     if context.largest is not None and context.largest.share > NEAR_THE_END:
         largest, cause = context.largest, "other tokens may leave the range: NaN or infinity follows"
-        if largest.share >= 1:
+        if largest.share > 1:
             cause = "a value is infinite or no number; a later node hides that from the logits"
         fault = Fault("warning", (context.logits_name,), cause, _advise_range(context), nodes=(largest.node.name,))
         yield fault.compare(f"values within {NEAR_THE_END:g} of float16's range", str(largest))

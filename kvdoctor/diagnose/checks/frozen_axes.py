@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 
 from kvdoctor.contract import DECODING, Axis, Graph, Slot, describe
+from kvdoctor.diagnose.checks.cache_mismatch import require_equal_ranks
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
 
@@ -67,6 +68,7 @@ def past_axis_frozen(context: ContractContext) -> Faults:
     contract = context.contract
     frozen = [slot for slot in contract.growing if slot.size("past") is not None]
     if frozen:
+        require_equal_ranks(context)
         slot, graph, run = frozen[0], contract.graph("decode"), context.find_run("frozen-past")
         effect = "the runtime refuses a step with any other past length"
         if run is not None and run.outcome == "failed" and run.steps:

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.decode.runs import quote_error
+from kvdoctor.diagnose.checks.cache_mismatch import require_equal_ranks
 from kvdoctor.diagnose.checks.graph_unsorted import needs_later
 from kvdoctor.diagnose.context import ContractContext, FileContext, RunContext
 from kvdoctor.findings import Advice, Fault, Faults, Severity, check
@@ -51,6 +52,7 @@ def unfollowed_graph(context: ContractContext) -> Faults:
     if found:
         yield _report(context.stack.main, tuple(found.values()), "error").also(subject=tuple(found))
         return
+    require_equal_ranks(context)
     for file in context.stack.members if context.contract.missing else ():
         if file.view is not None and len([*file.view.scopes()]) == 1 and (complaint := _ask_checker(file, shapes=True)):
             yield _report(file, (f"onnx.checker: {complaint}",), "error")
@@ -70,17 +72,13 @@ def invalid_graph(context: RunContext) -> Faults:
 
 
 def _report(file: OnnxFile, problems: tuple[str, ...], severity: Severity) -> Fault:
-    listed = [_clip(problem) for problem in problems[:MOST]]
+    listed = [one if len(one) <= LONGEST else f"{one[: LONGEST - 3]}..." for one in problems[:MOST]]
     left = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
     several = len(problems) > 1
     fault = Fault(severity, (file.name,), "the structure of the graph is not valid", EXPORT_AGAIN, file=file.name)
-    observed = f"{len(problems)} places break its rules" if several else _clip(problems[0])
+    observed = f"{len(problems)} places break its rules" if several else listed[0]
     fault = fault.compare("a graph that the ONNX specification allows", observed)
     return fault.also(evidence=tuple(listed + left) if several else ())
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def list_problems(file: OnnxFile) -> tuple[str, ...]:
@@ -103,7 +101,10 @@ def _ask_checker(file: OnnxFile, *, shapes: bool = False) -> str | None:
         return None
     _replace_weights(model)
     try:
-        onnx.checker.check_model(model, full_check=shapes)
+        onnx.checker.check_model(model)
+        if shapes:  # a stale size that is declared for a value is minded by no runtime
+            del model.graph.output[:], model.graph.value_info[:]
+            onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
         return " ".join(str(error).split())
     return None

@@ -1,8 +1,9 @@
 """Locates the fault of one failed or differing run, and the node that fails: by the name that the runtime gives it.
 
-Of a model in float16 it also finds the largest value, with every value of a call as an output.
+Of a model in float16 it also finds the largest value of a call.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from kvdoctor.diagnose.locate.failing_node import FailingNode
 from kvdoctor.diagnose.locate.graph_runner import SECONDS, GraphRunner, TrialFailed
 from kvdoctor.diagnose.locate.runnable import RunnableGraph, RunnableNode, layers_of_pasts, locate_at
 from kvdoctor.errors import CannotCheck, describe_crash
+from kvdoctor.model.operators import Trait
 from kvdoctor.records import record
 from kvdoctor.runtime.client import Runtime
 
@@ -215,11 +217,13 @@ class FailureSearch:
 
 LARGEST_HALF = 65504.0
 CONTENT: tuple[Role, ...] = ("token_ids", "embeddings", "encoder_states", "past")
+ENLARGING: tuple[Trait, ...] = ("product", "add", "subtract", "multiply", "power")
+"""What makes larger values of others, but for exponentials: one may be infinite, and a share of it is then zero."""
 
 
 @record
 class LargestValue:
-    """The largest value of float16 in a call, as a share of what the type holds: 1 where it is infinite or none."""
+    """The largest value of float16 in a call, as a share of what the type holds: infinite where it is not finite."""
 
     share: float
     node: Node
@@ -227,14 +231,15 @@ class LargestValue:
 
     def __str__(self) -> str:
         """As reports show it: `layer 34 reaches 0.7 of float16's range, in Add "/model/layers.34/Add"`."""
-        reached = f"reaches {self.share:.2g} of float16's range" if self.share < 1 else "leaves float16's range"
+        reached = f"reaches {self.share:.2g} of float16's range" if self.share <= 1 else "leaves float16's range"
         return f"{'the model' if self.layer is None else f'layer {self.layer}'} {reached}, in {self.node.shown}"
 
 
 def find_largest(context: LocateContext) -> LargestValue | None:
     """The largest value of float16 in a call without a cache, or the first that is not finite; None if unknown.
 
-    Products, scores among them before a mask, powers, and inputs of norms: no other values become larger.
+    Products, sums, powers and inputs of norms are looked at. Of scores after their product, and of logits, negative
+    values are left out: they may be so low on purpose, to hide a key or a token.
     """
     import numpy as np
 
@@ -244,19 +249,26 @@ def find_largest(context: LocateContext) -> LargestValue | None:
     runner = GraphRunner(context.runtime, context.calls, context.provider, time.monotonic() + SECONDS)
     try:
         flat = runner.flatten(file_of(context, "prefill"), branches_taken(context, "prefill"))
-        ports = context.contract.graph("prefill").inputs
+        graph = context.contract.graph("prefill")
         wanted = {name for node in flat.nodes if node.has("normalize") for name in node.inputs[:1]}
-        wanted.update(name for node in flat.nodes if node.has("product", "multiply", "power") for name in node.makes)
-        wanted &= flat.depending_on(port.name for port in ports if port.role in CONTENT)
+        bent = {name for node in flat.nodes if node.has("exponential") for name in node.makes}
+        enlarging = (node for node in flat.nodes if node.has(*ENLARGING) and bent.isdisjoint(node.inputs))
+        wanted.update(name for node in enlarging for name in node.makes)
+        wanted &= flat.depending_on(port.name for port in graph.inputs if port.role in CONTENT)
         makers = {name: node for node in flat.nodes for name in node.makes if name in wanted}
         values = runner.arrays(flat, makers, feeds)
     except (CannotCheck, TrialFailed):
         return None
+    products = [name for node in flat.nodes if node.has("product") for name in node.makes]
+    ends = [flat.results[port.name] for port in graph.outputs if port.role == "logits"]
+    ends += [name for node in flat.nodes if node.has("softmax", "exponential") for name in node.inputs]
+    hidden = {name for node in flat.before(ends, products) for name in node.makes}
     layers, found = layers_of_pasts(context.contract), list[LargestValue]()
     for name, node in makers.items():
         if name in values and values[name].dtype == np.float16:
-            # -Inf may be written on purpose, as in a mask.
-            most = float(np.abs(values[name][~np.isneginf(values[name])]).max(initial=0))
-            share = most / LARGEST_HALF if most <= LARGEST_HALF else 1.0
+            # Where it hides nothing, -Inf is written on purpose as well, as in a mask that is not added yet.
+            array = values[name][~np.isneginf(values[name])]
+            most = float((array if name in hidden else np.abs(array)).max(initial=0))
+            share = most / LARGEST_HALF if most <= LARGEST_HALF else math.inf
             found.append(LargestValue(share, node.in_file, node.layer(layers)))
     return max(found, key=lambda one: one.share, default=None)

@@ -257,13 +257,14 @@ KINDS = {"full_attention", "sliding_attention"}
 
 
 def _tied(sides: Sides) -> Disagreements:
-    declared = values.is_tied(sides.part, sides.config)
-    embedding = sides.graph.find_embedding(_token_inputs(sides)) if declared is not None else None
+    key = "tie_word_embeddings"
+    declared = sides.part.get(key, sides.config.get(key) if "text_config" in sides.config else None)
+    embedding = sides.graph.find_embedding(_token_inputs(sides)) if isinstance(declared, bool) else None
     head = sides.graph.find_head(sides.context.logits_name) if embedding is not None else None
     tied = sides.graph.are_tied(embedding, head) if embedding and head else None
     if tied is not None and head is not None and tied is not declared:
         shown = "logits by the table of the tokens" if tied else "logits by other weights than the table of the tokens"
-        yield _differs("tie_word_embeddings", str(declared).lower(), shown, head.node)
+        yield _differs(key, str(declared).lower(), shown, head.node)
 
 
 def _token_inputs(sides: Sides) -> frozenset[str]:

@@ -148,10 +148,3 @@ def logits_factor(part: dict[str, Any], kind: str) -> tuple[str, str, float] | N
     if kind == "granite" and (given := first_number(part, ("logits_scaling",))) and given[1]:
         return given[0], f"{given[1]:g}", 1 / given[1]
     return None
-
-
-def is_tied(part: dict[str, Any], config: dict[str, Any]) -> bool | None:
-    """Whether a config says that the weights of the logits are the table of the tokens; None where it says nothing."""
-    key = "tie_word_embeddings"
-    given = part.get(key, config.get(key) if "text_config" in config else None)
-    return given if isinstance(given, bool) else None
