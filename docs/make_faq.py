@@ -3,6 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
+from kvdoctor.report.escaping import code
 from kvdoctor.report.known_messages import KnownText, list_texts
 
 PARTS = {
@@ -63,7 +64,7 @@ def rows(entry: KnownText) -> list[str]:
 
 def seen(entry: KnownText) -> str:
     """What the first column shows: the first message, else the first symptom."""
-    return "`{}`".format(entry.texts[0].replace("|", "\\|")) if entry.texts else entry.symptoms[0]
+    return code(entry.texts[0]) if entry.texts else entry.symptoms[0]
 
 
 def glossary() -> str:

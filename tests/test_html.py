@@ -329,16 +329,17 @@ def test_a_thousand_findings_and_steps_stay_bounded(sick: Report) -> None:
 
 
 def test_a_gate_of_very_many_stays_bounded_and_names_all(three: list[Report], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_page, "LARGEST", 260_000)
     many = [replace(report, model=replace(report.model, path=f"m{n}")) for n in range(20) for report in three]
+    worst = len(str(gate_page._model(0, many[0])))
+    monkeypatch.setattr(gate_page, "LARGEST", worst * 5 // 2)
     made = rendered(*many)
     assert_sound(made)
-    assert len(made.source) < 500_000
+    assert len(made.source) < worst * 4
     rows = [squeezed("".join(row.itertext())) for row in next(made.all("table")).iter(f"{HTML}tr")][1:]
     assert len(rows) == 60
     assert [row.startswith(("m0un", "m1un")) for row in rows[:3]] == [True, True, False]
     told = [element for element in made.all("article") if "model" in classes(element)]
-    assert 2 <= len(told) < 20
+    assert len(told) == 3, "the first that pass the limit together"
     assert f"{60 - len(told)}modelsmore,withthebestverdicts" in made.text
 
 

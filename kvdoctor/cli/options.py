@@ -229,7 +229,8 @@ def _reader(option: Option) -> Callable[[click.Context, click.Parameter, str | N
 
 def _help(option: Option) -> str:
     """Return the help of an option, with the bounds of its value and its default."""
-    default = option.unset or ("" if option.default in (None, ()) else f"{option.default}")
+    value = () if option.default in (None, {}) else option.default
+    default = option.unset or (", ".join(value) if isinstance(value, tuple) else f"{value}")
     notes = (
         option.kind.limits,
         f"default: {default}" if default else "",

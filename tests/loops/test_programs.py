@@ -164,20 +164,24 @@ def test_a_program_refuses_what_it_cannot_do(language: str, scratch: Path, tmp_p
 @languages_of_all
 def test_options_that_cannot_be_right_are_refused(language: str, scratch: Path) -> None:
     made, built = materials("llama-gqa", scratch), program(language, scratch)
-    for given in (
-        calls([5, 6], top_k=-1, temperature=1),
-        calls([5, 6], most=-1),
-        calls([5, 6], temperature=-1),
-        calls(["x"]),  # type: ignore[list-item]
-        ("--calls", "no JSON"),
-        ("--calls", '[{"call": "nonsense"}]'),
-        (*calls([5, 6]), "--provider", "NoSuchExecutionProvider"),
-        (*calls([5, 6]), "--no-such-option", "5"),
-        ("--record", made.folder / "bad.jsonl", "--runs", made.folder / CONTRACT_FILE),
+    for said, *given in (
+        ("", *calls([5, 6], top_k=-1, temperature=1)),
+        ("", *calls([5, 6], most=-1)),
+        ("", *calls([5, 6], temperature=-1)),
+        ("", *calls([5, 6], most=-2)) if language == "cpp" else ("mots", *calls([5, 6], mots=3)),
+        ("rows" if language == "python" else "", "--calls", '[{"call": "generate"}]'),
+        ("", "--calls", '{"call": "generate", "rows": [[5, 6]]}'),
+        ("", *calls(["x"])),  # type: ignore[list-item]
+        ("", "--calls", "no JSON"),
+        ("nonsense", "--calls", '[{"call": "nonsense"}]'),
+        ("", *calls([5, 6]), "--provider", "NoSuchExecutionProvider"),
+        ("", *calls([5, 6]), "--no-such-option", "5"),
+        ("", "--record", made.folder / "bad.jsonl", "--runs", made.folder / CONTRACT_FILE),
     ):
         done = built.run("--model", made.model, "--contract", made.folder / CONTRACT_FILE, *given)
         assert done.returncode in (1, 2), given
         assert done.stderr, given
+        assert said in done.stderr, given
 
 
 @languages_of_all

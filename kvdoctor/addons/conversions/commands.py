@@ -23,7 +23,7 @@ from kvdoctor.cli.output import copy_options, finish_copy, output_options
 @table_options("convert")
 @output_options()
 def convert(path: str, **given: Any) -> NoReturn:
-    """Convert a healthy decoder for another place, prove it against the original, and write a fix report with it.
+    """Convert a healthy decoder to another form, prove it against the original, and write a fix report with it.
 
     Faults that stand in the way are repaired first. A copy that is not proved is never written (docs/conversions.md).
     """

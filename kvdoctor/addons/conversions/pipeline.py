@@ -297,7 +297,11 @@ def apply_conversions(session: RepairSession, asked: tuple[Asked, ...], outcome:
         session = _find_model(session)
         folder = replace(session.open_copy(), shown=session.folder.shown)
         contracts = _read_contracts(folder)
-        names = {stack.name: _find_source(stack, joined) for stack in folder.stacks}
+        files = {stack.name: {file.name for file in stack.files.values()} for stack in folder.stacks}
+        names = {
+            name: next((one.stack.name for one in joined if made & set(one.files)), name)
+            for name, made in files.items()
+        }
     copy = WorkingCopy(folder)
     done = convert_stacks(copy, contracts, asked, session.options)
     _refuse_wrong_loops(session, outcome.after, asked, [names[stack] for stack in done])
@@ -360,12 +364,6 @@ def _refuse_wrong_loops(
                 f"{session.folder.shown!r} cannot be converted ({_list_titles(asked)}): {stack}: a conversion is "
                 f"compared with the model as it is, and its {loop} does not pass ({wrong.detail})"
             )
-
-
-def _find_source(stack: StackFiles, joined: tuple[ConvertedStack, ...]) -> str:
-    """The stack that became this one."""
-    files = {file.name for file in stack.files.values()}
-    return next((one.stack.name for one in joined if files & set(one.files)), stack.name)
 
 
 def _find_base(outcome: Outcome, root: Path, stack: str) -> Base:

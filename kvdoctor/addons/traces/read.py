@@ -29,10 +29,10 @@ SAMPLES = "a sample of large tensors in place of their data (docs/trace.md)"
 ONE_LINE = f"a trace has one JSON object a line; {GUIDE}"
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """The objects of a file of JSON lines, each with the number of its line.
 
-    A last line without an end is left out if it is not whole: its program was ended while it wrote.
+    A last line without an end that is not whole comes as None: its program was ended while it wrote.
 
     Raises:
         UsageError: a line is no object.
@@ -46,6 +46,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 found = json.loads(text, object_pairs_hook=_refuse_duplicates)
             except (ValueError, RecursionError) as error:
                 if line > 1 and not text.endswith(b"\n"):
+                    yield line, None
                     return
                 raise UsageError(f"{where} is not a JSON object: {error}"[:300] + f"; {ONE_LINE}") from None
             if not isinstance(found, dict):

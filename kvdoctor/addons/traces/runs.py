@@ -70,10 +70,11 @@ class TraceRun:
 
 @record
 class Recording:
-    """The runs of a trace, and the names of those that were due and are not there."""
+    """The runs of a trace, the names of those that were due and are not there, and the number of a line that is cut."""
 
     runs: tuple[TraceRun, ...]
     missing: tuple[str, ...] = ()
+    cut: int | None = None
 
     @property
     def first(self) -> Trace:
@@ -100,15 +101,16 @@ def read_recording(path: str) -> Recording:
 def _read_runs(path: Path) -> Recording:
     due: dict[str, DueRun] = {}
     runs: dict[str | None, TraceRun] = {}
-    calls = 0
+    calls, cut = 0, None
     for line, found in read_objects(path):
+        if found is None:
+            cut = line
+            continue
         where = f"{str(path)!r}, line {line}"
         if "runs" in found:
             due = {one.name: one for one in _read_due(found, where, not runs and not due)}
             continue
-        name = found.get("run")
-        if name is not None and not (isinstance(name, str) and 0 < len(name) <= 200):
-            raise UsageError(f"{where}: 'run' must be a text of up to 200 characters; {GUIDE}")
+        name = _read_name(found, where)
         if (due or runs) and (name is None) is not (None in runs):
             other = "no run, as other lines do" if name is None else "a run, and the first line does not"
             raise UsageError(f"{where} names {other}; give one trace")
@@ -123,7 +125,7 @@ def _read_runs(path: Path) -> Recording:
             raise UsageError(f"the trace {str(path)!r} has more than {MOST_CALLS} steps or {MOST_RUNS} runs; {SHORTER}")
         step = replace(parse_step(found, line, str(path)), number=len(run.trace))
         runs[name] = replace(run, trace=(*run.trace, step))
-    recording = Recording(tuple(runs.values()), tuple(name for name in due if name not in runs))
+    recording = Recording(tuple(runs.values()), tuple(name for name in due if name not in runs), cut)
     if not recording.first:
         error = next((run.error for run in recording.runs if run.error), "the program ended before any")
         reason = f"has no call of the model: {error[:300]}" if due or runs else f"holds no step; {GUIDE}"
@@ -131,7 +133,15 @@ def _read_runs(path: Path) -> Recording:
     if due or any(run.finished for run in recording.runs):
         return recording
     # Runs of a program of the caller's own, which says no ends.
-    return Recording(tuple(replace(run, finished=True) for run in recording.runs))
+    return replace(recording, runs=tuple(replace(run, finished=True) for run in recording.runs))
+
+
+def _read_name(found: dict[str, Any], where: str) -> str | None:
+    """The run of a line, where it names one."""
+    name = found.get("run")
+    if name is None or (isinstance(name, str) and 0 < len(name) <= 200):
+        return name
+    raise UsageError(f"{where}: 'run' must be a text of up to 200 characters; {GUIDE}")
 
 
 def _read_due(found: dict[str, Any], where: str, may: bool) -> tuple[DueRun, ...]:

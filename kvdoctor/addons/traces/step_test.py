@@ -174,7 +174,8 @@ def open_part(options: Options, contracts: Mapping[str, CacheContract]) -> Trace
     )
     reasons = (f"the trace has no run {name}: the program ended before it" for name in recording.missing)
     ended = tuple(NotChecked(stack, "KV420", reason, essential=True) for reason in reasons)
-    return TracePart(path, stack, recording, checked, CheckResults(not_checked=ended))
+    cut = () if recording.cut is None else (f"trace {path}: line {recording.cut} is cut off and was left out",)
+    return TracePart(path, stack, recording, checked, CheckResults(not_checked=ended, notes=cut))
 
 
 NOT_RUN = ("skipped", "died")

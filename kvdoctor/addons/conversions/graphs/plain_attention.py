@@ -27,10 +27,13 @@ from kvdoctor.report.repair_record import Change
 
 LEAST_OPSET = 13
 """The first in which the axes of Unsqueeze and the lengths of Split are inputs."""
-KNOWN = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary")
+WINDOW_SIZE = "local_window_size"
+KNOWN = ("num_heads", "kv_num_heads", "scale", "softcap", WINDOW_SIZE, "do_rotary")
 """Attributes that are written out; others must have the meaning of no attribute."""
 KEY, VALUE, PAST_KEY, PAST_VALUE, COS, SIN, POSITIONS, FURTHER = 1, 2, 3, 4, 7, 8, 9, 10
 """Inputs by number; those from the last on (a bias, sinks, scales of a quantized cache) are not written out."""
+OUTPUTS = ("result", "key_joined", "value_joined")
+"""Outputs in their order, by their names in the texts; others are not written out."""
 GENAI, SHARES = "genai_config.json", "past_present_share_buffer"
 LOWEST = {"float": (1, -3.4e38), "float16": (10, -65504.0)}
 """By element type of the cache: its number, and what hides a score."""
@@ -148,7 +151,7 @@ def convert(context: RepairContext) -> Converted:
     writer, changes, windows = _Writer(model, graph, prefix="plain_attention"), list[Change](), [0]
     for node, pair, table in layers:
         numbers = {one.name: one.f if one.type == 1 else one.i for one in node.attribute}
-        windows.append(max(int(numbers.get("local_window_size", 0)), 0))
+        windows.append(max(int(numbers.get(WINDOW_SIZE, 0)), 0))
         writer.write(node, pair, numbers, table)
         what = f"plain operators, {numbers['num_heads']} heads, over {pair[0].past!r}"
         changes.append(Change(file, describe_op(node), OPERATOR, what))
@@ -178,7 +181,7 @@ def _read_slots(context: RepairContext, node: NodeProto, slots: Mapping[str, Slo
     if key is None or value is None or not (output_of(node, 1) and output_of(node, 2)):
         context.cannot(f"{name} does not take its past from inputs, or does not return it")
     more = [f"input {at}" for at, given in enumerate(node.input) if given and at >= FURTHER]
-    more += [f"output {at}" for at, made in enumerate(node.output) if made and at > PAST_KEY - 1]
+    more += [f"output {at}" for at, made in enumerate(node.output) if made and at >= len(OUTPUTS)]
     more += [one.name for one in node.attribute if one.name not in KNOWN and not is_silent(node, one)]
     if more:
         context.cannot(f"{name} has {', '.join(more)}, which plain operators do not compute here")
@@ -196,6 +199,26 @@ def _find_table(context: RepairContext, node: NodeProto) -> int | None:
     if columns is None:
         context.cannot(f"the width of the rotary tables of the node {describe_op(node)} is not known")
     return columns
+
+
+def _list_sizes(heads: int, groups: int, width: int, table: int) -> dict[str, list[int]]:
+    """The shapes and lengths of the texts, for heads of a width and rotary tables of so many columns, or 0."""
+    rows, rest = [0, 0, groups, width], width - 2 * table
+    sizes = {"sizes": [heads * width, groups * width, groups * width], "flat": [0, 0, heads * width]}
+    sizes |= {"query_form": [0, 0, heads, width], "key_form": rows, "value_form": rows}
+    sizes |= {"times": [1, 1, heads // groups, 1, 1], "whole_form": [0, heads, -1, width]}
+    return sizes | {"parts": [table] * 2 + [rest] * bool(rest)}
+
+
+def _join_texts(*, repeats: bool, rotated: int, capped: bool) -> str:
+    """The nodes from query, key and value to the result; a head is rotated in so many parts, or not at all."""
+    query, key = ("query_rotated", "key_rotated") if rotated else ("query_heads", "key_heads")
+    whole = {x: f"{x}_all" if repeats else f"{x}_joined" for x in ("key", "value")}
+    text = [*(HEADS.format(x=x) for x in ("query", "key", "value")), TABLES * bool(rotated)]
+    text += [ROTATED.format(x=x, rest=f", {x}_rest" * (rotated - 2)) for x in ("query", "key") if rotated]
+    text += [JOINED.format(key=key), *(REPEATED.format(x=x) for x in whole if repeats)]
+    text += [SCORES.format(query=query, **whole), CAPPED * capped]
+    return "".join([*text, MIXED.format(scores="capped" if capped else "scores", **whole)])
 
 
 @dataclass(eq=False, repr=False)
@@ -219,35 +242,29 @@ class _Writer(GraphWriter):
         """Write one attention, whose rotary tables have so many columns."""
         self.names = self.names or self._count_tokens(pair[0])
         heads, groups, width = int(numbers["num_heads"]), int(numbers["kv_num_heads"]), pair[0].size("head_dim") or 0
-        (kind, lowest), cap, window = LOWEST[pair[0].dtype], numbers.get("softcap"), int(numbers.get(KNOWN[4], 0))
-        names = self.names | {"past_key": pair[0].past, "past_value": pair[1].past, "result": node.output[0]}
-        names |= {"key_joined": node.output[1], "value_joined": node.output[2]}
+        sizes = _list_sizes(heads, groups, width, table or 0)
+        parts = {"query": 0, "key": KEY, "value": VALUE} if input_of(node, KEY) else {"packed": 0}
+        names = self.names | dict(zip(OUTPUTS, node.output, strict=False))
+        names |= {"past_key": pair[0].past, "past_value": pair[1].past}
         names |= {"cos_table": input_of(node, COS), "sin_table": input_of(node, SIN)}
+        names |= {name: node.input[at] for name, at in parts.items()}
+        names |= {name: self.numbers(size) for name, size in sizes.items()}
         names["positions"] = input_of(node, POSITIONS) or names["positions"]
-        if window > 0:
-            given = {"window": self.numbers([window], []), **self.names}
-            names["seen"] = self.names.get(f"seen {window}") or self.text(WINDOW, given)["seen_inside"]
-            self.names[f"seen {window}"] = names["seen"]
-        packed = not input_of(node, KEY)
-        own = {"query": 0, "key": KEY, "value": VALUE} if not packed else {"packed": 0}
-        names |= {name: node.input[at] for name, at in own.items()}
-        rest = width - 2 * (table or 0)
-        forms = {"sizes": [heads * width, groups * width, groups * width], "flat": [0, 0, heads * width]}
-        forms |= {"query_form": [0, 0, heads, width], "times": [1, 1, heads // groups, 1, 1]}
-        forms |= {f"{x}_form": [0, 0, groups, width] for x in ("key", "value")}
-        forms |= {"whole_form": [0, heads, -1, width], "parts": [table or 0] * 2 + [rest] * bool(rest)}
-        names |= {name: self.numbers(form) for name, form in forms.items()}
-        reals = {"scale": numbers.get("scale") or 1 / math.sqrt(width), "cap": cap, "lowest": lowest}
-        for name, real in reals.items():
-            number = TensorProto(data_type=TensorProto.FLOAT, float_data=[real or 0.0])
+        names["seen"] = self._see(int(numbers.get(WINDOW_SIZE, 0)))
+        (kind, lowest), cap = LOWEST[pair[0].dtype], numbers.get("softcap") or 0.0
+        scale = numbers.get("scale") or 1 / math.sqrt(width)
+        for name, real in (("scale", scale), ("cap", cap), ("lowest", lowest)):
+            number = TensorProto(data_type=TensorProto.FLOAT, float_data=[real])
             names[name] = self.node(name, "Cast", [self.tensor(name, number)], to=kind)
-        query, key = ("query_rotated", "key_rotated") if table else ("query_heads", "key_heads")
-        whole = {x: f"{x}_all" if heads > groups else f"{x}_joined" for x in ("key", "value")}
-        text = [APART] * packed + [HEADS.format(x=x) for x in ("query", "key", "value")] + [TABLES] * bool(table)
-        text += [ROTATED.format(x=x, rest=f", {x}_rest" * bool(rest)) for x in ("query", "key") if table]
-        text += [JOINED.format(key=key), *(REPEATED.format(x=x) for x in whole if heads > groups)]
-        text += [SCORES.format(query=query, **whole), CAPPED * bool(cap)]
-        self.text("".join([*text, MIXED.format(scores="capped" if cap else "scores", **whole)]), names)
+        text = _join_texts(repeats=heads > groups, rotated=len(sizes["parts"]) * bool(table), capped=bool(cap))
+        self.text(APART * ("packed" in parts) + text, names)
+
+    def _see(self, window: int) -> str:
+        """The columns that each row sees, in a window of so many where it is above 0; written once for all layers."""
+        name = f"seen {window}" if window > 0 else "seen"
+        if name not in self.names:
+            self.names[name] = self.text(WINDOW, self.names | {"window": self.numbers([window], [])})["seen_inside"]
+        return self.names[name]
 
     def _count_tokens(self, slot: Slot) -> dict[str, str]:
         """Write positions, and which columns each row sees."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from decode_loop import Decoder
-from decode_loop.record import make, play, trace_to
+from decode_loop.record import check_calls, make, play, trace_to
 
 HERE = Path(__file__).parent
 
@@ -19,17 +19,21 @@ def main() -> bool:
     add("--model", required=True, help="folder of the model files")
     add("--contract", type=Path, default=HERE / "contract.json", help="default: the one next to this program")
     add("--provider", default="CPUExecutionProvider", help="execution provider of ONNX Runtime")
-    add("--calls", type=json.loads, help='calls as JSON: [{"call": "generate", "rows": [[5, 6, 7]], "most": 20}]')
+    add("--calls", help='calls as JSON: [{"call": "generate", "rows": [[5, 6, 7]], "most": 20}]')
     add("--runs", type=Path, default=HERE / "vectors.json", help="without --calls: runs to play; default: as above")
     add("--record", type=Path, help="write what was fed and returned to this file, a trace")
     given = options.parse_args()
+    try:
+        calls = None if given.calls is None else check_calls(json.loads(given.calls))
+    except ValueError as wrong:
+        options.error(f"--calls does not give calls as JSON: {wrong}")
     decoder = Decoder(given.model, given.contract, [given.provider])
     with given.record.open("w", encoding="utf-8") if given.record else contextlib.nullcontext() as lines:
-        if given.calls is None:
+        if calls is None:
             return play(decoder, given.runs, lines)
         if lines is not None:
             trace_to(decoder, lines)
-        for call in given.calls:
+        for call in calls:
             for row in make(decoder, call):
                 print(",".join(map(str, row)))
     return True

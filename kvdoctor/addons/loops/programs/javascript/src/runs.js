@@ -59,6 +59,29 @@ export async function playRuns(vectors, host) {
   return good;
 }
 
+/** What each call has, @type {Record<string, string[]>} */
+const NEEDED = {
+  prefill: ["rows"],
+  step: ["rows"],
+  generate: ["rows"],
+  encode: ["rows"],
+  "encode-file": ["file", "shape"],
+  rewind: ["count"],
+  reorder: ["order"],
+};
+const SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"];
+
+/** Refuse a call without what it needs, or with a key that nothing reads. @param {RunCall} call */
+function checkKeys(call) {
+  const needed = NEEDED[call.call];
+  check(needed, `there is no call ${JSON.stringify(call)}`);
+  const missing = needed.find((key) => !(key in call));
+  check(missing === undefined, `the call ${call.call} needs ${missing}`);
+  const known = ["call", "expect", ...needed, ...(call.call === "generate" ? ["most", "stop", ...SAMPLING] : [])];
+  const unknown = Object.keys(call).find((key) => !known.includes(key));
+  check(unknown === undefined, `the call ${call.call} takes no ${unknown}`);
+}
+
 /**
  * Make a call of a run: the tokens of each sequence that it generates, or the likeliest one after it.
  *
@@ -68,6 +91,7 @@ export async function playRuns(vectors, host) {
  * @returns {Promise<number[][]>}
  */
 export async function make(decoder, call, host) {
+  checkKeys(call);
   switch (call.call) {
     case "prefill":
       return (await decoder.prefill(call.rows)).map((row) => [likeliest(row)]);
@@ -94,8 +118,6 @@ export async function make(decoder, call, host) {
     case "reorder":
       await decoder.reorder(call.order);
       break;
-    default:
-      throw new Error(`there is no call ${JSON.stringify(call)}`);
   }
   return [];
 }

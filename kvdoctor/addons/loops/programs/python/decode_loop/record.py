@@ -18,6 +18,17 @@ ANY = -1
 """In place of an expected token, where several are right."""
 MOST_WHOLE = 64
 """Of a tensor with more elements a sample of so many is written."""
+NEEDED = {
+    "encode": ("rows",),
+    "encode-file": ("file", "shape"),
+    "prefill": ("rows",),
+    "step": ("rows",),
+    "rewind": ("count",),
+    "reorder": ("order",),
+    "generate": ("rows",),
+}
+"""What each call has. It may have expected tokens too, and `generate` its end and how tokens are drawn."""
+DRAWN = {one.name for one in fields(Sampling)}
 
 
 def trace_to(decoder: Decoder, lines: TextIO, run: str | None = None) -> None:
@@ -48,7 +59,7 @@ def play(decoder: Decoder, vectors: Path, lines: TextIO | None = None) -> bool:
             trace_to(decoder, lines, run["name"])
         tokens, error, problem = list[list[int]](), None, None
         try:
-            for call in run["calls"]:
+            for call in check_calls(run["calls"]):
                 found, due = [row[0] for row in make(decoder, call, vectors.parent)], call.get("expect", ())
                 if any(wanted not in (ANY, token) for wanted, token in zip(due, found, strict=bool(due))):
                     problem = problem or f"step {len(tokens)}: {found} in place of {due}"
@@ -63,8 +74,28 @@ def play(decoder: Decoder, vectors: Path, lines: TextIO | None = None) -> bool:
     return good
 
 
+def check_calls(calls: Any) -> list[dict[str, Any]]:
+    """The calls of a run, each of which has what it needs and nothing that is not known.
+
+    Raises:
+        ValueError: they are no list of calls; the message names the key.
+    """
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError("calls must be a list of objects, each with a 'call'")
+    for call in calls:
+        name = call.get("call")
+        if not isinstance(name, str) or name not in NEEDED:
+            raise ValueError(f"there is no call {name!r}; known are {', '.join(NEEDED)}")
+        if missing := [key for key in NEEDED[name] if key not in call]:
+            raise ValueError(f"the call {name!r} needs {missing[0]!r}")
+        known = {"call", "expect", *NEEDED[name], *({"most", "stop", *DRAWN} if name == "generate" else ())}
+        if unknown := [key for key in call if key not in known]:
+            raise ValueError(f"the call {name!r} takes no {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return calls
+
+
 def make(decoder: Decoder, call: Mapping[str, Any], folder: Path = Path()) -> list[list[int]]:
-    """Make a call of a run: the tokens of each sequence that it generates, or the likeliest one after it."""
+    """Make a call that was checked: the tokens of each sequence that it generates, or the likeliest one after it."""
     match call["call"]:
         case "encode":
             decoder.encode(*pad_source(call["rows"]))
@@ -75,13 +106,11 @@ def make(decoder: Decoder, call: Mapping[str, Any], folder: Path = Path()) -> li
         case "reorder":
             decoder.reorder(call["order"])
         case "generate":
-            sampling = Sampling(**{one.name: call[one.name] for one in fields(Sampling) if one.name in call})
+            sampling = Sampling(**{name: call[name] for name in DRAWN & call.keys()})
             return decoder.generate(call["rows"], call.get("most", 20), call.get("stop"), sampling.chooser())
         case "prefill" | "step" as name:
             logits: Array = getattr(decoder, name)(call["rows"])
             return [[int(row.argmax())] for row in logits]
-        case other:
-            raise ValueError(f"there is no call {other!r}")
     return []
 
 

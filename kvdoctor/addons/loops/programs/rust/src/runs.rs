@@ -30,18 +30,11 @@ struct Run {
     calls: Vec<Call>,
 }
 
-/// A call of the decoder, with the likeliest tokens that are expected after it; -1 where any is right.
+/// A call of the decoder, some with the likeliest tokens that are expected after it; -1 where any is right. A file is of
+/// float32, little endian.
 #[derive(Deserialize)]
-pub struct Call {
-    #[serde(flatten)]
-    kind: Kind,
-    expect: Option<Vec<i64>>,
-}
-
-/// A file is of float32, little endian.
-#[derive(Deserialize)]
-#[serde(tag = "call", rename_all = "kebab-case")]
-enum Kind {
+#[serde(tag = "call", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Call {
     Encode {
         rows: Vec<Vec<i64>>,
     },
@@ -51,9 +44,11 @@ enum Kind {
     },
     Prefill {
         rows: Vec<Vec<i64>>,
+        expect: Option<Vec<i64>>,
     },
     Step {
         rows: Vec<Vec<i64>>,
+        expect: Option<Vec<i64>>,
     },
     Rewind {
         count: usize,
@@ -74,27 +69,27 @@ impl Call {
     /// Makes the call, with files of a folder: the tokens of each sequence that it generates, or the likeliest one.
     pub fn make(&self, decoder: &mut Decoder, folder: &Path) -> Result<Vec<Vec<i64>>> {
         let best = |logits: Logits| (0..logits.rows()).map(|row| vec![likeliest(&logits.last(row))]).collect();
-        match &self.kind {
-            Kind::Prefill { rows } => return Ok(best(decoder.prefill(rows)?)),
-            Kind::Step { rows } => return Ok(best(decoder.step(rows)?)),
-            Kind::Generate { sampling, .. } if sampling.temperature < 0.0 => {
+        match self {
+            Call::Prefill { rows, .. } => return Ok(best(decoder.prefill(rows)?)),
+            Call::Step { rows, .. } => return Ok(best(decoder.step(rows)?)),
+            Call::Generate { sampling, .. } if sampling.temperature < 0.0 => {
                 return Err("temperature is 0 or more".into());
             }
-            Kind::Generate { rows, most, stop, sampling } => {
+            Call::Generate { rows, most, stop, sampling } => {
                 let mut generation = Generation { most: most.unwrap_or(20), ..decoder.contract().generation.clone() };
                 generation.end = stop.clone().unwrap_or(generation.end);
                 let mut sampler = Sampler::new(sampling.clone());
                 let choose = |logits: &[f32], tokens: &[i64]| Ok(sampler.choose(logits, tokens));
                 return Ok(decoder.generate(rows, &generation, choose, |_| ControlFlow::Continue(()))?);
             }
-            Kind::Encode { rows } => decoder.encode_ids(rows)?,
-            Kind::EncodeFile { file, shape } => {
+            Call::Encode { rows } => decoder.encode_ids(rows)?,
+            Call::EncodeFile { file, shape } => {
                 let bytes = fs::read(folder.join(file)).map_err(|error| format!("{}: {error}", file.display()))?;
                 let values: Vec<f32> = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
                 decoder.encode(&values, shape, None)?;
             }
-            Kind::Rewind { count } => decoder.rewind(*count)?,
-            Kind::Reorder { order } => decoder.reorder(order)?,
+            Call::Rewind { count } => decoder.rewind(*count)?,
+            Call::Reorder { order } => decoder.reorder(order)?,
         }
         Ok(Vec::new())
     }
@@ -107,7 +102,8 @@ impl Run {
         let (mut all, mut problem) = (Vec::new(), None);
         for call in &self.calls {
             let tokens = call.make(decoder, folder)?.concat();
-            let Some(expect) = &call.expect else { continue };
+            let (Call::Prefill { expect, .. } | Call::Step { expect, .. }) = call else { continue };
+            let Some(expect) = expect else { continue };
             if problem.is_none() && expect.iter().zip(&tokens).any(|(due, token)| *due >= 0 && due != token) {
                 problem = Some(format!("step {}: {tokens:?} in place of {expect:?}", all.len()));
             }

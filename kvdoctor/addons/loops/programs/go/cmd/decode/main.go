@@ -62,8 +62,10 @@ func execute(ctx context.Context) error {
 	}
 	d.Trace(lines, "")
 	var all []call
-	if err := json.Unmarshal([]byte(*calls), &all); err != nil {
-		return fmt.Errorf("--calls: %w", err)
+	given := json.NewDecoder(strings.NewReader(*calls))
+	given.DisallowUnknownFields()
+	if err := given.Decode(&all); err != nil || given.More() {
+		return fmt.Errorf("--calls is not one list of calls: %v", err)
 	}
 	for _, one := range all {
 		made, err := one.make(ctx, d, "")

@@ -1,6 +1,9 @@
 package decodeloop;
 
 import ai.onnxruntime.OrtException;
+import com.google.gson.JsonElement;
+import com.google.gson.JsonObject;
+import com.google.gson.JsonParser;
 import java.io.IOException;
 import java.io.PrintStream;
 import java.nio.ByteBuffer;
@@ -83,9 +86,18 @@ record Runs(String schema, List<Run> runs) {
 
   private record Ended(String run, List<List<Integer>> tokens, String error) {}
 
-  /** Reads a list of calls. */
-  static Call[] calls(String json) {
-    return Contract.GSON.fromJson(json, Call[].class);
+  /** Reads a list of calls, which have no keys but those of {@link Call}. */
+  static List<Call> calls(String json) {
+    List<Call> calls = new ArrayList<>();
+    for (JsonElement given : JsonParser.parseString(json).getAsJsonArray()) {
+      Call call = Contract.GSON.fromJson(given, Call.class);
+      JsonObject known = Contract.GSON.toJsonTree(call).getAsJsonObject();
+      for (String key : given.getAsJsonObject().keySet()) {
+        Contract.require(known.has(key), "a call takes no " + key);
+      }
+      calls.add(call);
+    }
+    return calls;
   }
 
   /**
