@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvdoctor.analysis.proof.call import Reading, is_calm
 from kvdoctor.analysis.proof.types import (
@@ -20,6 +20,7 @@ from kvdoctor.analysis.proof.types import (
     constant_of,
     plain_number,
 )
+from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import has, operators_with
 
 NUMERIC: dict[str, Callable[..., float]] = {
@@ -206,3 +207,14 @@ def hides_later(one: Type, row: int, column: int, single: bool = False, padded: 
     """Whether scores of later tokens are hidden, if there may be any, and that of a token that is no padding is not."""
     marks = dict(one.regions).get((row, column))
     return marks is not None and (single or is_hiding(marks[0])) and (padded or is_plain(marks[1]))
+
+
+def stays_finite(kinds: Mapping[str, Type], flow: Flow, one_float: bool) -> bool:
+    """Whether no masked score is infinite: weights of a token that sees nothing but such scores are no numbers."""
+    marked = {name: {mark for _, marks in one.regions for mark in marks} for name, one in kinds.items()}
+    lowest = min((mark for marks in marked.values() for mark in marks if isinstance(mark, float)), default=0.0)
+    taken = (name for node in flow.nodes if node.has("elementwise") for name in node.inputs)
+    bent = any({HIDE, BURY} & marked.get(name, set()) for name in taken)  # masked scores are computed with once more
+    if one_float:
+        return lowest >= (BURIED if bent else -LARGEST)
+    return lowest >= MODERATE - LARGEST_HALF and not bent
