@@ -408,6 +408,7 @@ def hides(folder: Path) -> list[bool]:
         ("decoder-only-healthy", True),
         ("padding-changes-logits", False),
         ("decoder-only-distances-healthy", True),
+        ("non-finite-renormalized", False),
         ("unnamed-mask-positions-healthy", True),
         ("padding-changes-logits-positions", False),
         ("padding-changes-logits-returned", False),

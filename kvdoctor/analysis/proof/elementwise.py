@@ -93,7 +93,7 @@ def _wraps(call: Reading, kind: str) -> bool:
         return True
     if not has(call.op, "cast") or kind != "i" or call.node.number("to", 0) in WHOLE:
         return False
-    return call.input(0).kind != "b" and plain_number(constant_of(call.input(0))) is None
+    return plain_number(constant_of(call.input(0))) is None
 
 
 def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:

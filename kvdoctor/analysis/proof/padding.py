@@ -25,26 +25,25 @@ def hides_padding(stack: StackFiles, contract: CacheContract, roles: Collection[
     prover = Prover(stack, contract, weights={file.name: {} for file in stack.files.values()})
     several = contract.phases["prefill"] != contract.phases["decode"]
     phases: tuple[PhaseName, ...] = ("prefill", "decode") if several else ("decode",)
+    phases += ("embed",) if "embed" in contract.phases else ()
     # A graph without a mask that another graph of the stack has is given the same padding.
     asked = {port.role for phase in phases for port in contract.graph(phase).inputs}.intersection(roles)
     padded = {name for role in asked for name in ((ENCODER,) if role == "encoder_mask" else (PAST, NEW))}
     try:
         for phase in phases:
             first = several and phase == "prefill"
-            lengths = prover.lengths(phase, first=first, single=several and not first and prover.takes_one)
+            lengths = prover.lengths(phase, first=first, single=phase == "decode" and prover.takes_one)
             lengths.padded = frozenset(padded)
             walk = prover.walk(phase, lengths, _give_padding(prover, phase, lengths, asked))
             attends = any(node.has("attend") for node in walk.flow.nodes)  # whose masks say nothing of padding here
             kinds = {name: one.type for name, one in walk.values.items()}
             if attends or (NEW in padded and not stays_finite(kinds, walk.flow, lengths.one_float)):
                 return False
-            if not first:
+            if phase == "decode":
                 prover.check(walk, phase)
-                continue
-            prover.logits(walk, phase)
-            for slot in contract.slots:
-                if slot.filled_in == "prefill" and slot.filled_by:
-                    prover.output(walk, slot.filled_by)
+            else:
+                for port in contract.graph(phase).outputs:
+                    prover.output(walk, port.name)
     except NotProved:
         return False
     return True
@@ -60,6 +59,9 @@ def _give_padding(prover: Prover, phase: PhaseName, lengths: Lengths, asked: Col
     for port in prover.contract.graph(phase).inputs:
         kind, of_tokens = input_type(port, prover.contract, phase, lengths), NEW in lengths.padded
         rows = kind.shape is not None and (ROWS,) in kind.shape
+        fixed = {axis for axis, dim in zip(port.axes, port.shape or (), strict=False) if isinstance(dim, int)}
+        if "encoder" in fixed and ENCODER in lengths.padded:
+            raise NotProved(f"input {port.name!r}")
         if port.role in asked or (of_tokens and port.role in MASK_ROLES):
             column = symbol(ENCODER) if port.role == "encoder_mask" else lengths.total
             if port.role not in MARKS or kind.shape != ((ROWS,), (column,)):

@@ -355,9 +355,8 @@ def _join_tokens(
     if value is None or not new.uniform:
         return Made(Type(kind, shape))
     # A mask with the same number for the whole past: that of all earlier tokens among the new ones.
-    rows = [
-        one for one in new.regions if one[0][1] == where and one[1][2] == value and lengths.is_row(shape[one[0][0]])
-    ]
+    columns = [one for one in new.regions if one[0][1] == where and one[1][2] == value]
+    rows = [one for one in columns if lengths.is_row(shape[one[0][0]])]
     if len(rows) != 1:
         return Made(Type(kind, shape))
     return Made(call.opaque(shape, [new], kind, new.calm, tuple(rows)), 1)
