@@ -407,9 +407,15 @@ def hides(folder: Path) -> list[bool]:
     [
         ("decoder-only-healthy", True),
         ("padding-changes-logits", False),
+        ("decoder-only-distances-healthy", True),
+        ("non-finite-renormalized", False),
+        ("unnamed-mask-positions-healthy", True),
         ("padding-changes-logits-positions", False),
+        ("padding-changes-logits-returned", False),
         ("padding-changes-logits-row", False),
         ("padding-changes-logits-slice", False),
+        ("padding-changes-logits-states", False),
+        ("padding-changes-logits-unused", False),
     ],
 )
 def test_masks_are_proved_to_hide_padding(name: str, hidden: bool, tmp_path: Path) -> None:
@@ -430,6 +436,8 @@ def test_a_padded_token_that_sees_nothing_is_run(lowest: float, tmp_path: Path) 
     text, old = load_all()["decoder-only-healthy"], "seen_less = Sub (seen, one)\n  bias = Mul (seen_less, hide)"
     faulty = text.files["model.onnx"].replace(old, "b = Cast <to = 9> (seen)\nbias = Where (b, low, hide)")
     faulty = faulty.replace("float hide =", "float low = {0}, float hide =")
+    faulty = faulty.replace("mixed0 = MatMul (shares0", "same0 = Mul (shares0, one)\nmixed0 = MatMul (same0")
+    faulty = faulty.replace("mixed1 = MatMul (shares1", "same1 = Mul (shares1, one)\nmixed1 = MatMul (same1")
     model = onnx.load(replace(text, files={"model.onnx": faulty}).write(tmp_path) / "model.onnx")
     hide = next(one for one in model.graph.initializer if one.name == "hide")
     hide.CopyFrom(from_array(np.float32(lowest), "hide"))

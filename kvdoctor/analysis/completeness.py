@@ -41,9 +41,8 @@ def find_missing_parts(contract: CacheContract) -> Iterator[MissingPart]:
         yield MissingPart(decode.file, NO_LOGITS)
     carried = {slot.continues_as for slot in contract.slots if slot.continues_as is not None}
     if (logits := decode.port("logits")) is not None and logits.name in carried:
-        yield MissingPart(
-            logits.name, "it is named as the logits, but the graph returns a past there", contradicts=True
-        )
+        reason = "it is named as the logits, but the graph returns a past there"
+        yield MissingPart(logits.name, reason, contradicts=True)
     for role in ("token_ids", "logits"):
         rivals = [port.name for port in (*decode.inputs, *decode.outputs) if port.role == role]
         if len(rivals) > 1:

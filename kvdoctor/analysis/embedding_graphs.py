@@ -163,19 +163,16 @@ def _fits(file: OnnxFile, wanted: Sequence[Port]) -> bool:
 
 def _preference(file: OnnxFile, decoder: OnnxFile, wanted: Sequence[Port]) -> tuple[int, bool, bool]:
     """What makes a file the likelier one, the least first: the decoder's suffix, the outputs' names, its own name."""
-    suffix, variant = _suffix(file), VARIANT.search(decoder.path.stem)
+    stem, variant = file.path.stem, VARIANT.search(decoder.path.stem)
     own = {decoder.suffix, *([variant[0]] if variant else [])}
+    # The name without the known terms for the file's role: `_q4` of `embed_tokens_q4.onnx`.
+    named, part = NAME.match(stem), VARIANT.search(stem)
+    suffix = stem[named.end() :] if named else part[0] if part else ""
     return (
         0 if suffix in own else 1 if not suffix else 2,
         not {port.name for port in wanted} <= set(file.graph.outputs),
-        NAME.match(file.path.stem) is None,
+        named is None,
     )
-
-
-def _suffix(file: OnnxFile) -> str:
-    """The name without the known terms for the file's role: `_q4` of `embed_tokens_q4.onnx`."""
-    named, variant = NAME.match(file.path.stem), VARIANT.search(file.path.stem)
-    return file.path.stem[named.end() :] if named else variant[0] if variant else ""
 
 
 def _misfits(decoder: OnnxFile, candidates: Sequence[OnnxFile], wanted: Sequence[Port]) -> Iterator[PartProblem]:

@@ -304,9 +304,8 @@ def _expected_rows(kind: PhaseName, configs: SideCars, file: OnnxFile) -> tuple[
     if kind == "audio":
         free = any(not isinstance(as_number(size), int) for port in ports for size in (port.shape or ())[1:])
         return None if free else configs.first_count(ROW_KEYS[kind])
-    sides = [
-        as_number(size) for port in ports for size in (port.shape or ())[-2:] if len(port.shape or ()) > IMAGE_RANK
-    ]
+    shapes = [port.shape or () for port in ports]
+    sides = [as_number(size) for shape in shapes if len(shape) > IMAGE_RANK for size in shape[-2:]]
     if not all(isinstance(size, int) for size in sides) and _declared_sides(configs) is None:
         return None  # the rows of an image of unknown size say nothing
     vision = configs.part("vision")

@@ -211,9 +211,8 @@ class _Search:
 
 def find_tensor(scopes: Scopes, name: str) -> TensorProto | None:
     """The tensor of a weight or Constant."""
-    held: TensorProto | None = next(
-        (t for graph in reversed(scopes) for t in graph.initializer if t.name == name), None
-    )
+    named = (t for graph in reversed(scopes) for t in graph.initializer if t.name == name)
+    held: TensorProto | None = next(named, None)
     if held is not None:
         return held
     _, node = find_maker(scopes, name)

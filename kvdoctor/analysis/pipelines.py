@@ -185,9 +185,8 @@ def _join(
     main, stages = replace(files[0], role="decoder"), tuple[Stage, ...]()
     if not problems:
         try:
-            joined, stages = join_models(
-                [PartToJoin(f.name, f.graph.model, links, _states(f.graph)) for f, links in parts]
-            )
+            listed = [PartToJoin(f.name, f.graph.model, links, _states(f.graph)) for f, links in parts]
+            joined, stages = join_models(listed)
         except CannotJoin as reason:
             problems = (PartProblem(files[0].name, "stages that can be read as one graph", str(reason), str(reason)),)
         else:

@@ -232,9 +232,8 @@ def _read_number(port: Port, axes: tuple[Axis, ...], basis: Basis) -> Iterator[R
 def _constants(port: Port, axes: tuple[Axis, ...], basis: Basis, values: tuple[float, ...]) -> Iterator[Reading]:
     for value in values:
         shown = bool(value) if port.dtype == "bool" else f"{value:g}"
-        yield Reading(
-            replace(port, role="setting", axes=axes, value=value), f"the constant {str(shown).lower()}", basis
-        )
+        setting = replace(port, role="setting", axes=axes, value=value)
+        yield Reading(setting, f"the constant {str(shown).lower()}", basis)
 
 
 def _reading(port: Port, role: Role, axes: tuple[Axis, ...], basis: Basis) -> Reading:
@@ -344,7 +343,6 @@ def _list_given(name: str, graph: Graph, feed: Mapping[str, float], logits: str 
             axes: tuple[Axis, ...] = ("batch", "new") if len(port.shape or ()) == 2 else ("batch",)
             readings = (Reading(replace(port, role="logits", axes=axes), "token ids", "given"),)
         if not readings or port.dtype == "bool":
-            raise UsageError(
-                f"--logits-output {port.name}: logits have 2 to 4 axes, and it has {len(port.shape or ())}"
-            )
+            rank = len(port.shape or ())
+            raise UsageError(f"--logits-output {port.name}: logits have 2 to 4 axes, and it has {rank}")
         yield Ambiguity(port.name, name, readings, settled=GIVEN if len(readings) == 1 else "")

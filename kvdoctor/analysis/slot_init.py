@@ -129,9 +129,8 @@ class SlotInit:
             return (node.index, node.outputs.index(value)) if node is not None else (-1, 0)
 
         outputs, wanted = self.encoder.graph.outputs, self.decode.graph.inputs
-        given = sorted(
-            (o for o, port in outputs.items() if any(port.like(wanted[slot.past]) for slot in held)), key=position
-        )
+        fitting = (o for o, port in outputs.items() if any(port.like(wanted[slot.past]) for slot in held))
+        given = sorted(fitting, key=position)
         fits = all(outputs[output].like(wanted[slot.past]) for slot, output in zip(held, given, strict=False))
         if not held or len(given) != len(held) or not fits:
             return {}
@@ -144,9 +143,8 @@ def give_cross_caches(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
 
     Not where one is declared as long as the cache of the tokens: that is a past without its present.
     """
-    lengths = {
-        slot.shape[at] for slot in slots if slot.kind != "cross-attention" and (at := slot.length_axis) is not None
-    }
+    own = (slot for slot in slots if slot.kind != "cross-attention")
+    lengths = {slot.shape[at] for slot in own if (at := slot.length_axis) is not None}
 
     def is_given(slot: Slot) -> bool:
         at = slot.length_axis

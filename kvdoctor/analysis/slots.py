@@ -125,9 +125,8 @@ class SlotReader:
         inputs, outputs = self.decode.graph.inputs, self.decode.graph.outputs
         types = {name: (port.dtype, len(port.shape or ())) for name, port in {**inputs, **outputs}.items()}
         attended = [slot.past for slot in found if slot.kind == "self-attention" and slot.past not in names]
-        promised = slot_rules.pair_by_name(
-            attended, {name for name in outputs if types[name] in map(types.get, attended)}
-        )
+        fitting = {name for name in outputs if types[name] in map(types.get, attended)}
+        promised = slot_rules.pair_by_name(attended, fitting)
         flow = self.decode.dataflow
         made = {name: skip_copies(flow.flow, value) for name, value in flow.flow.results.items()} if flow else {}
         taken = {made.get(slot.present) for slot in found if slot.present is not None}
@@ -387,9 +386,8 @@ class SlotReader:
         ):
             made = zip(axes, flow.find_entry_sizes(port.name, len(shape)), strict=True)
             known |= {axis: size for axis, size in made if axis in WIDTHS and size is not None}
-        return tuple(
-            dim if isinstance(dim, int) else known.get(axis, dim) for dim, axis in zip(shape, axes, strict=True)
-        )
+        pairs = zip(shape, axes, strict=True)
+        return tuple(dim if isinstance(dim, int) else known.get(axis, dim) for dim, axis in pairs)
 
 
 def _has_constant_length(

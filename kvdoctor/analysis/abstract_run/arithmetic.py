@@ -58,9 +58,8 @@ def _divide(left: Array, right: Array) -> Array:
     if left.dtype.kind in "iu" and right.dtype.kind in "iu":
         if not right.all():
             raise CannotRun("an integer is divided by 0")
-        return (
-            np.asarray(np.trunc(left / right), left.dtype) if np.abs(left).max(initial=0) < 1 << 52 else left // right
-        )
+        exact = np.abs(left).max(initial=0) < 1 << 52
+        return np.asarray(np.trunc(left / right), left.dtype) if exact else left // right
     return np.divide(left, right)
 
 

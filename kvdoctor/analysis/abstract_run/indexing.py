@@ -194,9 +194,8 @@ def _split(r: Reading) -> list[Abstract]:
     sizes = [shape[axis] for _, shape in plan]
     if sum(sizes) != whole[axis]:
         raise CannotRun(f"an axis of {whole[axis]} is split into {sizes}")
-    return [
-        cut_axis(r.at(0), axis, slice(end - size, end, 1)) for end, size in zip(accumulate(sizes), sizes, strict=True)
-    ]
+    ends = zip(accumulate(sizes), sizes, strict=True)
+    return [cut_axis(r.at(0), axis, slice(end - size, end, 1)) for end, size in ends]
 
 
 INDEXING: dict[str, Rule] = {

@@ -101,9 +101,8 @@ def _move(r: Reading) -> Abstract:
     key = f"{value.key} transposed" if value.key and order != sorted(order) else value.key
     data = value.data.transpose(order + gone)
     held = iter(data.shape)
-    return Abstract(
-        shape, data.reshape([next(held) if isinstance(size, AxisOf) else 1 for size in sizes]), value.exact, key
-    )
+    axes = [next(held) if isinstance(size, AxisOf) else 1 for size in sizes]
+    return Abstract(shape, data.reshape(axes), value.exact, key)
 
 
 @lru_cache(PLANS)

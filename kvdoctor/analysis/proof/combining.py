@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvdoctor.analysis.proof.call import Made, Reading, is_calm, known
-from kvdoctor.analysis.proof.masks import hides_later, is_hiding
+from kvdoctor.analysis.proof.masks import hides_later, is_hiding, is_plain
 from kvdoctor.analysis.proof.types import (
     FINITE,
     ROWS,
     UNKNOWN,
     Axis,
+    Linear,
     Mark,
     Region,
     Term,
@@ -43,7 +44,7 @@ def _may_combine(call: Reading, taken: Type, at: int, made: Sequence[Axis]) -> b
     """
     shape = taken.shape or ()
     axis = shape[at]
-    if call.lengths.is_padded(axis) and not any(marks[0] == 0.0 for _, marks in _find_padding(taken, at)):
+    if not _pads_nothing(call, taken, at):
         return False
     if is_fixed(axis):
         return True
@@ -55,6 +56,12 @@ def _may_combine(call: Reading, taken: Type, at: int, made: Sequence[Axis]) -> b
         if column == at and marks[0] == 0.0 and call.lengths.is_row(shape[row]):
             return True
     return False
+
+
+def _pads_nothing(call: Reading, taken: Type, at: int) -> bool:
+    """Whether all padding along an axis is 0, where there may be any."""
+    padded = call.lengths.is_padded((taken.shape or ())[at])
+    return not padded or any(marks[0] == 0.0 for _, marks in _find_padding(taken, at))
 
 
 def _find_padding(taken: Type, at: int) -> list[Region]:
@@ -82,11 +89,6 @@ def matmul(call: Reading) -> Made:
     return _made(call, combined, shape, [one, other])
 
 
-def _is_even(call: Reading, axes: Iterable[Axis]) -> bool:
-    """Whether axes are the same in every call, without padding."""
-    return all(is_fixed(axis) and not call.lengths.is_padded(axis) for axis in axes)
-
-
 def _made(call: Reading, combined: bool, shape: tuple[Axis, ...], taken: Sequence[Type], kind: str = "f") -> Made:
     """A value that was combined rightly, or one of which nothing but its axes is known."""
     return Made(call.opaque(shape, taken, kind, True) if combined else Type(kind, shape))
@@ -98,13 +100,13 @@ def gemm(call: Reading) -> Made:
     if len(one) != 2 or len(other) != 2 or call.node.number("transA", 0):
         return Made(UNKNOWN)
     columns = other[0] if call.node.number("transB", 0) else other[1]
-    return _made(call, _is_even(call, one[1:2]), (one[0], columns), call.given)
+    return _made(call, all(map(call.lengths.is_even, one[1:2])), (one[0], columns), call.given)
 
 
 def rows_times_weights(call: Reading) -> Made:
     """Products with packed weights: the last axis of the first input with weights of the graph."""
     shape = call.axes(0, 1)
-    if not _is_even(call, shape[-1:]) or not call.node.number("N", 0):
+    if not all(map(call.lengths.is_even, shape[-1:])) or not call.node.number("N", 0):
         return Made(UNKNOWN)
     return Made(call.opaque((*shape[:-1], axis_of(number(call.node.number("N", 0)))), call.given, "f", True))
 
@@ -142,7 +144,9 @@ def softmax(call: Reading) -> Made:
     first = call.node.attribute("axis") is None and call.lengths.opset < AXIS_IS_LAST
     if first or (call.node.number("axis", -1) + 1) % rank:
         return Made(Type("f", shape))
-    padding = [(pair, NOTHING) for pair, marks in _find_padding(taken, -1) if is_hiding(marks[0])]
+    # What a proof without padding says of all tokens, it does not say of encoder states: that some are seen.
+    found = [one for one in _find_padding(taken, -1) if not is_fixed(shape[-1]) or is_plain(one[1][1])]
+    padding = [(pair, NOTHING) for pair, marks in found if is_hiding(marks[0])]
     if call.lengths.is_padded(shape[-1]) and not padding:
         return Made(Type("f", shape))
     if is_fixed(shape[-1]):
@@ -179,9 +183,7 @@ def reduce(call: Reading) -> Made:
     return _made(call, combined, shape, [taken], taken.kind)
 
 
-def _reduce_linear(
-    call: Reading, linear: tuple[Term | float, tuple[tuple[int, int], ...]], gone: set[int], shape: Sequence[Axis]
-) -> Term | None:
+def _reduce_linear(call: Reading, linear: Linear, gone: set[int], shape: Sequence[Axis]) -> Term | None:
     """The sum of equal numbers, or the extreme of numbers that count up along the axes that go."""
     start, factors = linear
     if not isinstance(start, Term) or any(at % len(shape) not in gone for at, _ in factors):
@@ -210,7 +212,7 @@ def accumulate(call: Reading) -> Made:
     if by is not None:
         start = number(0 if exclusive else by)
         return Made(Type(taken.kind, shape, linear=(start, ((at, by),) if by else ())))
-    whole = _is_even(call, shape[at:][:1]) or call.lengths.is_total(shape[at])
+    whole = call.lengths.is_even(shape[at]) or (call.lengths.is_total(shape[at]) and _pads_nothing(call, taken, at))
     return Made(call.opaque(shape, [taken], taken.kind) if whole else Type(taken.kind, shape))
 
 
@@ -219,7 +221,8 @@ def triangle(call: Reading) -> Made:
     taken, shape, lengths = call.input(0), call.axes(0, 2), call.lengths
     diagonal = known(call.input(1).items) if call.has(1) else (number(0),)
     first, second = lengths.offset(shape[-2]), lengths.offset(shape[-1])
-    if first is None or second is None or not lengths.is_uniform(taken):
+    mixed = lengths.is_padded(shape[-2]) != lengths.is_padded(shape[-1])
+    if first is None or second is None or mixed or not lengths.is_uniform(taken):
         return Made(Type(taken.kind, shape))
     # The absolute position of the column minus that of the row is the diagonal, plus so much.
     value = diagonal[0] + second - first
@@ -244,13 +247,13 @@ def normalize(call: Reading) -> Made:
     """Norms along the last axes."""
     shape = call.axes(0, 1)
     first = call.node.number("axis", -1) % len(shape)
-    return _made(call, _is_even(call, shape[first:]), shape, call.given)
+    return _made(call, all(map(call.lengths.is_even, shape[first:])), shape, call.given)
 
 
 def skip_normalize(call: Reading) -> list[Made]:
     """A norm of a sum, which is an output as well."""
     shape = call.broadcast(call.given[:2])
-    if any(one.shape is None for one in call.given) or not _is_even(call, shape[-1:]):
+    if any(one.shape is None for one in call.given) or not all(map(call.lengths.is_even, shape[-1:])):
         return []
     made = call.opaque(shape, call.given, "f", True)
     return [Made(made, None if not at else ("output", at)) for at in range(len(call.node.outputs))]

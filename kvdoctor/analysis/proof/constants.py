@@ -44,9 +44,8 @@ def read_constant(tensor: TensorProto, table: Any) -> Type:
     dims = tuple(int(size) for size in tensor.dims)
     shape = tuple(axis_of(number(size)) for size in dims)
     if prod(dims) == 0:
-        return (
-            Type(kind, shape, items=()) if len(dims) == 1 and kind == "i" else Type(kind, shape, linear=(number(0), ()))
-        )
+        listed = len(dims) == 1 and kind == "i"
+        return Type(kind, shape, items=()) if listed else Type(kind, shape, linear=(number(0), ()))
     values = _list_values(tensor) if table is None else None
     if table is not None:
         return _read_table(kind, dims, table)

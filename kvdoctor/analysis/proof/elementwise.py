@@ -93,7 +93,7 @@ def _wraps(call: Reading, kind: str) -> bool:
         return True
     if not has(call.op, "cast") or kind != "i" or call.node.number("to", 0) in WHOLE:
         return False
-    return call.input(0).kind != "b" and plain_number(constant_of(call.input(0))) is None
+    return plain_number(constant_of(call.input(0))) is None
 
 
 def _compute_items(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Term, ...] | None:
@@ -201,12 +201,8 @@ def _compute_constant(call: Reading, values: Sequence[Term | float], kind: str) 
     plain = [plain_number(value) for value in values]
     if all(value is not None for value in plain) and call.op in NUMERIC:
         found = compute(call.op, [value for value in plain if value is not None])
-        if (
-            found is not None
-            and has(call.op, "cast")
-            and call.node.number("to", 0) == HALF
-            and abs(found) > LARGEST_HALF
-        ):
+        halved = has(call.op, "cast") and call.node.number("to", 0) == HALF
+        if found is not None and halved and abs(found) > LARGEST_HALF:
             found = math.copysign(math.inf, found)
         if found is None or kind == "f":
             return None if found is None else (found, ())

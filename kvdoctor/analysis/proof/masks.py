@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvdoctor.analysis.proof.call import Reading, is_calm
 from kvdoctor.analysis.proof.types import (
@@ -13,6 +13,7 @@ from kvdoctor.analysis.proof.types import (
     MODERATE,
     PLAIN,
     SMALLEST,
+    UNKNOWN,
     Mark,
     Region,
     Term,
@@ -20,6 +21,7 @@ from kvdoctor.analysis.proof.types import (
     constant_of,
     plain_number,
 )
+from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import has, operators_with
 
 NUMERIC: dict[str, Callable[..., float]] = {
@@ -132,6 +134,7 @@ ABSORBING = {"And": True, "Mul": False}
 FILLING, VANISHING = ("Or",), ("Exp",)
 """Operators that return 1 where one input is 1, and 0 of what is far below 0."""
 UNBOUNDED = operators_with("power", "exponential")
+POLES = {*operators_with("divide"), *UNBOUNDED} - {"Sqrt", "Exp"}
 
 
 def _combined(op: str, marks: Sequence[Mark], kind: str) -> Mark:
@@ -206,3 +209,24 @@ def hides_later(one: Type, row: int, column: int, single: bool = False, padded: 
     """Whether scores of later tokens are hidden, if there may be any, and that of a token that is no padding is not."""
     marks = dict(one.regions).get((row, column))
     return marks is not None and (single or is_hiding(marks[0])) and (padded or is_plain(marks[1]))
+
+
+def stays_finite(kinds: Mapping[str, Type], flow: Flow, one_float: bool) -> bool:
+    """Whether padding, which may see nothing, has numbers: 0 times another one is none.
+
+    No masked score is infinite, and what is divided by, or a logarithm taken of, is a number or the root of a sum.
+    """
+    for node in (one for one in flow.nodes if one.op in POLES):
+        name = node.inputs[-1]
+        root = flow.producers.get(name)
+        value, summed = plain_number(constant_of(kinds.get(name, UNKNOWN))), root and flow.producers.get(root.input(0))
+        rooted = root is not None and summed is not None and root.has("power") and summed.has("add")
+        if not (value > 0 if value is not None else name in flow.fixed or rooted):
+            return False
+    marked = {name: {mark for _, marks in one.regions for mark in marks} for name, one in kinds.items()}
+    lowest = min((mark for marks in marked.values() for mark in marks if isinstance(mark, float)), default=0.0)
+    taken = (name for node in flow.nodes if node.has("elementwise") for name in node.inputs)
+    bent = any({HIDE, BURY} & marked.get(name, set()) for name in taken)  # masked scores are computed with once more
+    if one_float:
+        return lowest >= (BURIED if bent else -LARGEST)
+    return lowest >= MODERATE - LARGEST_HALF and not bent

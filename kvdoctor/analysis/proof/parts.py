@@ -119,9 +119,11 @@ def _take(call: Reading, taken: Type, at: int, begin: Term, stop: Term) -> tuple
     if not new and old in ((lengths.new,), (lengths.total,)) and stop is size_of(old) and alone:
         return Type(taken.kind, shape, uniform=taken.uniform, calm=taken.calm, last=True), True, True
     whole, first, then = replace(taken, items=None), lengths.offset(old), lengths.offset(new)
-    if new and not is_fixed(new) and first is not None and then is not None and first + begin is then:
+    # A part of a table along tokens is taken by indexes, which are no positions where tokens are padded.
+    counts = new and not is_fixed(new) and lengths.is_padded(new) == lengths.is_padded(old)
+    if counts and first is not None and then is not None and first + begin is then:
         return call.opaque(shape, [whole], taken.kind, taken.calm, taken.regions), True, False
-    if is_fixed(old) and fixed and not lengths.is_padded(old):
+    if lengths.is_even(old) and fixed:
         regions = tuple(one for one in taken.regions if where not in one[0])
         made = call.opaque(shape, [whole], taken.kind, taken.calm, regions)
         return replace(made, past=taken.past), False, False
@@ -169,7 +171,7 @@ def gather(call: Reading) -> Made:
         picked = [one.number for one in places.items]
         if all(one is not None and -len(data.items) <= one < len(data.items) for one in picked):
             return Made(Type(data.kind, shape, items=tuple(data.items[one] for one in picked if one is not None)))
-    if is_fixed(axes[at]) and not call.lengths.is_padded(axes[at]):
+    if call.lengths.is_even(axes[at]):
         return _gather_rows(call, data, at, shape)
     index = linear_of(places)
     if index is not None and not places.shape:
@@ -199,7 +201,7 @@ def gather_nd(call: Reading) -> Made:
     if places.grid == own and tuple(axis for axis in listed[:-1] if axis) == axes:
         return viewed(call, data, [size_of(axis) for axis in shape])  # each element at its own place
     if deep > 1:
-        whole = all(map(is_fixed, axes[:deep]))
+        whole = all(map(call.lengths.is_even, axes[:deep]))
         return Made(call.opaque(shape, [data, places], data.kind, is_calm(data)) if whole else Type(data.kind, shape))
     call.inputs = [data, viewed(call, places, [size_of(axis) for axis in listed[:-1]]).type]
     return gather(call)
@@ -255,7 +257,7 @@ def gather_elements(call: Reading) -> Made:
     if index is not None and index[1]:
         absolute, rows = call.lengths.absolute(places), size_of(axes[at]).number
         others = others and absolute is not None and rows is not None and _limits_rows(call, absolute, rows)
-    if not others or not is_fixed(axes[at]):
+    if not others or not call.lengths.is_even(axes[at]):
         return Made(Type(data.kind, shape))
     return Made(call.opaque(shape, [data, places], data.kind, is_calm(data)))
 
@@ -312,7 +314,7 @@ def concat(call: Reading) -> Made:
         return Made(Type(kind, shape, linear=(value, ())))
     if len(taken) == 1:
         return Made(taken[0], 0)
-    if all(is_fixed(one[at]) for one in shapes):
+    if all(call.lengths.is_even(one[at]) for one in shapes):
         made = call.opaque(shape, taken, kind, all(map(is_calm, taken)))
         if at == len(shape) - 1 and kind == "i":
             return Made(replace(made, grid=_grid(taken)))
@@ -353,9 +355,8 @@ def _join_tokens(
     if value is None or not new.uniform:
         return Made(Type(kind, shape))
     # A mask with the same number for the whole past: that of all earlier tokens among the new ones.
-    rows = [
-        one for one in new.regions if one[0][1] == where and one[1][2] == value and lengths.is_row(shape[one[0][0]])
-    ]
+    columns = [one for one in new.regions if one[0][1] == where and one[1][2] == value]
+    rows = [one for one in columns if lengths.is_row(shape[one[0][0]])]
     if len(rows) != 1:
         return Made(Type(kind, shape))
     return Made(call.opaque(shape, [new], kind, new.calm, tuple(rows)), 1)

@@ -230,12 +230,8 @@ class Prover:
         if open_ports:
             raise NotProved(f"input {open_ports[0]!r} (the file leaves open what it takes)")
         for slot in contract.slots:
-            if (
-                slot.kind not in KINDS
-                or slot.growth not in ("grow", "shared", "delta", "constant")
-                or slot.trimmed
-                or slot.prepended
-            ):
+            grows = slot.growth in ("grow", "shared", "delta", "constant")
+            if slot.kind not in KINDS or not grows or slot.trimmed or slot.prepended:
                 form = "cut to a window" if slot.trimmed else "the new entries come first" if slot.prepended else None
                 raise NotProved(f"past {slot.past!r} ({form or FORMS.get(slot.growth, slot.kind)})")
             if slot.first in ("dummy", "zeros"):
@@ -257,20 +253,20 @@ class Prover:
             first = self.walk("prefill", self.lengths("prefill", first=True), {})
             slots = self.contract.slots
             held = [slot for slot in slots if slot.growth == "constant" and slot.filled_in == "prefill"]
-            filled = {slot.past: self._output(first, slot.filled_by) for slot in held if slot.filled_by}
+            filled = {slot.past: self.output(first, slot.filled_by) for slot in held if slot.filled_by}
             given = {name: replace(one, type=replace(one.type, regions=())) for name, one in filled.items()}
             decode = self.walk("decode", self.lengths("decode", single=single), given)
-            self._check(decode, "decode")
+            self.check(decode, "decode")
             self._compare(first, decode)
             walks = [first, decode]
         else:
             walks = [self.walk("decode", self.lengths("decode"), {})]
-            self._check(walks[0], "decode")
+            self.check(walks[0], "decode")
         if "embed" in self.contract.phases:
             # Each embedding depends on its token and its position alone.
             walk = self.walk("embed", self.lengths("embed"), {})
             for port in self.contract.graph("embed").outputs:
-                self._output(walk, port.name)
+                self.output(walk, port.name)
         limits = [(limit, name) for walk in walks for name, limit in walk.limits.items()]
         up_to, table = min(limits, key=itemgetter(0), default=(None, ""))
         nodes = [(walk, node) for walk in walks for node in walk.flow.nodes if node.has("softmax", "attend")]
@@ -299,7 +295,7 @@ class Prover:
         values |= self._inputs(graph, phase, lengths, given)
         walk = Walk(flow, lengths, self.keys, values)
         walk.run()
-        if phase == "decode" and not any(one.type.regions for one in given.values()):  # without padding
+        if phase == "decode" and not lengths.padded:
             _WALKS[file.graph] = walk
         return walk
 
@@ -328,9 +324,8 @@ class Prover:
             payload = tensor.raw_data or tuple(tensor.int64_data) or tuple(tensor.float_data)
             table, content = tables.get(name), (tensor.data_type, tuple(tensor.dims), payload)
             if table is not None or not payload:
-                place = (
-                    identify(tensor, table) or weights.get(name) or (file.name, "" if name in outer else first, name)
-                )
+                own = (file.name, "" if name in outer else first, name)
+                place = identify(tensor, table) or weights.get(name) or own
                 yield name, Typed(read_constant(tensor, table), self.keys.of("constant", place))
                 continue
             if content not in self.constants:
@@ -355,7 +350,7 @@ class Prover:
                 found[port.name] = Typed(kind, self.keys.of("input", port.role, port.name))
         return found
 
-    def _output(self, walk: Walk, name: str) -> Typed:
+    def output(self, walk: Walk, name: str) -> Typed:
         """An output that is uniform.
 
         Raises:
@@ -368,7 +363,8 @@ class Prover:
             raise NotProved(describe(value.broken) if value.broken else f"output {name!r}", value.broken)
         return value
 
-    def _check(self, walk: Walk, phase: PhaseName) -> None:
+    def check(self, walk: Walk, phase: PhaseName) -> None:
+        """What later calls take of a walk. Raises NotProved: logits or presents are not what they must be."""
         logits = self.logits(walk, phase)
         axes = logits.type.shape or ()
         if not logits.type.last and not any(walk.lengths.new in axis for axis in axes):
@@ -376,7 +372,7 @@ class Prover:
         for slot in self.contract.slots:
             if slot.growth == "constant" and (slot.present is None or slot.emptied):
                 continue
-            present = self._output(walk, slot.present or "")
+            present = self.output(walk, slot.present or "")
             if slot.growth == "constant":
                 if present.key != walk.values[slot.past].key:
                     raise NotProved(f"output {slot.present!r} (not the past {slot.past!r})")
@@ -396,7 +392,7 @@ class Prover:
         port = self.contract.graph(phase).port("logits")
         if port is None:
             raise NotProved("a graph without logits")
-        return self._output(walk, port.name)
+        return self.output(walk, port.name)
 
     def _compare(self, first: Walk, decode: Walk) -> None:
         """Whether the first step computes the same functions as later ones, with an empty past.
@@ -411,7 +407,7 @@ class Prover:
         for slot in self.contract.slots:
             if slot.growth == "constant" or slot.filled_in != "prefill":
                 continue
-            made, present = self._output(first, slot.filled_by or ""), self._output(decode, slot.present or "")
+            made, present = self.output(first, slot.filled_by or ""), self.output(decode, slot.present or "")
             if made.key != present.key or made.type.shape != self._returned(slot, first) or made.type.last:
                 raise NotProved(f"the first step, whose {slot.filled_by!r} may be another function")
 

@@ -15,7 +15,6 @@ from kvdoctor.analysis.proof.types import (
     Type,
     axis_of,
     constant_of,
-    is_fixed,
     linear_of,
     number,
     product,
@@ -170,7 +169,7 @@ def tile(call: Reading) -> Made:
     shape = tuple(axis_of(times, *axis) for axis, times in pairs)
     if all(not axis or times is ONE for axis, times in pairs):
         return Made(_broadcast(call, taken, shape), 0)
-    whole = all(times is ONE or not axis or (is_fixed(axis) and times.number) for axis, times in pairs)
+    whole = all(times is ONE or not axis or (call.lengths.is_even(axis) and times.number) for axis, times in pairs)
     return Made(call.opaque(shape, [taken], taken.kind, is_calm(taken)) if whole else Type(taken.kind, shape))
 
 
@@ -198,9 +197,8 @@ def range_(call: Reading) -> Made:
         return Made(UNKNOWN)
     kind, size = call.input(0).kind, count.number
     items = tuple(start + number(one) for one in range(size)) if size is not None and size <= MOST_ITEMS else None
-    return Made(
-        Type(kind, (axis_of(count),), items=items, linear=(start, ((-1, 1),)) if count is not ONE else (start, ()))
-    )
+    linear = (start, ((-1, 1),) if count is not ONE else ())
+    return Made(Type(kind, (axis_of(count),), items=items, linear=linear))
 
 
 def places_of_all(call: Reading) -> Made:

@@ -219,11 +219,11 @@ ROWS = symbol(BATCH)
 class Lengths:
     """How the lengths of one walk read: the first call of a sequence, one new token a call, or any.
 
-    `opset` is that of the graph; `one_float` says that all its floats are of one type. `padded` are the lengths that
-    count padding: along these, entries are combined only where a mask excludes it.
+    `opset` is that of the graph; `one_float` says that all its floats are of one type. `padded` are the symbols that
+    count padding: along such axes, entries are combined only where a mask excludes it, and an index is no position.
     """
 
-    padded: frozenset[Term] = frozenset()
+    padded: frozenset[str] = frozenset()
 
     def __init__(self, first: bool = False, single: bool = False, opset: int = 0, one_float: bool = False) -> None:
         self.opset, self.one_float = opset, one_float
@@ -255,7 +255,7 @@ class Lengths:
         """The absolute position of the first index along an axis; None where the axis has none."""
         if len(axis) > 1 or any(symbol in (BATCH,) for factor in axis for symbol in factor.symbols):
             return None
-        if not axis or is_fixed(axis):
+        if self.is_even(axis):
             return number(0)
         if axis[0] is self.new:
             return self.past
@@ -266,8 +266,13 @@ class Lengths:
         return any(one in (self.new, self.past, self.total) for one in axis)
 
     def is_padded(self, axis: Axis) -> bool:
-        """Whether an axis counts padding."""
-        return not self.padded.isdisjoint(axis)
+        """Whether an axis counts padding: where encoder states have some, a length of another name may be theirs."""
+        names = {name if name in VARYING else ENCODER for one in axis for name in one.symbols}
+        return not self.padded.isdisjoint(names)
+
+    def is_even(self, axis: Axis) -> bool:
+        """Whether an axis has the same length in every call, without padding."""
+        return is_fixed(axis) and not self.is_padded(axis)
 
     def is_row(self, axis: Axis) -> bool:
         """Whether an axis counts the new tokens."""
@@ -279,13 +284,11 @@ class Lengths:
 
     def is_proper(self, axis: Axis) -> bool:
         """Whether each index along an axis has an absolute position in every call."""
-        counted = (self.new, self.past, self.total)
-        return all(one in counted or one is ROWS or not one.symbols & VARYING for one in axis)
+        return all(self.counts((one,)) or one is ROWS or not one.symbols & VARYING for one in axis)
 
     def canonical(self, shape: tuple[Axis, ...]) -> tuple[object, ...]:
         """A shape that is the same in every call: past, new and total lengths are the length of the sequence."""
-        counted = (self.new, self.past, self.total)
-        return tuple(tuple("tokens" if one in counted else one for one in axis) for axis in shape)
+        return tuple(tuple("tokens" if self.counts((one,)) else one for one in axis) for axis in shape)
 
     def absolute(self, kind: Type) -> Linear | None:
         """The linear function of a type over absolute positions, where it is the same in every call."""
@@ -294,19 +297,22 @@ class Lengths:
         start, factors = kind.linear
         if isinstance(start, float):
             return kind.linear
+        shift = 0
         for at, factor in factors:
             first = self.offset(kind.shape[at])
             if first is None:
                 return None
             start = start - first.times(factor)
-        return None if start.symbols & VARYING else (start, factors)
+            shift += factor * self.is_padded(kind.shape[at])
+        # Padding moves all positions of a row: no more than the distance of two stays.
+        return (start, factors) if self.is_even((start,)) and not shift else None
 
     def is_uniform(self, kind: Type) -> bool:
         """Whether a value is uniform."""
         if kind.linear is not None:
             return self.absolute(kind) is not None
         if kind.items is not None:
-            return not any(term.symbols & VARYING for term in kind.items)
+            return self.is_even(kind.items)
         return kind.uniform and kind.shape is not None
 
 
