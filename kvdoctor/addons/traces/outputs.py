@@ -85,7 +85,7 @@ def find_spoilt_present(
     for name in _filled_presents(phase, contract):
         mine, due = answer.outputs.get(name), right.outputs.get(name)
         if mine is not None and due is not None and not same_values(as_array(mine), as_array(due)):
-            return Cause(SPOILT, f"{name} of step {step.number} is not that of a right feed")
+            return Cause(SPOILT, f"{name} of step {step.number} is not that with correct inputs")
     return None
 
 
