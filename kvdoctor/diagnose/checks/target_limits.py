@@ -80,7 +80,7 @@ def operator_unsupported(context: RunContext) -> Faults:
     lacking = sorted({name for excess in found for name in excess.demands.lacking(excess.limits)})
 
     def describe(excess: LimitExceeded) -> str:
-        return f"has no {', no '.join(excess.demands.describe_lacking(excess.limits))}"
+        return f"has no {', no '.join(excess.demands.describe_lacking(excess.limits))} with these inputs and attributes"
 
     for fault in _report_excesses(context, found, what, describe):
         yield fault.also(apart=(*fault.apart, *lacking))
