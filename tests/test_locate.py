@@ -122,7 +122,7 @@ DIFFERING = {
         "Add",
         "/decoder/layers.1/self_attn/Add",
         1,
-        ("with the value that causal1 has in the run without a cache, the logits are right", "scaled1 is right"),
+        ("replacing causal1 by its value without a cache repairs the logits", "scaled1 is right"),
     ),
     "positions-not-offset": Expected(
         "Add",
@@ -145,7 +145,7 @@ DIFFERING = {
         0,
         ("past_key_values.0.key does not hold the expected entries, past_key_values.0.value does",),
     ),
-    "present-rewrites-past": Expected("Concat", "kept0", 0, ("the logits are right",)),
+    "present-rewrites-past": Expected("Concat", "kept0", 0, ("repairs the logits",)),
     "cache-misread": Expected(
         "Mul",
         "c_scaled",
@@ -153,7 +153,7 @@ DIFFERING = {
         ("its input c_scores is right", "24 of 26 intermediate tensors"),
         scope='If "optimum::if", then_branch',
     ),
-    "branches-disagree": Expected("Einsum", "out", None, ("the logits are right", "mixed is right")),
+    "branches-disagree": Expected("Einsum", "out", None, ("repairs the logits", "mixed is right")),
 }
 
 
@@ -168,7 +168,7 @@ EXPORTED: dict[str, tuple[str, str, Surgery, Expected]] = {
         "gpt2",
         "model.onnx",
         mask_from_the_start("/transformer/h.1/attn/Add", "/transformer/h.1/attn/Add_hidden"),
-        Expected("Add", "/transformer/h.1/attn/Add_hidden", 1, ("the logits are right",)),
+        Expected("Add", "/transformer/h.1/attn/Add_hidden", 1, ("repairs the logits",)),
     ),
     "gpt2-reshape": (
         "gpt2",
@@ -186,7 +186,7 @@ EXPORTED: dict[str, tuple[str, str, Surgery, Expected]] = {
         "llama-gqa",
         "model.onnx",
         mask_from_the_start("/model/layers.1/self_attn/Add_2", "/model/layers.1/self_attn/Add_hidden"),
-        Expected("Add", "/model/layers.1/self_attn/Add_hidden", 1, ("the logits are right",)),
+        Expected("Add", "/model/layers.1/self_attn/Add_hidden", 1, ("repairs the logits",)),
     ),
     "llama-positions": (
         "llama-gqa",
@@ -215,7 +215,7 @@ EXPORTED: dict[str, tuple[str, str, Surgery, Expected]] = {
             "Mul",
             "/model/decoder/layers.1/self_attn/Mul",
             1,
-            ("the logits are right", "/model/decoder/layers.1/self_attn/Transpose_output_0 is right"),
+            ("repairs the logits", "/model/decoder/layers.1/self_attn/Transpose_output_0 is right"),
             scope='If "optimum::if", then_branch',
         ),
     ),

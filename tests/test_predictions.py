@@ -114,7 +114,7 @@ def test_where_nothing_was_predicted_that_is_told(
     report = inspect(str(FIXTURES[name].write(tmp_path)))
     (one,) = report.not_checked
     assert (one.code, one.essential, report.verdict) == ("KV2-KV3", False, "nothing-found")
-    assert re.match(f"nothing was predicted: {reason}", one.reason), one.reason
+    assert re.match(f"not predicted, use step-test: {reason}", one.reason), one.reason
 
 
 def test_nodes_of_many_numbers_count_as_several() -> None:

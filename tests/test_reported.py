@@ -40,7 +40,7 @@ REPORTS = (
         ("taken over after step", "feed its states and its token"),
     ),
     Reported(
-        "microsoft/onnxruntime-genai#1682", "loop-breaks-contract-hole", ("hides token 3 (id 2)", "is no padding")
+        "microsoft/onnxruntime-genai#1682", "loop-breaks-contract-hole", ("hides token 3 (id 2)", "is not padding")
     ),
     Reported(
         "DakeQQ/Native-LLM-for-Android#33",

@@ -153,9 +153,7 @@ def test_a_silent_mistake_is_measured(tmp_path: Path, runtime: Runtime) -> None:
 
     (finding,) = examined(decoder_only(GPT2, restart), GPT2, tmp_path, runtime).findings
     assert finding.code == "KV208"
-    off = re.search(
-        r"every step runs, and the logits of step 1 are ([\d.]+) standard deviations off", finding.effects[-1]
-    )
+    off = re.search(r"every step runs, and the logits of step 1 are ([\d.]+) SD off those", finding.effects[-1])
     assert off is not None
     assert float(off[1]) > 0.1
 

@@ -26,7 +26,7 @@ TEXTS: Mapping[Role, str] = {
     "padding_mask": "1 for each entry that is hidden, 0 for the others",
     "additive_mask": "0 for each entry that may be seen, a large negative number for those that may not",
     "past_length": "the number of tokens in the cache",
-    "total_length": "the number of tokens in the cache and of new ones together",
+    "total_length": "past + new tokens",
     "new_length": "the number of new tokens",
     "last_index": "the position of the last token",
     "last_new_index": "the number of new tokens less one",

@@ -84,6 +84,7 @@ def _list_notes(folder: ModelFolder) -> Iterator[str]:
     for stack in folder.stacks:
         yield from stack.remarks
     used = {file.name for stack in folder.stacks for file in stack.members}
+    used |= {problem.subject for stack in folder.stacks for problem in stack.problems}
     for file in folder.files:
         if folder.stacks and file.name not in used and file.role != "unreadable":
             role = f" ({file.role})" if file.role != "other" else ""

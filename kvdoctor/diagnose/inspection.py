@@ -190,7 +190,7 @@ def predict_faults(context: ContractContext, found: CheckResults, selection: Sel
         runs = run_abstractly(context)
         return CheckResults(tuple(_ask_checks(context, runs, found, selection)) if runs else ())
     except CannotCheck as why:
-        return leave_open(context.stack.name, "KV2-KV3", f"nothing was predicted: {why}", essential=False)
+        return leave_open(context.stack.name, "KV2-KV3", f"not predicted, use step-test: {why}", essential=False)
     except Exception as error:  # an error of kvdoctor here must not cost what the files show
         reason = describe_crash("the analysis without a run", error)
         return leave_open(context.stack.name, "KV2-KV3", reason)

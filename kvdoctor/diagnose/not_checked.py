@@ -217,7 +217,7 @@ def find_undecided_runs(context: ContractContext, findings: Sequence[Finding] = 
     if loop and loop.outcome == "passed" and new_tokens == 1:
         reason = "the first step takes 1 new token only, so there is no call without a cache to compare with"
         left = _find_uncompared(context, findings)
-        instead = left or f"compared instead: {describe_comparisons(context.runs)}"
+        instead = left or f"the same logits instead {describe_comparisons(context.runs)}"
         yield NotChecked(stack, "KV301", f"logits parity: {reason}; {instead}", essential=left is not None)
     for run in context.runs:
         if run.by_rounding and explained:

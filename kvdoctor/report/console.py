@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,6 +20,7 @@ WIDEST_HEAD = 100
 """Columns within which the location of a finding is put to the right."""
 GAP, GLUE, ARROW = "  ", "\ue000", "\u2190 "
 """What stands between columns, and for a blank at which no line is broken; a mark that stays with the text after it."""
+SHAPE = re.compile(r"\w\[[^\]]*\]")
 MOST_NARROW = 20
 """The narrowest line, in cells, in which text is wrapped at blanks."""
 STYLES = {"strong": "bold", "good": "green", "bad": "red", "open": "yellow"}
@@ -185,13 +187,16 @@ class Page:
         """A table without rules."""
         header = [Line(self.clean(shortened(title)), "dim") for title in table.header]
         cells = [[self._make_line(cell) for cell in row] for row in table.rows]
-        rows = [
-            [Line(shortened(cell.plain).replace(ARROW, ARROW[0] + GLUE), cell.style) for cell in row] for row in cells
-        ]
+        rows = [[Line(self._glue(shortened(cell.plain), indent + 4), cell.style) for cell in row] for row in cells]
         made = list(_lay_out_table(self.console, [header, *rows], indent))
         for line in made:
             line.plain = line.plain.replace(GLUE, " ")
         return made
+
+    def _glue(self, text: str, lead: int) -> str:
+        """Joins a mark to the text after it, and the axes of a shape where a line of its own has room for them."""
+        joined = SHAPE.sub(lambda axes: axes[0].replace(" ", GLUE), text)
+        return (joined if cell_len(text) <= self.console.width - lead else text).replace(ARROW, ARROW[0] + GLUE)
 
     def clean(self, text: str) -> str:
         """A text as it is printed: shortened, harmless, in ASCII if need be."""

@@ -13,7 +13,7 @@ from kvdoctor.report.console import MARKS, SEVERITIES, VERDICTS, Page, open_cons
 from kvdoctor.report.document import Report, counts, exit_code_of_all
 from kvdoctor.report.escaping import cut, shortened
 from kvdoctor.report.facts import UNDIAGNOSED
-from kvdoctor.report.sections.findings import find_deciding, find_pictured, make_short_card
+from kvdoctor.report.sections.findings import find_deciding, find_pictured, make_short_card, shorten_advice
 from kvdoctor.report.sections.repair import format_copy, outline_repair
 from kvdoctor.report.sections.stack import is_plan_requested, show_memory, show_targets
 from kvdoctor.report.sections.whole import list_sections, show_speed, show_variants
@@ -137,19 +137,16 @@ def _show_cards(page: Page, report: Report, verbosity: int, in_short: bool = Fal
             named = dict.fromkeys(f"{note.code} {note.name}" for note in notes)
             page.line(f"\u00b7 notes (-v): {', '.join(list(named)[:MOST_KNOWN])}", "dim")
         else:
-            page.write(lines(f"\u00b7 note: {note.code} {note.name}: {note.cause}" for note in notes))
+            page.write(lines(dict.fromkeys(f"\u00b7 note: {note.code} {note.name}: {note.cause}" for note in notes)))
 
 
 def _make_short(page: Page, group: FindingGroup) -> list[Line]:
     """A finding in short: its name, where, what happens, and the fix."""
     finding = group.first
     text = f"{MARKS[finding.severity]} {format_name(finding)} ({format_places(group.places)}): {finding.cause}"
-    reason = known_reason(finding)
-    text_of_fix = finding.repair.text
-    if len(text_of_fix) > LONGEST_FACT:  # without its last parts, rather than with half of one
-        text_of_fix = text_of_fix[:LONGEST_FACT].rpartition("; ")[0] or text_of_fix
-    way = Span(made, "command") if (made := finding.repair.command) else cut(text_of_fix, LONGEST_FACT)
-    if reason is not None:
+    advice = cut(shorten_advice(finding.repair.text), LONGEST_FACT)
+    way = Span(made, "command") if (made := finding.repair.command) else advice
+    if (reason := known_reason(finding)) is not None:
         return page.lines(f"\u00b7 known: {format_name(finding)} ({format_places(group.places)}): {reason}", "dim")
     style = SEVERITIES[finding.severity]
     return [*page.lines(shortened(text, 400), style), *page.pair_lines([("fix", way)])]

@@ -289,8 +289,8 @@ def find_doubts(moment: StepContext) -> Iterator[ContractViolation]:
             declared=f"the states that step {before.last.number} was fed, since it fed the same token as this one",
             observed="the states that it returned, which have taken that token in already",
             cause=f"the states are taken over after step {before.last.number}, which gave no token (a blank)",
-            advice="where a step gives the blank, feed its states and its token again with the next frame; take the "
-            "states over with each token alone",
+            advice="where a step gives the blank, feed its states and its token again with the next frame; replace "
+            "the states only after a step that gave a token",
         )
 
 

@@ -130,7 +130,7 @@ def _mask(moment: StepContext, port: Port, mask: Array) -> Iterator[ContractViol
             hidden = _find_hidden_id(moment, seen, holes)
             named = f" (id {hidden})" if hidden is not None else ""
             wrong = f"hides token {np.argwhere(holes)[0, 1]}{named}, which stands between tokens that it shows"
-            advice = "make the mask of the prompts' lengths: an end token inside a prompt is no padding"
+            advice = "make the mask of the prompts' lengths: an end token inside a prompt is not padding"
             suspected = "a loop may hide a token of its prompt on purpose"
     elif not seen[:, max(0, seen.shape[1] - moment.new) if from_right else moment.past :].all():
         wrong = f"hides {'a new token' if moment.new > 1 else 'the new token'}"

@@ -85,14 +85,14 @@ def find_spoilt_present(
     for name in _filled_presents(phase, contract):
         mine, due = answer.outputs.get(name), right.outputs.get(name)
         if mine is not None and due is not None and not same_values(as_array(mine), as_array(due)):
-            return Cause(SPOILT, f"{name} of step {step.number} is not that of a right feed")
+            return Cause(SPOILT, f"{name} of step {step.number} is not that with correct inputs")
     return None
 
 
-def _filled_presents(phase: PhaseName, contract: CacheContract) -> set[str]:
-    """The presents that a step fills to the end: entries of a buffer after the tokens have arbitrary values."""
+def _filled_presents(phase: PhaseName, contract: CacheContract) -> dict[str, None]:
+    """The presents, in order, that a step fills to the end: entries of a buffer after the tokens have any values."""
     filled = (s.filled_by if phase == "prefill" else s.present for s in contract.slots if s.growth in FILLED)
-    return {name for name in filled if name is not None}
+    return dict.fromkeys(name for name in filled if name is not None)
 
 
 def first_worst(one: Cause | None, other: Cause | None) -> Cause | None:

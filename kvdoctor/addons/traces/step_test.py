@@ -198,7 +198,7 @@ def describe_trace(held: "TraceCheck", run: Run | None, path: str, stack: str) -
     if held.untrue is not None and held.step is None:
         wrong, declared = held.untrue, f"where the graph declares {held.untrue.declared}"
         returned = f"step {wrong.step} returned {wrong.output} as {wrong.observed}"
-        parts.append(f"with the right feeds, {returned}, {declared}")
+        parts.append(f"with correct inputs, {returned}, {declared}")
     if held.failed is not None:
         step = f"step {held.failed.number} ({held.failed.place})"
         parts.append(f"{step} failed in the caller's runtime although its feeds are right")
@@ -242,9 +242,9 @@ def _off(run: Run, broken: int) -> str:
         return ""
     if not found.finite:
         return f", and the logits of step {broken} are not finite"
-    text = f", and the logits of step {broken} are {found.relative:.2g} standard deviations off those of a right feed"
+    text = f", and the logits of step {broken} are {found.relative:.2g} SD off those with correct inputs"
     if run.outcome == "passed":
-        text = f", and the logits of step {broken} are those of a right feed"
+        text = f", and the logits of step {broken} are those with correct inputs"
     return text + (f"; {run.reason}" if run.cause is not None and run.reason else "")
 
 

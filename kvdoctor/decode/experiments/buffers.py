@@ -354,7 +354,10 @@ class _FullRing:
             if places != [right]:
                 listed = ", ".join(map(str, places[:4]))
                 named = f"entr{'y' if len(places) == 1 else 'ies'} {listed}" if places else "no entry"
-                text = f"the step at position {position} changes {named} of {slot.past}; the oldest is entry {right}"
+                text = (
+                    f"the step at position {position} changes {named} of {slot.past}; only entry {right} (the oldest)"
+                )
+                text += " may change"
                 return Cause("present-rewrites-past" if places else "present-does-not-grow", text, slot.past)
         return None
 

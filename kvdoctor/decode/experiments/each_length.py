@@ -204,12 +204,12 @@ def _why_changed(near: FeedBuilder, start: int, stop: int) -> Decision:
     for length in range(first + 1, stop + 1):
         before, made = made, (yield near.reference(length))
         changes += [] if _same_before(near, before, made, start) else [str(length)]
-    call = f"a cache filled by one call of {stop - 1} tokens is {'right' if refilled else 'wrong as well'}"
+    call = f"a cache filled by one longer call is {'right' if refilled else 'wrong as well'}"
     call = call if first < stop else "no longer sequence was run"
     what = "keys" if near.contract.last_logits_only else "logits"
     lengths = " or ".join((", ".join(changes[:-1]), changes[-1])) if len(changes) > 1 else changes[0]
     call_of = f"a call of {lengths} tokens without a cache"
-    seen = f"{call_of} gives the first {start} tokens other {what} than a shorter call"
+    seen = f"{call_of} gives earlier tokens other {what} than a shorter call"
     evidence = f"{seen}; with a cache, steps differ from there on; {call}"
     name = "wrong-at-lengths" if has_same_keys else KEYS_CHANGE
     return Cause(name, evidence, from_length=first, again=len(changes) > 1)

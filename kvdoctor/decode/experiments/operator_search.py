@@ -173,12 +173,12 @@ def _compare(builder: FeedBuilder, rules: SearchRules, ours: list[Found]) -> Ask
         if at is not None and (own.gaps.get(at, 0.0) if rules.is_greedy else best - own.score) > own.slack(builder):
             right, got = (str(one[at]) if at < len(one) else "the end" for one in (want, tokens))
             step = at - builder.scenario.prompt
-            why = f"new token {step} is {got}, in a loop over the decoder inside {right}"
-            return Cause(CAUSE, f"{operator}{beams}: {why}" + (f", in sequence {number}" if number else ""))
+            text = f"{operator}{beams} gives {got} as new token {step}" + (f" of sequence {number}" if number else "")
+            return Cause(CAUSE, f"{text}; the inner decoder run step by step gives {right}")
         if at is not None and rules.is_greedy:
             return None  # what follows a tie is another sequence
         if score is not None and abs(score - own.score) > own.slack(builder):
-            why = f"its score is {score:.4g}, by a loop over the decoder inside {own.score:.4g}"
+            why = f"its score is {score:.4g}; by the inner decoder run step by step it is {own.score:.4g}"
             return Cause(CAUSE, f"{operator}{beams}: sequence {number} has the same tokens, and {why}")
     return None
 

@@ -38,12 +38,12 @@ def takes_left_padding(contract: CacheContract) -> str | None:
         return "every run has it: the mask hides the entries of the window, on the left, that hold no token yet"
     counted = any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots)
     if counted or _is_written_by_count(contract):
-        return "its attention counts the entries of the cache, and cannot leave out the first ones"
+        return "no per-row mask: the attention reads the cache from its first entry on"
     graph = contract.graph("decode")
     if graph.port("position_ids") is None and any(
         port.role in PLACES and "batch" not in port.axes for port in graph.inputs
     ):
-        return "one number gives the positions of all rows"
+        return "one position for the whole batch"
     if any(slot.kind in ("conv-state", "recurrent-state") for slot in contract.slots):
         return "a state's earlier inputs cannot be masked later"
     return has_exact_rows(contract) or _has_mask(contract, MASKS, "total")

@@ -172,7 +172,7 @@ def find_obstacles(contract: CacheContract) -> Iterator[Obstacle]:
         if slot.growth == "paged":
             found.setdefault("its blocks belong to the serving engine, which shares them itself", []).append(slot.past)
         elif not {"batch", "batch_heads"} & set(slot.axes) and slot.kind != "counter" and not slot.is_given:
-            found.setdefault("it has no axis for the sequences of a batch", []).append(slot.past)
+            found.setdefault("no axis for the sequences of a batch", []).append(slot.past)
     for reason, names in found.items():
         advice = "export again with a batch axis in every cache; until then let one sequence after the other go on"
         yield Obstacle(tuple(names), reason, advice)

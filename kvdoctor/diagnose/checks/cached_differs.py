@@ -173,7 +173,7 @@ def non_finite(context: RunContext) -> Faults:
     run = context.checked_loop
     if run is not None and run.not_finite:
         if any(find_other_entries(context, slot) for slot in context.contract.slots):
-            raise Explained("a step stores other new entries than it uses, see KV318")
+            raise Explained("a step returns other new entries than it computes with, see KV318")
         fault = build_difference(context, run, "error", _describe_steps(run))
         always = len(run.not_finite) == len(run.steps)
         advice = context.advise_graph_repair(f"or {NEVER_FINITE}") if always else _advise_range(context)

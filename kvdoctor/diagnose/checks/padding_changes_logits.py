@@ -28,8 +28,8 @@ from kvdoctor.model.operators import operator_of
 TOKENS = CauseText(
     cause="padding on the left changes a row's logits",
     declared="the logits of each row alone, without padding",
-    advice="export again with position_ids as an input and masks made from attention_mask; until then decode only "
-    "sequences of the same length together",
+    advice="export again so that padding is left out: positions from position_ids, masks from attention_mask; until "
+    "then decode only sequences of the same length together",
 )
 BETWEEN = CauseText(
     cause="padding between the prompt and the next tokens changes a row's logits",

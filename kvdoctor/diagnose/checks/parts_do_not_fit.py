@@ -19,7 +19,8 @@ import itertools
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 
-ONE_EXPORT = "put a missing file in the folder of the others, and take all files and configs from one export"
+ONE_EXPORT = "take all files and configs from one export"
+MISSING = f"put the missing file in the folder of the others, or {ONE_EXPORT}"
 
 
 @check("KV021", "parts-do-not-fit", "contract")
@@ -30,7 +31,8 @@ def parts_do_not_fit(context: ContractContext) -> Faults:
     reported = {(problem.subject, problem.observed) for stack in before for problem in stack.problems}
     for problem in context.stack.problems:
         if problem.declared and (problem.subject, problem.observed) not in reported:
-            fault = Fault(problem.severity, (problem.subject,), problem.cause, Advice("caller", ONE_EXPORT))
+            advice = Advice("caller", ONE_EXPORT if problem.subject in names else MISSING)
+            fault = Fault(problem.severity, (problem.subject,), problem.cause, advice)
             file = problem.subject if problem.subject in names else context.stack.members[0].name
             fault = fault.compare(problem.declared, problem.observed)
             yield fault.also(file=file, where=f"the files of stack {context.stack.name}")

@@ -80,7 +80,7 @@ def operator_unsupported(context: RunContext) -> Faults:
     lacking = sorted({name for excess in found for name in excess.demands.lacking(excess.limits)})
 
     def describe(excess: LimitExceeded) -> str:
-        return f"has no {', no '.join(excess.demands.describe_lacking(excess.limits))}"
+        return f"has no {', no '.join(excess.demands.describe_lacking(excess.limits))} with these inputs and attributes"
 
     for fault in _report_excesses(context, found, what, describe):
         yield fault.also(apart=(*fault.apart, *lacking))
@@ -102,7 +102,7 @@ def _report_excesses(
     observed = [f"{shorten_names(files)}: {what}"]
     observed += [f"{target.words} {takes(excess)}" for target, excess in targets.items()]
     named = shorten_names(tuple(target.words for target in targets))
-    advice = "or export again with an older opset (the repair lowers the versions as low as the operators allow)"
+    advice = "or export again for that runtime: an older opset, and no contrib operators newer than it"
     fault = Fault("error", files, f"{what}: too new for {named}", context.advise_graph_repair(advice))
     fault = fault.compare(f"a model for {named}", "; ".join(observed)).also(where=f"file {shorten_names(files)}")
     fault = fault.also(apart=tuple(target.asked for target in targets if target in context.targets))

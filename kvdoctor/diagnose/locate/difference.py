@@ -326,8 +326,8 @@ class DifferenceSearch:
         if side is not None:
             return f"its output is {off}: {side[1]}", side[0]
         if root is not None:
-            which = "its value" if divergence.root == divergence.value else f"the value that {root} has"
-            return f"its output is {off}; with {which} in the run without a cache, the logits are right", ""
+            which = "it" if divergence.root == divergence.value else root
+            return f"its output is {off}; replacing {which} by its value without a cache repairs the logits", ""
         if divergence.sudden:
             return f"its output is {off}", ""
         return f"no single node stands out: differences grow from node to node, and its output is {off}", ""

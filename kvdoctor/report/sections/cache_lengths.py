@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from kvdoctor.contract import CacheContract, Slot
-from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step, quote_error
+from kvdoctor.contract import CacheContract, Slot, describe
+from kvdoctor.decode.runs import REPLAY, WRONG, ObservedTensor, Run, Step
 from kvdoctor.records import record
-from kvdoctor.report.wording.runs import format_difference, format_logits
+from kvdoctor.report.blocks import Span, Table, Text, table
+from kvdoctor.report.wording.runs import NOT_COMPARED, format_difference, format_logits
 
 State = Literal["grown", "same-length", "new-only", "held", "emptied", "shrunk", "not-returned", "fails"]
 
@@ -75,22 +76,8 @@ def _length(seen: ObservedTensor | None, slot: Slot) -> int | None:
     return seen.shape[slot.length_axis] if slot.length_axis is not None else None
 
 
-@record
-class CacheTable:
-    """The steps of a run up to the one that is wrong: the title, the header, the rows, and the runtime's last sentence.
-
-    `wrong` is the row and the column of the first wrong cell, which is marked; None where no row has one.
-    """
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    quote: str | None
-    wrong: tuple[int, int] | None = None
-
-
-def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
-    """A row for each step, a column for each kind of cache: the slot that goes wrong first. None without steps."""
+def tabulate_lengths(run: Run, contract: CacheContract) -> Table | None:
+    """A row for each step up to the wrong one, a column for each kind of cache; None where no logits were compared."""
     if not run.steps or not contract.slots:
         return None
     kinds = list(dict.fromkeys(slot.kind for slot in contract.slots))
@@ -100,26 +87,24 @@ def tabulate_lengths(run: Run, contract: CacheContract) -> CacheTable | None:
         slots.append(wrong_at[min(wrong_at)] if wrong_at else of_kind[0])
     # The last step that is shown is the first wrong one.
     last = next((at for at, step in enumerate(run.steps) if step.step == run.failed_step), len(run.steps) - 1)
-    rows = []
+    rows: list[list[Text]] = []
     for at, step in enumerate(run.steps[: last + 1]):
         cells = [_format_length(trace_slot(run, slot)[at], step, slot) for slot in slots]
-        rows.append([str(step.step), *cells, _format_result(run, step)])
+        rows.append([str(step.step), *cells, _format_result(run, step, contract)])
     if run.outcome == "died" and run.steps[-1].returned:
         rows.append([str(run.steps[-1].step + 1), *("" for _ in slots), f"ends the process ({run.died_by})"])
         last += 1
-    wrong = _find_wrong_cell(run, slots, last)
-    if wrong is not None:
+    if all(row[-1] == NOT_COMPARED for row in rows):
+        return None
+    if (wrong := _find_wrong_cell(run, slots, last)) is not None:
         row, column = wrong
-        rows[row][column] += f"{' standard deviations' * rows[row][column].startswith('off by')} {HERE}"
+        rows[row][column] = Span(f"{rows[row][column]} {HERE}", "wrong")
     left_out = len(rows) - MOST_ROWS
     if left_out > 1:
         rows[FIRST_ROWS : FIRST_ROWS + left_out] = [["\u2026", *("" for _ in kinds), f"{left_out} more steps"]]
-        if wrong is not None and wrong[0] >= FIRST_ROWS:
-            row, column = wrong
-            wrong = (row - left_out + 1, column) if row >= FIRST_ROWS + left_out else None
     counted = "; of cross-attention in encoder states" if "cross-attention" in kinds else ""
     title = f"cache of {run.experiment}, step by step: length fed \u2192 returned, in tokens{counted}"
-    return CacheTable(title, ["step", *kinds, "logits"], rows, quote_error(run.error) if run.error else None, wrong)
+    return table(["step", *kinds, "logits"], rows, title, "step", "lengths")
 
 
 def _first_wrong_step(run: Run, slot: Slot) -> int | None:
@@ -144,7 +129,7 @@ def _find_wrong_cell(run: Run, slots: list[Slot], last: int) -> tuple[int, int] 
 
 
 def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
-    """`3 -> 4`, `7 -> 0 empty, null pointer`, `7, held`, `computed: 7`."""
+    """`3 -> 4`, `7 -> 0 empty, null pointer`, `7, reused`, `none -> 7`."""
     fed = "-" if cell.fed is None else str(cell.fed)
     if slot.length_axis is None:
         whole = "blocks" if slot.growth == "paged" else "number" if slot.kind == "counter" else "state"
@@ -153,17 +138,17 @@ def _format_length(cell: CacheLength, step: Step, slot: Slot) -> str:
         case "fails":
             return f"{fed} \u2192 \u2717"
         case "held":
-            return f"{fed}, held"
+            return f"{fed}, reused"
         case "not-returned":
             return f"{fed}, not returned"
         case "emptied":
             seen = step.returned.get(slot.present or "")
             return f"{fed} \u2192 0 empty" + (", null pointer" if seen is not None and seen.null else "")
     returned = "?" if cell.returned is None else str(cell.returned)
-    return f"computed: {returned}" if cell.fed is None else f"{fed} \u2192 {returned}"
+    return f"{fed if cell.fed is not None else 'none'} \u2192 {returned}"
 
 
-def _format_result(run: Run, step: Step) -> str:
+def _format_result(run: Run, step: Step, contract: CacheContract) -> str:
     """The difference of the logits of a step, or what ended it."""
     if step.returned:
         found = step.difference
@@ -172,7 +157,15 @@ def _format_result(run: Run, step: Step) -> str:
             return format_logits(step)
         if right and found.relative < LARGE:
             return f"equal within {found.relative:.1e}" if found.relative else "equal"
-        return f"off by {format_difference(found.relative).removesuffix(' SD')}"
+        return f"off by {format_difference(found.relative)}"
     if run.died_by is not None:
         return f"ends the process ({run.died_by})"
+    # The runtime looks at the types and sizes of inputs before any node runs.
+    for port in contract.graph("decode" if step.phase == "decode" else "prefill").inputs:
+        if (fed := step.fed.get(port.name)) is not None and port.shape is not None:
+            fixed = tuple(size if isinstance(size, int) else None for size in port.shape)
+            sizes = tuple(size if due is not None else None for size, due in zip(fed.shape, fixed, strict=False))
+            if (fed.dtype, len(fed.shape), sizes) != (port.dtype, len(fixed), fixed):
+                declared = describe(port.dtype, port.shape)
+                return f"input {port.name} refused: {describe(fed.dtype, fed.shape)} fed, {declared} declared"
     return f"fails in {run.fault_node.shown}" if run.fault_node is not None else "fails"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvdoctor.decode.runs import LOOPS, SEARCH, WRONG, Run, quote_error
 from kvdoctor.findings import Finding
-from kvdoctor.report.blocks import Block, Card, Cards, Lines, Section, Span, Table, Text, lines, table
+from kvdoctor.report.blocks import Block, Card, Cards, Lines, Section, Span, Table, Text, lines
 from kvdoctor.report.document import Report, counts
 from kvdoctor.report.escaping import cut, shortened
 from kvdoctor.report.sections.cache_lengths import tabulate_lengths
@@ -21,11 +21,11 @@ from kvdoctor.report.wording.finding import (
     list_facts,
     list_sources,
 )
-from kvdoctor.report.wording.runs import NOT_COMPARED, select_local_runs
+from kvdoctor.report.wording.runs import select_local_runs
 from kvdoctor.report.wording.summary import format_open
 
-LONGEST, LONGEST_FACT, LONGEST_REASON = 900, 400, 600
-"""Characters of a fact in a full card and in a short one, and of a reason why a check is left open."""
+LONGEST, LONGEST_FACT, LONGEST_ADVICE, LONGEST_REASON = 900, 400, 250, 600
+"""Characters of a fact in a full card and in a short one, of a short advice, and of a reason why a check is open."""
 MOST_SUBJECTS, MOST_FACTS, MOST_REASONS = 16, 40, 400
 TYPED = ("declared", "observed")
 TYPE = re.compile(r"\w+\[[^\]]*\]")
@@ -79,7 +79,8 @@ def make_short_card(report: Report, group: FindingGroup, picture: bool) -> Card:
     first = group.first
     drawn, quote = draw_cache(report, first) if picture else (None, None)
     advice, command = first.repair, first.repair.command
-    fixes = (("fix", command), ("or", advice.instead)) if command else (("fix", advice.text),)
+    way = shorten_advice(advice.instead if command else advice.text)
+    fixes = (("fix", command), ("or", way)) if command else (("fix", way),)
     fix = tuple((label, _make_advice(first, text)) for label, text in fixes)
     more = (("more", f"kvdoctor explain {first.code}"),) if first.severity == "error" else ()
     place = first.file if len(group.findings) == 1 and first.file is not None else format_places(group.places)
@@ -94,8 +95,10 @@ def _list_short_facts(finding: Finding, pictured: bool, quoted: str | None) -> I
     # The end of a runtime's message stands in place of the whole, which -v has.
     said, predicted = finding.error, " as it was derived from the graph," * finding.predicted
     static = finding.experiment is None
-    if static and not finding.evidence:
-        yield "expected" if (finding.file or "").endswith(".onnx") else "declared", finding.declared
+    in_graph = (finding.file or "").endswith(".onnx")
+    # Of a graph, what is expected says more than the headline where it is a shape.
+    if static and not finding.evidence and (not in_graph or "[" in finding.declared):
+        yield "expected" if in_graph else "declared", finding.declared
     if said is not None:
         old, new = (f": {said}", "") if quoted else (said, f'"{quote_error(said)}"')
         yield "observed", finding.observed.replace(old, new)
@@ -126,6 +129,12 @@ def _list_group_facts(group: FindingGroup) -> Iterator[tuple[str, str]]:
     ]
     labels = list(dict.fromkeys(label for label, _ in (*first, *others)))
     yield from sorted((*first, *others), key=lambda line: labels.index(line[0]))
+
+
+def shorten_advice(text: str) -> str:
+    """An advice on the first screen: of a long one the last parts are left out, rather than half of one."""
+    first = text[:LONGEST_ADVICE].rpartition("; ")[0] if len(text) > LONGEST_ADVICE else ""
+    return f"{first}; -v says more" if first else text
 
 
 def _make_advice(finding: Finding, text: str) -> Text:
@@ -169,14 +178,8 @@ def draw_cache(report: Report, finding: Finding) -> tuple[Table | None, str | No
     """The cache of the run that shows a finding, and the message with which it ends."""
     contract = next((stack.contract for stack in report.stacks if stack.name == finding.stack), None)
     run = _find_run(report, finding)
-    found = tabulate_lengths(run, contract) if run is not None and contract is not None else None
-    if found is None or all(row[-1] == NOT_COMPARED for row in found.rows):
-        return None, None
-    rows: list[list[Text]] = [list(row) for row in found.rows]
-    if found.wrong is not None:
-        row, column = found.wrong
-        rows[row][column] = Span(found.rows[row][column], "wrong")
-    return table(found.header, rows, found.title, "step", "lengths"), found.quote
+    drawn = tabulate_lengths(run, contract) if run is not None and contract is not None else None
+    return drawn, quote_error(run.error) if drawn is not None and run is not None and run.error else None
 
 
 def _find_run(report: Report, finding: Finding) -> Run | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvdoctor.analysis.memory import CachePart, MemoryPlan
 from kvdoctor.contract import CacheContract, SlotKind
 from kvdoctor.decode.runs import LOOPS, REPLAY, WRONG, Run
-from kvdoctor.report.blocks import Block, Lines, Picture, Section, Span, Table, Text, lines, names, pairs, table
+from kvdoctor.report.blocks import Block, Lines, Picture, Section, Span, Table, Text, lines, names, pairs, plain, table
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import StackFacts
@@ -157,9 +157,10 @@ def _make_table(header: list[str], rows: list[list[str]], title: str = "") -> Ta
 
 def show_targets(report: Report, stack: StackFacts) -> Iterator[Section]:
     """The outcomes of a stack on each target runtime."""
-    found: list[Block] = [table(header, rows) for header, rows in tabulate_targets(report, stack.name)]
+    found = [table(header, rows) for header, rows in tabulate_targets(report, stack.name)]
     if found:
-        title = "on each target runtime; FAILS 2 means: fails at step 2"
+        fails = any("FAILS " in plain(cell) for made in found for row in made.rows for cell in row)
+        title = "on each target runtime" + "; FAILS 2 means: fails at step 2" * fails
         yield Section(title, (*found, *lines(list_target_releases(report, stack.name), "dim")))
 
 

@@ -148,12 +148,11 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
             lengths = "past, chunk and batch" if batched else "past and chunk"
         end = f" up to {proof.up_to:,} tokens (rows of {proof.table})" if proof.up_to is not None else ""
         end += ", with one sequence where several tokens come on a past" if proof.one_row and batched else ""
-        end += ", if no attention score is as low as the number that masks a token" if proof.weak_mask else ""
+        end += ", if no attention score is below the mask value (such as -10,000)" if proof.weak_mask else ""
         yield "proved", f"with and without a cache agree for every {lengths}{end}"
     if proof.exceptions:
-        what = "for several new tokens a step" if proof.single else "at every length"
-        open_part = f"outside the proof: {'; '.join(proof.exceptions)}"
-        yield "not proved", f"agreement with and without a cache {what}; {open_part}"
+        what = "for several new tokens a step" if proof.single else "at lengths that no run tries"
+        yield "not proved", f"agreement {what} (limit of the analysis: {'; '.join(proof.exceptions)})"
 
 
 OUTLINED = (

@@ -35,20 +35,20 @@ USES = {
     "held-loop": (LOOP, "keep the cross-attention cache of the prefill"),
     "chunk": (MANY, "feed several tokens on a cache"),
     **dict.fromkeys(("batch", "batch-rows"), (BATCH, "feed several sequences at once")),
-    **dict.fromkeys(("long-chunks", "chunks-near-thresholds"), (MANY, LENGTHS)),
+    **dict.fromkeys(("long-chunks", "chunks-near-thresholds"), (MANY, f"feed several tokens at once and {LENGTHS}")),
     "rows-near-thresholds": (BATCH, LENGTHS),
     "one-token-prompt": ("a prompt of one token", "begin with a prompt of one token"),
-    "rows-apart": ("rows of different lengths", "feed rows of different lengths"),
+    "rows-apart": ("ragged batch", "feed rows of different lengths"),
     "beam-reorder": ("beams", "decode beams (nine rows that are reordered)"),
     "left-padding": ("left padding", "pad a batch on the left"),
     "right-padding": ("right padding", "pad a prompt on the right"),
     "encoder-padding": ("padded encoder rows", "pad the encoder rows of a batch"),
     "other-encoder-length": ("another encoder length", "change the encoder length"),
     **dict.fromkeys(("encoder-rows", "rows-in-prompt"), ("images or audio", "feed images or audio with the prompt")),
-    "rewind": ("going back", "take tokens back"),
-    "second-turn": ("a second turn", "begin a second turn (several tokens after single ones)"),
+    "rewind": ("rollback", "take tokens back"),
+    "second-turn": ("second chat turn", "begin a second turn (several tokens after single ones)"),
     "speculation": ("drafts", "check several drafts in a call"),
-    "unread-content": ("buffers with old content", "reuse a buffer with old content"),
+    "unread-content": ("reused buffers", "reuse a buffer with old content"),
     "history": ("other earlier tokens", "change earlier tokens"),
     "own-session": ("two sequences in turn", "run two sequences in turn"),
     "adapter": ("an adapter (LoRA)", "feed an adapter (LoRA)"),
@@ -88,11 +88,13 @@ def list_tally(report: Report) -> list[str]:
     # What the caller's loop does wrong says nothing of the model.
     in_loop = {one.name for one in report.findings if one.severity == "error"} == {"loop-breaks-contract"}
     whose = " of the model" if in_loop else whose
+    # A model whose file or plain loop is wrong does not work, whatever other runs showed.
+    broken = any(one.severity == "error" and one.experiment in (None, *LOOPS) for one in report.findings)
     of_uses = ", but not for every use" if name_verdict(report) == "healthy" and wrong else ""
     parts = (
         f"{of_copy}{name_verdict(report)}{of_uses}{f': {found}' if found else ''}",
         "the error is in your loop" if in_loop else None,
-        f"{working} of {len(runs)} uses{whose} work" if runs else None,
+        f"{working} of {len(runs)} uses{whose} work" if runs and (in_loop or not broken) else None,
         f"next: kvdoctor step-test {as_argument(report.model.path)}" if is_read else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
@@ -152,16 +154,16 @@ def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], 
 
 
 def _name_uses(report: Report, stack: StackFacts) -> str:
-    """`one token a step (pasts 0 to 49), batch (2, 3)`."""
+    """`one token a step (cache lengths 0 to 49), batch (2, 3)`."""
     runs = list_uses(report, stack)
     passed = [run for run in runs if run.shows == "passed"]
     if report.verdict != "healthy":  # such a report is read for what does not work
         return f"{len(passed)} of {len(runs)} uses"
     failing = _list_failing(runs)
-    wrong = {name for name, doing, _ in failing if doing != LENGTHS} - {LOOP}
+    wrong = {name for name, doing, _ in failing if "{}" not in doing} - {LOOP}
     named = {USES[run.experiment][0] for run in passed if run.experiment in USES} - wrong
     ordered = (name for name in dict.fromkeys(name for name, _ in USES.values()) if name in named)
-    ground = None if any(doing == LENGTHS for _, doing, _ in failing) else report.ground
+    ground = None if any("{}" in doing for _, doing, _ in failing) else report.ground
     return ", ".join(name + _name_sizes(ground, name) for name in ordered)
 
 
@@ -178,8 +180,8 @@ def _name_failing(report: Report, stack: StackFacts) -> str:
 def _list_failing(runs: Sequence[Run]) -> list[tuple[str, str, Run]]:
     """The use of each wrong run and what somebody does; of a use that is wrong anyway no other lengths."""
     found = [(*USES.get(run.experiment, (LOOP, LENGTHS)), run) for run in runs if run.shows in WRONG]
-    anyway = {name for name, doing, _ in found if doing != LENGTHS}
-    return [one for one in found if one[1] != LENGTHS or one[0] not in anyway]
+    anyway = {name for name, doing, _ in found if "{}" not in doing}
+    return [one for one in found if "{}" not in one[1] or one[0] not in anyway]
 
 
 def _name_sizes(ground: Ground | None, name: str) -> str:
@@ -187,7 +189,7 @@ def _name_sizes(ground: Ground | None, name: str) -> str:
     if ground is None or name not in (LOOP, MANY, BATCH):
         return ""
     if name == LOOP:
-        return f" (pasts {ground.pasts[0]} to {ground.pasts[1]})"
+        return f" (cache lengths {ground.pasts[0]} to {ground.pasts[1]})"
     sizes = [str(size) for size in (ground.chunks if name == MANY else ground.batch) if size > 1]
     sizes[3:-1] = ["..."] if len(sizes) > MOST_SIZES else sizes[3:-1]
     return f" ({', '.join(sizes)})" if sizes else ""
@@ -214,17 +216,18 @@ def _find_not_allowed(report: Report, stack: StackFacts) -> Iterator[tuple[str, 
 
 
 def _describe_loop(report: Report, stack: StackFacts) -> str:
-    """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; with a corrupted cache 3.5)`."""
+    """`agrees with a run without a cache (largest difference 1.6e-06 of the ...; control: ...)`."""
     loop = next(filter(_is_passed_loop, list_uses(report, stack)))
-    others = describe_comparisons(select_local_runs(report, stack.name)) if loop.repeats else ""
-    same = f"{others}; this graph has no call without a cache" if loop.repeats else "a run without a cache"
     worst = max((step.difference.relative for step in loop.steps if step.difference is not None), default=0.0)
     float32 = f", {loop.unrounded.worst:.1e} in a float32 copy" if loop.unrounded is not None else ""
     close = f"largest difference {worst:.1e} of the logits' standard deviation{float32}" if worst else "no difference"
     visible = [control.difference.relative for control in loop.controls if control.visible and control.difference]
-    control = f"; {min(visible):.2g} with a cache corrupted on purpose" if visible else ""
+    control = f"; control: a corrupted cache gives {min(visible):.2g}" if visible else ""
     verb = "differs by rounding alone from" if loop.by_rounding else "agrees with"
-    return f"{verb} {same} ({close}{control})"
+    if not loop.repeats:
+        return f"{verb} a run without a cache ({close}{control})"
+    others = describe_comparisons(select_local_runs(report, stack.name)) + " (no call without a cache exists to compare"
+    return f"same logits{' but for rounding' * loop.by_rounding} {others} with; {close}{control})"
 
 
 def explain_undecided(report: Report, rest: str) -> list[tuple[str, Text]]:
@@ -243,9 +246,9 @@ def advise_decision(report: Report) -> Text:
     """What decides about a model that is neither healthy nor unhealthy: a command, or why there is none."""
     model = as_argument(report.model.path)
     again = f"kvdoctor step-test {model}"
-    blocking = next((f.repair for f in report.findings if means_incomplete(f.code)), None)
+    blocking = next((f for f in report.findings if means_incomplete(f.code)), None)
     if blocking is not None:
-        return _advise(blocking.command) if blocking.command else blocking.text
+        return _advise(blocking.repair.command) if blocking.repair.command else f"the fix of {blocking.code} first"
     if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
         return "the trace does not show whether that is meant: your loop does; values decide more (docs/trace.md)"
     if report.command == "speed":

@@ -141,12 +141,11 @@ def describe_parity(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def describe_comparisons(runs: Iterable[Run]) -> str:
-    """What the loop of a graph that takes one token a call was compared with."""
+    """In which other runs of a graph that takes one token a call the logits of its loop are the same."""
     passed = {run.experiment for run in runs if run.shows == "passed"}
-    texts = {PLAIN_LOOP: "a second pass", OWN_SESSION: "a session of its own", HISTORY: "other histories and states"}
-    texts["batch"] = "each row of a batch alone"
-    found = [text for name, text in texts.items() if name in passed]
-    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+    texts = {PLAIN_LOOP: "when run again", OWN_SESSION: "in a fresh session", "batch": "for each batch row alone"}
+    found = ", ".join(text for name, text in texts.items() if name in passed)
+    return found + ", and other ones after other tokens" * (HISTORY in passed)
 
 
 def describe_rounding(run: Run) -> str:
