@@ -205,14 +205,13 @@ class Slot:
     output that first fills the slot, of the phase `filled_in`; `present` is the decode output that carries it on.
     `emptied` says that the decode graph itself returns a constant without elements under the present's name.
 
-    `window` is the number of tokens that the layer's attention looks back over, where the graph or a config says so;
-    `trimmed` says that the graph cuts old entries off a cache that grows, so that its length does not tell the tokens;
-    `prepended` that it puts the new entries, those of one call in their order, in front of the past.
+    `window` is how many tokens the layer's attention looks back over, by the graph or a config; `trimmed` says that the
+    graph cuts old entries off, so that the length does not tell the tokens; `prepended` that new entries come first.
 
-    The last six are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether the
-    past is a key or a value to its attention, `used_at` which of the attentions over such slots that is, counted from
-    0, `continues_as` the output that its content reaches, `takes_new` whether the new tokens reach the present. In the
-    graph or branch that first fills the slot: `made_as` and `made_at` say the same of the output `filled_by`.
+    The last seven are what dataflow proves, None where it does not tell. In the decode graph: `used_as` says whether
+    the past is a key or a value to its attention, `used_at` which attention over such slots that is, counted from 0,
+    `continues_as` the output that its content reaches, `takes_new` whether new tokens reach the present, `takes_mask`
+    whether a mask reaches that of a state directly. Where the slot is first filled `made_as` and `made_at` say this.
     """
 
     kind: SlotKind
@@ -236,6 +235,7 @@ class Slot:
     used_at: int | None = None
     continues_as: str | None = None
     takes_new: bool | None = None
+    takes_mask: bool | None = None
     made_as: Literal["key", "value", "key-value"] | None = None
     made_at: int | None = None
 

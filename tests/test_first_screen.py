@@ -187,6 +187,13 @@ def test_steps_that_rounding_moves_are_not_said_to_agree(tmp_path: Path, runtime
     assert re.search(r"differs by rounding alone from a run without a cache \(.*, \S+ in a float32 copy", told)
 
 
+def test_states_that_no_mask_reaches_are_not_tried_with_padding(tmp_path: Path, runtime: Runtime) -> None:
+    report = diagnosed("layout-hybrid-recurrent-healthy", tmp_path, runtime)
+    why = "attention_mask does not reach the state 'past_key_values.0.conv_state': padding would enter it"
+    assert f"not tried: left-padding ({why})" in "\n".join(screen(report, 300))
+    assert why in formats.render(report, "markdown").replace("\\", "")
+
+
 @pytest.mark.parametrize(("context", "tried"), [(64, True), (2_000_000, False)])
 def test_a_context_that_longer_runs_do_not_reach_is_named(
     context: int, tried: bool, tmp_path: Path, runtime: Runtime

@@ -34,6 +34,7 @@ WITHOUT_PROOF: dict[str, Any] = {
     "used_at": None,
     "continues_as": None,
     "takes_new": None,
+    "takes_mask": None,
     "made_as": None,
     "made_at": None,
     "emptied": False,

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvdoctor.analysis.abstract_step import count_heads, order_tokens
+from kvdoctor.analysis.axes import STATES
 from kvdoctor.analysis.completeness import add_missing_parts, as_no_decoder
 from kvdoctor.analysis.configs import SideCars, context_limit, decoder_config, is_count
+from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.embedding_graphs import find_embedded_input, read_embedding_graph
 from kvdoctor.analysis.feature_encoders import ROLES, find_output, read_feature_encoder
 from kvdoctor.analysis.port_roles import INTEGERS, TokenInputs, find_swapped_inputs, find_token_inputs, match_rule
 from kvdoctor.analysis.ports import DecoderPorts, EncoderPorts, hold_encoder_states
-from kvdoctor.analysis.readings import find_readings
+from kvdoctor.analysis.readings import MASKS, find_readings
 from kvdoctor.analysis.slot_init import give_cross_caches
 from kvdoctor.analysis.slots import SlotReader
 from kvdoctor.analysis.stacks import INPUT_ROLES, StackFiles, StackParts
@@ -39,6 +41,16 @@ def add_observed_sizes(contract: CacheContract, runs: tuple[Run, ...]) -> CacheC
         for slot in contract.slots
     )
     return replace(contract, slots=slots)
+
+
+def _find_masked_states(contract: CacheContract, dataflow: Dataflow | None) -> CacheContract:
+    """The contract with whether a mask reaches what a decode step writes to each state."""
+    if dataflow is None or not any(slot.kind in STATES for slot in contract.slots):
+        return contract
+    masked = dataflow.uses.masked_by(port.name for port in contract.graph("decode").inputs if port.role in MASKS)
+    reached = {output for output, value in dataflow.flow.results.items() if value in masked}
+    slots = (replace(one, takes_mask=one.present in reached) if one.kind in STATES else one for one in contract.slots)
+    return replace(contract, slots=tuple(slots))
 
 
 @dataclass(eq=False, repr=False)
@@ -101,7 +113,7 @@ class _Reader:
         if contract.no_decoder:
             return as_no_decoder(contract)
         views = {file.name: file.graph for file in (parts.decode, parts.first)}
-        contract = find_readings(contract, views, self.unknown, self.guessed)
+        contract = _find_masked_states(find_readings(contract, views, self.unknown, self.guessed), dataflow)
         return add_missing_parts(count_heads(contract, parts.decode), self.missing)
 
     def _count_codebooks(self, graphs: Mapping[str, Graph]) -> int:

@@ -87,8 +87,12 @@ def _add_to_stack(stack: StackFiles, free: Sequence[OnnxFile], configs: SideCars
             remarks.append(f"{strange[0].name} was not run: no rule says what to feed {inputs or 'its inputs'}")
         elif not similar and configs.part(kind) and "embedding" in files and configs.first_count(TOKEN_KEYS[kind]):
             problems.append(_missing(stack, kind))
-    if any(role in files for role in ROLES.values()) and "embedding" not in files and not stack.problems:
-        problems.append(_without_embedding(replace(stack, files=files), wanted))
+    names = " and ".join(file.name for role, file in files.items() if role in ROLES.values())
+    if names and "embedding" not in files and not stack.problems:
+        taken = f"{stack.main.name} takes {wanted.name} {describe(wanted.dtype, wanted.shape)}"
+        observed = f"{names} makes rows of that width, and no graph makes embeddings of token ids"
+        cause = f"there is no embedding graph next to {stack.main.name} and {names}"
+        problems.append(PartProblem(stack.main.name, taken, observed, cause, essential=False, severity="warning"))
     return replace(stack, files=files, problems=tuple(problems), remarks=tuple(remarks))
 
 
@@ -172,14 +176,6 @@ def _missing(stack: StackFiles, kind: PhaseName) -> PartProblem:
     observed = f"no file returns rows for the embeddings of {stack.main.name}"
     cause = f"there is no encoder of {what} that fits {stack.main.name}: text alone can be decoded"
     return PartProblem(stack.main.name, declared, observed, cause, essential=False, severity="note")
-
-
-def _without_embedding(stack: StackFiles, wanted: Port) -> PartProblem:
-    names = " and ".join(file.name for role, file in stack.files.items() if role in ROLES.values())
-    taken = f"{stack.main.name} takes {wanted.name} {describe(wanted.dtype, wanted.shape)}"
-    observed = f"{names} makes rows of that width, and no graph makes embeddings of token ids"
-    cause = f"there is no embedding graph next to {stack.main.name} and {names}"
-    return PartProblem(stack.main.name, taken, observed, cause, essential=False, severity="warning")
 
 
 def _compare_declared_rows(file: OnnxFile, kind: PhaseName, configs: SideCars, wanted: Port) -> Iterator[PartProblem]:

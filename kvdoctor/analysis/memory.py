@@ -168,8 +168,8 @@ def _without_names(one: SlotBytes) -> SlotBytes:
     """The same sizes without what distinguishes one layer from the next."""
     present = None if one.slot.present is None else ""
     names: dict[str, Any] = {"layer": None, "past": "", "present": present, "filled_by": None, "continues_as": None}
-    proofs: dict[str, Any] = dict.fromkeys(("window", "used_as", "used_at", "takes_new", "made_as", "made_at"))
-    return replace(one, slot=replace(one.slot, **names, **proofs))
+    names |= dict.fromkeys(("window", "used_as", "used_at", "takes_new", "takes_mask", "made_as", "made_at"))
+    return replace(one, slot=replace(one.slot, **names))
 
 
 def _describe_group(group: list[SlotBytes]) -> CachePart:
@@ -206,7 +206,12 @@ def _write_notes(contract: CacheContract, load: Workload, measure: SizeValues, s
         yield f"the requested context of {context} tokens exceeds the {limit} tokens that the config declares usable"
     new = [port.size("new") for port in contract.graph("decode").inputs]
     yield from _note_buffers(slots, context, max((size for size in new if size is not None), default=1))
-    yield from _note_encoder(slots, load.encoder_length)
+    lengths = {one.positions for one in slots if one.slot.kind in OVER_ENCODER}
+    if load.encoder_length and not lengths:
+        yield "no part of this cache depends on the encoder length"
+    for length in sorted(number for number in lengths if number is not None):
+        if load.encoder_length and length != load.encoder_length:
+            yield f"the graph fixes the encoder length at {length}"
     yield from _note_windows(slots)
 
 
@@ -239,15 +244,6 @@ def _note_buffers(slots: list[SlotBytes], context: int | None, new_tokens: int) 
         yield "the loop chooses the length of the buffers; these figures assume the context"
     if any(one.slot.growth == "paged" and not one.slot.size("block") for one in slots):
         yield "the engine chooses the block size: these figures count tokens alone"
-
-
-def _note_encoder(slots: list[SlotBytes], asked: int | None) -> Iterator[str]:
-    lengths = {one.positions for one in slots if one.slot.kind in OVER_ENCODER}
-    if asked and not lengths:
-        yield "no part of this cache depends on the encoder length"
-    for length in sorted(number for number in lengths if number is not None):
-        if asked and length != asked:
-            yield f"the graph fixes the encoder length at {length}"
 
 
 def _note_windows(slots: list[SlotBytes]) -> Iterator[str]:

@@ -198,8 +198,7 @@ def _outline_working(report: Report) -> Iterator[Section]:
         return
     if report.verdict == "healthy":
         closely += [f"fed: {text}; --feed gives another value" for text in list_fed(report.stacks)]
-        if (left := health.name_not_tried(report, health.list_working(report))) is not None:
-            closely.append(f"not tried: {left}")
+        closely += health.list_not_tried(report)
     good, bad = (f"\u2713 {line}" for line in works), (f"! {line}" for line in fails)
     yield Section("", (Lines(tuple(good), "good"), Lines(tuple(bad), "open"), *lines(closely, listed=True)))
 

@@ -246,7 +246,7 @@ class Dataflow:
 
         What joins the whole of a state is new, although it may be computed with that state.
         """
-        whole = self.descent.views_back(node.inputs)
+        whole = {one for value in node.inputs for one in self.descent.views(value)}
         return name not in whole and all(value in self._reached_from(name) for value in node.inputs)
 
     def _reached_from(self, name: str) -> set[str]:

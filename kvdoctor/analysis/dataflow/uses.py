@@ -1,8 +1,10 @@
 """What values are used for: an operand whose product reaches a Softmax is a key, one that meets its result a value."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvdoctor.analysis.dataflow import walks
 from kvdoctor.analysis.dataflow.walks import MIXES, MOST_VISITED, NEAR_USE, Walk, WalkBudget, is_past, keeps, viewed_by
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
@@ -66,6 +68,20 @@ class UseFinder:
             return None
         node, index = found[part]
         return StateUse(part, node.index, part != "value" or self._is_weighted(node, index))
+
+    def masked_by(self, masks: Iterable[str]) -> set[str]:
+        """All values that masks change, other than through positions and the weights of an attention."""
+        scores = Walk(value for node in self.flow.nodes if self.is_softmax(node) for value in node.inputs[:1])
+        for value in scores:
+            maker = self.flow.producers.get(value)
+            scores.add(maker.inputs if maker is not None and (keeps(maker, 0) or maker.op in MIXES) else ())
+        walk = Walk(masks)
+        for node, index in walk.takers(self.flow):
+            weighs = node.op in MIXES and not scores.seen.isdisjoint(node.outputs)
+            passes = node.op not in walks.SHAPES and index not in operator_of(node.op).places
+            if passes and not (weighs or node.has("attend") or self.is_softmax(node)):
+                walk.add(node.outputs)
+        return walk.seen
 
     def table_rows(self, name: str) -> int | None:
         """Rows of the constant table that an input of integers indexes directly; None where there is none."""

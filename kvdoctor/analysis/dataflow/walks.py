@@ -185,19 +185,15 @@ class Descent:
             walk.add(n.output() for n, _ in self.flow.consumers.get(value, ()) if n.op in PASSES_OUT)
         return None
 
-    def views_back(self, values: Iterable[str]) -> set[str]:
-        """Some values, and those that they are casts or views of."""
-        return {one for value in values for one in self._views(value)}
-
     def _values_behind(self, outputs: "set[str]") -> dict[str, str]:
         """Values that outputs return, and those that they are casts or views of: an output may be written late."""
         found: dict[str, str] = {}
         for output in sorted(outputs):
-            for value in self._views(self.flow.results[output]):
+            for value in self.views(self.flow.results[output]):
                 found.setdefault(value, output)
         return found
 
-    def _views(self, value: str) -> Iterator[str]:
+    def views(self, value: str) -> Iterator[str]:
         """A value, and those that it is a cast or view of, or that a loop returns as it, one after the other."""
         seen = set[str]()
         while value and value not in seen:
@@ -211,7 +207,7 @@ class Descent:
 
     def computed_at(self, output: str) -> int:
         """The index of the node that computes an output, before casts and views; -1 where none does."""
-        nodes = [self.flow.producers.get(value) for value in self._views(self.flow.results.get(output, output))]
+        nodes = [self.flow.producers.get(value) for value in self.views(self.flow.results.get(output, output))]
         return nodes[-1].index if nodes and nodes[-1] is not None else -1
 
     def find_count(self, name: str, outputs: "set[str]", tokens: "set[str]") -> str | None:

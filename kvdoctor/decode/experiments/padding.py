@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, PhaseName, Role
+from kvdoctor.contract import DECODING, Axis, CacheContract, Role
 from kvdoctor.decode.calls import Array, Asking, Call, Encoded, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, Use, as_probe, ask, undecided
 from kvdoctor.decode.experiments.cache_entries import same_logits
@@ -19,10 +19,12 @@ BEFORE_PADDING = ("batch", "batch-rows", "chunk", "second-turn", "each-length", 
 """Experiments without padding that fail from the same cause, if they do."""
 PLACES: tuple[Role, ...] = ("cache_position", "write_index", "past_length", "total_length", "last_index")
 """Inputs that give the place where a buffer is written."""
-MASKS = ("attention_mask", "padding_mask", "additive_mask")
+MASKS: tuple[Role, ...] = ("attention_mask", "padding_mask", "additive_mask")
 """Inputs that hide entries of the cache."""
 PADDING, APART = (2, 1, 0), (5, 3)
 """Tokens of padding before each row of the batch; tokens that two rows have before a step of both."""
+STATES = ("conv-state", "recurrent-state")
+"""Slots that keep no entry of a token by itself."""
 STEPS = 4
 """Steps around a threshold of the graph."""
 UNMASKED = "a mask without the padding"
@@ -36,7 +38,7 @@ def takes_left_padding(contract: CacheContract) -> str | None:
     mask = contract.graph("decode").port("attention_mask")
     if mask is not None and fills_from_right(mask, contract):
         return "every run has it: the mask hides the entries of the window, on the left, that hold no token yet"
-    counted = any(slot.growth in ("shared", "ring") or slot.trimmed for slot in contract.slots)
+    counted = any(slot.growth in ("shared", "ring") for slot in contract.slots)
     if counted or _is_written_by_count(contract):
         return "no per-row mask: the attention reads the cache from its first entry on"
     graph = contract.graph("decode")
@@ -44,16 +46,18 @@ def takes_left_padding(contract: CacheContract) -> str | None:
         port.role in PLACES and "batch" not in port.axes for port in graph.inputs
     ):
         return "one position for the whole batch"
-    if any(slot.kind in ("conv-state", "recurrent-state") for slot in contract.slots):
-        return "a state's earlier inputs cannot be masked later"
-    return has_exact_rows(contract) or _has_mask(contract, MASKS, "total")
+    reasons = [has_exact_rows(contract), *list_unmasked(contract, MASKS, "total")]
+    states = (slot.past for slot in contract.slots if slot.kind in STATES and not slot.takes_mask)
+    reasons += [f"attention_mask does not reach the state {state!r}: padding would enter it" for state in states]
+    return next(filter(None, reasons), None)
 
 
 def takes_encoder_padding(contract: CacheContract) -> str | None:
-    """The decoder must take encoder states, or the caches of an encoder, and a mask over them."""
+    """The decoder must take encoder states, or the caches of an encoder, and in some call a mask over them."""
     if reason := takes_encoder_states(contract) or has_exact_rows(contract):
         return reason
-    return _has_mask(contract, ("encoder_mask",), "encoder")
+    lacking = list_unmasked(contract)
+    return lacking[0] if len(lacking) == len(DECODING) else None
 
 
 @Experiment(
@@ -255,7 +259,13 @@ def _loop(padded: FeedBuilder, unpadded: FeedBuilder, expected: Array, begins: i
     several = takes_chunks(padded.contract) is None
     if several and not (yield as_probe(unpadded.decode(start, total, first))).failed:
         yield padded.decode(start, total, first, expected[:, start:])
-    yield unpadded.decode(total - 1, total, before, expected[:, -1:], kind="control", label=UNMASKED)
+    # A mask hides earlier entries from a step, but for those that left a window or went into a state.
+    masks: tuple[Role, ...] = ("encoder_mask",) if padded.encoder_padding else MASKS
+    last = any(port.role in masks for port in padded.contract.graph("decode").inputs)
+    last = last and not any(slot.trimmed or slot.kind in STATES for slot in padded.contract.slots)
+    control = unpadded.decode(total - 1, total, before) if last else unpadded.prefill(start)
+    wanted = expected[:, -1:] if last else expected[:, begins:start]
+    yield replace(control, expected=wanted, kind="control", label=UNMASKED)
 
 
 def _is_written_by_count(contract: CacheContract) -> bool:
@@ -272,12 +282,13 @@ def _is_written_by_count(contract: CacheContract) -> bool:
     return mask.size("total") is None
 
 
-def _has_mask(contract: CacheContract, roles: tuple[str, ...], axis: str) -> str | None:
-    """A mask over the entries of each row, or of each query of each row."""
-    phases: tuple[PhaseName, ...] = ("prefill", "decode")
-    for phase in phases:
-        graph = contract.graph(phase)
+def list_unmasked(
+    contract: CacheContract, roles: tuple[Role, ...] = ("encoder_mask",), axis: Axis = "encoder"
+) -> list[str]:
+    """For each graph of the loop that takes no mask over the entries of each row, or of each query of it: a text."""
+    found = []
+    for graph in map(contract.graph, DECODING):
         masks = [port.axes for port in graph.inputs if port.role in roles and port.size("batch") is None]
         if not any(axes[:1] == ("batch",) and axes[-1] == axis for axes in masks):
-            return f"{graph.file} takes no {roles[0]} of [batch, {axis}]"
-    return None
+            found.append(f"{graph.file} takes no {roles[0]} of [batch, {axis}]")
+    return found

@@ -17,6 +17,8 @@ Otherwise export again with `position_ids` as an input, or with positions and ma
 until then decode only sequences of the same length together. `--require left-padding` makes the finding an error.
 """
 
+from dataclasses import replace
+
 from kvdoctor.analysis.proof.prove import describe, find_mixing
 from kvdoctor.analysis.thresholds import find_sliced_counts
 from kvdoctor.diagnose.checks._attribution import find_faulty_uses, leave_to_other
@@ -63,6 +65,8 @@ SLICED = CauseText(
 @check("KV316", "padding-changes-logits", "runs")
 def padding_changes_logits(context: RunContext) -> Faults:
     """Rows with other logits when padded, where rows without padding are right."""
+    from kvdoctor.decode.experiments.padding import list_unmasked
+
     leave_to_other(context)
     for run, use in find_faulty_uses(context, "differs"):
         words = KINDS.get(run.experiment)
@@ -70,6 +74,9 @@ def padding_changes_logits(context: RunContext) -> Faults:
         mask, later = context.contract.graph("decode").port("attention_mask"), (run.failed_step or 0) > 0
         if words is TOKENS and later and mask and any(find_sliced_counts(context.decode_graph, mask.name)):
             words = SLICED
+        lacking = list_unmasked(context.contract) if words is STATES else []
+        if words is not None and lacking:
+            words = replace(words, cause=f"padding after the encoder states changes a row's logits: {lacking[0]}")
         if words is not None and not run.not_finite:
             fault = build_fault(context, run, words, use.severity).also(use=use.required)
             yield fault.also(evidence=(*_find_place(context), *fault.evidence)) if words is TOKENS else fault

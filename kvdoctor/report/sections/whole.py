@@ -14,7 +14,7 @@ from kvdoctor.report.sections.repair import show_repair
 from kvdoctor.report.sections.stack import show_stack
 from kvdoctor.report.wording import format_bytes, format_milliseconds
 from kvdoctor.report.wording.contract import list_file_facts, list_ports
-from kvdoctor.report.wording.health import describe_health
+from kvdoctor.report.wording.health import describe_health, list_not_tried
 from kvdoctor.report.wording.runs import list_target_limits
 
 MOST_STACKS = 8
@@ -26,6 +26,7 @@ def list_sections(report: Report) -> Iterator[Section]:
         yield from show_repair(report, report.repair)
     yield show_findings(report)
     works, fails, closely = describe_health(report)
+    closely += list_not_tried(report)
     yield Section("what works", tuple(lines((*works, *fails, *closely), listed=True)), "works")
     yield show_not_checked(report)
     for number, facts in enumerate(report.stacks[:MOST_STACKS]):

@@ -134,16 +134,17 @@ def describe_health(report: Report) -> tuple[list[str], list[str], list[str]]:
     return works, [f"{join_some(names, MOST_NAMES)}: {one}" for one, names in fails.items() if one], named
 
 
-def name_not_tried(report: Report, stacks: Sequence[StackFacts]) -> str | None:
-    """The uses that `--require` names and the model does not allow, and the options that try more; None for none."""
+def list_not_tried(report: Report) -> list[str]:
+    """A line, if any: the uses that `--require` names and the model does not allow, and the options that try more."""
     reasons: dict[str, list[str]] = {}
+    stacks = list_working(report) if report.verdict == "healthy" else []
     for use, reason in {use: reason for stack in stacks for use, reason in _find_not_allowed(report, stack)}.items():
         reasons.setdefault(reason, []).append(use)
     parts = [f"{', '.join(uses)} ({reason})" for reason, uses in reasons.items()]
     more = [] if report.arguments.get("thorough") else ["longer runs (--thorough)"]
     if report.command in ("step-test", "gate") and report.arguments.get("reference") is None:
         more.append("the checkpoint (--reference)")
-    return ", ".join([*parts, *more]) or None
+    return [f"not tried: {', '.join([*parts, *more])}"] if stacks and parts + more else []
 
 
 def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], str]) -> dict[str, list[str]]:
