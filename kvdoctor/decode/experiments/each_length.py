@@ -366,7 +366,9 @@ def why_each_length(builder: FeedBuilder) -> Decision:
     whole = yield as_probe(builder.prefill(total))
     if cause := (yield from why_without_cache(builder, expected, whole)):
         return cause
-    wrong = yield from first_wrong(builder, expected)
+    wrong, ring = (yield from first_wrong(builder, expected)), builder.contract.ring
+    if wrong is not None and ring and wrong >= ring:
+        return None  # a step on a full ring rightly replaces an entry: see the experiment `ring`
     cause = None
     # A step that leaves a wrong cache has right logits itself: the next one is the first that is wrong.
     for past in dict.fromkeys((wrong or total - 1, max((wrong or total) - 1, 1), total - 1)):
