@@ -28,7 +28,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
 )
 from kvdoctor.decode.experiments.chunk import takes_chunks
-from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LENGTH
+from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LENGTH, WALK
 from kvdoctor.decode.experiments.lengths import is_all_attention
 from kvdoctor.decode.experiments.loops import takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits
@@ -211,9 +211,8 @@ def _unread_slots(contract: CacheContract) -> Iterator[Slot]:
 
 CHOSEN, LEAST = 16, 4
 """Tokens of a ring whose size the loop chooses, and of the smallest ring that is filled."""
-FEW, MOST_CALLS, MOST_ROUND = 12, 100, 40
-"""Entries that are all looked at; calls with noise, beyond which fewer entries of each layer are; and tokens of a ring
-that is filled twice."""
+FEW, MOST_CALLS = 12, 100
+"""Entries that are all looked at; calls with noise, beyond which fewer entries of each layer are."""
 
 
 def has_ring(contract: CacheContract) -> str | None:
@@ -282,7 +281,7 @@ def _fill(builder: FeedBuilder) -> Asking["_FullRing"]:
         contract = replace(contract, ring=size, slots=slots)
     period = next(number for number in range(3, size + 2) if size % number)
     least, limit = size + period + 1, contract.context_limit
-    stop = max(least, min(2 * size + 2, limit or MOST_CALLS)) if size <= MOST_ROUND else least
+    stop = max(least, min(2 * size + 2, limit or MOST_CALLS)) if size <= WALK else least
     tokens = (builder.tokens[:, :1] + np.arange(stop) % period) % (contract.vocabulary or 2**31)
     sizes = replace(builder.scenario, prompt=1, steps=stop)
     builder = replace(builder, contract=contract, scenario=sizes, tokens=tokens)

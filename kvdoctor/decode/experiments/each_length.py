@@ -55,7 +55,7 @@ def takes_long_chunks(contract: CacheContract) -> str | None:
 
 @Experiment(
     "each-length",
-    f"one step at each past from 1 to {WALK - 1}",
+    "one step at each past",
     Scenario(prompt=1, steps=WALK),
     has_lengths,
     lengths=True,
@@ -205,11 +205,9 @@ def _why_changed(near: FeedBuilder, start: int, stop: int) -> Decision:
     call = call if first < stop else "no longer sequence was run"
     what = "keys" if near.contract.last_logits_only else "logits"
     lengths = " or ".join((", ".join(changes[:-1]), changes[-1])) if len(changes) > 1 else changes[0]
-    call_of = f"a call of {lengths} tokens without a cache"
-    seen = f"{call_of} gives the first {start} tokens other {what} than a shorter call"
-    evidence = f"{seen}; with a cache, steps differ from there on; {call}"
+    seen = f"a call of {lengths} tokens without a cache gives the first {start} tokens other {what} than a shorter call"
     name = "wrong-at-lengths" if has_same_keys else KEYS_CHANGE
-    return Cause(name, evidence, from_length=first, again=len(changes) > 1)
+    return Cause(name, f"{seen}; with a cache, steps differ from there on; {call}", from_length=first, again=len(changes) > 1)
 
 
 def _same_before(near: FeedBuilder, one: Answer, other: Answer, count: int) -> bool:
@@ -231,7 +229,7 @@ def _same_last(near: FeedBuilder, one: Answer, other: Answer) -> bool:
 
 @Experiment(
     "long-chunks",
-    f"chunks of {LONG_CHUNK} tokens up to {WALK} tokens",
+    f"chunks of {LONG_CHUNK} tokens",
     Scenario(prompt=1, steps=WALK),
     takes_long_chunks,
     lengths=True,
