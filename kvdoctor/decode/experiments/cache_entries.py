@@ -314,9 +314,8 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
     comparable = not builder.contract.last_logits_only and ours.shape == theirs.shape
     if rests_on_others and comparable and not same_logits(ours, theirs, builder.tolerance):
         text, tokens = f"without a cache, {start} tokens get other logits where more tokens follow them", builder.tokens
-        later = tokens[:, start : whole.new]
-        for others in (later[:, ::-1], later * 0 + tokens.min(), later * 0 + tokens.max()):
-            changed = np.concatenate([tokens[:, :start], others, tokens[:, whole.new :]], axis=1)
+        for other in (tokens.min(), tokens.max()):
+            changed = np.concatenate([tokens[:, :start], np.full_like(tokens[:, start:], other)], axis=1)
             answer = yield as_probe(replace(builder, tokens=changed).prefill(whole.new))
             if answer.failed or not same_logits(answer.logits[:, :start], theirs, builder.tolerance):
                 return Cause("not-causal", text)

@@ -207,7 +207,8 @@ def _why_changed(near: FeedBuilder, start: int, stop: int) -> Decision:
     lengths = " or ".join((", ".join(changes[:-1]), changes[-1])) if len(changes) > 1 else changes[0]
     seen = f"a call of {lengths} tokens without a cache gives the first {start} tokens other {what} than a shorter call"
     name = "wrong-at-lengths" if has_same_keys else KEYS_CHANGE
-    return Cause(name, f"{seen}; with a cache, steps differ from there on; {call}", from_length=first, again=len(changes) > 1)
+    evidence = f"{seen}; with a cache, steps differ from there on; {call}"
+    return Cause(name, evidence, from_length=first, again=len(changes) > 1)
 
 
 def _same_before(near: FeedBuilder, one: Answer, other: Answer, count: int) -> bool:
