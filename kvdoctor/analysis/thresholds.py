@@ -150,24 +150,35 @@ def find_ring(flow: Flow, contract: CacheContract) -> int | None:
 
 
 def _goes_round(flow: Flow, slot: Slot, size: int, buffers: set[str]) -> bool:
-    """Whether the oldest entries leave a slot, or entries are written modulo the size of the buffers, or one less.
+    """Whether the oldest entries leave a slot, or the place of an entry is a position that begins again from a length.
 
-    Where no operator writes, a selection by such a place is before the present.
+    At which length it begins again is not asked: entries of a ring with a wrong one are lost when it is full. Where no
+    operator writes, a modulo by the size of the buffers, or one less, is before the present.
     """
     name = slot.present or ""
     before = [*islice(flow.before(flow.results.get(name, name)), MOST_BEFORE)]
-    write = next((node for node in before[:NEAR] if node.has("write")), None)
+    write = next((n for n in before[:NEAR] if n.has("write") or (n.has("select") and slot.past in n.inputs)), None)
     if write is None and slot.growth != "static":
         return slot.growth == "ring"
     if write is not None:
         if (mode := write.attribute("mode")) is not None and mode.s == b"circular":
             return True
-        places = [write.input(at) for at in operator_of(write.op).places]
-        before = [node for place in places for node in islice(flow.before(place), NEAR)]
+        places = operator_of(write.op).places if write.has("write") else (0,)
+        near = [node for at in places for node in islice(flow.before(write.input(at)), NEAR)]
+        return any(_begins_again(flow, node) for node in near if node.output() not in flow.fixed)
     divisors, numbers = [node.input(1) for node in before if node.has("modulo")], FixedNumbers(flow)
     found = [one for name in divisors for one in whole_numbers(flow.constant(name)) or numbers.of(name)]
     measured = (node for name in divisors for node in islice(flow.before(name), NEAR) if node.has("measure"))
     return bool({size, size - 1}.intersection(found)) or any(node.input(0) in buffers for node in measured)
+
+
+def _begins_again(flow: Flow, node: FlatNode) -> bool:
+    """Whether a node is a modulo, or selects between a number and the same one less a constant."""
+    chosen = node.inputs[1:3] if node.has("select") else ()
+    less = [flow.producers.get(name) for name in chosen]
+    return node.has("modulo") or any(
+        n is not None and n.has("subtract") and n.input(0) in chosen and n.input(1) in flow.fixed for n in less
+    )
 
 
 class _Counts:

@@ -28,7 +28,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
 )
 from kvdoctor.decode.experiments.chunk import takes_chunks
-from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LENGTH
+from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LENGTH, WALK
 from kvdoctor.decode.experiments.lengths import is_all_attention
 from kvdoctor.decode.experiments.loops import takes_rows
 from kvdoctor.decode.experiments.one_token import right_logits
@@ -269,7 +269,7 @@ def full_ring(builder: FeedBuilder) -> Decision:
 
 
 def _fill(builder: FeedBuilder) -> Asking["_FullRing"]:
-    """Fill a ring with tokens that repeat, and go on for a period."""
+    """Fill a ring with tokens that repeat, and go on for a period; for a second round where that is few steps."""
     contract = builder.contract
     size = contract.ring or max(CHOSEN, *(slot.window or 0 for slot in contract.slots))
     shapes = [
@@ -280,7 +280,8 @@ def _fill(builder: FeedBuilder) -> Asking["_FullRing"]:
         slots = tuple(replace(slot, shape=tuple(shape)) for slot, shape in zip(contract.slots, shapes, strict=True))
         contract = replace(contract, ring=size, slots=slots)
     period = next(number for number in range(3, size + 2) if size % number)
-    stop = size + period + 1
+    least, limit = size + period + 1, contract.context_limit
+    stop = max(least, min(2 * size + 2, limit or MOST_CALLS)) if size <= WALK else least
     tokens = (builder.tokens[:, :1] + np.arange(stop) % period) % (contract.vocabulary or 2**31)
     sizes = replace(builder.scenario, prompt=1, steps=stop)
     builder = replace(builder, contract=contract, scenario=sizes, tokens=tokens)
@@ -291,6 +292,8 @@ def _fill(builder: FeedBuilder) -> Asking["_FullRing"]:
     for position in range(start, stop):
         call = builder.decode(position, position + 1, past)
         answer = yield as_probe(call)
+        if answer.failed and position >= least:
+            break  # a table of positions may end
         if answer.failed:
             raise CannotCheck(f"{NOT_FULL}: a step after {position} tokens fails")
         if position >= size - 1:

@@ -146,6 +146,16 @@ def change_token(builder: FeedBuilder, place: int) -> FeedBuilder:
     return replace(builder, tokens=tokens)
 
 
+def find_changed(slot: Slot, one: Array, other: Array) -> int | None:
+    """The one entry in which two caches of a slot differ; None where it is not one."""
+    at = slot.length_axis
+    if at is None or one.shape != other.shape:
+        return None
+    axes = tuple(axis for axis in range(one.ndim) if axis != at)
+    (found,) = np.nonzero((one != other).any(axis=axes))
+    return int(found[0]) if len(found) == 1 else None
+
+
 def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
     """What came back for a slot: after the first step by `filled_by`, later by `present`."""
     return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()
@@ -291,11 +301,11 @@ def _no_token(builder: FeedBuilder, start: int, piece: Piece, step: Answer) -> D
     return Cause(name, f"the entry of {piece.present} at the new position is the same whatever the token is")
 
 
-def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Cause | None:
+def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer) -> Decision:
     """Entries that a prefill fills the cache with, and that one of more tokens returns otherwise.
 
     No later token changes the keys and values of an earlier one, in any layer: one of the two prefills is wrong. Where
-    those of the first layer are the same, and the logits are not, it is the number of later tokens that changes them.
+    those of the first layer are the same, and the logits are not, later tokens change them, or their number does.
     """
     compared = [*compare_prefills(builder, start, first, whole)]
     wrong = next((piece for piece, same in compared if not same), None)
@@ -303,8 +313,13 @@ def other_prefill(builder: FeedBuilder, start: int, first: Answer, whole: Answer
     ours, theirs = first.logits, whole.logits[:, : first.logits.shape[1]]
     comparable = not builder.contract.last_logits_only and ours.shape == theirs.shape
     if rests_on_others and comparable and not same_logits(ours, theirs, builder.tolerance):
-        text = f"without a cache, {start} tokens get other logits where more tokens follow them"
-        return Cause("not-causal", text)
+        text, tokens = f"without a cache, {start} tokens get other logits where more tokens follow them", builder.tokens
+        for other in (tokens.min(), tokens.max()):
+            changed = np.concatenate([tokens[:, :start], np.full_like(tokens[:, start:], other)], axis=1)
+            answer = yield as_probe(replace(builder, tokens=changed).prefill(whole.new))
+            if answer.failed or not same_logits(answer.logits[:, :start], theirs, builder.tolerance):
+                return Cause("not-causal", text)
+        return Cause("wrong-at-lengths", f"{text}, whichever tokens these are")
     if wrong is None:
         return None
     text = f"a prefill of {start} tokens returns different entries in {wrong.filled_by} than one of more tokens"

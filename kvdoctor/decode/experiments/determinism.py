@@ -10,6 +10,7 @@ from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, a
 from kvdoctor.decode.experiments.cache_entries import (
     by_position,
     change_token,
+    find_changed,
     keeps_all,
     pieces_of,
     read_returned,
@@ -72,13 +73,18 @@ def _sees_later_token(builder: FeedBuilder, expected: Array, other: Answer) -> D
     """The same token hidden by the mask of padding shows whether a mask is what is missing."""
     if other.failed or same_logits(other.logits[:, :-1], expected[:, :-1], builder.tolerance):
         return None
+    last, whole = builder.scenario.total - 1, (yield as_probe(builder.prefill(builder.scenario.total)))
+    for slot in [s for s in by_position(builder.contract) if s.growth == "static" and not whole.failed][:1]:
+        place = find_changed(slot, read_returned(slot, whole, True), read_returned(slot, other, True))
+        if place is not None and place < last:
+            text = f"a call writes its token at position {last} to entry {place} of {slot.filled_by}"
+            return Cause("present-rewrites-past", text, slot.past)
     text = "without a cache, another last token changes the logits of the tokens before it"
     mask = builder.contract.graph("prefill").port("attention_mask")
     if mask is None or mask.axes != ("batch", "total"):
         return Cause("not-causal", text)
-    total = builder.scenario.total
-    padded = replace(builder, gap=(1,) * builder.scenario.batch, gap_end=total)
-    one, two = (yield as_probe(padded.prefill(total))), (yield as_probe(change_token(padded, -1).prefill(total)))
+    padded = replace(builder, gap=(1,) * builder.scenario.batch, gap_end=last + 1)
+    one, two = (yield as_probe(padded.prefill(last + 1))), (yield as_probe(change_token(padded, -1).prefill(last + 1)))
     hidden = not (one.failed or two.failed) and same_logits(one.logits[:, :-1], two.logits[:, :-1], builder.tolerance)
     return Cause("not-causal", f"{text}{HIDDEN_TOKEN[hidden]}", masked=hidden)
 

@@ -60,7 +60,7 @@ def is_all_attention(contract: CacheContract) -> str | None:
 
 @Experiment(
     "long-past",
-    "one step after 4 and after 49 tokens",
+    "one step after few tokens, and one after many",
     Scenario(prompt=1, steps=50),
     use=Use("up to 50 tokens", "error", after=("each-length",)),
     order=30,

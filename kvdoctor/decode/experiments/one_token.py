@@ -24,6 +24,7 @@ from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, a
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
     change_token,
+    find_changed,
     read_returned,
     same_entries,
     same_logits,
@@ -255,7 +256,7 @@ def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:
         both = (one_step(one, place, past) for one in (everywhere, change_token(everywhere, place)))
         answer, other = yield from ask(*both)
         returned = read_returned(slot, answer, past is None)
-        at = _find_changed(slot, returned, read_returned(slot, other, past is None))
+        at = find_changed(slot, returned, read_returned(slot, other, past is None))
         if at is None:
             return None
         entries.append(np.take(returned, at, axis=slot.length_axis))
@@ -265,16 +266,6 @@ def _order(builder: FeedBuilder, pasts: Sequence[Past | None]) -> Decision:
         which = f"positions {same[0] - 1} and {same[0]}"
         return Cause("positions-not-offset", f"one token has the same {slot.present} at {which}")
     return (yield from _exchanged(builder, slot, pasts)) if same else None
-
-
-def _find_changed(slot: Slot, one: Array, other: Array) -> int | None:
-    """The one entry in which two caches of a slot differ; None where it is not one."""
-    at = slot.length_axis
-    if at is None or one.shape != other.shape:
-        return None
-    axes = tuple(axis for axis in range(one.ndim) if axis != at)
-    (found,) = np.nonzero((one != other).any(axis=axes))
-    return int(found[0]) if len(found) == 1 else None
 
 
 def _exchanged(builder: FeedBuilder, slot: Slot, pasts: Sequence[Past | None]) -> Decision:
@@ -304,7 +295,7 @@ def _find_entry(builder: FeedBuilder, slot: Slot, place: int, pasts: Sequence[Pa
     past = walked[-1]
     if len(answers) < last - place or past is None or right is None:
         return None
-    return _find_changed(slot, as_array(past[slot.past]), as_array(right[slot.past]))
+    return find_changed(slot, as_array(past[slot.past]), as_array(right[slot.past]))
 
 
 def _find_first_keys(contract: CacheContract, tokens: int) -> Slot | None:

@@ -164,7 +164,7 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
     if not _repeated(step.logits, again.logits, builder.tolerance):
         text = f"the same step on a past of {start} tokens gives different logits the second time"
         return Cause("nondeterministic", text)
-    if cause := other_prefill(builder, start, first, whole):
+    if cause := (yield from other_prefill(builder, start, first, whole)):
         return cause
     if not all(keeps_all(slot, whole) for slot in by_position(builder.contract)):
         whole = yield as_probe(builder.prefill(start + 1))  # a longer one has dropped the entry to compare
@@ -175,7 +175,7 @@ def look(builder: FeedBuilder, start: int, expected: Array, whole: Answer) -> De
         first = yield as_probe(backwards.prefill(start))
         whole = yield as_probe(backwards.prefill(builder.scenario.total))
         if not (first.failed or whole.failed):
-            return other_prefill(builder, start, first, whole) or cause
+            return (yield from other_prefill(backwards, start, first, whole)) or cause
     return cause
 
 

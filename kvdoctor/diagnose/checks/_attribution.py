@@ -95,6 +95,8 @@ def cause_in_use(context: ContractContext, experiment: str) -> tuple[str, Run] |
     why, run = context.find_run(find_explaining(experiment) or ""), context.find_run(experiment)
     if run is not None and run.cause is not None:
         return run.cause.name, run
+    if experiment in AT_LENGTHS and (why is None or why.cause is None):  # steps on a full ring are looked at there
+        why = context.find_run(RING)
     if why is None or why.cause is None or run is None:
         return None if why is None or why.cause is None else (why.cause.name, why)
     left_out = (slot for slot in context.contract.slots if why.cause.dropped and slot.past == why.cause.slot)

@@ -88,7 +88,7 @@ def _report_cause_in_use(context: RunContext, name: str, text: CauseText) -> Fau
         effects = tuple(describe_effect(run) for run, _, _ in found if run.failed_step is not None)
         # A repair of the computation changes every step, and those of other lengths are right.
         on_graph = text.on_graph and not any(run.experiment in AT_LENGTHS for run, _, _ in found)
-        on_ring = text.on_ring if found[0][0].experiment == RING else ""
+        on_ring = text.on_ring if found[0][2].experiment == RING else ""
         first = why.cause.from_length if why.cause is not None else 0
         where = f"in a call of {first} tokens or more" if first else f"with {use.words}"
         text = replace(text, cause=f"{where}: {text.cause}", on_graph=on_graph, advice=on_ring or text.advice)

@@ -86,9 +86,10 @@ def _find_place(context: RunContext) -> tuple[str, ...]:
     """Where positions do not rest on the mask, or the first node that may mix rows or tokens; () for neither."""
     graph, dataflow = context.contract.graph("decode"), context.stack.main.dataflow
     ids, masks = graph.port("token_ids"), [port.name for port in graph.inputs if port.role in MASKS]
-    nodes = dataflow.flow.nodes if dataflow is not None and masks and graph.port("position_ids") is None else ()
-    found = ((node, node.input(at)) for node in nodes for at in operator_of(node.op).places)
-    places = {value: node for node, value in found if value and (ids is None or value != ids.name)}
+    flow = dataflow.flow if dataflow is not None and masks and graph.port("position_ids") is None else None
+    found = ((node, node.input(at)) for node in (flow.nodes if flow else ()) for at in operator_of(node.op).places)
+    other = {"", ids.name if ids else "", *(flow.fixed if flow else ())}  # fixed: of a length out of a shape
+    places = {value: node for node, value in found if value not in other}
     if places and dataflow and all(dataflow.descent.ancestors(value).isdisjoint(masks) for value in places):
         node = describe(next(iter(places.values())))
         return (f"{node} takes positions that do not depend on {masks[0]}: padding counts among them",)

@@ -11,6 +11,7 @@ from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check
 from kvdoctor.report.wording import shorten_names
 
+OTHERS = Advice("re-export", "export again, so that each layer reads its own past and returns it with its new entries")
 EXPORT_AGAIN = Advice("re-export", "add the missing file of the export, or export again with the task ...-with-past")
 
 
@@ -56,9 +57,12 @@ def present_without_past(context: ContractContext) -> Faults:
     if any(port.shape is None or not port.dtype for port in contract.graph("decode").inputs):
         return  # one of them may be the past; contract-unknown reports it
     read = {*unread_in_loops(context), *(name for slot in contract.slots for name in (slot.present, slot.filled_by))}
+    pasts = tuple(port.name for port in contract.graph("decode").inputs if port.role == "past")
+    others = f"the graph takes {shorten_names(pasts)}, and returns none of them there"
+    advice, observed = (OTHERS, others) if pasts else (EXPORT_AGAIN, "no graph of the export has one")
     for graph in contract.graphs.values():
         unread = tuple(port.name for port in graph.outputs if port.role == "present" and port.name not in read)
         if unread:
             cause = f"no input takes {shorten_names(unread)}, which this graph returns"
-            fault = Fault("error", unread, cause, EXPORT_AGAIN, file=graph.file, where=f"outputs of {graph.file}")
-            yield fault.compare(f"a past input that takes {shorten_names(unread)}", "no graph of the export has one")
+            fault = Fault("error", unread, cause, advice, file=graph.file, where=f"outputs of {graph.file}")
+            yield fault.compare(f"a past input that takes {shorten_names(unread)}", observed)

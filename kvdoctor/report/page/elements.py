@@ -89,7 +89,9 @@ def _written(element: Element) -> Iterator[str]:
     yield f"<{element.tag}"
     for name, value in element.attributes.items():
         if value is not None and value is not False:
-            yield f" {name}" if value is True else f' {name}="{text(_number(value))}"'
+            # Coordinates have at most one decimal: pages stay small.
+            shown = f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
+            yield f" {name}" if value is True else f' {name}="{text(shown)}"'
     yield ">"
     if element.tag not in VOID:
         for child in element.children:
@@ -98,11 +100,6 @@ def _written(element: Element) -> Iterator[str]:
             else:
                 yield text(child)
         yield f"</{element.tag}>"
-
-
-def _number(value: Value) -> str:
-    """Coordinates with at most one decimal: pages stay small."""
-    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def frame(page: str, title: str) -> str:

@@ -122,6 +122,8 @@ def _describe_run(run: Run, experiment: "Experiment | None") -> tuple[Text, Text
     """Name, outcome, and question with result. Only what decides the verdict has the color of a fault."""
     why = experiment.why if experiment and not experiment.judged else ""
     question = experiment.question if experiment else ""
+    if experiment and run.steps and (experiment.lengths or experiment.name == "long-past"):
+        question += f", up to a past of {max(step.past_length for step in run.steps)}"
     result = ": ".join(filter(None, (question, describe_result(run, why))))
     return run.experiment, _make_outcome(run, _counts(experiment)), shortened(result, LONGEST_RESULT)
 
