@@ -310,9 +310,9 @@ class DifferenceSearch:
             return f"{exchanged[0]} does not hold the expected entries, {exchanged[1]} does", name
         if divergence.switches:
             chosen = shorten_names(tuple(map(graph.flat.label, divergence.switches)))
-            words = f"it depends on {chosen}, which a length selects; with the values of the run without a cache"
+            words = f"it depends on {chosen}, which a length selects; replacing it by its value without a cache"
             name = "cache-misread" if change_entries(graph, divergence.switches) else "branches-disagree"
-            return f"its output is {off}; {words} the logits are right", name
+            return f"its output is {off}; {words} repairs the logits", name
         root = graph.flat.label(divergence.root) if divergence.root is not None else None
         if root is not None and divergence.numbers is not None and divergence.numbers[0] != divergence.numbers[1]:
             got, wanted = map(list, divergence.numbers)
