@@ -107,7 +107,8 @@ class InputFlow:
 
     def find_token_ids(self, candidates: Iterable[str]) -> list[str]:
         """Find the integer input that indexes the embedding table; several where nothing distinguishes them."""
-        tables = {name: rows for name in candidates if (rows := self.table_rows(name)) is not None}
+        own = (name for name in candidates if not self._of_other_tokens(name))
+        tables = {name: rows for name in own if (rows := self.table_rows(name)) is not None}
         exact = [name for name, rows in tables.items() if rows in self.widths]
         if len(exact) == 1:
             return exact
@@ -148,7 +149,7 @@ class InputFlow:
         }
         if rank == 1 and port.shape and isinstance(port.shape[0], str) and port.shape[0] in batches:
             return ("setting", parse_axes("B")) if self._is_kind(name) else None
-        if rank in (1, 2, 3) and self._is_position(name):
+        if rank in (1, 2, 3) and self._is_position(name) and not self._of_other_tokens(name):
             if rank == 1:
                 return "cache_position", parse_axes("Q")
             return "position_ids", parse_axes("BQ" if rank == 2 else "1BQ")
@@ -157,6 +158,13 @@ class InputFlow:
         if rank == 2 and 0 < (self.table_rows(name) or 0) < FEW_ROWS:
             return "setting", parse_axes("BQ")
         return None
+
+    def _of_other_tokens(self, name: str) -> bool:
+        """Whether a row of integers has a fixed length, and all others that index a table are open: earlier tokens."""
+        own = (self.inputs[name].shape or (None,))[-1]
+        others = [one for one in self.inputs.values() if one.name != name and self.table_rows(one.name) is not None]
+        lengths = {type(one.shape[-1]) for one in others if one.shape and len(one.shape) > 1}
+        return isinstance(own, int) and own > 1 and lengths == {str}
 
     def _is_kind(self, name: str) -> bool:
         """Whether a number selects one table row for all tokens of a sequence: a language, a speaker.

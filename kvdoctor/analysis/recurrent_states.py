@@ -19,7 +19,7 @@ from kvdoctor.analysis.dataflow.states import Dataflow, StateFlow
 from kvdoctor.analysis.dataflow.walks import BLENDS
 from kvdoctor.analysis.dialects.dialect import CACHE_LIKE
 from kvdoctor.analysis.port_roles import INTEGERS, InputFlow
-from kvdoctor.analysis.slot_rules import pair_by_name, share_words
+from kvdoctor.analysis.slot_rules import INVENTED, pair_by_name, share_words
 from kvdoctor.analysis.stacks import FLOATS
 from kvdoctor.contract import Slot, SlotKind
 from kvdoctor.model.view import Declared
@@ -78,7 +78,7 @@ class ReplacedStates:
         """Read all of them: counters, and states of fixed size."""
         for kind in dict.fromkeys(port.fixed for port in self.inputs):
             found = [port for port in self.inputs if port.fixed == kind]
-            given = {port.name for port in self.outputs if port.fixed == kind}
+            given = {port.name for port in self.outputs if _known_by(found[0], port).fixed == kind}
             if kind is None or not given:
                 continue
             if kind[0] in INTEGERS and len(kind[1]) < 2:
@@ -207,6 +207,16 @@ class ReplacedStates:
             growth="replace",
             continues_as=proven,
         )
+
+
+def _known_by(past: Declared, port: Declared) -> Declared:
+    """An output whose sizes that the exporter could not tell, and named itself, are those of a past."""
+    shape, given = past.shape or (), port.shape or ()
+    if len(given) != len(shape):
+        return port
+    pairs = zip(given, shape, strict=True)
+    known = (own if isinstance(size, str) and INVENTED.search(size) else size for size, own in pairs)
+    return replace(port, shape=tuple(known))
 
 
 def _number_by_name(names: list[str]) -> dict[str, int]:

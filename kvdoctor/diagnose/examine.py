@@ -339,8 +339,11 @@ def settle_unknown(context: ContractContext, options: Options, runtime: Runtime)
 
 
 def _is_condition(ambiguity: Ambiguity) -> bool:
-    """Whether an input can only be what the caller has for a whole sequence: an encoder frame, a speaker."""
-    return [reading.port.role for reading in ambiguity.readings] == ["condition"]
+    """Whether an input can only be what the caller has for a whole sequence: an encoder frame, a speaker.
+
+    Rows of integers may as well be the tokens before the new ones.
+    """
+    return [one.port.role for one in ambiguity.readings if "int" not in one.port.dtype] == ["condition"]
 
 
 def _leave_unsettled(context: ContractContext, contract: CacheContract, unknown: list[Ambiguity], why: str) -> Reading:
