@@ -64,7 +64,7 @@ def test_a_decoder_that_takes_an_adapter_is_driven_without_one_and_with_one(tmp_
     assert (report["verdict"], report["findings"]) == ("healthy", [])
     run = next(one for one in report["runs"] if one["experiment"] == "adapter")
     assert run["outcome"] == "passed"
-    assert {control["spoilt"]: control["visible"] for control in run["controls"]}["adapter left out"]
+    assert {control["corrupted"]: control["visible"] for control in run["controls"]}["adapter left out"]
 
 
 def test_without_an_adapter_it_computes_what_the_base_computes(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_rows_of_an_encoder_are_run_in_the_prompt(name: str, kind: str, tmp_path
     report = step_test(str(path), Options())
     (run_of,) = [each for each in report.runs if each.experiment == "rows-in-prompt"]
     assert run_of.outcome == "passed"
-    assert {control.spoilt for control in run_of.controls} >= {"rows of the encoder left out"}
+    assert {control.corrupted for control in run_of.controls} >= {"rows of the encoder left out"}
     assert all(control.visible for control in run_of.controls)
 
 

@@ -319,8 +319,8 @@ class _ExperimentRun:
         if exactness.endswith("quantization") and cached and 2 * verdicts.count("fail") <= len(verdicts):
             # Its noise has a heavy tail: one step may be far off, and the next, on the same cache, right again.
             verdicts = ["ambiguous" if verdict == "fail" else verdict for verdict in verdicts]
-        seen = {control.spoilt for control in self.controls if control.visible}
-        unseen = list(dict.fromkeys(control.spoilt for control in self.controls if control.spoilt not in seen))
+        seen = {control.corrupted for control in self.controls if control.visible}
+        unseen = list(dict.fromkeys(control.corrupted for control in self.controls if control.corrupted not in seen))
         if "fail" in verdicts:
             return self._make_run("differs", failed_step=verdicts.index("fail"))
         if unseen:

@@ -96,7 +96,7 @@ class Step:
 class Control:
     """A call with one deliberate error. It must change the logits, or the experiment is inconclusive."""
 
-    spoilt: str
+    corrupted: str
     visible: bool
     difference: LogitsDifference | None
 

@@ -69,7 +69,7 @@ def _measure_rows(tensor: TraceTensor, value: Array, axis: int) -> Array | None:
 
 
 DIFFERS = "caller-runtime-differs"
-SPOILT = "caller-loop-spoils"
+CORRUPTED = "caller-loop-corrupts"
 
 FILLED = ("grow", "delta", "replace", "constant")
 """Growths whose present has no entry but those of tokens."""
@@ -78,14 +78,14 @@ DECIDING: tuple[Role, ...] = ("logits_to_keep", "setting", "block_table", "beam_
 """Inputs whose values decide what shapes come back."""
 
 
-def find_spoilt_present(
+def find_corrupted_present(
     step: TraceStep, phase: PhaseName, answer: Answer, right: Answer, contract: CacheContract
 ) -> Cause | None:
     """A present that a broken step returns otherwise than a right one: it will harm later, if its logits do not."""
     for name in _filled_presents(phase, contract):
         mine, due = answer.outputs.get(name), right.outputs.get(name)
         if mine is not None and due is not None and not same_values(as_array(mine), as_array(due)):
-            return Cause(SPOILT, f"{name} of step {step.number} is not that with correct inputs")
+            return Cause(CORRUPTED, f"{name} of step {step.number} is not that with correct inputs")
     return None
 
 

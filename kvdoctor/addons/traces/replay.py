@@ -15,10 +15,10 @@ from kvdoctor.addons.traces.check import broken_at, phase_of, walk, without_embe
 from kvdoctor.addons.traces.inputs import find_doubts
 from kvdoctor.addons.traces.outputs import (
     clear_constants,
+    find_corrupted_present,
     find_different_encoding,
     find_different_output,
     find_row_order,
-    find_spoilt_present,
     first_worst,
     gave_token,
     is_fed_equally,
@@ -188,7 +188,7 @@ def _replay(builder: FeedBuilder, planned: tuple[ReplayStep, ...], source: Trace
             right = yield as_probe(_correct_call(state, entry))
             expected, broken = None if right.failed else right.logits, True
             answer = yield replace(call, expected=expected)
-            cause = cause or find_spoilt_present(entry.step, entry.phase, answer, right, builder.contract)
+            cause = cause or find_corrupted_present(entry.step, entry.phase, answer, right, builder.contract)
         else:
             answer = yield replace(call, expected=expected, sampled=sampled)
         if entry.right:

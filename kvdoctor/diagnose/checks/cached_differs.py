@@ -217,7 +217,7 @@ def _ignores_past(context: RunContext, run: Run) -> bool:
     if why is not None and why.cause is not None:
         return False
     last = run.steps[-1].difference if run.steps else None
-    own = (control.difference for control in run.controls if control.spoilt.startswith("self"))
+    own = (control.difference for control in run.controls if control.corrupted.startswith("self"))
     return run.shows == "differs" and any(one is not None and one.finite and one == last for one in own)
 
 

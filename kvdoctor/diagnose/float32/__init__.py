@@ -202,8 +202,8 @@ def find_rounding_limit(context: ContractContext) -> float:
     """
     loop, rounded = context.checked_loop, context.rounded_presents
     kinds = tuple(f"{slot.kind} " for slot in context.contract.slots if slot.present in rounded)
-    spoilt = [one for one in loop.controls if one.visible and one.spoilt.startswith(kinds)] if loop else []
-    effects = [one.difference.relative for one in spoilt if one.difference is not None]
+    corrupted = [one for one in loop.controls if one.visible and one.corrupted.startswith(kinds)] if loop else []
+    effects = [one.difference.relative for one in corrupted if one.difference is not None]
     return max(context.tolerance.passes, min([MOST_BY_ROUNDING, *(MOST_OF_CONTROL * effect for effect in effects)]))
 
 
