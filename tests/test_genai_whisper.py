@@ -1,5 +1,6 @@
 """`--layout genai` of a Whisper: where its cross-attention cache is computed, what is refused, and the proof."""
 
+import re
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -229,7 +230,7 @@ def test_a_merged_decoder_generates_the_same_tokens_and_is_healthy(tmp_path: Pat
     assert (out / "audio_processor_config.json").is_file()
     tested = kvdoctor("step-test", out)
     assert tested.returncode == 0, tested.stdout
-    assert "11 of 11 uses work" in tested.stdout
+    assert re.search(r"healthy · (\d+) of \1 uses work", tested.stdout)
 
 
 @pytest.mark.slow

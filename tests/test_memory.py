@@ -420,6 +420,6 @@ def test_it_fits_a_terminal(columns: int) -> None:
     page = io.StringIO()
     terminal = Console(file=page, width=columns, force_terminal=True, color_system=None, highlight=False)
     text.print_report(inspect(str(EXPORTS / "whisper"), Options(batch=64)), terminal)
-    lines = page.getvalue().split("\n")
+    lines = [line for line in page.getvalue().split("\n") if "kvdoctor re-export" not in line]  # to copy: never broken
     assert max(map(len, lines)) <= columns
     assert any(line.startswith("  in a step ") for line in lines)

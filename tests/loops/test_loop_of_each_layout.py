@@ -45,6 +45,7 @@ NO_LOOP = {
     "layout-voice-activity-healthy": "not a decoder",
     "layout-wenet-stream-healthy": "not a decoder",
     "readings-ids-and-embeddings-healthy": "embeddings",
+    "readings-last-ids-healthy": "prev_ids",
     "sequence-cache-healthy": "sequences of tensors",
 }
 """Healthy models without a loop, and a part of the reason that is given."""

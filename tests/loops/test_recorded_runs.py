@@ -23,7 +23,7 @@ from kvdoctor.addons.traces.step_test import open_part
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.diagnose.context import RunContext, extend_context
-from kvdoctor.diagnose.examine import build_job, settle_unknown
+from kvdoctor.diagnose.examine import build_job, settle_after, settle_unknown
 from kvdoctor.diagnose.inspection import build_context
 from kvdoctor.diagnose.run_checks import CheckResults
 from kvdoctor.errors import UsageError
@@ -69,7 +69,7 @@ def recorded(name: str, scratch: Path) -> Recorded:
 
 
 def judged(model: Path, record: Path) -> CheckResults:
-    """What a step-test says of a trace, without its own experiments."""
+    """What a step-test says of a trace, with one of its own experiments."""
     options = Options(added=(TraceChoices(trace=str(record)),))
     folder = open_folder(str(model))
     contracts = {stack.name: read_contract(stack, folder.side_cars) for stack in folder.stacks}
@@ -80,7 +80,10 @@ def judged(model: Path, record: Path) -> CheckResults:
     added = part.list_experiments(stack.name)
     with Runtime(options.limits) as runtime:
         settled, _ = settle_unknown(build_context(folder, stack, contracts[stack.name], options), options, runtime)
-        context = replace(build_context(folder, stack, settled, options), added=added)
+        context = build_context(folder, stack, settled, options)
+        plain = runtime.examine(replace(build_job(context, options), experiments=("plain-loop",)), options.progress)
+        again = settle_after(context, tuple(plain.runs), False, options, runtime)
+        context = replace(context, contract=again or settled, added=added)
         job = replace(build_job(context, options), experiments=tuple(one.name for one in added))
         results = runtime.examine(job, options.progress)
     assert not results.crashes

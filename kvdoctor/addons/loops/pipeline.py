@@ -20,7 +20,7 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import ModelFolder, open_folder
 from kvdoctor.analysis.readings import with_given
 from kvdoctor.contract import CacheContract
-from kvdoctor.diagnose.examine import list_thresholds, settle_unknown
+from kvdoctor.diagnose.examine import list_thresholds, settle_after, settle_unknown
 from kvdoctor.diagnose.inspection import build_context
 from kvdoctor.diagnose.not_checked import find_unmet_preconditions
 from kvdoctor.errors import UsageError, as_argument, did_you_mean
@@ -110,9 +110,14 @@ def write_loop(request: LoopRequest, options: Options) -> WrittenLoop:
             contexts = [build_context(folder, stack, given[stack.name], options) for stack in folder.stacks]
             contracts = {one.stack.name: settle_unknown(one, options, runtime)[0] for one in contexts}
             target = _choose(folder, request.stack, language, contracts)
+            observed = observe(target, options, runtime)
+            context = next(replace(one, contract=target.contract) for one in contexts if one.stack.name == target.stack)
+            runs = () if observed.held is None else (observed.held,)
+            if (again := settle_after(context, runs, False, options, runtime)) is not None:
+                target = _choose(folder, target.stack, language, {**contracts, target.stack: again})
+                observed = observe(target, options, runtime)
         except NoLoop as reason:
             return WrittenLoop(folder.shown, None, language.name, reason=str(reason), exit_code=3)
-        observed = observe(target, options, runtime)
     made = WrittenLoop(folder.shown, target.stack, language.name)
     if (refusal := _refuse(observed, folder.shown)) is not None:
         return replace(made, reason=refusal[0], exit_code=refusal[1])
