@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1_425,
     "decode": 9_275,
     "diagnose": 13_375,
-    "gating": 2_575,
+    "gating": 2_550,
     "model": 4_350,
     "repair": 6_625,
     "report": 6_625,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 413, 31_600, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 410, 31_600, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

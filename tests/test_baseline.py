@@ -23,8 +23,16 @@ from kvdoctor.cli.main import cli
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
-from kvdoctor.gating.baseline import Baseline, BaselineEntry, read_baseline, render_baseline
-from kvdoctor.gating.baseline_match import BaselineRequest, MatchedReports, match_baseline, update_baseline
+from kvdoctor.gating.baseline import (
+    Baseline,
+    BaselineEntry,
+    BaselineRequest,
+    MatchedReports,
+    match_baseline,
+    read_baseline,
+    render_baseline,
+    update_baseline,
+)
 from kvdoctor.gating.verdict import judge
 from kvdoctor.report import formats, text
 from kvdoctor.report.document import Report

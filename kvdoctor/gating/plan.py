@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.errors import UsageError
-from kvdoctor.gating.baseline import today
-from kvdoctor.gating.baseline_match import BaselineRequest
+from kvdoctor.gating.baseline import BaselineRequest, today
 from kvdoctor.gating.jobs import GateJob, GateSettings, LeftOut
 from kvdoctor.gating.policy import DEEP, MAGIC, Policy, fits, models_at
 from kvdoctor.model.files import MODEL_SUFFIXES, candidates
