@@ -40,7 +40,7 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 BUDGET = {
     "addons": 50,
     "addons/comparison": 1_550,
-    "addons/conversions": 8_700,
+    "addons/conversions": 8_650,
     "addons/loops": 2_200,
     "addons/reproducer": 2_250,
     "addons/traces": 3_525,

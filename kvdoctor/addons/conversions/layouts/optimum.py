@@ -54,7 +54,6 @@ from kvdoctor.addons.conversions.layouts.registry import (
     FileSizeLimit,
     Layout,
     LayoutSource,
-    TensorBytes,
     point,
     restore,
     span_of,
@@ -67,7 +66,7 @@ from kvdoctor.analysis.proof.types import Type
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.edit import GraphWriter, keep_only, prune, sort_nodes
-from kvdoctor.model.external_data import external_tensors
+from kvdoctor.model.external_data import ExternalReference, external_tensors
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import explain_old_opset, find_attribute, output_of, readers
@@ -291,8 +290,8 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
     for model in made.models.values():
         restore(external_tensors(model), source.root, lambda span: span.length < LINE)
     kept = {name: [*external_tensors(model)] for name, model in made.models.items()}
-    sameness = EqualTensors(source.root, (tensor for tensors in kept.values() for tensor in tensors))
-    places: dict[tuple[object, ...], TensorBytes] = {}
+    sameness = EqualTensors(source.root)
+    places: dict[tuple[object, ...], ExternalReference] = {}
     for name, tensors in kept.items():
         shared = []
         for tensor in tensors:
