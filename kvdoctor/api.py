@@ -328,18 +328,18 @@ def write_baseline(
     refuse_unknown("baseline", options)
     choices = read_options(BaselineChoices, options)
     from kvdoctor.gating import baseline
-    from kvdoctor.gating.plan import plan_gate, read_baseline_request
+    from kvdoctor.gating.plan import plan_gate, refuse_no_change
     from kvdoctor.gating.run import gate as run_gate
     from kvdoctor.model.output_folder import write_whole
 
-    request = read_baseline_request(choices)
+    refuse_no_change(choices)
     plan = plan_gate("baseline", _list_paths(paths), options, _policy(options))
     place = os.fspath(file) if file is not None else plan.choices.baseline or baseline.DEFAULT_NAME
     if not os.path.lexists(place) and not FilePath(place).absolute().parent.is_dir():
         raise UsageError(f"the folder of {place!r} does not exist; make it first")
     known = baseline.read_baseline(place) if os.path.lexists(place) else baseline.Baseline(place)
     done = run_gate(plan.jobs, plan.settings)
-    update = baseline.update_baseline(known, baseline.match_baseline(known, done.reports, baseline.today()), request)
+    update = baseline.update_baseline(known, baseline.match_baseline(known, done.reports, baseline.today()), choices)
     differs = update.entries != known.entries
     if differs and not choices.check:
         write_whole(FilePath(place), baseline.render_baseline(update.entries))

@@ -21,6 +21,7 @@ from kvdoctor.decode.side_files import read_side_file
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import KnownFinding, find_check, means_incomplete
 from kvdoctor.gating.stored_reports import ReadOnDemand
+from kvdoctor.options import BaselineChoices
 from kvdoctor.records import from_plain, record, to_plain
 from kvdoctor.report.document import Report, counts, decide, is_open
 from kvdoctor.report.wording.finding import format_headline
@@ -286,15 +287,6 @@ def _would_find(report: Report, path: str, entry: BaselineEntry) -> bool:
 
 
 @record
-class BaselineRequest:
-    """A change to a baseline. `reason` adds the findings that count, `until` a date; `prune` removes stale entries."""
-
-    reason: str | None = None
-    until: str | None = None
-    prune: bool = False
-
-
-@record
 class BaselineUpdate:
     """The new entries of a baseline.
 
@@ -311,25 +303,25 @@ class BaselineUpdate:
     open: tuple[str, ...]
 
 
-def update_baseline(baseline: Baseline, found: MatchedReports, request: BaselineRequest) -> BaselineUpdate:
+def update_baseline(baseline: Baseline, found: MatchedReports, choices: BaselineChoices) -> BaselineUpdate:
     """Update a baseline after a gate. Reasons and dates of known findings do not change."""
     entries = {(entry.model, entry.fingerprint): entry for entry in baseline.entries}
     changes, left = [], []
     for new, headline in _findings_that_count(baseline, found):
-        if request.reason is None:
+        if choices.reason is None:
             left.append(f"counts: {new.model}: {headline}")
             continue
         same = [entry for entry in found.used if entry.fingerprint == new.fingerprint]
         replaced = [entry for entry in same if belongs_to(entry, new.model)]
         for entry in replaced:
             entries.pop((entry.model, entry.fingerprint), None)
-        entries[new.model, new.fingerprint] = replace(new, reason=request.reason, until=request.until)
+        entries[new.model, new.fingerprint] = replace(new, reason=choices.reason, until=choices.until)
         changes.append(f"{'renewed' if replaced else 'added'}: {new.model}: {headline}")
     current = {*found.used, *found.status.stale}
     gone = [e for e in baseline.entries if e not in current and not os.path.lexists(baseline.folder / e.model)]
     for entry in (*found.status.stale, *gone):
         line = f"{entry.label}: {'not found any more' if entry in found.status.stale else 'the model is gone'}"
-        if request.prune:
+        if choices.prune:
             del entries[entry.model, entry.fingerprint]
             changes.append(f"removed: {line}")
         else:

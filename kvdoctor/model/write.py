@@ -37,7 +37,7 @@ Piece = bytes | SourceBytes
 
 @dataclass(eq=False, repr=False)
 class _Writing:
-    """One model on its way: its bytes, and by name the files that its tensors point into, some of which are `models`."""
+    """One model on its way: its bytes, and by name the files that its tensors point into, some of them `models`."""
 
     graph: FileWindow
     files: Mapping[bytes, FileWindow]
