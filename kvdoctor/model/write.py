@@ -10,29 +10,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from kvdoctor.errors import UsageError
-from kvdoctor.model.external_data import read_reference
+from kvdoctor.model.external_data import ExternalReference, portions, read_reference
 from kvdoctor.model.files import MODEL_SUFFIXES
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import LEN, MAX_FILE, NESTED, PLAIN_TAGS, FileWindow, encode_varint
-from kvdoctor.records import record
 
-PORTION = 1 << 20
 RAW_DATA = 9
 
-
-@record(slots=False)
-class SourceBytes:
-    """Bytes of a source file."""
-
-    file: BinaryIO
-    start: int
-    length: int
-
-
-Piece = bytes | SourceBytes
+Piece = bytes | ExternalReference
 
 
 @dataclass(eq=False, repr=False)
@@ -66,16 +53,15 @@ class _Writing:
         if reference is None or name not in self.files:
             return [content]
         weights = self.files[name]
-        span = SourceBytes(weights.file, reference.offset, reference.length)
-        if span.start + span.length > weights.size:
+        if reference.offset + reference.length > weights.size:
             raise UsageError(f"the weights of {tensor.name!r} are no longer where they were; was the model changed?")
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
         # The field that the payload had in a model: values may lie in float_data or in raw_data.
-        at = span.start - len(encode_varint(span.length)) - 1
+        at = reference.offset - len(encode_varint(reference.length)) - 1
         tag = weights.read(at, at + 1)[0] if at >= 0 and name in self.models else 0
-        head = encode_varint(tag if tag in PLAIN_TAGS else RAW_DATA << 3 | LEN) + encode_varint(span.length)
-        return [tensor.SerializeToString(), head, span]
+        head = encode_varint(tag if tag in PLAIN_TAGS else RAW_DATA << 3 | LEN) + encode_varint(reference.length)
+        return [tensor.SerializeToString(), head, reference]
 
 
 def write_model(model: ModelProto, target: Path, sources: Mapping[str, Path]) -> None:
@@ -98,23 +84,10 @@ def write_model(model: ModelProto, target: Path, sources: Mapping[str, Path]) ->
                 "ONNX file can hold; save it with its weights as external data first"
             )
         for piece in pieces:
-            if isinstance(piece, SourceBytes):
-                _copy(piece, out)
-            else:
-                out.write(piece)
+            parts = (piece,) if isinstance(piece, bytes) else portions(sources[piece.location], piece)
+            out.writelines(parts)
     os.replace(partial, target)  # noqa: PTH105 - of one folder
 
 
-def _copy(span: SourceBytes, out: BinaryIO) -> None:
-    span.file.seek(span.start)
-    left = span.length
-    while left:
-        part = span.file.read(min(PORTION, left))
-        if not part:
-            raise UsageError("the model became shorter while it was copied; wait until it is written completely")
-        out.write(part)
-        left -= len(part)
-
-
 def _size(pieces: list[Piece]) -> int:
-    return sum(piece.length if isinstance(piece, SourceBytes) else len(piece) for piece in pieces)
+    return sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in pieces)

@@ -20,10 +20,17 @@ from pathlib import Path
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract, Graph
 from kvdoctor.errors import UsageError
-from kvdoctor.model.external_data import ExternalReference, examine, external_tensors, is_external, read_reference
+from kvdoctor.model.external_data import (
+    ExternalReference,
+    examine,
+    external_tensors,
+    is_external,
+    portions,
+    read_reference,
+)
 from kvdoctor.model.output_folder import copy_whole, write_whole
 from kvdoctor.model.proto import ModelProto, TensorProto
-from kvdoctor.model.skeleton import MAX_FILE, PORTION, read_skeleton
+from kvdoctor.model.skeleton import MAX_FILE, read_skeleton
 from kvdoctor.model.write import write_model
 from kvdoctor.records import record
 from kvdoctor.repair.session import Conversion
@@ -63,28 +70,11 @@ def point(tensor: TensorProto, span: ExternalReference) -> None:
         tensor.external_data.add(key=key, value=value)
 
 
-def portions(root: Path, span: ExternalReference) -> Iterator[bytes]:
-    """The bytes of a span, a portion at a time.
-
-    Raises:
-        OSError: they cannot be read.
-    """
-    with (root / span.location).open("rb") as file:
-        file.seek(span.offset)
-        left = span.length
-        while left:
-            portion = file.read(min(left, PORTION))
-            if not portion:
-                raise OSError(f"{span.location} became shorter while it was read")
-            left -= len(portion)
-            yield portion
-
-
 def restore(tensors: Iterable[TensorProto], root: Path, goes: Callable[[ExternalReference], bool]) -> None:
     """Put the bytes of external tensors into them: of those whose location says so."""
     for tensor in list(tensors):
         if goes(span := span_of(tensor)):
-            tensor.raw_data = b"".join(portions(root, span))
+            tensor.raw_data = b"".join(portions(root / span.location, span))
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
 
@@ -108,7 +98,7 @@ class EqualTensors:
         span = span_of(tensor)
         if span not in self.digests:
             digest = hashlib.blake2b()
-            for portion in portions(self.root, span):
+            for portion in portions(self.root / span.location, span):
                 digest.update(portion)
             self.digests[span] = digest.digest()
         return (*kind, self.digests[span])
@@ -179,7 +169,7 @@ def _data_file(spans: set[ExternalReference], root: Path, home: Path) -> dict[Ex
             step = PAGE if span.length >= LARGE else LINE
             file.seek(-(-file.tell() // step) * step)
             places[span] = file.tell()
-            for portion in portions(root, span):
+            for portion in portions(root / span.location, span):
                 file.write(portion)
         file.truncate()
     return places
