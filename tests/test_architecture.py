@@ -50,7 +50,7 @@ BUDGET = {
     "diagnose": 13_375,
     "gating": 2_550,
     "model": 4_350,
-    "repair": 6_625,
+    "repair": 6_600,
     "report": 6_625,
     "root": 2_975,
     "runtime": 3_750,

@@ -47,7 +47,6 @@ from kvdoctor.addons.conversions.layouts.naming import (
 )
 from kvdoctor.addons.conversions.layouts.pair import ALL_EXTERNAL, TYPES, find_halves
 from kvdoctor.addons.conversions.layouts.registry import (
-    LINE,
     ConvertedModels,
     DoesNotFit,
     EqualTensors,
@@ -55,7 +54,7 @@ from kvdoctor.addons.conversions.layouts.registry import (
     Layout,
     LayoutSource,
     point,
-    restore,
+    restore_small,
     span_of,
 )
 from kvdoctor.analysis import stacks
@@ -288,7 +287,7 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
     names = (source.name("decoder"), source.name("decoder-with-past"))
     made = ConvertedModels(dict(zip(names, find_halves(source), strict=True)), names, limit=ALL_EXTERNAL)
     for model in made.models.values():
-        restore(external_tensors(model), source.root, lambda span: span.length < LINE)
+        restore_small(model, source.root)
     kept = {name: [*external_tensors(model)] for name, model in made.models.items()}
     sameness = EqualTensors(source.root)
     places: dict[tuple[object, ...], ExternalReference] = {}

@@ -11,7 +11,7 @@ it is, so that a file system may share its blocks.
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -70,10 +70,10 @@ def point(tensor: TensorProto, span: ExternalReference) -> None:
         tensor.external_data.add(key=key, value=value)
 
 
-def restore(tensors: Iterable[TensorProto], root: Path, goes: Callable[[ExternalReference], bool]) -> None:
-    """Put the bytes of external tensors into them: of those whose location says so."""
-    for tensor in list(tensors):
-        if goes(span := span_of(tensor)):
+def restore_small(model: ModelProto, root: Path) -> None:
+    """Put the bytes of external tensors that are smaller than a line into the model."""
+    for tensor in list(external_tensors(model)):
+        if (span := span_of(tensor)).length < LINE:
             tensor.raw_data = b"".join(portions(root / span.location, span))
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
