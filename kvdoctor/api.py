@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvdoctor.diagnose.context import ContractContext
     from kvdoctor.findings import Check, Finding
-    from kvdoctor.gating.baseline_match import BaselineUpdate
+    from kvdoctor.gating.baseline import BaselineUpdate
     from kvdoctor.gating.policy import EffectiveValue, Policy
     from kvdoctor.gating.verdict import GateResult
     from kvdoctor.report.document import Report
@@ -327,23 +327,22 @@ def write_baseline(
     """
     refuse_unknown("baseline", options)
     choices = read_options(BaselineChoices, options)
-    from kvdoctor.gating.baseline import DEFAULT_NAME, Baseline, read_baseline, render_baseline, today
-    from kvdoctor.gating.baseline_match import match_baseline, update_baseline
-    from kvdoctor.gating.plan import plan_gate, read_baseline_request
+    from kvdoctor.gating import baseline
+    from kvdoctor.gating.plan import plan_gate, refuse_no_change
     from kvdoctor.gating.run import gate as run_gate
     from kvdoctor.model.output_folder import write_whole
 
-    request = read_baseline_request(choices)
+    refuse_no_change(choices)
     plan = plan_gate("baseline", _list_paths(paths), options, _policy(options))
-    place = os.fspath(file) if file is not None else plan.choices.baseline or DEFAULT_NAME
+    place = os.fspath(file) if file is not None else plan.choices.baseline or baseline.DEFAULT_NAME
     if not os.path.lexists(place) and not FilePath(place).absolute().parent.is_dir():
         raise UsageError(f"the folder of {place!r} does not exist; make it first")
-    known = read_baseline(place) if os.path.lexists(place) else Baseline(place)
+    known = baseline.read_baseline(place) if os.path.lexists(place) else baseline.Baseline(place)
     done = run_gate(plan.jobs, plan.settings)
-    update = update_baseline(known, match_baseline(known, done.reports, today()), request)
+    update = baseline.update_baseline(known, baseline.match_baseline(known, done.reports, baseline.today()), choices)
     differs = update.entries != known.entries
     if differs and not choices.check:
-        write_whole(FilePath(place), render_baseline(update.entries))
+        write_whole(FilePath(place), baseline.render_baseline(update.entries))
     return WrittenBaseline(place, update, differs)
 
 

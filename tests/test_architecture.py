@@ -40,7 +40,7 @@ MOST_FOLDERS, MOST_FILES = 10, 10
 BUDGET = {
     "addons": 50,
     "addons/comparison": 1_550,
-    "addons/conversions": 8_700,
+    "addons/conversions": 8_650,
     "addons/loops": 2_200,
     "addons/reproducer": 2_250,
     "addons/traces": 3_525,
@@ -48,9 +48,9 @@ BUDGET = {
     "cli": 1_425,
     "decode": 9_275,
     "diagnose": 13_375,
-    "gating": 2_575,
+    "gating": 2_550,
     "model": 4_350,
-    "repair": 6_625,
+    "repair": 6_600,
     "report": 6_625,
     "root": 2_975,
     "runtime": 3_750,
@@ -60,7 +60,7 @@ BUDGET = {
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 413, 31_600, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 410, 31_600, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:

@@ -23,9 +23,17 @@ from kvdoctor.cli.main import cli
 from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.errors import UsageError
 from kvdoctor.findings import NotChecked
-from kvdoctor.gating.baseline import Baseline, BaselineEntry, read_baseline, render_baseline
-from kvdoctor.gating.baseline_match import BaselineRequest, MatchedReports, match_baseline, update_baseline
+from kvdoctor.gating.baseline import (
+    Baseline,
+    BaselineEntry,
+    MatchedReports,
+    match_baseline,
+    read_baseline,
+    render_baseline,
+    update_baseline,
+)
 from kvdoctor.gating.verdict import judge
+from kvdoctor.options import BaselineChoices
 from kvdoctor.report import formats, text
 from kvdoctor.report.document import Report
 
@@ -64,7 +72,7 @@ def found(report: Report) -> tuple[Any, ...]:
 def known(*reports: Report, until: str | None = None, file: str = "baseline.json") -> Baseline:
     """A baseline with the errors of some reports."""
     empty = Baseline(file)
-    wish = BaselineRequest("we hold it in our loop", until)
+    wish = BaselineChoices("we hold it in our loop", until)
     return Baseline(file, update_baseline(empty, match_baseline(empty, reports, DAY), wish).entries)
 
 
@@ -133,9 +141,9 @@ def test_an_expired_entry_counts_again(until: str | None, counts: bool, sick: Re
         assert result.reports[0].verdict == "unhealthy"
         (line,) = result.status.lines()
         assert line.startswith("KV203 of models/a was known until 2026-05-31; it counts again")
-        renewed = update_baseline(known(a, until=until), result, BaselineRequest("still so", "2027-01-01"))
+        renewed = update_baseline(known(a, until=until), result, BaselineChoices("still so", "2027-01-01"))
         assert [(entry.reason, entry.until) for entry in renewed.entries] == [("still so", "2027-01-01")]
-        kept = update_baseline(known(a, until=until), result, BaselineRequest(prune=True))
+        kept = update_baseline(known(a, until=until), result, BaselineChoices(prune=True))
         assert kept.entries == known(a, until=until).entries
 
 
@@ -195,10 +203,10 @@ def test_pruning_takes_out_what_is_no_more_and_nothing_else(sick: Report, here: 
     baseline = known(a, b, gone)
     well = replace(a, findings=(), verdict="healthy")
     result = match_baseline(baseline, [well], DAY)
-    looked = update_baseline(baseline, result, BaselineRequest())
+    looked = update_baseline(baseline, result, BaselineChoices())
     assert looked.entries == baseline.entries
     assert [line.partition(":")[0] for line in looked.left] == ["stale", "stale"]
-    pruned = update_baseline(baseline, result, BaselineRequest(prune=True))
+    pruned = update_baseline(baseline, result, BaselineChoices(prune=True))
     assert [entry.model for entry in pruned.entries] == ["models/b"]
     assert pruned.changes == (
         "removed: KV203 of models/a: not found any more",
@@ -210,10 +218,10 @@ def test_nothing_is_taken_in_silently_and_reasons_stay(sick: Report, here: Path)
     a, b = at(sick, "models/a"), at(sick, "models/b")
     baseline = known(a, until="2026-12-31")
     result = match_baseline(baseline, [a, b], DAY)
-    asked = update_baseline(baseline, result, BaselineRequest(prune=True))
+    asked = update_baseline(baseline, result, BaselineChoices(prune=True))
     assert asked.entries == baseline.entries
     assert [line[:25] for line in asked.left] == ["counts: models/b: error[K"]
-    taken = update_baseline(baseline, result, BaselineRequest("new in the last release"))
+    taken = update_baseline(baseline, result, BaselineChoices("new in the last release"))
     assert [(entry.model, entry.reason, entry.until) for entry in taken.entries] == [
         ("models/a", "we hold it in our loop", "2026-12-31"),
         ("models/b", "new in the last release", None),
@@ -227,7 +235,7 @@ def test_what_could_not_be_checked_is_never_known(sick: Report, here: Path) -> N
     broken = replace(a, findings=(died,), verdict="incomplete")
     assert (
         update_baseline(
-            Baseline("b"), match_baseline(Baseline("b"), [broken], DAY), BaselineRequest("let it be")
+            Baseline("b"), match_baseline(Baseline("b"), [broken], DAY), BaselineChoices("let it be")
         ).entries
         == ()
     )
@@ -236,7 +244,7 @@ def test_what_could_not_be_checked_is_never_known(sick: Report, here: Path) -> N
     result = match_baseline(replace(baseline, entries=(entry,)), [broken], DAY)
     assert result.reports[0] == broken
     assert judge(result.reports).exit_code == 3
-    assert update_baseline(baseline, result, BaselineRequest(prune=True)).open == ("models/a",)
+    assert update_baseline(baseline, result, BaselineChoices(prune=True)).open == ("models/a",)
 
 
 # The file

@@ -231,7 +231,7 @@ def open_operator(context: ContractContext, folder: Path) -> tuple[ContractConte
                 copy_whole(external.path, target)
         for role, body in operator_bodies(located).items():
             own, name = stack.files[role], f"{role}-of-{model.path.name}"
-            write_model(cut_out(located, body), model.path, folder / name)
+            write_model(cut_out(located, body), folder / name, {model.path.name: model.path})
             part = read_skeleton(folder / name)
             parts[role] = replace(own, path=folder / name, name=name, skeleton=part, view=GraphView(part.model))
     except (OSError, NotClosed, UnreadableError, UsageError) as error:

@@ -5,7 +5,7 @@
 - `diagnose_job`: the diagnosis of one model, and the reports of models that could not be diagnosed.
 - `process_pool`, `cluster`: executors, local and on Dask.
 - `cache`, `cache_key`: reports of models that have not changed.
-- `baseline`, `baseline_match`: known findings. `verdict`: the result of a gate. `policy`: the policy file.
+- `baseline`: known findings. `verdict`: the result of a gate. `policy`: the policy file.
 
 Commands import from these modules. The package itself imports none of them: every command reads the policy, and only a
 gate needs the rest. It must not import `reproducer`, `comparison` or `cli`, and it prints nothing.

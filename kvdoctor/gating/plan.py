@@ -9,7 +9,6 @@ from typing import Any
 
 from kvdoctor.errors import UsageError
 from kvdoctor.gating.baseline import today
-from kvdoctor.gating.baseline_match import BaselineRequest
 from kvdoctor.gating.jobs import GateJob, GateSettings, LeftOut
 from kvdoctor.gating.policy import DEEP, MAGIC, Policy, fits, models_at
 from kvdoctor.model.files import MODEL_SUFFIXES, candidates
@@ -60,8 +59,8 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
     return GatePlan(jobs, _read_settings(choices, jobs[0].options), choices, tuple(left_out))
 
 
-def read_baseline_request(choices: BaselineChoices) -> BaselineRequest:
-    """Read the changes to make to a baseline. Raises UsageError: nothing is to be done, or `until` is not of use."""
+def refuse_no_change(choices: BaselineChoices) -> None:
+    """Refuse a baseline to be left as it is. Raises UsageError: nothing is to be done, or `until` is not of use."""
     if not (choices.reason or choices.prune or choices.check):
         ways = "--prune to remove those that are not found any more, or --check to write nothing"
         raise UsageError(f"give --reason TEXT to add the findings that count, {ways}")
@@ -69,7 +68,6 @@ def read_baseline_request(choices: BaselineChoices) -> BaselineRequest:
         raise UsageError("--until goes with --reason TEXT; the dates of known findings are changed in the file")
     if choices.until is not None and choices.until < today().isoformat():
         raise UsageError(f"--until {choices.until} is in the past; give a later date")
-    return BaselineRequest(choices.reason, choices.until, choices.prune)
 
 
 def _refuse_folder(folder: Path) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from kvdoctor.gating.baseline import Baseline, today
-from kvdoctor.gating.baseline_match import match_baseline
+from kvdoctor.gating.baseline import Baseline, match_baseline, today
 from kvdoctor.gating.cache import Cache
 from kvdoctor.gating.jobs import GateJob, GateSettings, NoWorkerLeft, ProcessLost
 from kvdoctor.gating.stored_reports import ReportStore

@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 from kvdoctor.errors import Unhealthy
 from kvdoctor.gating.baseline import SCHEMA as BASELINE_SCHEMA
-from kvdoctor.gating.baseline import BaselineEntry
-from kvdoctor.gating.baseline_match import BaselineStatus
+from kvdoctor.gating.baseline import BaselineEntry, BaselineStatus
 from kvdoctor.gating.jobs import LeftOut
 from kvdoctor.records import record, to_plain
 from kvdoctor.report.document import EXIT_HEALTHY, GATE_SCHEMA, SCHEMA, Report, exit_code, exit_code_of_all

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path, PureWindowsPath
 from typing import Final, Literal
 
+from kvdoctor.errors import UsageError
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.records import record
 
@@ -32,6 +33,8 @@ BITS: Final[dict[int, int]] = (
 # Bytes. The three lines of https://git-lfs.github.com/spec/v1 with a SHA-256 and a size of 1 to 13 digits.
 LFS_POINTER: Final = range(124, 140)
 _NAMES_SHOWN: Final = 3
+PORTION: Final = 1 << 20
+"""Bytes that are read at once."""
 BEYOND: Final = "data end beyond the file"
 
 
@@ -111,6 +114,24 @@ def read_reference(tensor: TensorProto) -> ExternalReference | None:
     entries = {entry.key: _text(entry.value) for entry in tensor.external_data}
     length = int(entries.get("length") or 0) or count_bytes(tensor) or 0
     return ExternalReference(entries.get("location", ""), int(entries.get("offset") or 0), length)
+
+
+def portions(path: Path, reference: ExternalReference) -> Iterator[bytes]:
+    """The bytes of a reference into a file, a portion at a time.
+
+    Raises:
+        UsageError: the file is shorter than it was.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(reference.offset)
+        left = reference.length
+        while left:
+            portion = file.read(min(left, PORTION))
+            if not portion:
+                raise UsageError(f"{path.name!r} became shorter while it was read; wait until it is written completely")
+            left -= len(portion)
+            yield portion
 
 
 def external_tensors(model: ModelProto) -> Iterator[TensorProto]:

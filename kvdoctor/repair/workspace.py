@@ -258,7 +258,7 @@ def write_changed(made: WorkingCopy, target: Path, repairs: dict[str, tuple[str,
         if name in made.models:
             source, model = made.file(name).path, copy.deepcopy(made.models[name])
             note_provenance(model, source.name, repairs.get(name, ()))
-            write_model(model, source, target / name)
+            write_model(model, target / name, {source.name: source})
         else:
             text = json.dumps(made.side_cars[name], indent=2, ensure_ascii=False, allow_nan=False)
             (target / name).write_text(text + "\n", encoding="utf-8", newline="\n")

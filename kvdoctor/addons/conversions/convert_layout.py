@@ -275,7 +275,7 @@ def _change_files(
             skeleton = read_skeleton(file.path, located=True).model
             if made := change(stack, file, skeleton):
                 done.add(file.name)
-                write_model(skeleton, file.path, file.path)
+                write_model(skeleton, file.path, {file.path.name: file.path})
                 changes += made
         if changes:
             applied.append(Applied(stack.name, conversion, tuple(changes)))

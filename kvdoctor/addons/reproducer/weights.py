@@ -23,10 +23,10 @@ import numpy as np
 
 from kvdoctor._version import __version__
 from kvdoctor.contract import Axis, CacheContract, Dim, Port, Slot
-from kvdoctor.model.external_data import BITS, external_tensors, is_external, read_reference
+from kvdoctor.model.external_data import BITS, external_tensors, is_external, portions, read_reference
 from kvdoctor.model.operators import has, operator_of
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto
-from kvdoctor.model.skeleton import MAX_WHOLE, PORTION, payload_left_out
+from kvdoctor.model.skeleton import MAX_WHOLE, payload_left_out
 from kvdoctor.model.traverse import all_nodes, bodies_of
 from kvdoctor.records import record
 
@@ -240,9 +240,7 @@ class WeightReplacer:
         reference = read_reference(tensor)
         if reference is None or not wanted or bits * count > MAX_WHOLE * 8:
             return
-        with (self.folder / reference.location).open("rb") as file:
-            file.seek(reference.offset)
-            tensor.raw_data = file.read(reference.length)
+        tensor.raw_data = b"".join(portions(self.folder / reference.location, reference))
         _clear(tensor, "external_data", "data_location")
 
     def _content(self, tensor: TensorProto, name: str, uses: TensorUses, position: str) -> bytes:
@@ -299,14 +297,9 @@ def store_digests(model: ModelProto, folder: Path) -> None:
     """Store digests of external weights in their doc strings, as `read_skeleton` does for weights inside the file."""
     for tensor in external_tensors(model):
         reference = read_reference(tensor)
-        if reference is None:
-            continue
-        length, digest = reference.length, hashlib.sha256()
-        with (folder / reference.location).open("rb") as file:
-            file.seek(reference.offset)
-            while length > 0 and (part := file.read(min(length, PORTION))):
-                digest.update(part)
-                length -= len(part)
+        digest = hashlib.sha256()
+        for part in portions(folder / reference.location, reference) if reference is not None else ():
+            digest.update(part)
         tensor.doc_string = digest.hexdigest()
 
 

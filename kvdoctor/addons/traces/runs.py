@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.addons.traces.check import find_stacks, phase_of
-from kvdoctor.addons.traces.read import GUIDE, RUNS_FIELDS, SHORTER, parse_step, read_objects
-from kvdoctor.addons.traces.recorded import Trace
+from kvdoctor.addons.traces.recorded import GUIDE, RUNS_FIELDS, SHORTER, Trace, parse_step, read_objects
 from kvdoctor.contract import Axis, CacheContract, PhaseName
 from kvdoctor.decode.runs import Run
 from kvdoctor.errors import UsageError

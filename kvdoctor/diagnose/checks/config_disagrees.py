@@ -34,8 +34,7 @@ from kvdoctor.diagnose.checks.side_cars.config_json import (
     meant_for,
 )
 from kvdoctor.diagnose.checks.side_cars.disagreement import MOST_SHOWN, Disagreement
-from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config
-from kvdoctor.diagnose.checks.side_cars.inference_metadata import inference_metadata
+from kvdoctor.diagnose.checks.side_cars.genai_config import genai_config, inference_metadata
 from kvdoctor.diagnose.checks.side_cars.tokenizer import generation_stops, special_tokens, vocabulary
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Advice, Fault, Faults, check

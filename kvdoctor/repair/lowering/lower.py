@@ -51,12 +51,12 @@ class VersionLimit:
         return bool(self.ir or self.opset or self.unsupported)
 
 
-def limit_for_targets(targets: tuple[Target, ...], ir: int | None = None, opset: int | None = None) -> VersionLimit:
-    """The limit that all targets accept, and no more than the versions given by number."""
+def limit_for_targets(targets: tuple[Target, ...]) -> VersionLimit:
+    """The limit that all targets accept."""
     known = [limits for target in targets if (limits := target.limits) is not None]
     return VersionLimit(
-        ir=min([*(limits.ir for limits in known), *([ir] if ir else [])], default=None),
-        opset=min([*(limits.opset for limits in known), *([opset] if opset else [])], default=None),
+        ir=min((limits.ir for limits in known), default=None),
+        opset=min((limits.opset for limits in known), default=None),
         unsupported=frozenset().union(*(limits.unsupported for limits in known)),
     )
 

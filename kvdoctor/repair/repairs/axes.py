@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +20,9 @@ from kvdoctor.diagnose.locate.runnable import Variant, read_located, share_root
 from kvdoctor.errors import WorkerDied
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.traverse import describe_node, name_node
-from kvdoctor.records import record
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.facts import WalkedReshape
-from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, Values, free_axes, read_declared_sizes, set_allowzero
+from kvdoctor.repair.shapes.freeing import AxisFreeing, Values, free_axes, read_declared_sizes, set_allowzero
 from kvdoctor.repair.shapes.reshapes import write_target
 from kvdoctor.repair.shapes.terms import CHOSEN, EXPORT_AGAIN, CannotFree, read_lengths, size_of
 from kvdoctor.repair.shapes.writing import Writer
@@ -50,9 +48,11 @@ def free_baked_sizes(context: RepairContext) -> tuple[Change, ...]:
     """
     made: tuple[Change, ...] = ()
     for file in context.files_of(*FAILING):
-        found = free_baked_lengths(context.model(file), find_graph(context, file), partial(context.values, file))
-        compare_with_original(context, file, found.traced)
-        made += list_changes(file, found.edits)
+        changes, traced = free_baked_lengths(
+            context.model(file), find_graph(context, file), partial(context.values, file)
+        )
+        compare_with_original(context, file, traced)
+        made += changes
     return made
 
 
@@ -61,16 +61,8 @@ MOST_NUMBER = 4096
 """Larger numbers are widths and vocabularies."""
 
 
-@record(slots=False)
-class FreedSizes:
-    """The edits, and the sizes at which the graph was traced."""
-
-    edits: tuple[Edit, ...]
-    traced: dict[Axis, int] = field(default_factory=dict)
-
-
-def free_baked_lengths(model: ModelProto, graph: Graph, values: Values) -> FreedSizes:
-    """Free the lengths that numbers inside a model fix, in place.
+def free_baked_lengths(model: ModelProto, graph: Graph, values: Values) -> tuple[tuple[Change, ...], dict[Axis, int]]:
+    """Free the lengths that numbers inside a model fix, in place; gives the sizes at which it was traced as well.
 
     Raises:
         CannotFree: no number conflicts with a length, or the graph does not tell which length is meant.
@@ -92,7 +84,7 @@ def free_baked_lengths(model: ModelProto, graph: Graph, values: Values) -> Freed
         raise CannotFree(
             f'in {conflict.node.op_type} "{conflict.node.name}" {conflict.words}, and no traced length explains it'
         )
-    return FreedSizes(current.run(), supposed)
+    return current.run(), supposed
 
 
 def _walk_supposing(model: ModelProto, graph: Graph, sizes: dict[Axis, int], values: Values) -> AxisFreeing:
@@ -134,26 +126,26 @@ def accept_empty(context: RepairContext) -> tuple[Change, ...]:
     Ensures: the target gives the same axes for an empty past as for every other length; nothing else is changed.
     """
     file = context.file_of("prefill")
-    edits = accept_empty_past(context.model(file), find_graph(context, file))
-    if not edits:
+    changes = accept_empty_past(context.model(file), find_graph(context, file))
+    if not changes:
         context.cannot(
             "no Reshape fails for an empty past, and operators that do cannot be changed to accept one", EXPORT_AGAIN
         )
     compare_with_original(context, file)
-    return list_changes(file, edits)
+    return changes
 
 
 EMPTY = frozenset(("past",))
 
 
-def accept_empty_past(model: ModelProto, graph: Graph) -> tuple[Edit, ...]:
+def accept_empty_past(model: ModelProto, graph: Graph) -> tuple[Change, ...]:
     """Rewrite the targets of such Reshapes in place, so that they are right for an empty past as well.
 
     Raises:
         CannotFree: a 0 in a target would have to mean 0, which the opset does not support.
     """
     reading = AxisFreeing(model, read_lengths(graph, read_declared_sizes(model)))
-    writer, edits = Writer(model, reading.lengths), list[Edit]()
+    writer, changes = Writer(model, reading.lengths), list[Change]()
     for one in reading.walk.notes.reshapes.values():
         allowzero = any(a.name == "allowzero" and a.i for a in one.node.attribute)
         broken = next((said for said in one.targets if not is_right_when_empty(one, said, allowzero, reading)), None)
@@ -164,9 +156,9 @@ def accept_empty_past(model: ModelProto, graph: Graph) -> tuple[Edit, ...]:
             set_allowzero(one.node, writer.opset)
         one.node.input[1] = writer.vector(target.entries)
         before, after = (f"[{', '.join(map(str, entries))}]" for entries in (broken, target.entries))
-        edits.append(Edit(f"{describe_node(one.node)}, input 1", before, after))
+        changes.append(Change(graph.file, f"{describe_node(one.node)}, input 1", before, after))
     writer.done()
-    return tuple(edits)
+    return tuple(changes)
 
 
 def is_right_when_empty(one: WalkedReshape, said: tuple[Term, ...], allowzero: bool, reading: AxisFreeing) -> bool:
@@ -280,10 +272,10 @@ def _free_axis_of_file(context: RepairContext, file: str, kind: Axis) -> tuple[C
     before.CopyFrom(model)
     if any(slot.window is not None or slot.trimmed for slot in context.drivable.slots):
         raise CannotRepair("a window hides older tokens, and a traced mask does not show its width", EXPORT_AGAIN)
-    edits = free_axes(model, graph, (kind,), partial(context.values, file))
-    if edits and not compare_with_original(context, file, before=before):
+    changes = free_axes(model, graph, (kind,), partial(context.values, file))
+    if changes and not compare_with_original(context, file, before=before):
         raise CannotRepair(f"{file} runs at no size, so the change cannot be compared with the original", EXPORT_AGAIN)
-    return list_changes(file, edits)
+    return changes
 
 
 def find_graph(context: RepairContext, file: str) -> Graph:
@@ -344,11 +336,6 @@ def _compare_calls(
                 if found is None or found.relative != 0:
                     return compared, f"the output {pair.left} differs from the original's"
     return compared, None
-
-
-def list_changes(file: str, edits: tuple[Edit, ...]) -> tuple[Change, ...]:
-    """Edits as changes of the report."""
-    return tuple(Change(file, edit.where, edit.before, edit.after) for edit in edits)
 
 
 HIDDEN_ROW_ADVICE = ("Feed the first step a past of one row that the attention mask hides, if the model has a mask.",)

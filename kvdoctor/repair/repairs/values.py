@@ -14,10 +14,10 @@ from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import describe_node, input_of, output_of
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
-from kvdoctor.repair.repairs.axes import find_graph, list_changes
+from kvdoctor.repair.repairs.axes import find_graph
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.shapes.facts import Dims, GraphScope, NodeInputs
-from kvdoctor.repair.shapes.freeing import AxisFreeing, Edit, describe_place, read_declared_sizes
+from kvdoctor.repair.shapes.freeing import AxisFreeing, describe_place, read_declared_sizes
 from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, read_lengths
 from kvdoctor.repair.shapes.writing import Writer
 from kvdoctor.repair.workspace import Change, RepairContext
@@ -36,21 +36,22 @@ class Offsets:
     writer: Writer
     of_mask: bool
 
-    def edits(self, skipped: GraphScope | None) -> Iterator[Edit]:
+    def changes(self, skipped: GraphScope | None) -> Iterator[Change]:
         """Make the changes; `skipped` is the branch without a past."""
         for counted in self.reading.walk.notes.counting:
-            edit = None if counted.scope is skipped else self._edit(counted)
-            if edit is not None:
-                yield edit
+            change = None if counted.scope is skipped else self._change(counted)
+            if change is not None:
+                yield change
 
-    def _edit(self, r: NodeInputs) -> Edit | None:
+    def _change(self, r: NodeInputs) -> Change | None:
         before, change = {
             "Range": ("0 to new", self._range),
             "Slice": ("0 to new", self._slice),
             "Trilu": ("the diagonal at 0", self._trilu),
         }[r.node.op_type]
         changed = change(r)
-        return Edit(describe_place(r.node, r.scope.path), before, changed) if changed else None
+        where = describe_place(r.node, r.scope.path)
+        return Change(self.reading.lengths.file, where, before, changed) if changed else None
 
     def _settle(self, numbers: Dims | None) -> list[Term] | None:
         if numbers is None or None in numbers:
@@ -131,7 +132,7 @@ class Offsets:
         return found
 
 
-def offset(model: ModelProto, graph: Graph, of_mask: bool, only_clashing: bool = False) -> tuple[Edit, ...]:
+def offset(model: ModelProto, graph: Graph, of_mask: bool, only_clashing: bool = False) -> tuple[Change, ...]:
     """Count from the past on, in place, instead of from 0; with `only_clashing` only if sizes conflict."""
     lengths = read_lengths(graph, read_declared_sizes(model))
     if not {"past", "new"} <= set(lengths.traced):
@@ -142,9 +143,9 @@ def offset(model: ModelProto, graph: Graph, of_mask: bool, only_clashing: bool =
     writer = Writer(model, lengths)
     branches = GraphView(model).branches
     skipped = None if branches is None else reading.walk.scopes.get(id(branches[1].no_past.graph))
-    edits = tuple(Offsets(reading, writer, of_mask).edits(skipped))
+    changes = tuple(Offsets(reading, writer, of_mask).changes(skipped))
     writer.done()
-    return edits
+    return changes
 
 
 def count_from_past(context: RepairContext, of_mask: bool) -> tuple[Change, ...]:
@@ -160,11 +161,11 @@ def count_from_past(context: RepairContext, of_mask: bool) -> tuple[Change, ...]
     """
     file = context.file_of("decode")
     failing = of_mask and not context.found("mask-not-offset")
-    edits = offset(context.model(file), find_graph(context, file), of_mask, only_clashing=failing)
-    if not edits:
+    changes = offset(context.model(file), find_graph(context, file), of_mask, only_clashing=failing)
+    if not changes:
         counted = "the rows of a mask" if of_mask else "positions"
         context.cannot(f"no node of the graph counts {counted} from 0", EXPORT_AGAIN)
-    return list_changes(file, edits)
+    return changes
 
 
 INSTEAD = "export again with position_ids as an input and masks made from attention_mask"

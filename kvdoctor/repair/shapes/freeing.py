@@ -15,12 +15,12 @@ from kvdoctor.model.edit import drop_unread_constants
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import describe_node, find_attribute, subgraphs
 from kvdoctor.model.view import declared, integers
-from kvdoctor.records import record
 from kvdoctor.repair.shapes.facts import ConstantUse, GraphScope, ShapeFacts, SizeConflict, WalkNotes
 from kvdoctor.repair.shapes.reshapes import write_target
 from kvdoctor.repair.shapes.terms import CannotFree, ConflictingSizes, Lengths, declare_size, read_lengths
 from kvdoctor.repair.shapes.walk import ShapeWalk
 from kvdoctor.repair.shapes.writing import Table, Writer
+from kvdoctor.report.repair_record import Change
 
 if TYPE_CHECKING:
     from kvdoctor.decode.calls import Array
@@ -33,15 +33,6 @@ def no_values(tensor: TensorProto) -> "Array":
     raise CannotFree(f"the values of {tensor.name!r} are not available")
 
 
-@record
-class Edit:
-    """One change: its location, and the text before and after."""
-
-    where: str
-    before: str
-    after: str
-
-
 @dataclass
 class AxisFreeing:
     """One model while its axes are freed; `values` reads the values of a constant."""
@@ -49,7 +40,7 @@ class AxisFreeing:
     model: ModelProto
     lengths: Lengths
     values: Values = no_values
-    edits: list[Edit] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.facts = ShapeFacts(dict(self.lengths.traced))
@@ -61,7 +52,7 @@ class AxisFreeing:
         """A term with numbers for the axes that stay fixed."""
         return self.lengths.settled(self.facts.real(term))
 
-    def run(self) -> tuple[Edit, ...]:
+    def run(self) -> tuple[Change, ...]:
         """Make all changes. Raises CannotFree: the graph does not tell how; the model may be changed in part."""
         for conflict in self.conflicts[:1]:
             place = describe_place(conflict.node, conflict.scope)
@@ -74,7 +65,7 @@ class AxisFreeing:
         writer.done()
         drop_unread_constants(self.model, set(names))
         self._declare()
-        return tuple(self.edits)
+        return tuple(self.changes)
 
     @property
     def conflicts(self) -> list[SizeConflict]:
@@ -134,7 +125,7 @@ class AxisFreeing:
                     "values do not show those at other lengths, and what it was computed from is not in the file"
                 )
             site.node.input[site.index], after = found
-            self.edits.append(Edit(where, before, after))
+            self.changes.append(Change(self.lengths.file, where, before, after))
             return
         numbers: list[int | Term] = list(known or ())
         reshaped = self.walk.notes.reshapes.get(id(site.node))
@@ -149,7 +140,7 @@ class AxisFreeing:
             for (_, at), term in entries.items():
                 numbers[at] = self._entry(site, at, term)
         site.node.input[site.index] = writer.shaped(numbers, tuple(site.tensor.dims), site.tensor.data_type)
-        self.edits.append(Edit(where, before, f"[{', '.join(map(str, numbers))}]"))
+        self.changes.append(Change(self.lengths.file, where, before, f"[{', '.join(map(str, numbers))}]"))
 
     def _entry(self, site: ConstantUse, at: int, term: Term) -> int | Term:
         """An entry of a target; in an Expand a 1 keeps the size of the data."""
@@ -200,16 +191,16 @@ class AxisFreeing:
             dim.Clear()
             dim.dim_param = declare_size(settled, names)
             if where is not None:
-                self.edits.append(Edit(f"declared {where}, axis {axis}", before, dim.dim_param))
+                self.changes.append(Change(self.lengths.file, f"declared {where}, axis {axis}", before, dim.dim_param))
 
 
-def free_axes(model: ModelProto, graph: Graph, kinds: Iterable[Axis], values: Values) -> tuple[Edit, ...]:
+def free_axes(model: ModelProto, graph: Graph, kinds: Iterable[Axis], values: Values) -> tuple[Change, ...]:
     """Free some kinds of axes of a model in place; it may be changed in part if this raises.
 
     `graph` gives the kinds of the axes of its inputs.
 
     Returns:
-        The edits; none if no such axis is a number.
+        The changes; none if no such axis is a number.
 
     Raises:
         CannotFree: the graph does not tell what it has to compute.

@@ -40,12 +40,13 @@ class ConflictingSizes(Exception):
 
 @dataclass
 class Lengths:
-    """The axes of a graph's inputs as terms, and the size of each symbol in the file as it is.
+    """The axes of the inputs of a graph, that of `file`, as terms; and the size of each symbol in the file as it is.
 
     `where` gives the input and axis from which each symbol can be read. `freed` are symbols that were numbers, `fixed`
     the values of those that stay numbers, `mixed` those with a number in one input and a name in another.
     """
 
+    file: str
     inputs: dict[str, tuple[Term, ...]] = field(default_factory=dict)
     traced: dict[str, int] = field(default_factory=dict)
     where: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -73,7 +74,7 @@ def read_lengths(
         ConflictingSizes: a length to free has two numbers.
     """
     ports = [replace(port, shape=declared.get(port.name, port.shape)) for port in graph.inputs]
-    found, primes = Lengths(), iter(PRIMES)
+    found, primes = Lengths(graph.file), iter(PRIMES)
     for kind in CHOSEN:
         _read_kind(found, ports, kind, kind in set(free), (supposed or {}).get(kind) or primes)
     found.inputs = {port.name: tuple(_read_axes(found, port, primes)) for port in ports if port.shape is not None}

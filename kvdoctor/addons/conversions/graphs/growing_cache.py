@@ -167,14 +167,12 @@ def _with_buffer_lengths(graph: Graph, slots: list[Slot]) -> Graph:
     return replace(graph, inputs=tuple(map(renamed, graph.inputs)))
 
 
-def _free_length(context: RepairContext, model: ModelProto, graph: Graph) -> Iterator[Change]:
+def _free_length(context: RepairContext, model: ModelProto, graph: Graph) -> tuple[Change, ...]:
     try:
         lengths = read_lengths(graph, read_declared_sizes(model), ("past",))
-        edits = AxisFreeing(model, lengths, partial(context.values, graph.file)).run() if lengths.freed else ()
+        return AxisFreeing(model, lengths, partial(context.values, graph.file)).run() if lengths.freed else ()
     except (CannotFree, ConflictingSizes) as reason:
         context.cannot(f"the length of the buffers is a number that cannot be computed: {reason}")
-    for edit in edits:
-        yield Change(graph.file, edit.where, edit.before, edit.after)
 
 
 def _find_write(context: RepairContext, model: ModelProto, slot: Slot, uses: LengthUses) -> _Write:

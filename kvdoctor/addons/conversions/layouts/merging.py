@@ -270,7 +270,7 @@ def lift_weights(graphs: tuple[GraphProto, GraphProto], outer: set[str], root: P
             one.name for one in graph.initializer if not one.dims or (len(one.dims) == 1 and one.data_type in INTEGERS)
         }
         mine.append({tensor.name: tensor for tensor in graph.initializer if tensor.name not in stay})
-    sameness = EqualTensors(root, (tensor for weights in mine for tensor in weights.values()))
+    sameness = EqualTensors(root)
     keys = [{name: sameness.key(tensor) for name, tensor in weights.items()} for weights in mine]
     locals_ = [own_names(graph) for graph in graphs]
     known, used = outer | {name for graph in graphs for name in all_names(graph)}, set(outer)

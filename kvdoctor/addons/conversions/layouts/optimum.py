@@ -47,16 +47,14 @@ from kvdoctor.addons.conversions.layouts.naming import (
 )
 from kvdoctor.addons.conversions.layouts.pair import ALL_EXTERNAL, TYPES, find_halves
 from kvdoctor.addons.conversions.layouts.registry import (
-    LINE,
     ConvertedModels,
     DoesNotFit,
     EqualTensors,
     FileSizeLimit,
     Layout,
     LayoutSource,
-    TensorBytes,
     point,
-    restore,
+    restore_small,
     span_of,
 )
 from kvdoctor.analysis import stacks
@@ -67,7 +65,7 @@ from kvdoctor.analysis.proof.types import Type
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.edit import GraphWriter, keep_only, prune, sort_nodes
-from kvdoctor.model.external_data import external_tensors
+from kvdoctor.model.external_data import ExternalReference, external_tensors
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import GraphProto, ModelProto, NodeProto, TensorProto
 from kvdoctor.model.traverse import explain_old_opset, find_attribute, output_of, readers
@@ -289,10 +287,10 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
     names = (source.name("decoder"), source.name("decoder-with-past"))
     made = ConvertedModels(dict(zip(names, find_halves(source), strict=True)), names, limit=ALL_EXTERNAL)
     for model in made.models.values():
-        restore(external_tensors(model), source.root, lambda span: span.length < LINE)
+        restore_small(model, source.root)
     kept = {name: [*external_tensors(model)] for name, model in made.models.items()}
-    sameness = EqualTensors(source.root, (tensor for tensors in kept.values() for tensor in tensors))
-    places: dict[tuple[object, ...], TensorBytes] = {}
+    sameness = EqualTensors(source.root)
+    places: dict[tuple[object, ...], ExternalReference] = {}
     for name, tensors in kept.items():
         shared = []
         for tensor in tensors:

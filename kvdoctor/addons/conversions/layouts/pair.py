@@ -17,13 +17,12 @@ from copy import deepcopy
 
 from kvdoctor.addons.conversions.layouts.naming import FIRST, LATER, axis_names, first_of, name_axes, port_axes
 from kvdoctor.addons.conversions.layouts.registry import (
-    LINE,
     ConvertedModels,
     DoesNotFit,
     FileSizeLimit,
     Layout,
     LayoutSource,
-    restore,
+    restore_small,
 )
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Port, Slot
@@ -39,7 +38,6 @@ from kvdoctor.model.edit import (
     replace_all,
     sort_nodes,
 )
-from kvdoctor.model.external_data import external_tensors
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.traverse import all_names, captures, find_attribute, needed_for, own_names, subgraphs
@@ -99,7 +97,7 @@ def split_single(source: LayoutSource) -> ConvertedModels:
     joined = make_first(first, source.contract)
     for model in made.models.values():
         _declare_sizes(model.graph, source.contract)
-        restore(external_tensors(model), source.root, lambda span: span.length < LINE)
+        restore_small(model, source.root)
     pasts = first_of(slot.past for slot in source.contract.slots)
     made.changes.append(Change(names[0], "inputs", pasts, "left out, computed as empty"))
     if joined:

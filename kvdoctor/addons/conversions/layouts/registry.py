@@ -11,38 +11,30 @@ it is, so that a file system may share its blocks.
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
 
 from kvdoctor.analysis.stacks import FileRole, StackFiles
 from kvdoctor.contract import CacheContract, Graph
 from kvdoctor.errors import UsageError
-from kvdoctor.model.edit import replace_all
-from kvdoctor.model.external_data import examine, external_tensors, is_external, read_reference
+from kvdoctor.model.external_data import (
+    ExternalReference,
+    examine,
+    external_tensors,
+    is_external,
+    portions,
+    read_reference,
+)
 from kvdoctor.model.output_folder import copy_whole, write_whole
 from kvdoctor.model.proto import ModelProto, TensorProto
-from kvdoctor.model.skeleton import LEN, MAX_FILE, PORTION, encode_varint, read_skeleton
+from kvdoctor.model.skeleton import MAX_FILE, read_skeleton
+from kvdoctor.model.write import write_model
 from kvdoctor.records import record
 from kvdoctor.repair.session import Conversion
 from kvdoctor.report.repair_record import Change
-
-
-@record
-class TensorBytes:
-    """The bytes of one tensor: `length` bytes at `offset` of a file, by its path relative to the model's folder."""
-
-    file: str
-    offset: int
-    length: int
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether they lie inside a model file."""
-        return self.file.endswith(".onnx")
 
 
 def read_located(path: Path, root: Path) -> ModelProto:
@@ -59,96 +51,58 @@ def read_located(path: Path, root: Path) -> ModelProto:
     folder = path.parent.relative_to(root)
     for tensor in external_tensors(model):
         span = span_of(tensor)
-        point(tensor, TensorBytes((folder / span.file).as_posix(), span.offset, span.length))
+        point(tensor, replace(span, location=(folder / span.location).as_posix()))
     return model
 
 
-def span_of(tensor: TensorProto) -> TensorBytes:
+def span_of(tensor: TensorProto) -> ExternalReference:
     """The location of the bytes of an external tensor."""
     reference = read_reference(tensor)
-    if reference is None:
-        raise ValueError(f"{tensor.name} is not external")
-    return TensorBytes(reference.location, reference.offset, reference.length)
+    assert reference is not None  # noqa: S101 - asked of external tensors
+    return reference
 
 
-def point(tensor: TensorProto, span: TensorBytes) -> None:
+def point(tensor: TensorProto, span: ExternalReference) -> None:
     """Make a tensor refer to bytes in a file."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
-    for key, value in {"location": span.file, "offset": str(span.offset), "length": str(span.length)}.items():
+    for key, value in {"location": span.location, "offset": str(span.offset), "length": str(span.length)}.items():
         tensor.external_data.add(key=key, value=value)
 
 
-def portions(root: Path, span: TensorBytes) -> Iterator[bytes]:
-    """The bytes of a span, a portion at a time.
-
-    Raises:
-        OSError: they cannot be read.
-    """
-    with (root / span.file).open("rb") as file:
-        file.seek(span.offset)
-        left = span.length
-        while left:
-            portion = file.read(min(left, PORTION))
-            if not portion:
-                raise OSError(f"{span.file} became shorter while it was read")
-            left -= len(portion)
-            yield portion
-
-
-def restore(tensors: Iterable[TensorProto], root: Path, goes: Callable[[TensorBytes], bool]) -> None:
-    """Put the bytes of external tensors into them: of those whose location says so."""
-    for tensor in list(tensors):
-        if goes(span := span_of(tensor)):
-            tensor.raw_data = b"".join(portions(root, span))
+def restore_small(model: ModelProto, root: Path) -> None:
+    """Put the bytes of external tensors that are smaller than a line into the model."""
+    for tensor in list(external_tensors(model)):
+        if (span := span_of(tensor)).length < LINE:
+            tensor.raw_data = b"".join(portions(root / span.location, span))
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
 
 
+@dataclass
 class EqualTensors:
-    """Finds tensors of the same type, shape and content."""
+    """Tells tensors of the same type, shape and content; the bytes at a place below `root` are read once."""
 
-    def __init__(self, root: Path, tensors: Iterable[TensorProto]) -> None:
-        self.root = root
-        self._alike: dict[tuple[int, tuple[int, ...]], set[TensorBytes | bytes]] = {}
-        for tensor in tensors:
-            self._alike.setdefault(self._kind(tensor), set()).add(self._place(tensor))
-        self._digests: dict[TensorBytes, bytes] = {}
+    root: Path
+    digests: dict[ExternalReference, bytes] = field(default_factory=dict)
 
     def key(self, tensor: TensorProto) -> tuple[object, ...]:
-        """A key that is equal for two of the given tensors if and only if their content is equal."""
-        kind, place = self._kind(tensor), self._place(tensor)
-        if isinstance(place, bytes) or len(self._alike[kind]) == 1:
-            return (*kind, place)
-        return (*kind, self._digest(place))
-
-    @staticmethod
-    def _kind(tensor: TensorProto) -> tuple[int, tuple[int, ...]]:
-        return tensor.data_type, tuple(tensor.dims)
-
-    @staticmethod
-    def _place(tensor: TensorProto) -> TensorBytes | bytes:
-        if is_external(tensor):
-            return span_of(tensor)
-        copy = deepcopy(tensor)
-        for name in ("name", "doc_string", "metadata_props"):
-            if name in copy.DESCRIPTOR.fields_by_name:
-                copy.ClearField(name)
-        return bytes(copy.SerializeToString(deterministic=True))
-
-    def _digest(self, span: TensorBytes) -> bytes:
-        if span not in self._digests:
+        """A key that is equal for two tensors if and only if their content is equal."""
+        kind = tensor.data_type, tuple(tensor.dims)
+        if not is_external(tensor):
+            copy = deepcopy(tensor)
+            for name in ("name", "doc_string", "metadata_props"):
+                if name in copy.DESCRIPTOR.fields_by_name:
+                    copy.ClearField(name)
+            return (*kind, bytes(copy.SerializeToString(deterministic=True)))
+        span = span_of(tensor)
+        if span not in self.digests:
             digest = hashlib.blake2b()
-            for portion in portions(self.root, span):
+            for portion in portions(self.root / span.location, span):
                 digest.update(portion)
-            self._digests[span] = digest.digest()
-        return self._digests[span]
+            self.digests[span] = digest.digest()
+        return (*kind, self.digests[span])
 
-
-GRAPH_TAG = encode_varint(7 << 3 | LEN)
-INITIALIZER_TAG = encode_varint(5 << 3 | LEN)
-RAW_DATA_TAG = encode_varint(9 << 3 | LEN)
-"""ModelProto.graph, GraphProto.initializer and TensorProto.raw_data, by onnx.proto."""
 
 LARGE, PAGE, LINE = 1 << 20, 4096, 64
 """Bytes: tensors from this size on begin at a page, so that a runtime can map them; others at a multiple of a line."""
@@ -177,33 +131,37 @@ def write_models(models: dict[str, ModelProto], root: Path, out: Path, limit: Fi
     spans = {span_of(tensor) for model in models.values() for tensor in external_tensors(model)}
     sizes = {name: sum(span_of(one).length + 16 for one in external_tensors(model)) for name, model in models.items()}
     largest = max(int(model.ByteSize()) + sizes[name] for name, model in models.items())  # at most, with all inside
-    beside = largest > limit.most or (largest > limit.inside and not all(span.is_inline for span in spans))
-    for model in models.values():  # the constants of nodes and the weights of branches
-        weights = list(map(deepcopy, model.graph.initializer))
-        del model.graph.initializer[:]
-        restore(external_tensors(model), root, lambda span: not beside or span.is_inline)
-        model.graph.initializer.extend(weights)
-    spans = {span_of(tensor) for model in models.values() for tensor in external_tensors(model)}
+    beside = largest > limit.most or (largest > limit.inside and not all(map(_lies_in_model, spans)))
+    moving = [tensor for model in models.values() for tensor in _list_moving(model)] if beside else []
     home = f"{next(iter(models))}_data"
-    moved = _data_file(spans, root, out / home) if beside else {}
+    moved = _data_file({span_of(tensor) for tensor in moving}, root, out / home) if beside else {}
+    for tensor in moving:
+        span = span_of(tensor)
+        point(tensor, ExternalReference(Path(home).name, moved[span], span.length))
     for name, model in models.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        if beside:
-            for tensor in external_tensors(model):
-                span = span_of(tensor)
-                point(tensor, TensorBytes(Path(home).name, moved[span], span.length))
-        with (out / name).open("xb") as file:
-            _write_model(model, root, file, inline=not beside)
+        put_back = {span_of(tensor).location for tensor in external_tensors(model)} - {Path(home).name}
+        write_model(model, out / name, {one: root / one for one in put_back})
     return [*models, *([home] if beside else [])]
 
 
-def _data_file(spans: set[TensorBytes], root: Path, home: Path) -> dict[TensorBytes, int]:
+def _list_moving(model: ModelProto) -> Iterator[TensorProto]:
+    """The tensors that go to a data file: not the constants of nodes and weights of branches of a model file."""
+    weights = list(model.graph.initializer)
+    own = {id(tensor) for tensor in weights}
+    yield from (one for one in external_tensors(model) if id(one) in own or not _lies_in_model(span_of(one)))
+
+
+def _lies_in_model(span: ExternalReference) -> bool:
+    return span.location.endswith(".onnx")
+
+
+def _data_file(spans: set[ExternalReference], root: Path, home: Path) -> dict[ExternalReference, int]:
     home.parent.mkdir(parents=True, exist_ok=True)
-    files = {span.file for span in spans}
-    ordered = sorted(spans, key=lambda span: (span.file, span.offset))
+    files = {span.location for span in spans}
+    ordered = sorted(spans, key=lambda span: (span.location, span.offset))
     used = sum(span.length for span in spans)
-    if len(files) == 1 and used >= NEARLY_ALL * (root / ordered[0].file).stat().st_size:
-        copy_whole(root / ordered[0].file, home)
+    if len(files) == 1 and used >= NEARLY_ALL * (root / ordered[0].location).stat().st_size:
+        copy_whole(root / ordered[0].location, home)
         return {span: span.offset for span in spans}
     places = {}
     with home.open("xb") as file:
@@ -211,30 +169,10 @@ def _data_file(spans: set[TensorBytes], root: Path, home: Path) -> dict[TensorBy
             step = PAGE if span.length >= LARGE else LINE
             file.seek(-(-file.tell() // step) * step)
             places[span] = file.tell()
-            for portion in portions(root, span):
+            for portion in portions(root / span.location, span):
                 file.write(portion)
         file.truncate()
     return places
-
-
-def _write_model(model: ModelProto, root: Path, file: BinaryIO, inline: bool) -> None:
-    streamed = [deepcopy(tensor) for tensor in model.graph.initializer if inline and is_external(tensor)]
-    replace_all(model.graph.initializer, [t for t in model.graph.initializer if not (inline and is_external(t))])
-    graph = model.graph.SerializeToString()
-    heads = []
-    for tensor in streamed:
-        bare, length = deepcopy(tensor), span_of(tensor).length
-        for name in ("external_data", "data_location"):
-            bare.ClearField(name)
-        body = bytes(bare.SerializeToString()) + RAW_DATA_TAG + encode_varint(length)
-        heads.append(INITIALIZER_TAG + encode_varint(len(body) + length) + body)
-    length = len(graph) + sum(len(head) + span_of(tensor).length for head, tensor in zip(heads, streamed, strict=True))
-    model.ClearField("graph")
-    file.write(model.SerializeToString() + GRAPH_TAG + encode_varint(length) + graph)
-    for head, tensor in zip(heads, streamed, strict=True):
-        file.write(head)
-        for portion in portions(root, span_of(tensor)):
-            file.write(portion)
 
 
 class DoesNotFit(Exception):
