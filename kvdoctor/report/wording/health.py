@@ -95,7 +95,7 @@ def list_tally(report: Report) -> list[str]:
     parts = (
         f"{of_copy}{name_verdict(report)}{of_uses}{f': {found}' if found else ''}",
         "the error is in your loop" if in_loop else None,
-        f"{working} of {len(runs)} uses{whose} work" if runs and (in_loop or not broken) else None,
+        f"{working} of {format_count(len(runs), 'use')}{whose} work" if runs and (in_loop or not broken) else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
         f"next: kvdoctor step-test {as_argument(report.model.path)}" if is_read else None,
