@@ -291,7 +291,7 @@ def test_a_policy_takes_the_same_words(doubtful: Path, tmp_path: Path) -> None:
     [
         (("re-export", "fixtures/exports/gpt2", "--logits", "last"), "`kvdoctor convert` has it"),
         (("re-export", "fixtures/exports/gpt2", "--layout", "genai"), "`kvdoctor convert` has it"),
-        (("inspect", "fixtures/exports/gpt2", "--reference", "x"), " has it"),
+        (("inspect", "fixtures/exports/gpt2", "--reference", "x"), " have it"),
         (("re-export", "fixtures/exports/gpt2", "--fix", "batch=1", "--dry-run"), "convert PATH --sizes batch=1"),
         (("inspect", "fixtures/exports/gpt2", "--bogus"), "No such option '--bogus'"),
     ],

@@ -152,7 +152,7 @@ def test_a_ring_of_one_token_a_step_is_healthy_by_histories_and_sessions(tmp_pat
     assert (report.verdict, faults(report)) == ("healthy", [])
     (entry,) = (entry for entry in report.not_checked if "the first step takes 1 new token only" in entry.reason)
     assert not entry.essential
-    assert "in a fresh session, for each batch row alone, and other ones after other tokens" in entry.reason
+    assert "in a fresh session, for each batch row alone, and others after other tokens" in entry.reason
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,11 @@ def _print_check(found: "ExplainedCheck") -> None:
     text = found.text
     if found.repairs:
         text += f"\n\nRepairs that `kvdoctor re-export` tries (docs/repairs.md): {', '.join(found.repairs)}."
-    issues = "".join(f"\n- {_format_issue(issue)}" for issue in found.issues)
-    text += f"\n\nKnown issues of other projects:{issues}" if issues else ""
     click.echo("\n\n".join([f"{found.code} {found.name}", *(_fill(part) for part in text.split("\n\n"))]))
+    if found.issues:
+        click.echo("\nKnown issues of other projects:")
+    for issue in found.issues:
+        click.echo(_fill(_format_issue(issue), "- "))
 
 
 def _print_messages(messages: "tuple[ExplainedMessage, ...]") -> None:

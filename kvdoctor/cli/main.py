@@ -230,7 +230,10 @@ def _show(error: click.ClickException) -> None:
         return
     said = error.format_message()
     if isinstance(error, click.NoSuchOption) and (others := _find_commands_with(error.option_name)):
-        said = f"No such option {error.option_name!r}; {' and '.join(f'`kvdoctor {name}`' for name in others)} has it."
+        have = "has" if len(others) == 1 else "have"
+        said = (
+            f"No such option {error.option_name!r}; {' and '.join(f'`kvdoctor {name}`' for name in others)} {have} it."
+        )
     if isinstance(error, click.NoSuchOption) and error.option_name == "-o":
         said = "There is no -o here: --output FILE writes a report, `kvdoctor re-export PATH -o OUT` a repaired copy."
     if isinstance(error, click.MissingParameter):

@@ -320,9 +320,9 @@ def quote_error(error: str) -> str:
 
     It is for a person to read: no cause is decided by it.
     """
-    sentences = [part for part in re.split(r"(?<=[.:]) (?!\d)", " ".join(error.split())) if part]
+    sentences = [part for part in re.split(r"(?<=[.:]) (?=[A-Z])|(?<=Message:) ", " ".join(error.split())) if part]
     quoted = ""
     while sentences and len(quoted) < SHORTEST:
         quoted = f"{sentences.pop()} {quoted}".strip()
     quoted = quoted.rpartition("&) ")[2]  # after the signature of a function of C++
-    return quoted if len(quoted) <= LONGEST else f"... {quoted[4 - LONGEST :]}"
+    return quoted if len(quoted) <= LONGEST else f"... {quoted[-LONGEST:].partition(' ')[2]}"

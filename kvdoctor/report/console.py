@@ -18,9 +18,10 @@ from kvdoctor.report.wording.summary import LABEL_WIDTH
 PIPE_WIDTH, LOG_WIDTH, LEAST_WIDTH = 4096, 120, 40
 WIDEST_HEAD = 100
 """Columns within which the location of a finding is put to the right."""
-GAP, GLUE, ARROW = "  ", "\ue000", "\u2190 "
-"""What stands between columns, and for a blank at which no line is broken; a mark that stays with the text after it."""
-SHAPE = re.compile(r"\w\[[^\]]*\]")
+GAP, GLUE = "  ", "\ue000"
+"""What stands between columns, and for a blank at which no line is broken."""
+JOINED = r"[^\s,;(]+(?: (?:[=+]|->) [^\s,;:]+)+", r"`[^`]*`|\w\[[^\]]*\]|equal within .|\d SD\b|\u2190 ."
+"""What stays on a line where it has room: an equation; then a command, a shape, a difference, a mark and its text."""
 MOST_NARROW = 20
 """The narrowest line, in cells, in which text is wrapped at blanks."""
 STYLES = {"strong": "bold", "good": "green", "bad": "red", "open": "yellow"}
@@ -88,7 +89,7 @@ class Page:
         glued = [part.replace(" ", GLUE) if cell_len(part) < room else part for part in map(self.clean, parts)]
         body = Line(self.clean(between).replace(" ", GLUE, 1).join(glued), style)
         made = _wrap(self.console, body, 0, 2) if self.console.is_terminal else [body]
-        self.show(Line(line.plain.replace(GLUE, " "), style) for line in made)
+        self.show(Line(line.plain.replace(GLUE, " ").rstrip(self.clean(between)), style) for line in made)
 
     def write(self, content: Iterable[blocks.Block]) -> None:
         """Print blocks."""
@@ -156,15 +157,18 @@ class Page:
         return list(_wrap(self.console, Line(body, style), len(short) - len(body), hang))
 
     def pair_lines(self, rows: Sequence[tuple[Text, Text]]) -> list[Line]:
-        """Label and text, the text wrapped under itself."""
-        made = []
-        longest = max((len(plain(label)) for label, _ in rows), default=0)
+        """Label and text, the text wrapped under itself, and under a label that is too long for its column."""
+        made: list[Line] = []
+        terminal, most = self.console.is_terminal, self.console.width * 3 // 8
+        longest = max((size for label, _ in rows if (size := len(plain(label))) <= most), default=0)
         width = self.label_width if longest < self.label_width else longest + len(GAP)
         for label, text in rows:
-            lead = self._make_line(label, "dim" if self.console.is_terminal else "")
+            lead = self._make_line(label, "dim" if terminal else "")
+            if lead.cell_len > width:  # on a line of its own
+                made, lead = [*made, Line("  ") + lead], Line()
             lead = Line(f"  {lead.plain:<{width}}", lead.style)
             body = self._make_line(text)
-            if not self.console.is_terminal:
+            if not terminal:
                 made.append(lead + body)
                 continue
             first, *remark = pieces(text)
@@ -187,16 +191,9 @@ class Page:
         """A table without rules."""
         header = [Line(self.clean(shortened(title)), "dim") for title in table.header]
         cells = [[self._make_line(cell) for cell in row] for row in table.rows]
-        rows = [[Line(self._glue(shortened(cell.plain), indent + 4), cell.style) for cell in row] for row in cells]
-        made = list(_lay_out_table(self.console, [header, *rows], indent))
-        for line in made:
-            line.plain = line.plain.replace(GLUE, " ")
-        return made
-
-    def _glue(self, text: str, lead: int) -> str:
-        """Joins a mark to the text after it, and the axes of a shape where a line of its own has room for them."""
-        joined = SHAPE.sub(lambda axes: axes[0].replace(" ", GLUE), text)
-        return (joined if cell_len(text) <= self.console.width - lead else text).replace(ARROW, ARROW[0] + GLUE)
+        rows = [[Line(shortened(cell.plain), cell.style) for cell in row] for row in cells]
+        joined = [[_join(cell, self.console.width - indent - 4) for cell in row] for row in rows]
+        return list(map(_strip, _lay_out_table(self.console, [header, *joined], indent)))
 
     def clean(self, text: str) -> str:
         """A text as it is printed: shortened, harmless, in ASCII if need be."""
@@ -219,9 +216,16 @@ def _takes_ascii_alone(console: Console) -> bool:
 def _wrap(console: Console, text: Line, lead: int, hang: int) -> Iterator[Line]:
     """A text in lines that fit: the first is indented by `lead`, the others by `hang` more."""
     width = max(console.width - lead - hang, MOST_NARROW)
-    for number, part in enumerate(text.wrap(console, width) or [Line()]):
-        part.rstrip()
-        yield Line(" " * (lead + (hang if number else 0))) + part
+    for number, part in enumerate(_join(text, width).wrap(console, width) or [Line()]):
+        yield Line(" " * (lead + (hang if number else 0))) + _strip(part)
+
+
+def _join(text: Line, room: int) -> Line:
+    """A text in which no line is broken within what is `JOINED` and has room on a line."""
+    made = text.copy()
+    for pattern in JOINED:
+        made.plain = re.sub(pattern, lambda f: f[0].replace(" ", GLUE * (cell_len(f[0]) <= room) or " "), made.plain)
+    return made
 
 
 def _lay_out_table(console: Console, table: Sequence[Sequence[Line]], indent: int) -> Iterator[Line]:
@@ -236,22 +240,14 @@ def _lay_out_table(console: Console, table: Sequence[Sequence[Line]], indent: in
         start = Line(" " * indent)
         for cell, width in zip(row, widths, strict=False):
             start += cell + Line(" " * (width - cell.cell_len) + GAP)
-        yield from _add_last(console, start, row[-1], left, indent)
-
-
-def _add_last(console: Console, start: Line, last: Line, left: int, indent: int) -> Iterator[Line]:
-    """A row whose first cells are laid out, with its last one next to them or below."""
-    longest = max((cell_len(word) for word in last.plain.split()), default=0)
-    if not console.is_terminal:
-        yield _strip(start + last)
-    elif longest > left:
-        yield _strip(start)
-        yield from _wrap(console, last, indent + 4, 0)
-    else:
-        first, *others = last.wrap(console, left) or [Line()]
-        yield _strip(start + first)
-        for other in others:
-            yield _strip(Line(" " * start.cell_len) + other)
+        if not console.is_terminal:
+            yield _strip(start + row[-1])
+        elif max((cell_len(word) for word in row[-1].plain.split()), default=0) > left:
+            yield _strip(start)
+            yield from _wrap(console, row[-1], indent + 4, 0)
+        else:
+            first, *others = row[-1].wrap(console, left) or [Line()]
+            yield from map(_strip, (start + first, *(Line(" " * start.cell_len) + other for other in others)))
 
 
 def _squeeze(console: Console, table: Sequence[Sequence[Line]], indent: int) -> Iterator[Line]:
@@ -278,6 +274,8 @@ def _squeeze(console: Console, table: Sequence[Sequence[Line]], indent: int) -> 
 
 
 def _strip(text: Line) -> Line:
+    """A line as it is printed: with the blanks at which it was not broken, and none at its end."""
+    text.plain = text.plain.replace(GLUE, " ")
     text.rstrip()
     return text
 

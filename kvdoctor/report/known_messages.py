@@ -175,9 +175,11 @@ class KnownIssue:
     def concerns(self, finding: Finding, operators: Collection[str], producer: str) -> bool:
         """Whether it may be the cause of a finding in a file with these operators, written by that producer."""
         words = _normalize(" ".join((finding.cause, finding.observed, *finding.effects, *finding.evidence)))
+        quotes = (re.escape(_normalize(quote)) for quote in self.quotes)
         return (
             finding.name in self.checks
-            and (not self.quotes or any(_has_words(words, _normalize(quote)) for quote in self.quotes))
+            # Between word boundaries: `If` is not found in `different`.
+            and (not self.quotes or any(re.search(rf"(?<![a-z0-9_]){one}(?![a-z0-9_])", words) for one in quotes))
             and set(self.operators) <= {*operators}
             and (not self.producers or any(name in producer.lower() for name in self.producers))
         )
@@ -208,11 +210,6 @@ def issues_of_message(text: str) -> tuple[Issue, ...]:
     """The issues of which a text has a quote, or that a part of their title or quote is."""
     held = partial(_contains, _normalize(text))
     return tuple(entry.issue for entry in list_issues() if any(map(held, (*entry.quotes, entry.issue.title))))
-
-
-def _has_words(text: str, quote: str) -> bool:
-    """Whether a text contains a quote between word boundaries: `If` is not found in `different`."""
-    return re.search(rf"(?<![a-z0-9_]){re.escape(quote)}(?![a-z0-9_])", text) is not None
 
 
 def _normalize(text: str) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text as Line
 
 from kvdoctor.errors import as_argument
-from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, drop_folded, lines, names, pairs, plain, table
+from kvdoctor.report.blocks import Block, Lines, Pairs, Section, Span, drop_folded, lines, pairs, plain
 from kvdoctor.report.console import MARKS, SEVERITIES, VERDICTS, Page, open_console, open_text
 from kvdoctor.report.document import Report, counts, exit_code_of_all
 from kvdoctor.report.escaping import cut, shortened
@@ -163,10 +163,11 @@ def _outline(report: Report) -> Iterator[Block]:
         )
         return
     if report.verdict == "incomplete":
-        why = Pairs(tuple(health.explain_undecided(report, "-v")))
-        yield Section("", (Lines((Span(f"? {summary.name_verdict(report)}", report.verdict),)), why))
+        why = health.explain_undecided(report, "-v")
+        if len(why) > 1 or not report.findings:  # else the fix of the finding decides
+            yield Section("", (Lines((Span(f"? {summary.name_verdict(report)}", report.verdict),)), Pairs(tuple(why))))
     for stack in report.stacks:
-        yield Section(Span(stack.name), tuple(show_targets(report, stack)))
+        yield Section(Span(stack.name), tuple(show_targets(report, stack, in_short=True)))
     yield from show_variants(report)
     yield from show_speed(report)
     yield from _list_open_checks(report, False if report.verdict in UNDIAGNOSED else None)
@@ -209,22 +210,26 @@ def _outline_stacks(report: Report) -> Iterator[Section]:
     read: list[Block] = [*lines(files), *lines(list_target_limits(report), "dim")]
     first = [file for stack in report.stacks[:1] for file in stack.files]
     files_shown = sorted(report.model.files, key=lambda file: file.path not in first)
-    ports = ((file.path, map(names, islice(list_ports(file), MOST_PORTS))) for file in files_shown[:MOST_FILES])
-    read += [*(table(("", path, ""), rows) for path, rows in ports), *_count_rest(files_shown, MOST_FILES, "file")]
+    for file in files_shown[:MOST_FILES]:
+        ports = ((Span(f"{way:<5}{name}"), Span(kind)) for way, name, kind in islice(list_ports(file), MOST_PORTS))
+        read += [Lines((f"  {file.path}",)), *pairs(ports)]
+    read += _count_rest(files_shown, MOST_FILES, "file")
     stacks = [stack for stack in report.stacks if stack.contract is not None][:MOST_STACKS]
     if stacks:
-        read.append(Lines((f"{', '.join(stack.name for stack in stacks)}: the cache contract",), "strong"))
+        read.append(Lines(("", f"{', '.join(stack.name for stack in stacks)}: the cache contract"), "strong"))
         read += pairs(outline_contracts(stacks))
     yield Section("", (*read, *_count_rest(report.stacks, MOST_STACKS, "stack")))
     if is_plan_requested(report.arguments):
+        plans: dict[tuple[Section, ...], list[str]] = {}
         for stack in report.stacks:
-            yield Section(Span(stack.name), tuple(show_memory(stack)))
+            plans.setdefault(tuple(show_memory(stack)), []).append(stack.name)
+        yield from (Section(Span(", ".join(named)), plan) for plan, named in plans.items())
 
 
 def _show_verdict(page: Page, report: Report, verbosity: int) -> None:
     """The last line: verdict, tally, time and exit code."""
     if made := summary.format_reproducer(report):
-        page.line(made, "bold")
+        page.write([Section("", (Lines((made,), "strong"),))])
     if verbosity >= 0:
         details = [f"{DETAILS}{'v' * verbosity}"] if verbosity < 2 else []
         page.line("")

@@ -93,7 +93,7 @@ def test_a_checkpoint_and_a_name_in_place_of_a_model_are_answered_with_the_comma
     (tmp_path / "gpt" / "model.safetensors").touch()
     code, text = ask("inspect", "gpt")
     assert code == 3
-    assert text.count("kvdoctor re-export --from gpt -o EXPORTED") == 2  # the reason, and what decides
+    assert text.count("kvdoctor re-export --from gpt -o EXPORTED") == 1
     for given in ("onnx-community/gpt2", "https://huggingface.co/onnx-community/gpt2/tree/main/onnx"):
         for command in ([given], ["inspect", given]):
             _, text = ask(*command)

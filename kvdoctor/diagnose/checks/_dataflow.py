@@ -41,7 +41,7 @@ def find_other_entries(context: ContractContext, slot: Slot) -> str | None:
     found = _find_joins(flow, slot.past, rank, slot.present)
     if found is None:
         return None
-    return f"the step computes with {_name(found[1])}, but returns {_name(found[0])} as {slot.present}"
+    return f"the step uses {_name(found[1])}, but returns {_name(found[0])} as {slot.present}"
 
 
 def describe_rounded(context: ContractContext, past: str | None = None) -> tuple[str, ...]:

@@ -173,8 +173,9 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     step = run.wrong_step or worst
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     seen = describe_difference(run, step) or run.reason or "of another shape"
-    unknown = "; the runs do not show the cause" * (run.location is None or run.location.node is None)
-    advice = Advice("re-export", advise_place(run) + unknown)
+    located = run.location is not None and run.location.node is not None
+    unknown = "the runs do not show the cause: `--reference CHECKPOINT` compares the layers with PyTorch; or "
+    advice = Advice("re-export", unknown * (not located) + advise_place(run))
     cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, advice)
     fault = Fault(severity, (context.logits_name,), cause, advice, run=run).compare(
         f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",

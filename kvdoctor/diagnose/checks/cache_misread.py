@@ -91,8 +91,8 @@ def other_entries_stored(context: ContractContext) -> Faults:
     seen = ((slot.present or "", find_other_entries(context, slot)) for slot in slots)
     wrong = {name: text for name, text in seen if text is not None}
     if wrong:
-        advice = Advice("re-export", "return what the step computes with, and export again")
-        fault = Fault("error", tuple(wrong), "a step returns other new entries than it computes with", advice)
+        advice = Advice("re-export", "return the value that the step uses, and export again")
+        fault = Fault("error", tuple(wrong), "a step uses one value for its new entries and returns another", advice)
         declared = "the past, then the new entries that the same step uses"
         fault = fault.compare(declared, next(iter(wrong.values())))
         yield fault.also(confidence="confirmed" if context.loop_is_wrong else "suspected")

@@ -173,7 +173,7 @@ def non_finite(context: RunContext) -> Faults:
     run = context.checked_loop
     if run is not None and run.not_finite:
         if any(find_other_entries(context, slot) for slot in context.contract.slots):
-            raise Explained("a step returns other new entries than it computes with, see KV318")
+            raise Explained("a step uses one value for its new entries and returns another, see KV318")
         fault = build_difference(context, run, "error", _describe_steps(run))
         always = len(run.not_finite) == len(run.steps)
         advice = context.advise_graph_repair(f"or {NEVER_FINITE}") if always else _advise_range(context)
@@ -182,8 +182,8 @@ def non_finite(context: RunContext) -> Faults:
     for other, use in find_broken_uses(context):
         if other.cause is not None and not other.not_finite:
             severity = use.severity if other.cause.slot else "error"  # a slot that grows is not infinite yet
-            what = "a state grows with each step" if other.cause.slot else other.cause.evidence
-            fault = build_difference(context, other, severity, f"with {use.words}: {what}")
+            what = "a state grows with each step" if other.cause.slot else f"with {use.words}: {other.cause.evidence}"
+            fault = build_difference(context, other, severity, what)
             fault = fault.compare("logits and states within the range of their type", other.cause.evidence)
             yield fault.also(repair=Advice("re-export", AMPLIFIED))
         else:

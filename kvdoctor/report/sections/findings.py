@@ -108,8 +108,9 @@ def _list_short_facts(finding: Finding, pictured: bool, quoted: str | None) -> I
         yield "cause", finding.evidence[0]
     # Of a call that fails, the table names the node.
     unnamed = said is not None and not pictured if finding.evidence else static or finding.slots
-    if unnamed and finding.where != finding.file:
-        yield "where", finding.where
+    where = finding.where.removeprefix(f"file {finding.file}").removeprefix(", ")
+    if unnamed and where not in ("", finding.file):
+        yield "where", where
     yield from (("effect", text) for text in finding.effects[: static and not pictured])
     # A name such as /model/layers.0/mlp/Mul says the module itself.
     if any(source.line or source.kind for source in finding.sources):

@@ -10,7 +10,7 @@ from kvdoctor.report.blocks import Block, Lines, Picture, Section, Span, Table, 
 from kvdoctor.report.document import Report
 from kvdoctor.report.escaping import shortened
 from kvdoctor.report.facts import StackFacts
-from kvdoctor.report.wording import format_bytes, format_count
+from kvdoctor.report.wording import format_bytes, format_count, join_some
 from kvdoctor.report.wording.contract import describe_contract, describe_logits, describe_proof, list_slots
 from kvdoctor.report.wording.health import load_experiments
 from kvdoctor.report.wording.runs import (
@@ -157,9 +157,14 @@ def _make_table(header: list[str], rows: list[list[str]], title: str = "") -> Ta
     return table(header, rows, title, "step")
 
 
-def show_targets(report: Report, stack: StackFacts) -> Iterator[Section]:
-    """The outcomes of a stack on each target runtime."""
-    found = [table(header, rows) for header, rows in tabulate_targets(report, stack.name)]
+def show_targets(report: Report, stack: StackFacts, in_short: bool = False) -> Iterator[Section]:
+    """The outcomes of a stack on each target runtime; `in_short` those experiments as one that have the same ones."""
+    found = []
+    for header, rows in tabulate_targets(report, stack.name):
+        same: dict[tuple[str, ...], list[str]] = {}
+        for name, *cells in rows:
+            same.setdefault(tuple(cells), []).append(name)
+        found.append(table(header, [[join_some(e, 1), *cells] for cells, e in same.items()] if in_short else rows))
     if found:
         fails = any("FAILS " in plain(cell) for made in found for row in made.rows for cell in row)
         title = "on each target runtime" + "; FAILS 2 means: fails at step 2" * fails

@@ -62,7 +62,7 @@ def describe_contract(stack: StackFacts) -> Iterator[tuple[str, str]]:
     if contract.ring is not None and any(slot.growth == "static" for slot in contract.slots):
         full = f"after {format_count(contract.ring, 'token')}" if contract.ring else "when the buffer is full"
         yield "ring", f"{full}, each step of one token writes over the oldest entry"
-    yield "axes", _axes(contract)
+    yield from _axes(contract)
     yield "first step", _first_step(contract)
     yield "feed", _fed(contract)
     yield from _readings(contract)
@@ -151,8 +151,8 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
         end += ", if no attention score is below the mask value (such as -10,000)" if proof.weak_mask else ""
         yield "proved", f"with and without a cache agree for every {lengths}{end}"
     if proof.exceptions:
-        what = "for several new tokens a step" if proof.single else "at lengths that no run tries"
-        yield "not proved", f"agreement {what} (limit of the analysis: {'; '.join(proof.exceptions)})"
+        what = "for several new tokens a step" if proof.single else "at lengths that were not run"
+        yield "not proved", f"agreement {what}; limit of the analysis: {'; '.join(proof.exceptions)}"
 
 
 OUTLINED = (
@@ -248,8 +248,8 @@ def _slots(slots: list[Slot]) -> str:
     return f"{kind}, {parts + ' ' if parts else ''}{format_slot_type(slot)}: {describe_step(slot)}{window}"
 
 
-def _axes(contract: CacheContract) -> str:
-    """The name of each dynamic axis, and the size of each fixed one."""
+def _axes(contract: CacheContract) -> Iterator[tuple[str, str]]:
+    """The name of each dynamic axis, and the size of each fixed one, as label and text."""
     kinds: dict[str, dict[str, dict[str, None]]] = {"dynamic": {}, "fixed": {}}
     for phase in contract.phases.values():
         for port in contract.graphs[phase.graph].inputs:
@@ -257,8 +257,8 @@ def _axes(contract: CacheContract) -> str:
                 if axis != "fixed":
                     kind = "fixed" if isinstance(size, int) else "dynamic"
                     kinds[kind].setdefault(axis, {})[str(size or "unnamed")] = None
-    sizes = {title: [f"{a} = {' or '.join(n)}" for a, n in found.items()] for title, found in kinds.items()}
-    return "; ".join(f"{title}: {', '.join(found)}" for title, found in sizes.items() if found)
+    sizes = {title: ", ".join(f"{a} = {' or '.join(n)}" for a, n in found.items()) for title, found in kinds.items()}
+    yield from zip(("axes", ""), (f"{title}: {text}" for title, text in sizes.items() if text), strict=False)
 
 
 def _first_step(contract: CacheContract) -> str:

@@ -25,6 +25,7 @@ GOLDEN, TARGETS, REFERENCE = "KV321", "KV404", "KV320"
 """The codes of what compares with golden numbers, a target runtime, and a checkpoint."""
 
 MOST_NAMES, MOST_REASONS, MOST_SIZES = 6, 3, 4
+NO_FILE = "no .onnx file"
 
 LOOP, MANY, BATCH = "one token a step", "several at once", "batch"
 BETWEEN = " \u00b7 "
@@ -94,10 +95,10 @@ def list_tally(report: Report) -> list[str]:
     parts = (
         f"{of_copy}{name_verdict(report)}{of_uses}{f': {found}' if found else ''}",
         "the error is in your loop" if in_loop else None,
-        f"{working} of {len(runs)} uses{whose} work" if runs and (in_loop or not broken) else None,
-        f"next: kvdoctor step-test {as_argument(report.model.path)}" if is_read else None,
+        f"{working} of {format_count(len(runs), 'use')}{whose} work" if runs and (in_loop or not broken) else None,
         format_seconds(seconds) if isinstance(seconds, float) else None,
         f"exit {exit_code(report, report.fail_on)}",
+        f"next: kvdoctor step-test {as_argument(report.model.path)}" if is_read else None,
     )
     return [*filter(None, parts)]
 
@@ -227,15 +228,18 @@ def _describe_loop(report: Report, stack: StackFacts) -> str:
     verb = "differs by rounding alone from" if loop.by_rounding else "agrees with"
     if not loop.repeats:
         return f"{verb} a run without a cache ({close}{control})"
-    others = describe_comparisons(select_local_runs(report, stack.name)) + " (no call without a cache exists to compare"
-    return f"same logits{' but for rounding' * loop.by_rounding} {others} with; {close}{control})"
+    others = describe_comparisons(select_local_runs(report, stack.name))
+    same = f"the same logits{' but for rounding' * loop.by_rounding} {others} ({close}{control})"
+    return f"no call without a cache exists to compare with: {same}"
 
 
 def explain_undecided(report: Report, rest: str) -> list[tuple[str, Text]]:
     """Label and text: why there is no verdict, and what decides. Of many reasons `rest` names where the others are."""
     groups = [group for group in group_open_checks(report.not_checked) if group.essential]
-    rows: list[tuple[str, Text]] = []
-    rows += [("why", group.describe(600)) for group in groups[:MOST_REASONS]]
+    # What follows the reason of a folder without a model is the advice.
+    found = (group.describe(600) for group in groups[:MOST_REASONS])
+    why = (text.partition("; ")[0] if text.startswith(NO_FILE) else text for text in found)
+    rows: list[tuple[str, Text]] = [("why", text) for text in why]
     if report.verdict == "not-applicable" and rows:
         return [("why", groups[0].reason.removeprefix("not run: "))]
     if len(groups) > MOST_REASONS:
@@ -249,7 +253,7 @@ def advise_decision(report: Report) -> Text:
     again = f"kvdoctor step-test {model}"
     blocking = next((f for f in report.findings if means_incomplete(f.code)), None)
     if blocking is not None:
-        return _advise(blocking.repair.command) if blocking.repair.command else f"the fix of {blocking.code} first"
+        return _advise(blocking.repair.command) if blocking.repair.command else f"fix {blocking.code} first"
     if any(f.name == "loop-breaks-contract" and f.confidence == "suspected" for f in report.findings):
         return "the trace does not show whether that is meant: your loop does; values decide more (docs/trace.md)"
     if report.command == "speed":
@@ -264,7 +268,7 @@ def advise_decision(report: Report) -> Text:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
-    absent = [entry.reason for entry in report.not_checked if entry.reason.startswith("no .onnx file")]
+    absent = [entry.reason for entry in report.not_checked if entry.reason.startswith(NO_FILE)]
     if not report.model.files and absent:
         command = re.search(r"(?:export it: |`)(kvdoctor [^`]+)", absent[0])
         return _advise(command[1]) if command else "give the folder of an export, or an .onnx file"

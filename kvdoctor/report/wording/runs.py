@@ -145,7 +145,7 @@ def describe_comparisons(runs: Iterable[Run]) -> str:
     passed = {run.experiment for run in runs if run.shows == "passed"}
     texts = {PLAIN_LOOP: "when run again", OWN_SESSION: "in a fresh session", "batch": "for each batch row alone"}
     found = ", ".join(text for name, text in texts.items() if name in passed)
-    return found + ", and other ones after other tokens" * (HISTORY in passed)
+    return found + ", and others after other tokens" * (HISTORY in passed)
 
 
 def describe_rounding(run: Run) -> str:
@@ -244,23 +244,14 @@ def tabulate_targets(report: Report, stack: str) -> Iterator[tuple[list[str], li
     of_stack = [run for run in report.runs if run.stack == stack]
     for start in range(0, max(len(others), 1), MOST_COLUMNS):
         columns = others[start : start + MOST_COLUMNS]
-        runs = [
-            {run.experiment: run for run in of_stack if (run.target, run.provider) == target.place}
-            for target in columns
-        ]
+        runs = [{run.experiment: run for run in of_stack if (run.target, run.provider) == one.place} for one in columns]
         here = f"{_local_runtime(report).partition('==')[2]} (local)"
         rows = []
         for name in _experiment_names(local, runs):
             cells = (_target_cell(stack, one, known.get(name)) for one, known in zip(columns, runs, strict=True))
             rows.append([name, _cell(local.get(name)), *cells])
-        yield (
-            [
-                "experiment",
-                here,
-                *(target.onnxruntime if target.provider == CPU else target.asked for target in columns),
-            ],
-            rows,
-        )
+        titles = (target.onnxruntime if target.provider == CPU else target.asked for target in columns)
+        yield ["experiment", here, *titles], rows
 
 
 def list_target_releases(report: Report, stack: str) -> Iterator[str]:

@@ -172,4 +172,4 @@ def format_reproducer(report: "Report") -> str | None:
         return "nothing to reproduce: no finding of the requested severity; no folder was written"
     if made.out is None:
         return f"no reproducer was written: {made.reason}"
-    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; {made.command}"
+    return f"reproducer: {made.out} ({made.bytes:,} bytes, no weights): {made.shows}; `{made.command}`"
