@@ -30,7 +30,9 @@ SCHEMAS = Path(__file__).parent / "schemas"
 SARIF = jsonschema.Draft4Validator(json.loads((SCHEMAS / "sarif-2.1.0.json").read_text(encoding="utf-8")))
 GATE = jsonschema.Draft202012Validator(schemas()["gate"])
 MARKDOWN = MarkdownIt("gfm-like", {"html": True, "linkify": True})
-OBEYED = re.compile(r"^\s*::\s*[a-z-]+[^\n]*::|##[a-z]*\[", re.IGNORECASE | re.MULTILINE)
+KNOWN = "add-ma|add-path|debug|echo|endgroup|error|group|notice|remove-ma|save-state|set-|stop-com|warning"
+OBEYED = re.compile(rf"^\s*::\s*(?:{KNOWN})[^\n]*::|##[a-z]*\[", re.IGNORECASE | re.MULTILINE)
+"""What a runner obeys: the commands that it knows (GitHub's runner, ActionCommandManager); it prints other names."""
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
