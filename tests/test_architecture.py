@@ -149,7 +149,7 @@ def test_what_the_worker_needs_is_light() -> None:
             else:
                 known = {*sys.stdlib_module_names, "numpy", "onnxruntime"}
                 known |= {"typing_extensions"}  # for types, never loaded
-                known |= {"psutil"} if name == "runtime.worker.speed" else set()  # not on Linux
+                known |= {"psutil"} if name == "runtime.worker.decoding" else set()  # not on Linux
                 assert root in known, f"{name} imports {each}"
 
 

@@ -31,10 +31,9 @@ from kvdoctor.errors import CannotCheck, UnreadableError, UsageError
 from kvdoctor.findings import NotChecked
 from kvdoctor.model.join import NotClosed, cut_out
 from kvdoctor.model.operators import has
-from kvdoctor.model.output_folder import copy_whole
+from kvdoctor.model.output_folder import copy_whole, write_model
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.view import GraphView
-from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.wording import format_count, shorten_names

@@ -1,7 +1,7 @@
 """The working copy of an export: its files as repairs change them in memory, the stack that they are for, and OUT.
 
 Models are read without their weights: a tensor whose values were left out points into the file that it came from, and
-gets them back when the model is written (`model/write.py`). In OUT, files that did not change are copied.
+gets them back when the model is written (`model/output_folder.py`). In OUT, files that did not change are copied.
 """
 
 import copy
@@ -21,12 +21,11 @@ from kvdoctor.errors import UsageError
 from kvdoctor.findings import Finding
 from kvdoctor.model.edit import keep_only
 from kvdoctor.model.files import SIDE_CARS
-from kvdoctor.model.output_folder import MARK, copy_whole, regular_files, write_whole
+from kvdoctor.model.output_folder import MARK, copy_whole, regular_files, write_model, write_whole
 from kvdoctor.model.proto import GraphProto, ModelProto, TensorProto, ValueInfoProto
 from kvdoctor.model.skeleton import read_skeleton
 from kvdoctor.model.traverse import explain_old_opset
 from kvdoctor.model.view import GraphView, declared
-from kvdoctor.model.write import write_model
 from kvdoctor.options import Options
 from kvdoctor.records import record
 from kvdoctor.report.document import Report

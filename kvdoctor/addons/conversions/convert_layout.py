@@ -27,10 +27,9 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import LOOPS
 from kvdoctor.decode.tolerances import find_tolerance
 from kvdoctor.errors import UsageError, as_argument
-from kvdoctor.model.output_folder import copy_whole, regular_files
+from kvdoctor.model.output_folder import copy_whole, regular_files, write_model
 from kvdoctor.model.proto import ModelProto
 from kvdoctor.model.skeleton import read_skeleton
-from kvdoctor.model.write import write_model
 from kvdoctor.records import record
 from kvdoctor.repair.lowering.lower import change_versions
 from kvdoctor.repair.pipeline import diagnose_copy
