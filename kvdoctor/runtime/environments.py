@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from kvdoctor.errors import KvdoctorError, UsageError
 from kvdoctor.model.output_folder import whole_folder
@@ -112,14 +112,6 @@ def _is_installed(module: str) -> bool:
     return any(path.with_suffix(".py").is_file() or (path / "__init__.py").is_file() for path in paths)
 
 
-@record
-class PythonCommand:
-    """The command that starts a Python with the requirements, and whose Python that is."""
-
-    command: tuple[str, ...]
-    way: Literal["this Python", "uv"]
-
-
 def transformers_for(config: dict[str, Any]) -> Requirements:
     """The requirements to run a checkpoint: of transformers the line that it was saved with, if it is a known one."""
     number = re.fullmatch(r"([0-9]{1,3}\.[0-9]{1,3})\.[0-9]{1,3}", str(config.get("transformers_version")), re.ASCII)
@@ -152,14 +144,14 @@ def once_online(offline: bool) -> str:
     return "; then remove --offline once: later runs need no network" if offline else ""
 
 
-def python_command(needs: Requirements, offline: bool) -> PythonCommand:
-    """The command that starts a Python with the requirements.
+def python_command(needs: Requirements, offline: bool) -> tuple[str, ...]:
+    """The command that starts a Python with the requirements: this one where it has them.
 
     Raises:
         EnvironmentUnavailable: this Python does not have them, and uv is not installed.
     """
     if needs.are_installed:
-        return PythonCommand((sys.executable,), "this Python")
+        return (sys.executable,)
     uv = find_uv()
     if uv is None:
         raise EnvironmentUnavailable(
@@ -171,11 +163,11 @@ def python_command(needs: Requirements, offline: bool) -> PythonCommand:
         identity = f"{lock}{sys.version_info[:2]}{sys.platform}{platform.machine()}"
         folder = cache_folder() / "environments" / hashlib.sha256(identity.encode()).hexdigest()[:16]
         made = Uv(uv, offline, lambda said: _not_made(needs, said, offline))
-        return PythonCommand((str(made.make(folder, sys.executable, needs.requirements)),), "uv")
+        return (str(made.make(folder, sys.executable, needs.requirements)),)
     command = [uv, "run", "--quiet", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
     for requirement in needs.requirements:
         command += ["--with", requirement]
-    return PythonCommand((*command, *(["--offline"] if offline else []), "python"), "uv")
+    return (*command, *(["--offline"] if offline else []), "python")
 
 
 def read_lock(requirements: tuple[str, ...]) -> str | None:
@@ -316,10 +308,10 @@ class ScriptProcess:
             names = ", ".join(needs.requirements)
             self._report(f"starting an environment with {names}; the first time it takes minutes")
         start = python_command(needs, offline)
-        self.way = start.way
-        self._isolated = start.way != "this Python"
+        self._isolated = start != (sys.executable,)
+        self.way = "uv" if self._isolated else "this Python"
         self._process = subprocess.Popen(
-            [*start.command, "-c", BOOT, str(script), json.dumps(arguments)],
+            [*start, "-c", BOOT, str(script), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
