@@ -58,7 +58,7 @@ def find_obstacle(offline: bool) -> str | None:
 
 def _polygraphy(*arguments: str, code: int = 0, offline: bool = False) -> Command:
     python = python_command(NEEDS, offline)
-    return Command((*python.command, "-c", ARGUMENTS, *arguments), code)
+    return Command((*python, "-c", ARGUMENTS, *arguments), code)
 
 
 def _shapes() -> list[str]:

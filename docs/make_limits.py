@@ -17,7 +17,7 @@ from limit_models import write_all
 
 from kvdoctor.runtime.environments import EnvironmentUnavailable, find_uv
 from kvdoctor.runtime.release_environments import prepare_environment
-from kvdoctor.runtime.targets import bindings
+from kvdoctor.runtime.targets import BINDINGS, Binding
 from kvdoctor.runtime.targets.limits import FILE, meanings, operator_of
 
 RELEASES = (
@@ -153,10 +153,10 @@ def page(data: dict[str, Any]) -> str:
         else:
             rows.append([release, *cells])
     header = ["onnxruntime", "IR", "opset", "Python", "standard operators", "missing operators", "missing attributes"]
-    numbered = ", ".join(binding.name for binding in bindings.BINDINGS if binding.follows_runtime)
+    numbered = ", ".join(binding.name for binding in BINDINGS if binding.follows_runtime)
     shipped = [
         [binding.name, _shipped(binding), binding.source, _faults(binding)]
-        for binding in bindings.BINDINGS
+        for binding in BINDINGS
         if not binding.follows_runtime
     ]
     changes = [
@@ -177,11 +177,11 @@ def _count(features: list[str]) -> str:
     return f"all but {len(features)}"
 
 
-def _shipped(binding: bindings.Binding) -> str:
+def _shipped(binding: Binding) -> str:
     return ", ".join(f"{release}: {runtime}" for release, runtime in binding.ships.items())
 
 
-def _faults(binding: bindings.Binding) -> str:
+def _faults(binding: Binding) -> str:
     return "; ".join(f"up to {releases[-1]}: {hazard.words}" for hazard, releases in binding.hazards) or ""
 
 

@@ -30,7 +30,7 @@ from kvdoctor.errors import UsageError, did_you_mean
 from kvdoctor.records import record
 
 if TYPE_CHECKING:
-    from kvdoctor.analysis.slot_memory import Workload
+    from kvdoctor.analysis.memory import Workload
     from kvdoctor.findings import Selection
     from kvdoctor.runtime.process import Limits
     from kvdoctor.runtime.targets import Target
@@ -587,7 +587,7 @@ class Options:
     @property
     def load(self) -> "Workload":
         """The sizes that the memory plan is made for."""
-        from kvdoctor.analysis.slot_memory import Workload
+        from kvdoctor.analysis.memory import Workload
 
         return Workload(self.batch, self.context, self.encoder_length)
 

@@ -44,23 +44,23 @@ BUDGET = {
     "addons/loops": 2_200,
     "addons/reproducer": 2_250,
     "addons/traces": 3_525,
-    "analysis": 14_700,
+    "analysis": 14_650,
     "cli": 1_425,
     "decode": 9_275,
-    "diagnose": 13_375,
+    "diagnose": 13_350,
     "gating": 2_550,
     "model": 4_350,
     "repair": 6_600,
     "report": 6_625,
     "root": 2_975,
-    "runtime": 3_750,
+    "runtime": 3_700,
 }
 """The most lines of Python that each package and each add-on may have; `root` are the modules outside of packages.
 
 The figures are those of the day on which they were written, and they only go down. A package may take lines from
 another one in the same commit, whose message names what they are for; nothing else raises a figure.
 """
-MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 410, 31_600, 17_700
+MOST_MODULES, MOST_TEST_LINES, MOST_EVIDENCE_LINES = 408, 31_600, 17_700
 
 
 def test_the_root_is_as_the_table_says() -> None:
@@ -149,7 +149,7 @@ def test_what_the_worker_needs_is_light() -> None:
             else:
                 known = {*sys.stdlib_module_names, "numpy", "onnxruntime"}
                 known |= {"typing_extensions"}  # for types, never loaded
-                known |= {"psutil"} if name == "runtime.worker.speed" else set()  # not on Linux
+                known |= {"psutil"} if name == "runtime.worker.decoding" else set()  # not on Linux
                 assert root in known, f"{name} imports {each}"
 
 

@@ -31,7 +31,7 @@ from kvdoctor.repair.session import RepairRequest
 from kvdoctor.report.document import Report, exit_code
 from kvdoctor.report.markdown import render
 from kvdoctor.runtime import environments
-from kvdoctor.runtime.environments import PythonCommand, Requirements
+from kvdoctor.runtime.environments import Requirements
 
 MERGED = EXPORTS / "marian-4.46.3"
 SOUND = EXPORTS / "gpt2"
@@ -57,7 +57,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for exporter in EXPORTERS:
         (scripts / exporter.script).touch()
     monkeypatch.setattr(run_exporter, "SCRIPTS", scripts)
-    monkeypatch.setattr(environments, "python_command", lambda *_: PythonCommand((sys.executable,), "this Python"))
+    monkeypatch.setattr(environments, "python_command", lambda *_: (sys.executable,))
     monkeypatch.setattr(reference, "SCRIPT", CONSUMERS / "made_up_checkpoint.py")
     monkeypatch.setattr(reference, "transformers_for", lambda _config: HERE)
 
@@ -424,7 +424,7 @@ def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         "from kvdoctor.repair.export import run_exporter\nfrom kvdoctor.runtime import environments\n"
         "from kvdoctor.cli.main import main\n"
         f"run_exporter.SCRIPTS = Path({str(scripts)!r})\n"
-        "environments.python_command = lambda *_: environments.PythonCommand((sys.executable,), 'this Python')\n"
+        "environments.python_command = lambda *_: (sys.executable,)\n"
         f"sys.argv = ['kvdoctor', 're-export', '--from', {str(source)!r}, '-o', {str(tmp_path / 'out')!r}]\nmain()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

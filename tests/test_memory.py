@@ -17,8 +17,7 @@ from support.sampling import sampled
 from support.text_fixtures import load_all
 
 from kvdoctor.analysis.configs import declared_windows, encoder_length
-from kvdoctor.analysis.memory import MemoryPlan, plan_memory
-from kvdoctor.analysis.slot_memory import Workload
+from kvdoctor.analysis.memory import MemoryPlan, Workload, plan_memory
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Graph, Phase, Slot
 from kvdoctor.decode.runs import ObservedTensor
 from kvdoctor.diagnose.inspection import inspect

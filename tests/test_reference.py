@@ -195,9 +195,9 @@ def test_the_version_that_a_checkpoint_was_saved_with_is_taken(saved_with: Any, 
 
 def test_offline_never_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "find_uv", lambda: "/usr/bin/uv")
-    assert "--offline" in python_command(NOWHERE, offline=True).command
-    assert "--offline" not in python_command(NOWHERE, offline=False).command
-    assert python_command(HERE, offline=True).command == (sys.executable,)
+    assert "--offline" in python_command(NOWHERE, offline=True)
+    assert "--offline" not in python_command(NOWHERE, offline=False)
+    assert python_command(HERE, offline=True) == (sys.executable,)
 
 
 def test_a_script_sees_no_module_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,9 +348,9 @@ def test_only_the_files_of_the_lock_are_installed(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv(name, str(tmp_path / value))
     monkeypatch.setenv("UV_NO_INDEX", "1")
     needs = Requirements(("wanted",), ("locked",), "none")
-    (python,) = python_command(needs, offline=False).command
+    (python,) = python_command(needs, offline=False)
     subprocess.run([python, "-c", "import locked; assert locked.right"], check=True)
-    assert python_command(needs, offline=True).command == (python,), "it is made once"
+    assert python_command(needs, offline=True) == (python,), "it is made once"
     for name in ("user", "cache"):
         shutil.rmtree(tmp_path / name)
     make_wheel(tmp_path / "wheels", "right = False")

@@ -19,9 +19,8 @@ from kvdoctor.model.view import GraphView
 from kvdoctor.runtime import release_environments
 from kvdoctor.runtime.environments import EnvironmentUnavailable
 from kvdoctor.runtime.release_environments import find_python, prepare_environment, this_version
+from kvdoctor.runtime.targets import BINDINGS, order, parse_targets
 from kvdoctor.runtime.targets import limits as limits_table
-from kvdoctor.runtime.targets import order, parse_targets
-from kvdoctor.runtime.targets.bindings import BINDINGS
 from kvdoctor.runtime.targets.limits import find_oldest, limits_of, newest_limits, read_demands, releases
 
 ROOT = Path(__file__).parent.parent

@@ -13,8 +13,7 @@ from typing import Any
 
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.configs import read_part
-from kvdoctor.analysis.dialects import inputs
-from kvdoctor.analysis.dialects.dialect import CACHE_LIKE, find_dialect
+from kvdoctor.analysis.dialects.dialect import CACHE_LIKE, INPUTS, find_dialect
 from kvdoctor.analysis.embedding_graphs import VARIANT
 from kvdoctor.analysis.port_roles import FLOATS, INTEGERS, role_by_name
 from kvdoctor.analysis.stacks import OnnxFile, PartProblem, StackFiles, has_named_logits
@@ -75,7 +74,7 @@ def _read_stage(file: OnnxFile) -> StageFile | None:
     slots = {slot.past: slot for slot in dialect.find_slots(view.inputs)} if dialect else {}
     layers = sorted({slot.layer for slot in slots.values() if slot.layer is not None})
     is_last = has_named_logits(view)
-    roles = {name: role_by_name(port, inputs.INPUTS) for name, port in view.inputs.items()}
+    roles = {name: role_by_name(port, INPUTS) for name, port in view.inputs.items()}
     is_first = any(role in ("token_ids", "token_and_position", "embeddings") for role in roles.values())
     unnamed = [port for port in view.inputs.values() if roles[port.name] is None and port.name not in slots]
     is_first = is_first or any(port.dtype in INTEGERS and len(port.shape or ()) == TOKEN_RANK for port in unnamed)
@@ -280,7 +279,7 @@ def _find_unlinked(
                 cause = f"genai_config.json lists {later} after {file.name}, which takes the {port.name!r} it returns"
                 observed = f"{file.name} takes {_described([port])}, which {later} returns"
                 yield PartProblem(file.name, "stages in the order in which they run", observed, cause)
-            elif number and _is_hidden(port) and role_by_name(port, inputs.INPUTS) in TAKEN:
+            elif number and _is_hidden(port) and role_by_name(port, INPUTS) in TAKEN:
                 returned = ", ".join(name for before, _ in parts[:number] for name in before.graph.outputs)[:200]
                 observed = f"{file.name} takes {_described([port])}, and the stages before it return {returned}"
                 cause = f"no stage before {file.name} returns {port.name!r}"

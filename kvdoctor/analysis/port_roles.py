@@ -11,8 +11,7 @@ from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.dataflow.states import Dataflow
 from kvdoctor.analysis.dataflow.uses import ATTENTION_PARTS, LOOKUPS
 from kvdoctor.analysis.dataflow.walks import KEEPS, MIXES, NEAR_USE, Walk
-from kvdoctor.analysis.dialects import inputs
-from kvdoctor.analysis.dialects.dialect import RoleRule, parse_axes
+from kvdoctor.analysis.dialects.dialect import INPUTS, RoleRule, parse_axes
 from kvdoctor.analysis.stacks import OnnxFile, StackParts
 from kvdoctor.contract import Axis, MissingPart, Port, Role
 from kvdoctor.model.operators import operators_with, places_of, ports_of
@@ -182,7 +181,7 @@ class InputFlow:
             shape = port.shape or ()
             if port.dtype in INTEGERS and len(shape) > 1 and shape[-1] != 1 and self.table_rows(port.name) is not None:
                 return True
-            embedded = port.name == self.hidden or role_by_name(port, inputs.INPUTS) == "embeddings"
+            embedded = port.name == self.hidden or role_by_name(port, INPUTS) == "embeddings"
             if embedded and len(shape) == 3 and shape[1] != 1:
                 return True
         return False
@@ -326,7 +325,7 @@ def _find_candidates(file: OnnxFile, parts: StackParts) -> list[str]:
 def find_swapped_inputs(decode: OnnxFile) -> Iterator[MissingPart]:
     """Token ids and positions whose names are swapped, by the tables that they index."""
     view, flow = decode.graph, decode.first_dataflow
-    roles = {role_by_name(port, inputs.INPUTS): name for name, port in view.inputs.items()}
+    roles = {role_by_name(port, INPUTS): name for name, port in view.inputs.items()}
     ids, positions = roles.get("token_ids"), roles.get("position_ids") or roles.get("cache_position")
     if flow is None or ids is None or positions is None or "logits" not in view.outputs:
         return

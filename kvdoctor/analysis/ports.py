@@ -6,8 +6,13 @@ from functools import cached_property
 
 from kvdoctor.analysis.axes import as_number
 from kvdoctor.analysis.configs import count_position_rows, decoder_config, is_count
-from kvdoctor.analysis.dialects import inputs
-from kvdoctor.analysis.dialects.dialect import looks_like_cache, parse_axes
+from kvdoctor.analysis.dialects.dialect import (
+    DECODER_ONLY_NAMES,
+    ENCODER_OUTPUTS,
+    SHARED_NAMES,
+    looks_like_cache,
+    parse_axes,
+)
 from kvdoctor.analysis.port_roles import (
     INTEGERS,
     LOGITS_RANK,
@@ -123,9 +128,9 @@ class DecoderPorts:
     def _encoder_input(self, port: Declared) -> Port | None:
         """An input of the encoder, in a first step that contains it: the decoder's own inputs show whose it is."""
         names = self.file.graph.inputs
-        if self.file is not self.parts.first or not inputs.SHARED_NAMES.fullmatch(port.name):
+        if self.file is not self.parts.first or not SHARED_NAMES.fullmatch(port.name):
             return None
-        if "input_ids" not in names or not any(map(inputs.DECODER_ONLY_NAMES.fullmatch, names)):
+        if "input_ids" not in names or not any(map(DECODER_ONLY_NAMES.fullmatch, names)):
             return None
         return self.parts.known.find_role(port) or match_rule(port, self.parts.rules("encoder_inputs"))
 
@@ -255,7 +260,7 @@ class EncoderPorts:
         outputs = [
             plain_port(p, "present")
             if p.name in filled
-            else match_rule(p, inputs.ENCODER_OUTPUTS) or plain_port(p, "auxiliary")
+            else match_rule(p, ENCODER_OUTPUTS) or plain_port(p, "auxiliary")
             for p in view.outputs.values()
         ]
         has_states = any(port.role == "encoder_states" for port in outputs)
@@ -299,7 +304,7 @@ def hold_encoder_states(decode: Graph, first: Graph | None) -> tuple[Graph, tupl
     if first is None or taken is None or first.port("encoder_states") is not None or taken.shape is None:
         return decode, ()
     declared = ((port.name, Declared(port.name, port.dtype, port.shape)) for port in first.outputs)
-    given = next((name for name, port in declared if match_rule(port, inputs.ENCODER_OUTPUTS)), None)
+    given = next((name for name, port in declared if match_rule(port, ENCODER_OUTPUTS)), None)
     if given is None:
         return decode, ()
     slot = Slot(

@@ -3,10 +3,9 @@
 The attention of the same call uses another value than the one that the loop feeds back.
 """
 
-from collections import deque
 from functools import cached_property
 
-from kvdoctor.analysis.dataflow.walks import COMPUTES
+from kvdoctor.analysis.dataflow.walks import COMPUTES, Walk
 from kvdoctor.contract import CacheContract, PhaseName
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
@@ -153,15 +152,12 @@ class _Search:
 
     def _depends(self, name: str, on: str) -> bool:
         """Whether a value is made of another, by the nodes nearest to it."""
-        waiting, seen = deque([name]), {name}
-        while waiting and len(seen) <= MOST_NODES:
-            value = waiting.popleft()
+        walk = Walk([name], most=MOST_NODES + 1)
+        for value in walk:
             if value == on:
                 return True
             node = self.scope.producers.get(value)
-            behind = [read for read in values_read(node) if read not in seen] if node is not None else []
-            seen.update(behind)
-            waiting += behind
+            walk.add(values_read(node) if node is not None else ())
         return False
 
 

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 from kvdoctor.analysis.configs import ConfigFacts, read_codebooks, read_config_facts, read_part
 from kvdoctor.analysis.dataflow.states import Dataflow
-from kvdoctor.analysis.dialects import inputs
-from kvdoctor.analysis.dialects.dialect import ENCODER_LIKE, Dialect, RoleRule, find_dialect
+from kvdoctor.analysis.dialects.dialect import COMMON, ENCODER_LIKE, Dialect, RoleRule, find_dialect
 from kvdoctor.contract import Stage
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.external_data import ExternalFile, ExternalProblem
@@ -184,7 +183,7 @@ class StackParts:
 
     def rules(self, ports: Literal["inputs", "outputs", "encoder_inputs"]) -> tuple[RoleRule, ...]:
         """Names of a decoder's or an encoder's ports, those of the dialect first."""
-        return (*getattr(self.dialect, ports, ()), *getattr(inputs, ports.upper()))
+        return (*getattr(self.dialect, ports, ()), *COMMON[ports])
 
     @property
     def codebooks(self) -> int | None:

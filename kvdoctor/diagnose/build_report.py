@@ -15,10 +15,9 @@ from typing import Any
 
 from kvdoctor.analysis.completeness import is_cacheless
 from kvdoctor.analysis.configs import SideCars, declared_windows, encoder_length
-from kvdoctor.analysis.memory import plan_memory
+from kvdoctor.analysis.memory import Workload, plan_memory
 from kvdoctor.analysis.model_folder import ModelFolder
 from kvdoctor.analysis.proof import Proof
-from kvdoctor.analysis.slot_memory import Workload
 from kvdoctor.analysis.stacks import OnnxFile, StackFiles
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.runs import PAGED_LOOP, Run

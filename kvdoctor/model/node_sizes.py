@@ -151,9 +151,9 @@ class NodeSizes:
         found = self.attribute(name)
         return int(found.i) if found is not None else default
 
-    def axis(self, default: int, rank: int, name: str = "axis") -> int:
-        """The axis that an attribute names, counted from the front."""
-        return self.number(name, default) % max(rank, 1)
+    def axis(self, default: int, rank: int) -> int:
+        """The axis that the attribute `axis` names, counted from the front."""
+        return self.number("axis", default) % max(rank, 1)
 
 
 def compute(

@@ -19,9 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from kvdoctor.errors import KvdoctorError, UsageError
 from kvdoctor.model.output_folder import whole_folder
@@ -45,8 +45,11 @@ GENAI = ("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "numpy==2.4.6")
 LOCKS = Path(__file__).parent / "locks"
 """The packages of each environment, with the hashes of their files; `fixtures/make_locks.py` writes them."""
 
+WHEELS_ONLY = ("--no-deps", "--only-binary", ":all:")
+"""A lock lists all packages, and a runtime needs only numpy to run. Nothing is compiled."""
+
 MOST_SECONDS = 3600.0
-"""Limit for making an environment and for each answer of a script, which may download and load weights meanwhile."""
+"""Limit for each step of an installation and for each answer of a script, which may download and load weights."""
 POLL_SECONDS = 0.1
 
 # A file in the script's folder or in the working folder must not shadow a library.
@@ -109,14 +112,6 @@ def _is_installed(module: str) -> bool:
     return any(path.with_suffix(".py").is_file() or (path / "__init__.py").is_file() for path in paths)
 
 
-@record
-class PythonCommand:
-    """The command that starts a Python with the requirements, and whose Python that is."""
-
-    command: tuple[str, ...]
-    way: Literal["this Python", "uv"]
-
-
 def transformers_for(config: dict[str, Any]) -> Requirements:
     """The requirements to run a checkpoint: of transformers the line that it was saved with, if it is a known one."""
     number = re.fullmatch(r"([0-9]{1,3}\.[0-9]{1,3})\.[0-9]{1,3}", str(config.get("transformers_version")), re.ASCII)
@@ -149,14 +144,14 @@ def once_online(offline: bool) -> str:
     return "; then remove --offline once: later runs need no network" if offline else ""
 
 
-def python_command(needs: Requirements, offline: bool) -> PythonCommand:
-    """The command that starts a Python with the requirements.
+def python_command(needs: Requirements, offline: bool) -> tuple[str, ...]:
+    """The command that starts a Python with the requirements: this one where it has them.
 
     Raises:
         EnvironmentUnavailable: this Python does not have them, and uv is not installed.
     """
     if needs.are_installed:
-        return PythonCommand((sys.executable,), "this Python")
+        return (sys.executable,)
     uv = find_uv()
     if uv is None:
         raise EnvironmentUnavailable(
@@ -165,11 +160,14 @@ def python_command(needs: Requirements, offline: bool) -> PythonCommand:
             f"{once_online(offline)}"
         )
     if (lock := read_lock(needs.requirements)) is not None:
-        return PythonCommand((str(_make_locked(uv, needs, lock, offline)),), "uv")
+        identity = f"{lock}{sys.version_info[:2]}{sys.platform}{platform.machine()}"
+        folder = cache_folder() / "environments" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        made = Uv(uv, offline, lambda said: _not_made(needs, said, offline))
+        return (str(made.make(folder, sys.executable, needs.requirements)),)
     command = [uv, "run", "--quiet", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
     for requirement in needs.requirements:
         command += ["--with", requirement]
-    return PythonCommand((*command, *(["--offline"] if offline else []), "python"), "uv")
+    return (*command, *(["--offline"] if offline else []), "python")
 
 
 def read_lock(requirements: tuple[str, ...]) -> str | None:
@@ -186,57 +184,83 @@ def read_lock(requirements: tuple[str, ...]) -> str | None:
     )
 
 
-@contextlib.contextmanager
-def lock_file(lock: str) -> Iterator[str]:
-    """A file with a lock, for as long as uv reads it."""
-    with scratch_folder() as folder:
-        file = Path(folder, "requirements.txt")
-        file.write_text(lock, encoding="utf-8")
-        yield str(file)
+@record(slots=False)
+class Uv:
+    """How environments are made: where uv is, whether it may use the network, and the error for what it says."""
+
+    path: str
+    offline: bool
+    not_made: Callable[[str], EnvironmentUnavailable]
+
+    def make(
+        self, folder: Path, python: str, requirements: tuple[str, ...], check: Callable[[str], None] | None = None
+    ) -> Path:
+        """The Python of the environment in a folder of the user's cache; it is made if it is not there yet.
+
+        `python` is the one it is made with, `requirements` what it holds, from its lock if it has one. An environment
+        is not retained if `check`, given its Python, raises.
+
+        Raises:
+            EnvironmentUnavailable: it cannot be made; where a file is not the one of the lock, the message says so.
+        """
+        inside = interpreter_in(folder)
+        if inside.exists():
+            return inside
+        options = ["--quiet", *(["--offline"] if self.offline else [])]
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with whole_folder(folder) as pending, scratch_folder() as scratch:
+                made = str(interpreter_in(pending.path))
+                self.run([self.path, "venv", *options, "--no-project", "--python", python, str(pending.path)])
+                install = [self.path, "pip", "install", *options, *WHEELS_ONLY, "--python", made]
+                if (lock := read_lock(requirements)) is None:  # a release of later than the lock
+                    self.run([*install, *requirements])
+                else:
+                    file = Path(scratch, "requirements.txt")
+                    file.write_text(lock, encoding="utf-8")
+                    self.run([*install, "--require-hashes", "-r", str(file)])
+                if check is not None:
+                    check(made)
+                pending.kept = not inside.exists()
+        except (OSError, UsageError) as error:
+            raise EnvironmentUnavailable(f"an environment cannot be written to the cache: {error}") from None
+        return inside
+
+    def run(self, command: list[str]) -> str:
+        """What a command prints.
+
+        Raises:
+            EnvironmentUnavailable: it fails, or does not end.
+        """
+        try:
+            # Not in the working folder: uv would read the settings of a project there.
+            done = call_isolated(command, MOST_SECONDS, cache_folder())
+        except subprocess.TimeoutExpired:
+            raise self.not_made(f"{command[0]} did not end within {MOST_SECONDS:g} seconds") from None
+        except OSError as error:
+            raise self.not_made(f"{command[0]}: {error.strerror or error}") from None
+        if done.returncode:
+            raise self.not_made(hide_home(" ".join(done.stderr.split()))[:400])
+        return done.stdout.strip()
 
 
-def _make_locked(uv: str, needs: Requirements, lock: str, offline: bool) -> Path:
-    """The Python of the environment of a lock, in the user's cache; it is made if it is not there yet.
-
-    Raises:
-        EnvironmentUnavailable: it cannot be made; where a file is not the one of the lock, the message says so.
-    """
-    identity = f"{lock}{sys.version_info[:2]}{sys.platform}{platform.machine()}"
-    folder = cache_folder() / "environments" / hashlib.sha256(identity.encode()).hexdigest()[:16]
-    inside = "Scripts/python.exe" if os.name == "nt" else "bin/python"
-    if (folder / inside).exists():
-        return folder / inside
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder) as pending, lock_file(lock) as file:
-            options = ["--quiet", *(["--offline"] if offline else [])]
-            _run_uv(
-                [uv, "venv", *options, "--no-project", "--python", sys.executable, str(pending.path)], needs, offline
-            )
-            install = [uv, "pip", "install", *options, "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-            _run_uv([*install, "--python", str(pending.path / inside), "-r", file], needs, offline)
-            pending.kept = not folder.exists()
-    except (OSError, UsageError) as error:
-        raise EnvironmentUnavailable(f"an environment cannot be written to the cache: {error}") from None
-    return folder / inside
+def interpreter_in(folder: Path) -> Path:
+    """The Python of an environment."""
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def _run_uv(command: list[str], needs: Requirements, offline: bool) -> None:
-    try:
-        done = subprocess.run(
-            command,
-            env=without_python_variables() | {"UV_PYTHON_DOWNLOADS": "never"},
-            cwd=cache_folder(),
-            timeout=MOST_SECONDS,
-            check=False,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
-        raise EnvironmentUnavailable(f"uv did not end within {MOST_SECONDS:g} seconds") from None
-    if done.returncode:
-        raise _not_made(needs, hide_home(" ".join(done.stderr.split()))[:400], offline)
+def call_isolated(command: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run a command without the variables that add packages to a Python; nothing is downloaded to be one."""
+    return subprocess.run(
+        command,
+        env=without_python_variables() | {"UV_PYTHON_DOWNLOADS": "never", "PYTHONUTF8": "1"},
+        cwd=folder,
+        timeout=seconds,
+        check=False,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
 
 
 def without_python_variables() -> dict[str, str]:
@@ -284,10 +308,10 @@ class ScriptProcess:
             names = ", ".join(needs.requirements)
             self._report(f"starting an environment with {names}; the first time it takes minutes")
         start = python_command(needs, offline)
-        self.way = start.way
-        self._isolated = start.way != "this Python"
+        self._isolated = start != (sys.executable,)
+        self.way = "uv" if self._isolated else "this Python"
         self._process = subprocess.Popen(
-            [*start.command, "-c", BOOT, str(script), json.dumps(arguments)],
+            [*start, "-c", BOOT, str(script), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

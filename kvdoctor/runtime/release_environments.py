@@ -4,7 +4,6 @@ uv makes an environment, in a Python that is installed already. It stays in the 
 there without uv and without the network.
 """
 
-import os
 import platform
 import subprocess
 import sys
@@ -13,30 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdoctor.decode.messages import LimitsMeasured, MeasureJob
-from kvdoctor.errors import KvdoctorError, UsageError
-from kvdoctor.model.output_folder import whole_folder
+from kvdoctor.errors import KvdoctorError
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.environments import (
     EnvironmentUnavailable,
+    Uv,
     cache_folder,
+    call_isolated,
     find_uv,
-    hide_home,
-    lock_file,
+    interpreter_in,
     once_online,
-    read_lock,
     report_progress,
-    without_python_variables,
 )
 from kvdoctor.runtime.targets import Target, line, order
 from kvdoctor.runtime.targets.limits import ReleaseLimits, limits_of
 
 OLD_NUMPY = (1, 19)
 """From this release line on, wheels are built for numpy 2. Source: release notes of onnxruntime 1.19."""
-INSTALL_SECONDS = 1800.0
 FIND_SECONDS = 30.0
-
-WHEELS_ONLY = ("--no-deps", "--only-binary", ":all:")
-"""The runtime needs only numpy to run; its other dependencies are for its tools. Nothing is compiled."""
 
 PRINT_RELEASE = "import onnxruntime, numpy; print(onnxruntime.__version__)"
 
@@ -49,7 +42,7 @@ def prepare_environment(release: str, *, offline: bool) -> Path:
     """
     versions = python_versions(release)
     for version in versions:
-        existing = _interpreter(_folder(release, version))
+        existing = interpreter_in(_folder(release, version))
         if existing.exists():
             return existing
     uv = find_uv()
@@ -65,18 +58,16 @@ def prepare_environment(release: str, *, offline: bool) -> Path:
             f"installed; this Python is {this_version()}: uv python install {versions[0]}"
         )
     version, path = python
-    folder = _folder(release, version)
     report_progress(f"making an environment with onnxruntime {release}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder) as pending:
-            _Installation(uv, release, offline).make(pending.path, path)
-            pending.kept = not _interpreter(folder).exists()
-    except (OSError, UsageError) as error:
-        raise EnvironmentUnavailable(
-            f"the environment with onnxruntime {release} cannot be written to the cache: {error}"
-        ) from None
-    return _interpreter(folder)
+    installing = Uv(uv, offline, lambda said: _not_made(release, said, offline))
+
+    def prove(made: str) -> None:
+        loaded = installing.run([made, "-I", "-c", PRINT_RELEASE])
+        if loaded != release:
+            text = f"{loaded or 'nothing'} was installed in place of onnxruntime {release}; name another release"
+            raise EnvironmentUnavailable(text)
+
+    return installing.make(_folder(release, version), path, requirements_of(release), prove)
 
 
 def this_version() -> str:
@@ -97,7 +88,7 @@ def find_python(versions: tuple[str, ...], uv: str) -> tuple[str, str] | None:
     for version in versions:
         command = [uv, "python", "find", "--no-project", "--no-python-downloads", "--offline", version]
         with suppress(OSError, subprocess.TimeoutExpired):
-            done = _call(command, FIND_SECONDS)
+            done = call_isolated(command, FIND_SECONDS)
             path = done.stdout.strip()
             if done.returncode == 0 and path:
                 return version, path
@@ -137,74 +128,12 @@ def requirements_of(release: str) -> tuple[str, ...]:
     return f"onnxruntime=={release}", "numpy<2" if order(f"{line(release)}.0")[:2] < OLD_NUMPY else "numpy"
 
 
-class _Installation:
-    """Installs a release with uv, and proves that it loads."""
-
-    def __init__(self, uv: str, release: str, offline: bool) -> None:
-        self.uv, self.release, self.offline = uv, release, offline
-
-    def make(self, folder: Path, python: str) -> None:
-        """Make an environment in a folder.
-
-        Raises:
-            EnvironmentUnavailable: a step fails.
-        """
-        network = ["--offline"] if self.offline else []
-        inside = str(_interpreter(folder))
-        self._run([self.uv, "venv", "--quiet", "--no-project", "--python", python, str(folder), *network])
-        install = [self.uv, "pip", "install", "--quiet", *WHEELS_ONLY, "--python", inside, *network]
-        needed = requirements_of(self.release)
-        if (lock := read_lock(needed)) is None:  # a release of later than the lock
-            self._run([*install, *needed])
-        else:
-            with lock_file(lock) as file:
-                self._run([*install, "--require-hashes", "-r", file])
-        loaded = self._run([inside, "-I", "-c", PRINT_RELEASE])
-        if loaded != self.release:
-            raise EnvironmentUnavailable(
-                f"{loaded or 'nothing'} was installed in place of onnxruntime {self.release}; name another release"
-            )
-
-    def _run(self, command: list[str]) -> str:
-        try:
-            # Not in the working folder: uv would read the settings of a project there.
-            done = _call(command, INSTALL_SECONDS, cache_folder())
-        except subprocess.TimeoutExpired:
-            limit = f"{INSTALL_SECONDS / 60:g} minutes"
-            raise EnvironmentUnavailable(f"onnxruntime {self.release} was not installed within {limit}") from None
-        except OSError as error:
-            reason = f"{command[0]}: {error.strerror or error}"
-            raise EnvironmentUnavailable(f"onnxruntime {self.release} cannot be installed ({reason})") from None
-        if done.returncode:
-            raise EnvironmentUnavailable(self._failure(done.stderr))
-        return done.stdout.strip()
-
-    def _failure(self, stderr: str) -> str:
-        text = hide_home(" ".join(stderr.split()))
-        quoted = text if len(text) <= 300 else f"{text[:300]} ..."
-        if self.offline:
-            return f"onnxruntime {self.release} is not in the cache; without --offline it may be downloaded ({quoted})"
-        return (
-            f"onnxruntime {self.release} cannot be installed ({quoted}); "
-            f"to see why: uv pip install onnxruntime=={self.release}"
-        )
-
-
-def _call(command: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command,
-        env=without_python_variables() | {"UV_PYTHON_DOWNLOADS": "never", "PYTHONUTF8": "1"},
-        cwd=folder,
-        timeout=seconds,
-        check=False,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-
-
-def _interpreter(folder: Path) -> Path:
-    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+def _not_made(release: str, quoted: str, offline: bool) -> EnvironmentUnavailable:
+    if offline:
+        text = f"onnxruntime {release} is not in the cache; without --offline it may be downloaded ({quoted})"
+        return EnvironmentUnavailable(text)
+    advice = f"to see why: uv pip install onnxruntime=={release}"
+    return EnvironmentUnavailable(f"onnxruntime {release} cannot be installed ({quoted}); {advice}")
 
 
 def _folder(release: str, version: str) -> Path:

@@ -21,7 +21,7 @@ from kvdoctor.diagnose.pipeline import step_test
 from kvdoctor.options import Options
 from kvdoctor.runtime.client import Runtime
 from kvdoctor.runtime.process import NO_TELEMETRY
-from kvdoctor.runtime.targets.bindings import ORT_CRATE
+from kvdoctor.runtime.targets import ORT_CRATE
 
 PLAIN = Path(__file__).parent / "plain_rust"
 PROGRAM = PROGRAMS / "rust"

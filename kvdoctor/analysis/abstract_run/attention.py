@@ -22,19 +22,9 @@ from kvdoctor.analysis.abstract_run.values import (
 )
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.operators import CONTRIB, CachePorts, ports_of
-from kvdoctor.records import record
 
 HIDDEN = -3e38
 """The score of what is not seen: finite, so that a row which sees nothing has the mean of all."""
-
-
-@record
-class Heads:
-    """Queries, keys and values of one head, float[batch, 1, tokens, 1]."""
-
-    query: Array
-    key: Array
-    value: Array
 
 
 def _rows(value: Abstract, tokens: int, *outputs: Shape) -> Array:
@@ -76,12 +66,12 @@ def _with_past(
     return shape, key, value
 
 
-def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array | None:
-    """The attention of one head, float[batch, 1, new, 1]; `hidden` says which columns a row does not see."""
-    transposed = np.swapaxes(heads.key, 2, 3)
-    if size_of(np.broadcast_shapes(heads.query.shape, transposed.shape)) > MOST_ELEMENTS:
+def attend(query: Array, key: Array, value: Array, bias: Abstract | None, hidden: Array | None) -> Array | None:
+    """The attention of one head, all float[batch, 1, tokens, 1]; `hidden` says which columns a row does not see."""
+    transposed = np.swapaxes(key, 2, 3)
+    if size_of(np.broadcast_shapes(query.shape, transposed.shape)) > MOST_ELEMENTS:
         raise ValueError("the scores are too many")
-    scores = heads.query * transposed
+    scores = query * transposed
     if bias is not None:
         if bias.data is None or bias.shape is None:
             return None
@@ -96,9 +86,9 @@ def attend(heads: Heads, bias: Abstract | None, hidden: Array | None) -> Array |
     if hidden is not None:
         scores = np.where(hidden, HIDDEN, scores)
     if 0 in scores.shape:
-        return np.zeros(heads.query.shape)
+        return np.zeros(query.shape)
     found = softmax(Abstract(scores.shape, scores), -1).data
-    return None if found is None else np.matmul(found, heads.value)
+    return None if found is None else np.matmul(found, value)
 
 
 def _hide(rows: int, columns: int, start: int, window: int = -1) -> Array:
@@ -150,9 +140,9 @@ def _group_query(r: Reading) -> list[Abstract]:
     for value, added in ((past, k), (r.at(4), v)):
         before = _rows(value, buffer, *shapes)
         caches.append(np.concatenate([before[:, :, :start], added, before[:, :, total:]], axis=2))
-    seen = [cache[:, :, :total] for cache in caches]
+    seen_keys, seen_values = (cache[:, :, :total] for cache in caches)
     bias = r.at(10) if r.has(10) else None
-    out = attend(Heads(q, *seen), bias, _hide(new, total, start, r.number("local_window_size", -1)))
+    out = attend(q, seen_keys, seen_values, bias, _hide(new, total, start, r.number("local_window_size", -1)))
     return [_joined(shapes[0], out), *(Abstract(present, cache) for cache in caches)]
 
 
@@ -182,7 +172,7 @@ def _attention(r: Reading) -> list[Abstract]:
     past, k, v = _with_past(r, ports, (k, v), shape)
     causal = r.number("is_causal", r.number("unidirectional", 0))
     hidden = _hide(new, k.shape[2], past[2] if past else 0) if causal else None
-    out = attend(Heads(q, k, v), r.at(bias) if r.has(bias) else None, hidden)
+    out = attend(q, k, v, r.at(bias) if r.has(bias) else None, hidden)
     heads = r.number("kv_num_heads", r.number("num_heads", 1))
     batch, heads, _, width = past or (query[0], heads, 0, shape[-1] // max(heads, 1))
     if past is None and len(query) == 4:

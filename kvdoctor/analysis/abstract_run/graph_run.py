@@ -26,6 +26,7 @@ from kvdoctor.analysis.abstract_run.values import (
     exactly,
     read_tensor,
 )
+from kvdoctor.analysis.dataflow.walks import Walk
 from kvdoctor.decode.calls import Array
 from kvdoctor.model.operators import CONTRIB, has, operators_with, ports_of
 from kvdoctor.model.proto import GraphProto, NodeProto, TensorProto
@@ -209,20 +210,18 @@ class _Prepared:
 
 def _find_returned(graph: GraphProto, names: Iterable[str]) -> Iterator[str]:
     """The values that reach some others of a graph, moved at most, in its branches as well."""
-    makers, waiting, seen = producers(graph), list(names), set[str]()
-    while waiting:
-        name = waiting.pop()
+    makers, walk = producers(graph), Walk(names)
+    for name in walk:
         node = makers.get(name)
-        if node is None or name in seen:
+        if node is None:
             continue
-        seen.add(name)
         if _is_branch(node):
             at = list(node.output).index(name)
             for body in subgraphs(node):
                 yield from _find_returned(body, [value.name for value in body.output[at : at + 1]])
         elif node.op_type in MOVING and node.domain in STANDARD:
             yield name
-            waiting += node.input
+            walk.add(node.input)
 
 
 def _is_branch(node: NodeProto) -> bool:
@@ -266,21 +265,16 @@ def _list_scores(node: NodeProto) -> list[tuple[str, bool | None]]:
 def _find_reaching(graph: GraphProto, constants: Collection[str]) -> Iterable[tuple[str, bool | None]]:
     """The constants that reach the scores of an attention: whether they were cut; None where they have to be."""
     makers: dict[str, NodeProto] = {}
-    waiting: list[tuple[str, bool | None]] = []
+    walk = Walk[tuple[str, bool | None]](())
     for node in nodes_in(graph.node):
         makers |= dict.fromkeys(filter(None, node.output), node)
-        waiting += _list_scores(node)
-    seen = set[tuple[str, bool | None]]()
-    while waiting:
-        reached = name, cut = waiting.pop()
-        if reached in seen:
-            continue
-        seen.add(reached)
+        walk.add(_list_scores(node))
+    for name, cut in walk:
         if name in constants:
-            yield reached
+            yield name, cut
         maker = makers.get(name)
         if maker is None or maker.op_type not in PASSING:
             continue
-        waiting += [(one, True if has(maker.op_type, "pick") else cut) for one in maker.input]
+        walk.add((one, True if has(maker.op_type, "pick") else cut) for one in maker.input)
         place = list(maker.output).index(name)
-        waiting += [(value.name, cut) for body in subgraphs(maker) for value in body.output[place : place + 1]]
+        walk.add((value.name, cut) for body in subgraphs(maker) for value in body.output[place : place + 1])

@@ -11,6 +11,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from kvdoctor.analysis.arithmetic.numbers import FixedValues, Numbers
+from kvdoctor.analysis.dataflow.walks import Walk
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB, Trait, operators_with
@@ -104,9 +105,8 @@ def _sines(table: TensorProto, read_row: ReadRow) -> Numbers | None:
 
 def _behind_cosine(flow: Flow, fixed: FixedValues, cosine: FlatNode) -> list[Numbers]:
     """The vector that positions are multiplied with before a cosine, or two that a length chooses from."""
-    waiting, seen, found = [cosine.input(0)], {cosine.input(0)}, set[Numbers]()
-    while waiting and len(seen) < MOST_SEEN:
-        name = waiting.pop()
+    walk, found = Walk([cosine.input(0)], most=MOST_SEEN), set[Numbers]()
+    for name in walk:
         numbers = fixed.of(name)
         if numbers is not None:
             if len(numbers) > 1 and _are_frequencies(numbers):
@@ -115,9 +115,7 @@ def _behind_cosine(flow: Flow, fixed: FixedValues, cosine: FlatNode) -> list[Num
         node = flow.producers.get(name)
         if node is None or node.has("sizes", "embed"):
             continue
-        sources = node.inputs if node.has(*CHOOSES) else node.inputs[:1]
-        waiting += [source for source in sources if source and source not in seen]
-        seen.update(sources)
+        walk.add(node.inputs if node.has(*CHOOSES) else node.inputs[:1])
     return sorted(found) if len(found) <= 2 else []
 
 

@@ -7,6 +7,7 @@ product of all factors on queries, keys and scores: exporters split it over quer
 from math import prod
 
 from kvdoctor.analysis.arithmetic.numbers import MOST_STEPS, Bends, FixedValues
+from kvdoctor.analysis.dataflow.walks import Walk
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB, operators_with
@@ -235,21 +236,18 @@ class Scores:
         return mask
 
     def _read_mask(self, mask: str) -> frozenset[int] | None:
-        found, waiting, seen, compares, tables = set[int](), [mask], {mask}, False, False
-        while waiting:
-            name = waiting.pop()
+        found, walk, compares, tables = set[int](), Walk([mask]), False, False
+        for name in walk:
             node, constant = self.flow.producers.get(name), self.flow.constants.get(name)
             tables |= constant is not None and len(constant.dims) > 1 and max(constant.dims) > 1
             if node is None:
                 continue
-            if len(seen) > MOST_MASK or node.has("loop", "product"):
+            if len(walk.seen) > MOST_MASK or node.has("loop", "product"):
                 return None
             compares |= node.has("compare", "triangle")
             tables |= node.has("triangle") and bool(node.input(1)) and self.fixed.one(node.input(1)) is None
             found.update(self._bounds(node))
-            further = [] if node.has("sizes") else [one for one in node.inputs if one and one not in seen]
-            seen.update(further)
-            waiting += further
+            walk.add(() if node.has("sizes") else node.inputs)
         return frozenset(found) if found or (compares and not tables) else None
 
     def _bounds(self, node: FlatNode) -> list[int]:

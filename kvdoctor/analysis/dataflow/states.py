@@ -310,9 +310,8 @@ class Dataflow:
 
     def _find_view(self, value: str) -> str | None:
         """A graph output that is a view of a value, or of the value that it is itself a view of."""
-        waiting, seen = deque([value]), {value}
-        while waiting and len(seen) < walks.NEAR:
-            current = waiting.popleft()
+        walk = walks.Walk([value], most=walks.NEAR)
+        for current in walk:
             if current in self.flow.outputs_of:
                 return self.flow.outputs_of[current][0]
             takers = self.flow.consumers.get(current, ())[: walks.NEAR]
@@ -322,10 +321,7 @@ class Dataflow:
                 near += [taker.output() for taker, _ in takers if taker.has("join")]
             if node is not None and (node.has("loop") or current == node.output()):
                 near.append(walks.viewed_by(node, current))
-            for neighbor in near:
-                if neighbor and neighbor not in seen:
-                    seen.add(neighbor)
-                    waiting.append(neighbor)
+            walk.add(near)
         return None
 
 

@@ -4,10 +4,13 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Generic, TypeVar
 
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import OPERATORS, operator_of, operators_with, ports_of
+
+Visited = TypeVar("Visited")
 
 KEEPS = frozenset(name for name, entry in OPERATORS.items() if entry.keeps)
 """Operators whose outputs hold the content of an input."""
@@ -117,27 +120,30 @@ class WalkBudget:
         return self.visited > MOST_VISITED_IN_ALL
 
 
-class Walk:
-    """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated."""
+class Walk(Generic[Visited]):
+    """Visits values breadth first, each once; `add` queues the next ones while the walk is iterated.
 
-    def __init__(self, start: Iterable[str], budget: WalkBudget | None = None, most: int | None = None) -> None:
+    A walk that carries something along visits pairs of a value and that.
+    """
+
+    def __init__(self, start: Iterable[Visited], budget: WalkBudget | None = None, most: int | None = None) -> None:
         self.waiting = deque(start)
         self.seen = set(self.waiting)
         self.budget = budget
         self.most = most
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Visited]:
         while self.waiting and (self.most is None or len(self.seen) < self.most):
             if self.budget is not None and not self.budget.goes_on():
                 return
             yield self.waiting.popleft()
 
-    def takers(self, flow: Flow) -> Iterator[tuple[FlatNode, int]]:
+    def takers(self: "Walk[str]", flow: Flow) -> Iterator[tuple[FlatNode, int]]:
         """The nodes that take the values, each with the index of the input."""
         for value in self:
             yield from flow.consumers.get(value, ())
 
-    def add(self, values: Iterable[str]) -> None:
+    def add(self, values: Iterable[Visited]) -> None:
         """Queue values that were not seen before; the empty name stands for an optional input or output left out."""
         for value in values:
             if value and value not in self.seen:
@@ -212,19 +218,17 @@ class Descent:
 
     def find_count(self, name: str, outputs: "set[str]", tokens: "set[str]") -> str | None:
         """Find the output that returns a counter: the input plus a number that depends on `tokens` alone."""
-        waiting, seen = deque([(name, False)]), {(name, False)}
-        while waiting and len(seen) < MOST_VISITED and self.budget.goes_on():
-            value, added = waiting.popleft()
+        walk = Walk([(name, False)], self.budget, MOST_VISITED)
+        for value, added in walk:
             output = next((output for output in self.flow.outputs_of.get(value, ()) if output in outputs), None)
             if output is not None and added:
                 return output
             for node, index in self.flow.consumers.get(value, ()):
                 step = (node.output(), added or node.has("add"))
-                if node.op not in COUNTS_ON or not step[0] or step in seen:
+                if node.op not in COUNTS_ON or not step[0] or step in walk.seen:
                     continue
                 if not node.has("add") or self._depends_only_on(node.input(1 - index), tokens):
-                    seen.add(step)
-                    waiting.append(step)
+                    walk.add([step])
         return None
 
     def _depends_only_on(self, value: str, names: "set[str]") -> bool:
@@ -265,11 +269,8 @@ class Descent:
 
         `before` limits them to those that nodes in front of it compute.
         """
-        reached, waiting = set(names), list(names)
-        while waiting:
-            for node, _ in self.flow.consumers.get(waiting.pop(), ()):
-                if node.op not in SHAPES and (before is None or node.index < before.index):
-                    fresh = [name for name in node.outputs if name not in reached]
-                    reached.update(fresh)
-                    waiting += fresh
-        return reached
+        walk = Walk(names)
+        for node, _ in walk.takers(self.flow):
+            if node.op not in SHAPES and (before is None or node.index < before.index):
+                walk.add(node.outputs)
+        return walk.seen

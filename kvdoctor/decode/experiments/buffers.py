@@ -27,10 +27,10 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_entries,
     same_logits,
 )
-from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LENGTH, WALK
 from kvdoctor.decode.experiments.lengths import is_all_attention
 from kvdoctor.decode.experiments.loops import takes_rows
+from kvdoctor.decode.experiments.multi_turn import takes_chunks
 from kvdoctor.decode.experiments.one_token import right_logits
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import NOT_FULL, RING, Cause

@@ -14,10 +14,10 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Past, Scenario
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens, unjudged
 from kvdoctor.decode.experiments.cache_entries import change_token, compare_prefills, same_logits
-from kvdoctor.decode.experiments.chunk import BEFORE as BEFORE_CHUNKS
-from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.determinism import looks_ahead
 from kvdoctor.decode.experiments.loops import has_exact_rows
+from kvdoctor.decode.experiments.multi_turn import BEFORE as BEFORE_CHUNKS
+from kvdoctor.decode.experiments.multi_turn import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into, first_wrong, look, why_without_cache
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import GENERAL_CAUSES, KEYS_CHANGE, REFERENCE_CHANGES, Cause

@@ -9,8 +9,8 @@ from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, Use, as_probe, several_tokens
 from kvdoctor.decode.experiments.cache_entries import by_position, keeps_all, same_entries, take_entries
-from kvdoctor.decode.experiments.chunk import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.each_length import FAR_LENGTH, MOST_LOGITS, visited
+from kvdoctor.decode.experiments.multi_turn import LAST_ONLY, takes_chunks
 from kvdoctor.decode.experiments.why_logits_differ import can_be_looked_into
 from kvdoctor.decode.feeds import FeedBuilder, fill_front
 from kvdoctor.decode.runs import Cause

@@ -145,7 +145,7 @@ LENGTH = 9
 
 def _with_prompt(builder: FeedBuilder, plan: SearchPlan, number: int) -> FeedBuilder:
     """The builder with another prompt, and room for the longest sequence; one of an encoder begins with its start."""
-    count = 1 if plan.prompts else _declared_size(builder.contract, plan, 1) or 3
+    count = 1 if plan.prompts else _declared_tokens(builder.contract, plan) or 3
     total = int(min(plan.fixed.get("max_length", count + LENGTH), MOST_LENGTH))
     scenario = replace(builder.scenario, prompt=count, steps=total - count + 1)
     tokens = random_tokens(builder.contract, (1, scenario.total), builder.scenario.seed + number)
@@ -332,9 +332,8 @@ def _encoder_feed(builder: FeedBuilder) -> Array:
     return as_array(given[names[0]])
 
 
-def _declared_size(contract: CacheContract, plan: SearchPlan, axis: int) -> int | None:
-    """The size of an axis of the prompt where the graph of the operator fixes it."""
+def _declared_tokens(contract: CacheContract, plan: SearchPlan) -> int | None:
+    """The number of tokens of the prompt where the graph of the operator fixes it."""
     shapes = {port.name: port.shape for port in contract.graph("generate").inputs}
-    shape = shapes.get(plan.fed.get("input_ids", "")) or ()
-    size = shape[axis] if axis < len(shape) else None
+    size = (*(shapes.get(plan.fed.get("input_ids", "")) or ()), None, None)[1]
     return size if isinstance(size, int) else None

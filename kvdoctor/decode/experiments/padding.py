@@ -8,9 +8,9 @@ from kvdoctor.contract import DECODING, Axis, CacheContract, Role
 from kvdoctor.decode.calls import Array, Asking, Call, Encoded, Past, Scenario, as_array
 from kvdoctor.decode.experiments import Calls, Experiment, Use, as_probe, ask, undecided
 from kvdoctor.decode.experiments.cache_entries import same_logits
-from kvdoctor.decode.experiments.chunk import takes_chunks
 from kvdoctor.decode.experiments.each_length import longest_sequence, visited
 from kvdoctor.decode.experiments.loops import has_exact_rows, takes_encoder_states, takes_rows
+from kvdoctor.decode.experiments.multi_turn import takes_chunks
 from kvdoctor.decode.feeds import FeedBuilder, fill_front
 from kvdoctor.decode.inputs import fills_from_right
 from kvdoctor.errors import CannotCheck

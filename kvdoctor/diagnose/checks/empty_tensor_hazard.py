@@ -22,8 +22,7 @@ from kvdoctor.contract import describe
 from kvdoctor.diagnose.checks._attribution import find_wrong_lengths
 from kvdoctor.diagnose.context import RunContext
 from kvdoctor.findings import Advice, Fault, Faults, check
-from kvdoctor.runtime.targets import Target
-from kvdoctor.runtime.targets.bindings import Hazard, Kind
+from kvdoctor.runtime.targets import Hazard, Kind, Target
 
 
 @check("KV410", "empty-tensor-hazard", "runs")

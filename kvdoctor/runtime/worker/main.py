@@ -76,7 +76,7 @@ ANSWERS: dict[type[messages.Job], tuple[str, str]] = {
     messages.DigestJob: ("runtime.worker.decoding", "make_digests"),
     messages.SettleJob: ("runtime.worker.runner", "settle_readings"),
     messages.GradeJob: ("runtime.worker.decoding", "grade"),
-    messages.SpeedJob: ("runtime.worker.speed", "measure_speed"),
+    messages.SpeedJob: ("runtime.worker.decoding", "measure_speed"),
     messages.MeasureJob: ("runtime.worker.sessions", "measure_limits"),
     messages.FindProviderJob: ("runtime.worker.trial", "find_provider"),
 }

@@ -20,7 +20,7 @@ from kvdoctor.analysis.abstract_run.graph_run import AbstractGraph, Budget
 from kvdoctor.analysis.abstract_run.tables import read_tables
 from kvdoctor.analysis.abstract_run.values import UNKNOWN, Abstract, CannotRun, TooMuchWork, exactly, unknown
 from kvdoctor.analysis.axes import as_number
-from kvdoctor.analysis.dialects import inputs
+from kvdoctor.analysis.dialects.dialect import INPUTS
 from kvdoctor.analysis.port_roles import INTEGERS, InputFlow, match_rule
 from kvdoctor.analysis.stacks import OnnxFile
 from kvdoctor.contract import Role
@@ -117,7 +117,7 @@ def read_inputs(file: OnnxFile) -> Inputs:
     view, flow = file.graph, file.dataflow
     roles: dict[str, Role | None] = {}
     for name, port in view.inputs.items():
-        rule = match_rule(port, inputs.INPUTS)
+        rule = match_rule(port, INPUTS)
         roles[name] = rule.role if rule is not None and rule.role in KNOWN else None
         if ENCODER.search(name):
             roles[name] = "encoder_mask" if "mask" in name else "encoder_states"

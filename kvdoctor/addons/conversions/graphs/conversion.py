@@ -17,7 +17,7 @@ from typing import Any
 from kvdoctor.addons.conversions.messages import CacheCosted, CacheCostJob, Comparison, PairedDone, PairedJob
 from kvdoctor.addons.conversions.options import ConvertChoices
 from kvdoctor.analysis.lm_head import describe_op
-from kvdoctor.analysis.slot_memory import total
+from kvdoctor.analysis.memory import total
 from kvdoctor.choices import CacheType
 from kvdoctor.contract import ITEM_BYTES, CacheContract, Slot
 from kvdoctor.decode.messages import PairedSide
