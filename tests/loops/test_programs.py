@@ -168,7 +168,7 @@ def test_options_that_cannot_be_right_are_refused(language: str, scratch: Path) 
         ("", *calls([5, 6], top_k=-1, temperature=1)),
         ("", *calls([5, 6], most=-1)),
         ("", *calls([5, 6], temperature=-1)),
-        ("", *calls([5, 6], most=-2)) if language == "cpp" else ("mots", *calls([5, 6], mots=3)),
+        ("mots", *calls([5, 6], mots=3)),
         ("rows" if language == "python" else "", "--calls", '[{"call": "generate"}]'),
         ("", "--calls", '{"call": "generate", "rows": [[5, 6]]}'),
         ("", *calls(["x"])),  # type: ignore[list-item]
@@ -198,6 +198,16 @@ def test_sources_of_unequal_length_are_masked(language: str, scratch: Path) -> N
     alone = [decoded(one) for one in ([5, 6, 7, 8, 9], [9, 8])]
     assert decoded([5, 6, 7, 8, 9], [9, 8]) == "".join(alone)
     assert alone[0] != alone[1]
+
+
+@languages_of_all
+def test_a_ring_that_is_full_goes_on(language: str, scratch: Path) -> None:
+    """It has room for 16 tokens; every language finds the tokens of Python after them."""
+    made, prompt = materials("layout-ring-healthy", scratch), [5, 6, 7]
+    given = ("--model", made.model, "--contract", made.folder / CONTRACT_FILE, *calls(prompt, most=40, stop=[]))
+    lines = {program(name, scratch).run(*given).stdout.strip() for name in ("python", language)}
+    (tokens,) = (line.split(",") for line in lines)
+    assert len(tokens) == 40
 
 
 @pytest.mark.parametrize(

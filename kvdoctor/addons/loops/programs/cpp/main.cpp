@@ -79,9 +79,32 @@ Tokens generate(Decoder& decoder, const json& call) {
   return decoder.generate(call.at("rows"), generation, sampler);
 }
 
+/// What each call takes.
+const std::map<std::string, std::vector<std::string>> kKeys{
+    {"encode", {"rows"}},
+    {"encode-file", {"file", "shape"}},
+    {"prefill", {"rows", "expect"}},
+    {"step", {"rows", "expect"}},
+    {"rewind", {"count"}},
+    {"reorder", {"order"}},
+    {"generate", {"rows", "most", "stop", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}},
+};
+
+/// Refuses a call with a key that nothing reads.
+void check_keys(const json& call) {
+  const std::string kind = call.at("call");
+  const auto known = kKeys.find(kind);
+  require(known != kKeys.end(), "there is no call " + kind);
+  for (const auto& [key, value] : call.items()) {
+    const bool read = key == "call" || std::ranges::find(known->second, key) != known->second.end();
+    require(read, "the call " + kind + " takes no " + key);
+  }
+}
+
 /// Makes a call of a run: the tokens of each sequence that it generates, or the likeliest one after it. A file has
 /// float32, little endian.
 Tokens make(Decoder& decoder, const json& call, const Path& folder) {
+  check_keys(call);
   const std::string kind = call.at("call");
   if (kind == "prefill") return likeliest_of(decoder.prefill(call.at("rows")));
   if (kind == "step") return likeliest_of(decoder.step(call.at("rows")));
@@ -92,13 +115,11 @@ Tokens make(Decoder& decoder, const json& call, const Path& folder) {
     decoder.rewind(call.at("count"));
   } else if (kind == "reorder") {
     decoder.reorder(call.at("order").get<std::vector<std::size_t>>());
-  } else if (kind == "encode-file") {
+  } else {
     const std::string bytes = read(folder / call.at("file").get<std::string>());
     std::vector<float> values(bytes.size() / sizeof(float));
     std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
     decoder.encode(values, call.at("shape"));
-  } else {
-    throw std::invalid_argument("there is no call " + kind);
   }
   return {};
 }

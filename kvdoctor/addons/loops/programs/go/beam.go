@@ -7,16 +7,12 @@ import (
 	"slices"
 )
 
-// beam is a sequence of a search: its log probability and its new tokens.
+// beam is a sequence of a search: its log probability, the row that it continues, its new tokens, and the one after them.
 type beam struct {
 	score  float64
+	row    int64
 	tokens []int64
-}
-
-// candidate is a token that may continue the beam of a row, with the log probability of both.
-type candidate struct {
-	score      float64
-	row, token int64
+	token  int64
 }
 
 // BeamSearch is an example over the library, for a model whose contract has Reorders: the tokens with the best mean log
@@ -26,24 +22,31 @@ func BeamSearch(ctx context.Context, d *Decoder, prompt []int64, beams, most int
 	going, ended := []beam{{}}, []beam{} // all beams begin with the same prompt: one is enough
 	logits, err := d.Prefill(ctx, slices.Repeat([][]int64{prompt}, beams))
 	for count := 1; err == nil; count++ {
-		found := []candidate{}
+		found := []beam{}
 		for row, one := range going {
-			found = append(found, one.candidates(int64(row), logits.Last(row))...)
+			last, sum := logits.Last(row), 0.0
+			for _, logit := range last {
+				sum += math.Exp(float64(logit))
+			}
+			for token, logit := range last {
+				score := one.score + float64(logit) - math.Log(sum)
+				found = append(found, beam{score, int64(row), one.tokens, int64(token)})
+			}
 		}
-		slices.SortStableFunc(found, func(a, b candidate) int { return cmp.Compare(b.score, a.score) })
-		next, rows, fed := []beam{}, make([]int64, beams), make([][]int64, beams)
+		slices.SortStableFunc(found, func(a, b beam) int { return cmp.Compare(b.score, a.score) })
+		next, rows, fed := []beam{}, []int64{}, [][]int64{}
 		for _, one := range found {
-			made := beam{one.score, append(slices.Clone(going[one.row].tokens), one.token)}
+			one.tokens = append(slices.Clone(one.tokens), one.token)
 			if slices.Contains(d.contract.Generation.End, one.token) {
-				ended = append(ended, made)
+				ended = append(ended, one)
 				continue
 			}
-			rows[len(next)], fed[len(next)] = one.row, []int64{one.token}
-			if next = append(next, made); len(next) == beams {
+			next, rows, fed = append(next, one), append(rows, one.row), append(fed, []int64{one.token})
+			if len(next) == beams {
 				break
 			}
 		}
-		if len(ended) >= beams || count == most || d.length == d.MostTokens() {
+		if len(ended) >= beams || count == most || d.length >= d.MostTokens() {
 			mean := func(one beam) float64 { return one.score / float64(len(one.tokens)) }
 			all := slices.Concat(ended, next)
 			return slices.MaxFunc(all, func(a, b beam) int { return cmp.Compare(mean(a), mean(b)) }).tokens, nil
@@ -53,16 +56,4 @@ func BeamSearch(ctx context.Context, d *Decoder, prompt []int64, beams, most int
 		}
 	}
 	return nil, err
-}
-
-func (b beam) candidates(row int64, logits []float32) []candidate {
-	most, sum := float64(slices.Max(logits)), 0.0
-	for _, logit := range logits {
-		sum += math.Exp(float64(logit) - most)
-	}
-	found := make([]candidate, len(logits))
-	for token, logit := range logits {
-		found[token] = candidate{b.score + float64(logit) - most - math.Log(sum), row, int64(token)}
-	}
-	return found
 }

@@ -97,7 +97,7 @@ func (d *Decoder) replace(next map[string]ort.Value) {
 
 // Rewind forgets the last tokens of every sequence. At least one token of each must stay.
 func (d *Decoder) Rewind(count int64) error {
-	if !d.contract.Rewinds {
+	if !d.contract.Rewinds || d.length > d.contract.ContextLimit { // what a ring has written over is gone
 		return errors.New("a part of the cache of this model cannot go back")
 	}
 	shortest := d.length - slices.Max(append([]int64{0}, d.padding...))

@@ -27,8 +27,9 @@ type Contract struct {
 	Source           *Source // what Encode takes; nil where there is nothing to encode
 	Placeholders     []int64 // tokens in whose places an image or sound belongs
 	Vocabulary       int64   // token ids are smaller
-	ContextLimit     int64   `json:"context_limit"` // the most tokens of a sequence
-	OneToken         bool    `json:"one_token"`     // every call takes one new token
+	ContextLimit     int64   `json:"context_limit"` // the most tokens of the cache
+	Longest          int64   // the most tokens of a sequence: those that do not fit are written over the oldest
+	OneToken         bool    `json:"one_token"` // every call takes one new token
 	Batch            int64   // the number of sequences where the graph takes one only, else 0
 	CapacityIsChosen bool    `json:"capacity_is_chosen"`
 	Pads             bool    // prompts of unequal length are padded on the left
@@ -140,16 +141,6 @@ func ParseContract(text []byte) (*Contract, error) {
 		return nil, fmt.Errorf("its schema is %q, and this program reads %q", c.Schema, contractSchema)
 	}
 	return &c, nil
-}
-
-// calls are those that the model has.
-func (c *Contract) calls() (all []*Call) {
-	for _, phase := range [][]Call{c.Calls.Encode, c.Calls.Prefill, c.Calls.Decode} {
-		for i := range phase {
-			all = append(all, &phase[i])
-		}
-	}
-	return all
 }
 
 // compare fails where the files are not those of the contract. The binding has the inputs and outputs of a file from a

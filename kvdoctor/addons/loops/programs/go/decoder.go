@@ -73,14 +73,16 @@ func Open(folder string, contract *Contract, options Options) (*Decoder, error) 
 		contract: contract, capacity: capacity, graphs: map[string]*graph{}, reserved: map[*Call][]room{},
 		encoded: map[string]ort.Value{}, cache: map[string]ort.Value{},
 	}
-	for i, call := range contract.calls() {
-		err := d.open(folder, call, options.Session)
-		if err == nil {
-			d.reserved[call], err = d.rooms(call, i < len(contract.Calls.Encode))
-		}
-		if err != nil {
-			d.Close()
-			return nil, err
+	for phase, calls := range [][]Call{contract.Calls.Encode, contract.Calls.Prefill, contract.Calls.Decode} {
+		for i := range calls {
+			err := d.open(folder, &calls[i], options.Session)
+			if err == nil {
+				d.reserved[&calls[i]], err = d.rooms(&calls[i], phase == 0)
+			}
+			if err != nil {
+				d.Close()
+				return nil, err
+			}
 		}
 	}
 	return d, nil
@@ -129,7 +131,12 @@ func (d *Decoder) History() [][]int64 {
 }
 
 // MostTokens is the most tokens that a sequence may have, padding counted.
-func (d *Decoder) MostTokens() int64 { return min(d.capacity, d.contract.ContextLimit) }
+func (d *Decoder) MostTokens() int64 {
+	if d.contract.CapacityIsChosen {
+		return min(d.capacity, d.contract.Longest)
+	}
+	return d.contract.Longest
+}
 
 // Reset begins anew: no sequences, and nothing encoded.
 func (d *Decoder) Reset() {
@@ -158,7 +165,7 @@ func (d *Decoder) Prefill(ctx context.Context, prompts [][]int64) (Logits, error
 			padded[row] = append(make([]int64, padding[row], longest), prompt...)
 		}
 	}
-	if err := d.check(prompts, padded, 0); err != nil {
+	if err := d.check(prompts, padded, padding, 0); err != nil {
 		return nil, fmt.Errorf("prompts: %w", err)
 	}
 	d.clear()
@@ -166,7 +173,7 @@ func (d *Decoder) Prefill(ctx context.Context, prompts [][]int64) (Logits, error
 	err := d.begin(int64(len(prompts)))
 	var logits Logits
 	if err == nil {
-		logits, err = d.advanceAll(ctx, padded)
+		logits, err = d.advance(ctx, padded)
 	}
 	if err != nil {
 		d.clear()
@@ -204,17 +211,17 @@ func (d *Decoder) Step(ctx context.Context, tokens [][]int64) (Logits, error) {
 	if len(tokens) != len(d.history) {
 		return nil, fmt.Errorf("tokens of %d sequences for a cache of %d", len(tokens), len(d.history))
 	}
-	if err := d.check(tokens, tokens, d.length); err != nil {
+	if err := d.check(tokens, tokens, d.padding, d.length); err != nil {
 		return nil, fmt.Errorf("tokens: %w", err)
 	}
 	if !d.contract.Chunks && len(tokens[0]) != 1 {
 		return nil, errors.New("with this model a step takes one token of each sequence")
 	}
-	return d.advanceAll(ctx, tokens)
+	return d.advance(ctx, tokens)
 }
 
 // check refuses ids that are no tokens of text, rows of unequal length, and more tokens than there may be.
-func (d *Decoder) check(tokens, rows [][]int64, length int64) error {
+func (d *Decoder) check(tokens, rows [][]int64, padding []int64, length int64) error {
 	for _, id := range slices.Concat(tokens...) {
 		if id < 0 || id >= d.contract.Vocabulary {
 			return fmt.Errorf("%d is no token id: they are 0 to %d", id, d.contract.Vocabulary-1)
@@ -227,42 +234,39 @@ func (d *Decoder) check(tokens, rows [][]int64, length int64) error {
 	if err != nil {
 		return err
 	}
-	if most := d.MostTokens(); length+shape[1] > most {
+	most := d.MostTokens()
+	if slices.ContainsFunc(padding, func(count int64) bool { return count > 0 }) {
+		most = min(most, d.contract.ContextLimit) // a ring has no place for it
+	}
+	if length+shape[1] > most {
 		return fmt.Errorf("a sequence has at most %d tokens here, not %d", most, length+shape[1])
 	}
 	return nil
 }
 
-// advanceAll feeds tokens in as many calls as the graph needs; the logits are those of the last one.
-func (d *Decoder) advanceAll(ctx context.Context, tokens [][]int64) (logits Logits, err error) {
-	if !d.contract.OneToken {
-		return d.advance(ctx, tokens)
+// advance feeds tokens in as many calls as the graph needs; the logits are those of the last one.
+func (d *Decoder) advance(ctx context.Context, tokens [][]int64) (logits Logits, err error) {
+	count := int64(len(tokens[0]))
+	size := count
+	if d.contract.OneToken || d.length+count > d.contract.ContextLimit { // in a full ring, each replaces the oldest
+		size = 1
 	}
-	for position := range tokens[0] {
-		column := make([][]int64, len(tokens))
+	for at := int64(0); at < count; at += size {
+		part := make([][]int64, len(tokens))
 		for row := range tokens {
-			column[row] = tokens[row][position : position+1]
+			part[row] = tokens[row][at : at+size]
 		}
-		if logits, err = d.advance(ctx, column); err != nil {
+		calls := d.contract.Calls.Decode
+		if d.length == 0 {
+			calls = d.contract.Calls.Prefill
+		}
+		if logits, err = d.runCalls(ctx, calls, part); err != nil {
 			return nil, err
 		}
-	}
-	return logits, nil
-}
-
-// advance runs the calls on new tokens.
-func (d *Decoder) advance(ctx context.Context, tokens [][]int64) (Logits, error) {
-	calls := d.contract.Calls.Decode
-	if d.length == 0 {
-		calls = d.contract.Calls.Prefill
-	}
-	logits, err := d.runCalls(ctx, calls, tokens)
-	if err != nil {
-		return nil, err
-	}
-	d.length += int64(len(tokens[0]))
-	for row := range d.history {
-		d.history[row] = append(d.history[row], tokens[row]...)
+		d.length += size
+		for row := range d.history {
+			d.history[row] = append(d.history[row], part[row]...)
+		}
 	}
 	return logits, nil
 }

@@ -50,8 +50,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Port, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(File, file, inputs, outputs)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Generation, start, end, suppress, begin_suppress, forced)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Contract, model, files, calls, zeros, cut, rows, heads, source, vocabulary,
-                                   context_limit, batch, one_token, capacity_is_chosen, pads, chunks, rewinds, reorders,
-                                   placeholders, generation)
+                                   context_limit, longest, batch, one_token, capacity_is_chosen, pads, chunks, rewinds,
+                                   reorders, placeholders, generation)
 
 Contract Contract::parse(std::string_view text) try {
   const json document = json::parse(text);

@@ -130,8 +130,9 @@ struct Contract {
   std::vector<Axis> cut, rows;
   std::int64_t heads;
   std::optional<Source> source;
-  /// Token ids are smaller than `vocabulary`, a sequence has at most `context_limit` tokens.
-  std::int64_t vocabulary, context_limit;
+  /// Token ids are smaller than `vocabulary`. The cache has at most `context_limit` tokens, and a sequence `longest`:
+  /// more than fit are written over the oldest.
+  std::int64_t vocabulary, context_limit, longest;
   /// The number of sequences, where the graph takes one number only.
   std::optional<std::size_t> batch;
   bool one_token, capacity_is_chosen, pads, chunks, rewinds, reorders;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <ranges>
 #include <stdexcept>
 #include <utility>
 
@@ -109,8 +110,6 @@ Decoder::Decoder(const Ort::Env& env, const std::filesystem::path& folder, Contr
   }
 }
 
-void Decoder::trace_to(Trace trace) { trace_ = std::move(trace); }
-
 // The source of an encoder.
 
 void Decoder::encode(const Tokens& sources) {
@@ -158,18 +157,17 @@ void Decoder::encode_elements(const Shape& shape, const Elements& at, Tokens mas
 
 // The sequences.
 
-void Decoder::check_ids(std::span<const std::int64_t> ids) const {
-  for (const std::int64_t id : ids) {
+/// Refuses ids that are no tokens of text, and more tokens than there may be.
+void Decoder::check_tokens(const Tokens& rows, std::int64_t total, const std::vector<std::int64_t>& padding) const {
+  for (const std::int64_t id : rows | std::views::join) {
     require(id >= 0 && id < contract_->vocabulary,
             "token ids are 0 to " + std::to_string(contract_->vocabulary - 1) + ", not " + std::to_string(id));
     require(std::ranges::find(contract_->placeholders, id) == contract_->placeholders.end(),
             "token " + std::to_string(id) + " stands for an image or audio, which this program does not take");
   }
-}
-
-void Decoder::check_room(std::int64_t total) const {
-  require(total <= limit(),
-          std::to_string(total) + " tokens; a sequence has at most " + std::to_string(limit()) + " here");
+  const bool padded = std::ranges::any_of(padding, [](std::int64_t count) { return count > 0; });
+  const std::int64_t most = padded ? std::min(limit(), contract_->context_limit) : limit();  // a ring takes no padding
+  require(total <= most, std::to_string(total) + " tokens; a sequence has at most " + std::to_string(most) + " here");
 }
 
 Logits Decoder::prefill(const Tokens& prompts) {
@@ -183,7 +181,6 @@ Logits Decoder::prefill(const Tokens& prompts) {
     require(!prompt.empty(), "a prompt needs at least one token");
     require(prompt.size() == longest || contract_->pads,
             "this model takes no padding: the prompts must have the same length");
-    check_ids(prompt);
     padding.push_back(static_cast<std::int64_t>(longest - prompt.size()));
     rows.emplace_back(longest - prompt.size(), 0).insert(rows.back().end(), prompt.begin(), prompt.end());
   }
@@ -193,21 +190,14 @@ Logits Decoder::prefill(const Tokens& prompts) {
   const std::size_t batch = std::max<std::size_t>(contract_->batch.value_or(sources), 1);
   require(prompts.size() == batch,
           std::to_string(prompts.size()) + " prompts, but there must be " + std::to_string(batch));
-  check_room(static_cast<std::int64_t>(longest));
+  check_tokens(prompts, static_cast<std::int64_t>(longest), padding);
   clear();  // releases the values before others are made
   state_.padding = std::move(padding);
   try {
     for (const Zeros& one : contract_->zeros) {
       state_.cache.emplace(one.value, zeros(shape_of_dims(one.dims, sizes_of(rows)), one.dtype));
     }
-    if (!contract_->one_token) return advance(rows);
-    std::optional<Logits> logits;
-    for (std::size_t position = 0; position < longest; ++position) {
-      Tokens column;
-      for (const auto& row : rows) column.push_back({row[position]});
-      logits = advance(column);
-    }
-    return std::move(*logits);
+    return advance(rows);
   } catch (...) {
     clear();
     throw;
@@ -229,15 +219,23 @@ Logits Decoder::step(const Tokens& tokens) {
       tokens.size() == state_.padding.size() && count > 0 && even,
       "a step takes new tokens of " + std::to_string(state_.padding.size()) + " sequences, the same number of each");
   require(count == 1 || contract_->chunks, "a step of this model takes one token of each sequence");
-  for (const auto& row : tokens) check_ids(row);
-  check_room(state_.length + static_cast<std::int64_t>(count));
+  check_tokens(tokens, state_.length + static_cast<std::int64_t>(count), state_.padding);
   return advance(tokens);
 }
 
-/// Runs the calls on new tokens.
+/// Runs the calls on new tokens; the logits of the last one.
 Logits Decoder::advance(const Tokens& tokens) {
-  auto logits = run(state_.length == 0 ? "prefill" : "decode", tokens);
-  state_.length += static_cast<std::int64_t>(tokens[0].size());
+  const auto count = static_cast<std::int64_t>(tokens[0].size());
+  // In a ring that is full, one token is written over the oldest.
+  const bool alone = contract_->one_token || state_.length + count > contract_->context_limit;
+  const std::int64_t size = alone ? 1 : count;
+  std::optional<Logits> logits;
+  for (std::int64_t at = 0; at < count; at += size) {
+    Tokens part;
+    for (const auto& row : tokens) part.emplace_back(row.begin() + at, row.begin() + at + size);
+    logits = run(state_.length == 0 ? "prefill" : "decode", part);
+    state_.length += size;
+  }
   return std::move(logits.value());
 }
 
@@ -363,7 +361,8 @@ std::optional<Ort::Value> Decoder::next_value(const Take& take, Ort::Value made)
 }
 
 void Decoder::rewind(std::int64_t count) {
-  require(contract_->rewinds, "a part of this cache cannot go back");
+  // What a ring has written over is gone.
+  require(contract_->rewinds && state_.length <= contract_->context_limit, "a part of this cache cannot go back");
   const std::int64_t shortest = state_.length - (state_.padding.empty() ? 0 : std::ranges::max(state_.padding));
   require(0 <= count && count < shortest,
           "cannot forget " + std::to_string(count) + " of " + std::to_string(shortest) + " tokens");

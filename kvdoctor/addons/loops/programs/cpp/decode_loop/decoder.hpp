@@ -17,14 +17,15 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <random>
 #include <span>
 #include <stop_token>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "decode_loop/contract.hpp"
-#include "decode_loop/sampling.hpp"
 #include "decode_loop/tensors.hpp"
 
 namespace decode_loop {
@@ -65,6 +66,36 @@ using OnToken = std::function<bool(Token)>;
 /// Takes each call as a line of JSON: kvdoctor step-test MODEL --trace FILE.
 using Trace = std::function<void(const std::string& line)>;
 
+/// The likeliest token is taken at the temperature 0. What is not changed has no effect.
+struct Sampling {
+  float temperature = 0;
+  /// Only so many of the likeliest tokens; 0 takes all.
+  std::size_t top_k = 0;
+  /// Only the likeliest tokens that have this probability together.
+  float top_p = 1;
+  /// Only tokens with this part of the probability of the likeliest one.
+  float min_p = 0;
+  /// Logits of tokens that are there already are divided by it where they are positive, else multiplied.
+  float repetition_penalty = 1;
+  std::uint64_t seed = 0;
+};
+
+/// Chooses tokens at random; the same seed gives the same tokens.
+class Sampler {
+ public:
+  explicit Sampler(const Sampling& sampling) : sampling_(sampling), random_(sampling.seed) {}
+
+  /// The next token, of a row of logits and the tokens so far.
+  std::int64_t operator()(std::span<const float> logits, std::span<const std::int64_t> tokens);
+
+ private:
+  Sampling sampling_;
+  std::mt19937_64 random_;
+};
+
+/// The token with the largest logit, and the first of them where several are as large.
+std::int64_t likeliest(std::span<const float> logits);
+
 class Stream;
 
 /// A model, and the cache of one batch of sequences. It serves one thread at a time.
@@ -84,9 +115,11 @@ class Decoder {
   /// Tokens in the cache, padding counted.
   std::int64_t length() const { return state_.length; }
   /// The most tokens that a sequence may have.
-  std::int64_t limit() const { return std::min(capacity_, contract_->context_limit); }
+  std::int64_t limit() const {
+    return contract_->capacity_is_chosen ? std::min(capacity_, contract_->longest) : contract_->longest;
+  }
   /// Writes down the calls from now on; without a function no longer.
-  void trace_to(Trace trace);
+  void trace_to(Trace trace) { trace_ = std::move(trace); }
   /// Begins anew: no sequences, and nothing encoded.
   void reset() { state_ = State{}; }
 
@@ -125,8 +158,7 @@ class Decoder {
   };
 
   void encode_elements(const Shape& shape, const Elements& at, Tokens mask);
-  void check_ids(std::span<const std::int64_t> ids) const;
-  void check_room(std::int64_t total) const;
+  void check_tokens(const Tokens& rows, std::int64_t total, const std::vector<std::int64_t>& padding) const;
   Logits advance(const Tokens& tokens);
   std::optional<Logits> run(const std::string& phase, const Tokens& tokens);
   Values run_session(const Call& call, const Tokens& tokens);

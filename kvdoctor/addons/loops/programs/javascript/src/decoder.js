@@ -121,8 +121,8 @@ export class Decoder {
    * @param {CallOptions} [options]
    * @returns {Promise<Logits[]>}
    */
-  async prefill(prompts, { every = false, signal } = {}) {
-    const { batch, one_token, pads, source } = this.#model.contract;
+  async prefill(prompts, options = {}) {
+    const { batch, pads, source } = this.#model.contract;
     const shape = this.#encoded.get("source")?.dims;
     check(source === null || shape !== undefined, "begin with encode()");
     check(
@@ -137,24 +137,16 @@ export class Decoder {
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
     const padding = prompts.map((prompt) => longest - prompt.length);
     check(pads || Math.max(...padding) === 0, "the prompts of a batch must have the same length");
-    this.#checkTokens(prompts, longest);
-    signal?.throwIfAborted();
+    this.#checkTokens(prompts, longest, padding);
+    options.signal?.throwIfAborted();
     const rows = prompts.map((prompt, row) => [...Array(padding[row]).fill(0), ...prompt]);
-    const size = one_token ? 1 : longest;
     return this.#alone(async () => {
       this.#clear();
       this.#padding = padding;
       this.#tokens = prompts.map(() => []);
       this.#cache.begin(this.#model.contract.zeros, this.#sizes(rows));
       try {
-        /** @type {Logits[]} */
-        let logits = [];
-        for (let at = 0; at < longest; at += size) {
-          signal?.throwIfAborted();
-          const added = rows.map((row) => row.slice(at, at + size));
-          logits = await this.#advance(added, every);
-        }
-        return logits;
+        return await this.#advance(rows, options);
       } catch (error) {
         this.#clear();
         throw error;
@@ -169,7 +161,7 @@ export class Decoder {
    * @param {CallOptions} [options]
    * @returns {Promise<Logits[]>}
    */
-  async step(tokens, { every = false, signal } = {}) {
+  async step(tokens, options = {}) {
     check(this.#length > 0, "begin with prefill()");
     const [rows, count] = sameLength(tokens, "the tokens of a step");
     const { chunks } = this.#model.contract;
@@ -179,17 +171,18 @@ export class Decoder {
       `a step takes ${wanted} of each of ${this.#padding.length} sequences`,
     );
     this.#checkTokens(tokens, this.#length + count);
-    signal?.throwIfAborted();
-    return this.#alone(() => this.#advance(tokens, every));
+    return this.#alone(() => this.#advance(tokens, options));
   }
 
   /** Forget the last `count` tokens of every sequence. At least one token must stay. @param {number} count */
   async rewind(count) {
     const shortest = this.#length - Math.max(0, ...this.#padding);
-    check(this.#model.contract.rewinds, "a part of the cache of this model cannot go back");
+    const { context_limit, cut, rewinds } = this.#model.contract;
+    // What a ring has written over is gone.
+    check(rewinds && this.#length <= context_limit, "a part of the cache of this model cannot go back");
     check(Number.isInteger(count) && count >= 0 && count < shortest, `cannot forget ${count} of ${shortest} tokens`);
     await this.#alone(async () => {
-      await this.#cache.cut(this.#model.contract.cut, this.#length - count);
+      await this.#cache.cut(cut, this.#length - count);
       this.#length -= count;
       this.#tokens = this.#tokens.map((row) => row.slice(0, row.length - count));
     });
@@ -272,12 +265,21 @@ export class Decoder {
     }
   }
 
-  /** Run the calls on new tokens. @param {Tokens} tokens @param {boolean} every */
-  async #advance(tokens, every) {
-    const length = this.#length;
-    const logits = await this.#run(length === 0 ? "prefill" : "decode", this.#cache, tokens, every);
-    tokens.forEach((row, at) => this.#tokens[at].push(...row.slice(Math.max(this.#padding[at] - length, 0))));
-    this.#length += tokens[0].length;
+  /** Run the calls on new tokens; the logits of the last one. @param {Tokens} tokens @param {CallOptions} options */
+  async #advance(tokens, { every, signal }) {
+    const { context_limit, one_token } = this.#model.contract;
+    const count = tokens[0].length;
+    // In a ring that is full, one is written over the oldest.
+    const size = one_token || this.#length + count > context_limit ? 1 : count;
+    /** @type {Logits[]} */
+    let logits = [];
+    for (let at = 0; at < count; at += size) {
+      signal?.throwIfAborted();
+      const [length, added] = [this.#length, tokens.map((row) => row.slice(at, at + size))];
+      logits = await this.#run(length === 0 ? "prefill" : "decode", this.#cache, added, every);
+      added.forEach((row, at) => this.#tokens[at].push(...row.slice(Math.max(this.#padding[at] - length, 0))));
+      this.#length += size;
+    }
     return logits;
   }
 
@@ -374,10 +376,12 @@ export class Decoder {
    *
    * @param {Tokens} rows
    * @param {number} [length] - of the sequences with them
+   * @param {readonly number[]} [padding]
    */
-  #checkTokens(rows, length = 0) {
-    const { most, contract } = this.#model;
-    const { vocabulary, placeholders } = contract;
+  #checkTokens(rows, length = 0, padding = this.#padding) {
+    const { context_limit, placeholders, vocabulary } = this.#model.contract;
+    // A ring has no place for padding.
+    const most = Math.min(this.#model.most, Math.max(0, ...padding) > 0 ? context_limit : Infinity);
     check(
       rows.flat().every((id) => Number.isInteger(id) && id >= 0 && id < vocabulary),
       `token ids are whole numbers, 0 to ${vocabulary - 1}`,

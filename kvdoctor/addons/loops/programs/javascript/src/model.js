@@ -22,11 +22,11 @@ export class Model {
     this.ort = ort;
     this.contract = contract;
     this.options = options;
-    const limit = contract.context_limit;
+    const { capacity_is_chosen: chosen, context_limit: limit, longest } = contract;
     /** The length of buffers. */
-    this.capacity = contract.capacity_is_chosen ? capacity : limit;
+    this.capacity = chosen ? capacity : limit;
     /** The most tokens of a sequence. */
-    this.most = Math.min(limit, this.capacity);
+    this.most = chosen ? Math.min(longest, capacity) : longest;
   }
 
   /**

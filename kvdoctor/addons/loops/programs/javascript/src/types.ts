@@ -71,6 +71,7 @@ export interface Contract {
   } | null;
   vocabulary: number;
   context_limit: number;
+  longest: number;
   one_token: boolean;
   batch: number | null;
   capacity_is_chosen: boolean;

@@ -23,8 +23,9 @@ pub struct Contract {
     pub(crate) source: Option<Source>,
     /// Token ids are smaller than this.
     pub vocabulary: i64,
-    /// The most tokens of a sequence.
+    /// The most tokens of the cache, and of a sequence: those that do not fit are written over the oldest.
     pub context_limit: usize,
+    pub longest: usize,
     pub(crate) one_token: bool,
     /// The number of sequences, where the graph takes one number only.
     pub batch: Option<usize>,

@@ -65,7 +65,8 @@ impl Decoder {
 
     /// The most tokens that a sequence may have.
     pub fn limit(&self) -> usize {
-        self.contract.context_limit.min(self.state.capacity)
+        let chosen = if self.contract.capacity_is_chosen { self.state.capacity } else { usize::MAX };
+        self.contract.longest.min(chosen)
     }
 
     /// Writes down the calls from now on.
@@ -151,22 +152,13 @@ impl Decoder {
                 return refuse(format!("{batch} prompts, but {what} {wanted}"));
             }
         }
-        self.check_tokens(prompts, longest)?;
+        self.check_tokens(prompts, longest, &padding)?;
         let padded = prompts.iter().zip(&padding);
         let rows: Vec<_> = padded.map(|(row, padded)| [&vec![0; *padded], row.as_ref()].concat()).collect();
         self.state.begin(&self.contract, padding)?;
-        let calls: Vec<Vec<Vec<i64>>> = if self.contract.one_token {
-            (0..longest).map(|at| rows.iter().map(|row| vec![row[at]]).collect()).collect()
-        } else {
-            vec![rows]
-        };
-        let mut logits = refuse("there are no tokens");
-        for tokens in calls {
-            logits = self.advance(&tokens);
-            if logits.is_err() {
-                self.state.clear();
-                break;
-            }
+        let logits = self.advance(&rows);
+        if logits.is_err() {
+            self.state.clear();
         }
         logits
     }
@@ -181,8 +173,8 @@ impl Decoder {
         if count > 1 && !self.contract.chunks {
             return refuse("a step of this model takes one token of each sequence");
         }
-        self.check_tokens(tokens, self.state.length + count)?;
-        self.advance(&tokens.iter().map(|row| row.as_ref().to_vec()).collect::<Vec<_>>())
+        self.check_tokens(tokens, self.state.length + count, &self.state.padding)?;
+        self.advance(&tokens.iter().map(AsRef::as_ref).collect::<Vec<_>>())
     }
 
     fn check_begun(&self) -> Result<()> {
@@ -190,7 +182,7 @@ impl Decoder {
     }
 
     /// Refuses ids that are no tokens of the model, or stand for what is no text, and more of them than there may be.
-    fn check_tokens(&self, rows: &[impl AsRef<[i64]>], total: usize) -> Result<()> {
+    fn check_tokens(&self, rows: &[impl AsRef<[i64]>], total: usize, padding: &[usize]) -> Result<()> {
         let contract = &self.contract;
         for id in rows.iter().flat_map(AsRef::as_ref) {
             if !(0..contract.vocabulary).contains(id) {
@@ -200,24 +192,32 @@ impl Decoder {
                 return refuse(format!("token {id} stands for an image or audio, which this program does not take"));
             }
         }
-        match self.limit() {
-            limit if total > limit => refuse(format!("{total} tokens; a sequence has at most {limit} here")),
+        let padded = padding.iter().any(|count| *count > 0); // which a ring has no place for
+        match if padded { self.limit().min(contract.context_limit) } else { self.limit() } {
+            most if total > most => refuse(format!("{total} tokens; a sequence has at most {most} here")),
             _ => Ok(()),
         }
     }
 
-    /// Runs the calls on new tokens.
-    fn advance(&mut self, tokens: &[Vec<i64>]) -> Result<Logits> {
-        let calls = &self.contract.calls;
-        let calls = if self.state.length == 0 { &calls.prefill } else { &calls.decode };
-        let logits = self.state.run(&mut self.graphs, &self.contract, calls, tokens)?;
-        self.state.length += tokens[0].len();
+    /// Runs the calls on new tokens; the logits of the last one.
+    fn advance(&mut self, tokens: &[impl AsRef<[i64]>]) -> Result<Logits> {
+        let (contract, count) = (&self.contract, tokens[0].as_ref().len());
+        // In a ring that is full, one token is written over the oldest.
+        let alone = contract.one_token || self.state.length + count > contract.context_limit;
+        let (size, mut logits) = (if alone { 1 } else { count }, None);
+        for at in (0..count).step_by(size) {
+            let part: Vec<_> = tokens.iter().map(|row| row.as_ref()[at..at + size].to_vec()).collect();
+            let calls = if self.state.length == 0 { &contract.calls.prefill } else { &contract.calls.decode };
+            logits = self.state.run(&mut self.graphs, contract, calls, &part)?;
+            self.state.length += size;
+        }
         logits.map_or_else(|| refuse("the last call returns no logits"), Ok)
     }
 
     /// Forgets the last tokens of every sequence. At least one must stay.
     pub fn rewind(&mut self, count: usize) -> Result<()> {
-        if !self.contract.rewinds {
+        // What a ring has written over is gone.
+        if !self.contract.rewinds || self.state.length > self.contract.context_limit {
             return refuse("a part of this cache cannot go back");
         }
         let shortest = self.state.length.saturating_sub(self.state.padding.iter().copied().max().unwrap_or(0));

@@ -3,6 +3,7 @@ package decodeloop;
 import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtException;
 import decodeloop.Contract.Axis;
+import decodeloop.Contract.Change;
 import decodeloop.Contract.Take;
 import decodeloop.Contract.Zeros;
 import decodeloop.Tensors.Part;
@@ -11,7 +12,6 @@ import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.Objects;
-import java.util.function.Function;
 import java.util.stream.IntStream;
 
 /** The values that go from call to call. One is closed as soon as the next one is there. */
@@ -57,7 +57,6 @@ final class Cache {
   void take(List<Take> takes, Map<String, OnnxTensor> outputs, int length) throws OrtException {
     replace(
         takes,
-        Take::value,
         one -> {
           if (one.axis() == null) {
             return outputs.remove(one.output());
@@ -83,7 +82,6 @@ final class Cache {
   void cut(List<Axis> axes, int length) throws OrtException {
     replace(
         axes,
-        Axis::value,
         one -> {
           OnnxTensor value = get(one.value());
           Part part = Part.of(value, one.axis()).range(0, length);
@@ -95,7 +93,6 @@ final class Cache {
   void reorder(List<Axis> axes, int[] rows) throws OrtException {
     replace(
         axes,
-        Axis::value,
         one -> {
           OnnxTensor value = get(one.value());
           Part all = Part.of(value, one.axis());
@@ -106,22 +103,21 @@ final class Cache {
         });
   }
 
-  private interface Change<T> {
+  private interface Maker<T> {
     OnnxTensor make(T one) throws OrtException;
   }
 
   /** Replaces values by what is made of them, all or none; null leaves a value. */
-  private <T> void replace(List<T> all, Function<T, String> name, Change<T> change)
-      throws OrtException {
+  private <T extends Change> void replace(List<T> all, Maker<T> maker) throws OrtException {
     List<OnnxTensor> made = new ArrayList<>();
     try {
       for (T one : all) {
-        made.add(change.make(one));
+        made.add(maker.make(one));
       }
       for (T one : all) {
         OnnxTensor value = made.remove(0);
         if (value != null) {
-          put(name.apply(one), value);
+          put(one.value(), value);
         }
       }
     } finally {

@@ -26,7 +26,8 @@ import java.util.stream.IntStream;
  * @param cut the axes that a rewind cuts, and {@code rows} those that a reorder changes
  * @param source what {@link Decoder#encode} takes, or null
  * @param vocabulary token ids are smaller
- * @param contextLimit the most tokens of a sequence
+ * @param contextLimit the most tokens of the cache
+ * @param longest the most tokens of a sequence: those that do not fit are written over the oldest
  * @param oneToken whether every call takes one new token
  * @param batch the number of sequences where the graph takes one only, or null
  * @param capacityIsChosen whether the caller chooses the room of the cache
@@ -46,6 +47,7 @@ public record Contract(
     Source source,
     int vocabulary,
     int contextLimit,
+    int longest,
     boolean oneToken,
     Integer batch,
     boolean capacityIsChosen,
@@ -85,11 +87,16 @@ public record Contract(
       List<Take> takes,
       Map<String, Axis> sizes) {}
 
+  /** What names the value that becomes another one. */
+  interface Change {
+    String value();
+  }
+
   /** An output that becomes a value, by a rule along an axis. */
-  public record Take(String output, String value, String carry, Integer axis) {}
+  public record Take(String output, String value, String carry, Integer axis) implements Change {}
 
   /** An axis of a value; a sequence has {@code each} entries of it. */
-  public record Axis(String value, int axis, int each) {}
+  public record Axis(String value, int axis, int each) implements Change {}
 
   /** A value before the first call. */
   public record Zeros(String value, String dtype, List<JsonPrimitive> dims) {}

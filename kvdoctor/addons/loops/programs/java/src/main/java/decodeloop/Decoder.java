@@ -89,7 +89,8 @@ public final class Decoder implements AutoCloseable {
 
   /** The most tokens that a sequence may have, padding counted. */
   public int limit() {
-    return Math.min(capacity, contract.contextLimit());
+    int longest = contract.longest();
+    return contract.capacityIsChosen() ? Math.min(capacity, longest) : longest;
   }
 
   /**
@@ -210,21 +211,13 @@ public final class Decoder implements AutoCloseable {
       long sources = size(source, contract.source().batchAxis());
       require(sources == prompts.length, prompts.length + " prompts for " + sources + " sources");
     }
-    requireRoom(longest);
+    int[] padded = Arrays.stream(prompts).mapToInt(prompt -> longest - prompt.length).toArray();
+    requireRoom(longest, padded);
     clear();
-    padding = Arrays.stream(prompts).mapToInt(prompt -> longest - prompt.length).toArray();
+    padding = padded;
     try {
       cache.begin(contract.zeros(), sizes(tokens));
-      if (!contract.oneToken()) {
-        return advance(tokens);
-      }
-      Logits logits = null;
-      for (int i = 0; i < longest; i++) {
-        int at = i;
-        logits =
-            advance(Arrays.stream(tokens).map(row -> new int[] {row[at]}).toArray(int[][]::new));
-      }
-      return logits;
+      return advance(tokens);
     } catch (OrtException | RuntimeException failed) {
       clear();
       throw failed;
@@ -239,12 +232,15 @@ public final class Decoder implements AutoCloseable {
     String some = contract.chunks() ? "tokens" : "one token";
     boolean fits = tokens.length == padding.length && (contract.chunks() || tokens[0].length == 1);
     require(fits, "a step takes " + some + " for each of " + padding.length + " sequences");
-    requireRoom(length + tokens[0].length);
+    requireRoom(length + tokens[0].length, padding);
     return advance(tokens);
   }
 
-  private void requireRoom(int total) {
-    require(total <= limit(), "a sequence has at most " + limit() + " tokens here");
+  private void requireRoom(int total, int[] padding) {
+    boolean padded =
+        IntStream.of(padding).anyMatch(count -> count > 0); // which no ring has room for
+    int most = padded ? Math.min(limit(), contract.contextLimit()) : limit();
+    require(total <= most, "a sequence has at most " + most + " tokens here");
   }
 
   private void requireIds(int[][] rows) {
@@ -268,7 +264,9 @@ public final class Decoder implements AutoCloseable {
 
   /** Forgets the last {@code count} tokens of every sequence. At least one token must stay. */
   public void rewind(int count) throws OrtException {
-    require(contract.rewinds(), "a part of the cache of this model cannot go back");
+    // What a ring has written over is gone.
+    boolean rewinds = contract.rewinds() && length <= contract.contextLimit();
+    require(rewinds, "a part of the cache of this model cannot go back");
     int shortest = length - Arrays.stream(padding).max().orElse(0);
     boolean fits = 0 <= count && count < shortest;
     require(fits, "cannot forget " + count + " of " + shortest + " tokens");
@@ -313,10 +311,19 @@ public final class Decoder implements AutoCloseable {
   /** A new token of a sequence. */
   public record Token(int sequence, int id) {}
 
-  /** Runs the calls on new tokens. */
+  /** Runs the calls on new tokens; the logits of the last one. */
   private Logits advance(int[][] tokens) throws OrtException {
-    Logits logits = run(length == 0 ? "prefill" : "decode", cache, tokens);
-    length += tokens[0].length;
+    int count = tokens[0].length;
+    // In a ring that is full, one token is written over the oldest.
+    boolean alone = contract.oneToken() || length + count > contract.contextLimit();
+    int size = alone ? 1 : count;
+    Logits logits = null;
+    for (int i = 0; i < count; i += size) {
+      int at = i;
+      Stream<int[]> part = Arrays.stream(tokens).map(row -> Arrays.copyOfRange(row, at, at + size));
+      logits = run(length == 0 ? "prefill" : "decode", cache, part.toArray(int[][]::new));
+      length += size;
+    }
     return logits;
   }
 
