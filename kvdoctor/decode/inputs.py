@@ -177,9 +177,13 @@ def _angles(want: InputRequest) -> Array:
 
 
 def _encoder_states(want: InputRequest) -> Array:
-    if want.step.builder.encoded.states is None:
+    """The states of an encoder; a second one of the same graph has its own, in its width."""
+    if (states := want.step.builder.encoded.states) is None:
         raise ValueError(f"input {want.port.name!r} takes encoder states, and there are none")
-    return want.step.builder.encoded.states
+    graphs = want.step.builder.contract.graphs.values()
+    listed = ([port.name for port in graph.inputs if port.role == "encoder_states"] for graph in graphs)
+    at = min(names.index(want.port.name) for names in listed if want.port.name in names)
+    return np.take(states, np.arange(at, at + want.shape[-1]), axis=-1, mode="wrap") if at else states
 
 
 def _setting(want: InputRequest) -> Array:
