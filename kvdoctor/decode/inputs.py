@@ -236,7 +236,11 @@ FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "row_index": lambda want: np.broadcast_to(np.arange(want.step.sizes["batch"]), want.shape),
     "has_past": lambda want: np.full(want.shape, want.step.begin > 0),
     "first_call": lambda want: np.full(want.shape, want.step.begin == 0),
-    "token_states": lambda want: synthetic_embeddings(want.step.tokens, want.shape),
+    "token_states": lambda want: synthetic_embeddings(
+        # A row that all sequences share goes by its position.
+        want.step.tokens if "batch" in want.port.axes else np.arange(want.step.begin, want.step.end)[None],
+        want.shape,
+    ),
 }
 """By role. The feed builder makes the past and the inputs of an encoder inside the graph."""
 

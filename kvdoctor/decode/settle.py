@@ -142,10 +142,9 @@ class _Trial:
         if ports not in self.shown:
             padded = replace(builder, padding=(1,) * builder.scenario.batch)
             hidden = masks and not self._counts(padded)
-            if not first and not self._counts(builder):
+            # A mask that hides what may be seen: sums with large negative numbers make all entries equal.
+            if not first and not (self._counts(builder) and (hidden or not masks or self._counts(padded, 1))):
                 return
-            if not first and masks and not hidden and not self._counts(padded, 1):
-                return  # it hides what may be seen: sums with large negative numbers make all entries equal
             yield AGREES  # operators that count their tokens hide none at the start
             if not first and masks and not hidden:
                 return

@@ -164,10 +164,7 @@ def list_entries(slot: Slot, past: Past, step: Answer) -> tuple[Array, Array]:
 
 
 def keep_entries(fed: Array, returned: Array) -> bool:
-    """Whether a step returns all entries, moved or rotated at most, and a new one; integers may be.
-
-    `fed` and `returned` are float[size, numbers]; in a full buffer one entry makes place for the new one.
-    """
+    """Whether all entries float[size, numbers] come back, moved or rotated at most, with a new one; integers may."""
     before, after = (np.linalg.norm(rows.astype(np.float64), axis=1) for rows in (fed, returned))
     held, makes_place = np.isclose(after[:, None], before, rtol=1e-2), len(after) == len(before) and before.all()
     lost = before[~held.any(axis=0)].astype(bool).sum()
