@@ -148,7 +148,8 @@ def _read_input(port: Port, names: AxisNames, unknown: bool, guessed: bool) -> I
         others = (_reading(port, role, port.axes, "type") for role in _list_masks(port) if role != port.role)
         yield from (*first, *others)
     elif port.role == "encoder_states" and len(port.axes) == 3:
-        draft = _reading(port, "token_states", ("batch", "new", "hidden"), "declared")
+        rows: Axis = "fixed" if (port.shape or (0,))[0] == 1 else "batch"
+        draft = _reading(port, "token_states", (rows, "new", "hidden"), "declared")
         # Where the axis has the name of the tokens', the file says what it counts.
         declared = names.read(port.shape or ())[1] == "new" and "enc" not in port.name.lower()
         # Embeddings that are added to tokens are projected to keys as the states of an encoder are: runs decide.
@@ -161,8 +162,7 @@ def _list_masks(port: Port) -> tuple[Role, ...]:
 
 
 def _read_unknown(port: Port, names: AxisNames) -> Iterable[Reading]:
-    shape = port.shape or ()
-    axes = names.read(shape)
+    axes = names.read(shape := port.shape or ())
     if "past" in axes:
         return  # a past that no output was found for
     if all(size == 1 for size in shape):

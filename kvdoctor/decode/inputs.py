@@ -177,9 +177,13 @@ def _angles(want: InputRequest) -> Array:
 
 
 def _encoder_states(want: InputRequest) -> Array:
-    if want.step.builder.encoded.states is None:
+    """The states of an encoder; a second one of the same graph has its own, in its width."""
+    if (states := want.step.builder.encoded.states) is None:
         raise ValueError(f"input {want.port.name!r} takes encoder states, and there are none")
-    return want.step.builder.encoded.states
+    graphs = want.step.builder.contract.graphs.values()
+    listed = ([port.name for port in graph.inputs if port.role == "encoder_states"] for graph in graphs)
+    at = min(names.index(want.port.name) for names in listed if want.port.name in names)
+    return np.take(states, np.arange(at, at + want.shape[-1]), axis=-1, mode="wrap") if at else states
 
 
 def _setting(want: InputRequest) -> Array:
@@ -232,7 +236,11 @@ FILLS: dict[str, Callable[[InputRequest], Array]] = {
     "row_index": lambda want: np.broadcast_to(np.arange(want.step.sizes["batch"]), want.shape),
     "has_past": lambda want: np.full(want.shape, want.step.begin > 0),
     "first_call": lambda want: np.full(want.shape, want.step.begin == 0),
-    "token_states": lambda want: synthetic_embeddings(want.step.tokens, want.shape),
+    "token_states": lambda want: synthetic_embeddings(
+        # A row that all sequences share goes by its position.
+        want.step.tokens if "batch" in want.port.axes else np.arange(want.step.begin, want.step.end)[None],
+        want.shape,
+    ),
 }
 """By role. The feed builder makes the past and the inputs of an encoder inside the graph."""
 

@@ -141,8 +141,10 @@ class _Trial:
         masks, first = any(port.role in MASKS for port in ports), ports == self.first
         hidden = False
         if ports not in self.shown:
-            hidden = masks and not self._counts(replace(builder, padding=(1,) * builder.scenario.batch))
-            if not first and not self._counts(builder):
+            padded = replace(builder, padding=(1,) * builder.scenario.batch)
+            hidden = masks and not self._counts(padded)
+            # A mask that hides what may be seen: sums with large negative numbers make all entries equal.
+            if not first and not (self._counts(builder) and (hidden or not masks or self._counts(padded, 1))):
                 return
             yield AGREES  # operators that count their tokens hide none at the start
             if not first and masks and not hidden:
@@ -175,10 +177,10 @@ class _Trial:
                 return
         yield HIDDEN if hidden else CONSISTENT
 
-    def _counts(self, builder: "FeedBuilder") -> bool:
-        """Whether another first token changes the last logits: where it is padding, a mask hides it."""
+    def _counts(self, builder: "FeedBuilder", at: int = 0) -> bool:
+        """Whether another token changes the last logits: a mask hides the first one where it is padding."""
         other = builder.tokens.copy()
-        other[:, 0] += 1
+        other[:, at] += 1
         last, changed = (
             self._run(each.reference()).logits[:, -1:] for each in (builder, replace(builder, tokens=other))
         )

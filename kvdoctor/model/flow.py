@@ -228,12 +228,7 @@ def _is_same(flow: Flow, name: str, later: str) -> bool:
 
 class _FlowWriter(Flattener[FlatNode]):
     def __init__(self, view: GraphView, cached: bool) -> None:
-        taken: dict[str, str] = {}
-        if view.branches is not None:
-            branches = view.branches[1]
-            chosen = (branches.cached if cached else branches.no_past).graph
-            name = next(attribute.name for attribute in branches.node.attribute if attribute.g is chosen)
-            taken = {next(filter(None, branches.node.output), ""): name}
+        taken = view.branches[1].taken(cached) if view.branches is not None else {}
         super().__init__(view.model, MOST_NODES, taken)
         self.flaws: dict[str, str] = {}
         self.iterations: dict[str, IterationNumber] = {}

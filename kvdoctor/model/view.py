@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -97,12 +97,23 @@ class Branches:
     """The `If` of a merged decoder: its node, the body that uses the cache and the other one.
 
     `on` is the value of the switch for which the cache is used: false where the switch says that it is the first step.
+    `others` are further `If`s that the same switch decides.
     """
 
     node: NodeProto
     cached: Scope
     no_past: Scope
     on: bool = True
+    others: tuple["Branches", ...] = ()
+
+    def taken(self, cached: bool) -> dict[str, str]:
+        """The attribute with the body that each `If` of the switch runs, by the first value that it makes."""
+        found = {}
+        for one in (self, *self.others):
+            body = (one.cached if cached else one.no_past).graph
+            name = next(attribute.name for attribute in one.node.attribute if attribute.g is body)
+            found[next(filter(None, one.node.output), "")] = name
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,19 +172,24 @@ class GraphView:
 
     @cached_property
     def branches(self) -> tuple[str, Branches] | None:
-        """The switch input and the `If` it decides: found by its condition, never by being the only node."""
+        """The switch input and the `If`s it decides: found by their condition, never by being the only node."""
         flags = {name for name, port in self.inputs.items() if port.dtype == "bool"}
+        found: dict[str, list[Branches]] = {}
         for node in self.model.graph.node:
             if has(node.op_type, "branch") and node.input:
                 switch, holds = self._condition(node.input[0])
                 bodies = {a.name: Scope(a.g, f"{describe_node(node)}, {a.name}", self.main) for a in node.attribute}
                 if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
-                    chosen, other = bodies["then_branch"], bodies["else_branch"]
-                    chosen, other = (chosen, other) if holds else (other, chosen)
-                    mine, others = self._own_reads(chosen, other)
-                    if switch == SWITCH or mine or others:  # else the `If` chooses something else than the cache
-                        turned = switch != SWITCH and len(others) > max(1, len(mine))
-                        return switch, Branches(node, *((other, chosen) if turned else (chosen, other)), on=not turned)
+                    chosen, other = (bodies[name] for name in ("then_branch", "else_branch")[:: 1 if holds else -1])
+                    found.setdefault(switch, []).append(Branches(node, chosen, other))
+        for switch, ifs in found.items():
+            reads = [self._own_reads(one.cached, one.no_past) for one in ifs]
+            mine, others = (set().union(*each) for each in zip(*reads, strict=True))
+            if switch == SWITCH or mine or others:  # else the `If`s choose something else than the cache
+                turned = switch != SWITCH and len(others) > max(1, len(mine))
+                all_ifs = [Branches(one.node, one.no_past, one.cached, on=False) if turned else one for one in ifs]
+                main = all_ifs.pop(next((at for at, each in enumerate(reads) if any(each)), 0))
+                return switch, replace(main, others=tuple(all_ifs))
         return None
 
     def _own_reads(self, one: Scope, other: Scope) -> tuple[set[str], set[str]]:
@@ -191,12 +207,12 @@ class GraphView:
         """
         if self.branches is None:
             return self.main, output
-        branches = self.branches[1]
-        body = branches.cached if cached else branches.no_past
-        made, name = list(branches.node.output), self.main.through(output)
-        if name not in made or made.index(name) >= len(body.graph.output):
-            return self.main, output
-        return body, str(body.graph.output[made.index(name)].name)
+        name = self.main.through(output)
+        for one in (self.branches[1], *self.branches[1].others):
+            body, made = one.cached if cached else one.no_past, list(one.node.output)
+            if name in made and made.index(name) < len(body.graph.output):
+                return body, str(body.graph.output[made.index(name)].name)
+        return self.main, output
 
     def emptied(self, output: str) -> tuple[int, ...] | None:
         """The shape of the constant without elements that an output returns when the cache is used, or None."""

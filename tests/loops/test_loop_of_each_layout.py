@@ -9,13 +9,14 @@ from support.loop_programs import written
 from support.sampling import sampled
 
 NO_LOOP = {
-    "caller-transducer-healthy": "of the kind 'condition'",
     "bare-attention-contrib-healthy": "not a decoder",
     "bare-attention-past-healthy": "not a decoder",
     "bare-grouped-query-attention-healthy": "not a decoder",
     "bare-multihead-attention-healthy": "not a decoder",
+    "caller-transducer-healthy": "of the kind 'condition'",
     "decoder-only-embeds-language-healthy": "embeddings",
     "decoder-only-token-ids-healthy": "token ids in place of logits",
+    "encoders-two-widths-healthy": "the source has the axes",
     "layout-aihub-trocr-healthy": "no logits",
     "layout-beam-search-healthy": "contains the whole loop",
     "layout-beam-search-plain-healthy": "contains the whole loop",
@@ -26,10 +27,10 @@ NO_LOOP = {
     "layout-four-tokens-healthy": "exactly 4 new tokens",
     "layout-genai-pipeline-healthy": "pipeline of 2 files",
     "layout-greedy-search-healthy": "contains the whole loop",
-    "layout-mask-switch-healthy": "token ids in place of logits",
     "layout-llama2-msft-layers-healthy": "embeddings",
     "layout-llama2-msft-stacked-healthy": "embeddings",
     "layout-llama2-msft-stacked-whole-healthy": "embeddings",
+    "layout-mask-switch-healthy": "token ids in place of logits",
     "layout-paged-healthy": "block",
     "layout-paged-packed-healthy": "block",
     "layout-paged-pool-healthy": "block",
@@ -46,6 +47,7 @@ NO_LOOP = {
     "layout-wenet-stream-healthy": "not a decoder",
     "readings-ids-and-embeddings-healthy": "embeddings",
     "readings-last-ids-healthy": "prev_ids",
+    "rotation-given-healthy": "token_states",
     "sequence-cache-healthy": "sequences of tensors",
 }
 """Healthy models without a loop, and a part of the reason that is given."""

@@ -22,6 +22,8 @@ from kvdoctor.decode.experiments.cache_entries import (
     Piece,
     by_position,
     can_be_copied,
+    keep_entries,
+    list_entries,
     pieces_of,
     read_returned,
     same_entries,
@@ -349,18 +351,15 @@ class _FullRing:
     def find_misplaced(self) -> Cause | None:
         """A step that changes other entries than the oldest one."""
         for (position, (past, answer)), slot in ((step, slot) for step in self.steps.items() for slot in self.slots):
-            pair = as_array(past[slot.past]), read_returned(slot, answer, False)
-            fed, returned = (np.moveaxis(one, slot.length_axis or 0, 0).reshape(self.size, -1) for one in pair)
+            fed, returned = list_entries(slot, past, answer)
             places, right = np.flatnonzero((fed != returned).any(axis=1)).tolist(), position % self.size
-            if position < self.size and len(places) > 1 and _keep_entries(fed, returned):
+            if position < self.size and len(places) > 1 and keep_entries(fed, returned):
                 raise CannotCheck(f"{NOT_FULL}: entries move within their buffers")
             if places != [right]:
                 listed = ", ".join(map(str, places[:4]))
                 named = f"entr{'y' if len(places) == 1 else 'ies'} {listed}" if places else "no entry"
-                text = (
-                    f"the step at position {position} changes {named} of {slot.past}; only entry {right} (the oldest)"
-                )
-                text += " may change"
+                allowed = f"only entry {right} (the oldest) may change"
+                text = f"the step at position {position} changes {named} of {slot.past}; {allowed}"
                 return Cause("present-rewrites-past" if places else "present-does-not-grow", text, slot.past)
         return None
 
@@ -400,13 +399,6 @@ class _FullRing:
             if counts
         }
         return found if second else {"logits": self.steps[place][1].logits}
-
-
-def _keep_entries(fed: Array, returned: Array) -> bool:
-    """Whether all entries but one are there after a step, float[size, numbers]: moved, or rotated; integers may be."""
-    before, after = (np.linalg.norm(rows.astype(np.float64), axis=1) for rows in (fed, returned))
-    held = np.isclose(after[:, None], before, rtol=1e-2).any(axis=1)
-    return fed.dtype.kind != "f" or int(held.sum()) >= len(held) - 1
 
 
 def _hidden(full: _FullRing, slots: Sequence[Slot]) -> Decision:

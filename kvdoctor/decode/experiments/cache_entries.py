@@ -156,6 +156,21 @@ def find_changed(slot: Slot, one: Array, other: Array) -> int | None:
     return int(found[0]) if len(found) == 1 else None
 
 
+def list_entries(slot: Slot, past: Past, step: Answer) -> tuple[Array, Array]:
+    """What a step was fed for a slot, and what it returned, float[size, numbers]: a row for each entry."""
+    pair = as_array(past[slot.past]), read_returned(slot, step, False)
+    fed, returned = (np.moveaxis(one, _at(slot), 0) for one in pair)
+    return fed.reshape(len(fed), -1), returned.reshape(len(returned), -1)
+
+
+def keep_entries(fed: Array, returned: Array) -> bool:
+    """Whether all entries float[size, numbers] come back, moved or rotated at most, with a new one; integers may."""
+    before, after = (np.linalg.norm(rows.astype(np.float64), axis=1) for rows in (fed, returned))
+    held, makes_place = np.isclose(after[:, None], before, rtol=1e-2), len(after) == len(before) and before.all()
+    lost = before[~held.any(axis=0)].astype(bool).sum()
+    return fed.dtype.kind != "f" or bool(lost <= makes_place and held.any(axis=1).sum() >= len(after) - 1)
+
+
 def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:
     """What came back for a slot: after the first step by `filled_by`, later by `present`."""
     return answer.outputs[(slot.filled_by if first else slot.present) or ""].array()

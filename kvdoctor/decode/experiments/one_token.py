@@ -23,8 +23,11 @@ from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, one_step, undecided, walk
 from kvdoctor.decode.experiments.cache_entries import (
     OTHER_TOKENS,
+    by_position,
     change_token,
     find_changed,
+    keep_entries,
+    list_entries,
     read_returned,
     same_entries,
     same_logits,
@@ -138,6 +141,7 @@ def history(builder: FeedBuilder) -> Decision:
         (yield from _twin_slot(builder, pasts, answers))
         or (yield from _unread_slot(builder, pasts, answers))
         or (yield from _slot_without_token(builder, pasts, answers))
+        or _find_lost_entries(builder.contract, tuple(zip(pasts, answers, strict=False)))
         or (yield from _empty_places(builder, pasts, answers))
         or (yield from lost_tokens(builder, pasts, answers))
         or (yield from _order(builder, pasts))
@@ -209,6 +213,15 @@ def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answ
         return None
     names = ", ".join(slot.present or "" for slot in same[:2]) + (f" and {len(same) - 2} more" if len(same) > 2 else "")
     return Cause("present-does-not-grow", f"a step with another token returns the same {names}")
+
+
+def _find_lost_entries(contract: CacheContract, steps: Sequence[tuple[Past | None, Answer]]) -> Cause | None:
+    """A slot that returns other entries than it was fed; those of a quantized cache may be scaled anew."""
+    slots = [slot for slot in by_position(contract) if slot.growth != "delta" and not slot.trimmed]
+    for slot in slots if all("float" in slot.dtype for slot in slots) else ():
+        if not all(keep_entries(*list_entries(slot, past, step)) for past, step in steps if past is not None):
+            return Cause("present-rewrites-past", f"{slot.present} has other entries than {slot.past}", slot.past)
+    return None
 
 
 @undecided
@@ -358,26 +371,16 @@ def _first_layer_differs(contract: CacheContract, one: Past | None, other: Past 
         return False
     slots = contract.of_kind("self-attention")
     first = min((slot.layer for slot in slots if slot.layer is not None), default=None)
-    return any(
-        not np.array_equal(_first_layer(slot, one), _first_layer(slot, other)) for slot in slots if slot.layer == first
-    )
-
-
-def _first_layer(slot: Slot, past: Past) -> Array:
-    """The entries of the first layer in a slot, which may be one layer's or have all layers on one axis."""
-    tensor = as_array(past[slot.past])
-    return np.take(tensor, 0, axis=slot.axes.index("layers")) if "layers" in slot.axes else tensor
+    mine = (slot for slot in slots if slot.layer == first)  # or has all layers on one axis
+    places = {slot.past: tuple(0 if axis == "layers" else slice(None) for axis in slot.axes) for slot in mine}
+    return any(not np.array_equal(as_array(one[past])[at], as_array(other[past])[at]) for past, at in places.items())
 
 
 def _reach(contract: CacheContract, most: int) -> int:
     """How many tokens back must count: a state forgets, an attention does not within its window and its buffer."""
-    found = [1]
-    for slot in contract.of_kind("self-attention"):
-        if slot.trimmed:
-            continue
-        limits = [most, *(n - 1 for n in (slot.window, slot.size("capacity")) if n is not None)]
-        found.append(min(limits))
-    return max(found)
+    slots = [slot for slot in contract.of_kind("self-attention") if not slot.trimmed]
+    limits = ((most, *(n - 1 for n in (slot.window, slot.size("capacity")) if n is not None)) for slot in slots)
+    return max([1, *map(min, limits)])
 
 
 def _is_window(builder: FeedBuilder, found: Mapping[int, Influence]) -> bool:

@@ -43,7 +43,7 @@ def takes_left_padding(contract: CacheContract) -> str | None:
         return "no per-row mask: the attention reads the cache from its first entry on"
     graph = contract.graph("decode")
     if graph.port("position_ids") is None and any(
-        port.role in PLACES and "batch" not in port.axes for port in graph.inputs
+        port.role in (*PLACES, "token_states") and "batch" not in port.axes for port in graph.inputs
     ):
         return "one position for the whole batch"
     reasons = [has_exact_rows(contract), *list_unmasked(contract, MASKS, "total")]

@@ -124,15 +124,13 @@ def file_of(context: LocateContext, phase: PhaseName) -> Path:
 
 
 def branches_taken(context: LocateContext, phase: PhaseName) -> dict[str, bool]:
-    """The branch that a merged decoder takes in a phase, by the first value that its `If` makes."""
+    """The branch that a merged decoder takes in a phase, by the first value of each `If`."""
     name, switch = context.contract.graph(phase).file, context.contract.phases[phase].switch
     view = next((file.view for file in context.stack.files.values() if file.name == name), None)
     if view is None or view.branches is None or switch is None:
         return {}
     branches = view.branches[1]
-    cached_is_then = branches.cached.path.endswith("then_branch")
-    first = next(filter(None, branches.node.output), None)
-    return {} if first is None else {first: (switch == branches.on) == cached_is_then}
+    return {value: name == "then_branch" for value, name in branches.taken(switch == branches.on).items()}
 
 
 def _describe_carried_pasts(run: Run, contract: CacheContract) -> Mapping[str, str]:
