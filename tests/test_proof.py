@@ -21,12 +21,12 @@ from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
 from kvdoctor.analysis.proof import Proof, combining
 from kvdoctor.analysis.proof.call import NotKnown, Reading
+from kvdoctor.analysis.proof.masks import HIDE
 from kvdoctor.analysis.proof.padding import hides_padding
 from kvdoctor.analysis.proof.prove import Prover, prove
 from kvdoctor.analysis.proof.types import (
     BATCH,
     HIDDEN,
-    HIDE,
     NEW,
     PAST,
     Axis,
@@ -177,6 +177,52 @@ def test_a_step_that_may_differ_is_not_proved(name: str, old: str, new: str, rea
     assert proof.exceptions == (reason,)
 
 
+QUANTIZED = """w8_scale = Constant <value_float = 0.01> ()
+  w8 = QuantizeLinear (w_logits, w8_scale)
+  x8, x8_scale, x8_zero = DynamicQuantizeLinear (x2)
+  other8, other_scale, other_zero = DynamicQuantizeLinear (x1)
+  x8_product = MatMulInteger (x8, w8, x8_zero)
+  x8_float = Cast <to = 1> (x8_product)
+  logits = Mul (x8_float, x8_scale)"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("", "", ()),
+        ("x8_float, x8_scale", "x8_float, other_scale", ('Mul "logits"',)),
+        ("Mul (x8_float", "Add (x8_float", ('Add "logits"',)),
+        ("w8, x8_zero)", "w8, other_zero)", ('MatMulInteger "x8_product"',)),
+        ("w8, x8_zero)", "w8)", ('MatMulInteger "x8_product"',)),
+        ("= MatMulInteger (x8, w8, x8_zero)", "= Identity (x8)", ('Cast "x8_float"',)),
+    ],
+)
+def test_the_scale_of_a_call_goes_where_it_came_from(old: str, new: str, reason: tuple[str], tmp_path: Path) -> None:
+    fixture = load_all()["layout-delta-appended-healthy"]
+    quantized = QUANTIZED.replace(old, new) if old else QUANTIZED
+    text = fixture.files["model.onnx"].replace("logits = MatMul (x2, w_logits)", quantized)
+    [proof] = proofs_of(replace(fixture, files={"model.onnx": text}).write(tmp_path))
+    assert (proof.exceptions, proof.rounded, proof.covers(8)) == (reason, not reason, False)
+
+
+@pytest.mark.parametrize(
+    ("clamp", "up_to", "reason"),
+    [
+        ("Max (back, none)", 128, ()),
+        ("Clip (back, none)", 128, ()),
+        ("Min (back, none)", None, ()),
+        ("Max (back, offset)", None, ('Max "from_zero"',)),
+    ],
+)
+def test_positions_that_no_bound_changes_end_with_their_table(
+    clamp: str, up_to: int | None, reason: tuple[str], tmp_path: Path
+) -> None:
+    fixture = load_all()["unnamed-mask-positions-healthy"]
+    text = fixture.files["model.onnx"].replace("Max (back, none)", clamp)
+    [proof] = proofs_of(replace(fixture, files={"model.onnx": text}).write(tmp_path))
+    assert (proof.up_to, proof.exceptions) == (up_to, reason)
+
+
 EACH_WEIGHT = """sizes = Constant <value_ints = [2, 4]> ()
   all = ConstantOfShape <value = int64[1] {1}> (sizes)
   places_of_all = NonZero (all)
@@ -217,6 +263,8 @@ def test_elements_at_known_places_are_the_same_in_every_call(
     [
         (make_node("MatMul", "ab", "c"), NEW, Lengths(single=True), True),
         (make_node("MatMul", "ab", "c"), "total", Lengths(single=True), False),
+        (make_node("FusedMatMul", "ab", "c"), NEW, Lengths(first=True), True),
+        (make_node("FusedMatMul", "ab", "c", transA=1), NEW, Lengths(first=True), False),
         (make_node("ReduceSum", "a", "c", axes=[1]), NEW, Lengths(first=True), True),
         (make_node("ReduceSum", "a", "c", axes=[0, 1]), NEW, Lengths(first=True), False),
     ],
@@ -308,7 +356,7 @@ def check_regions(value: Any, one: Typed, lengths: Lengths, past: int) -> None:
     """What a type claims to know above, on and below the diagonal."""
     shape = one.type.shape or ()
     for (row, column), marks in one.type.regions:
-        firsts = [past if lengths.is_row(shape[at]) else 0 for at in (row, column)]
+        firsts = [past if shape[at] == (lengths.new,) else 0 for at in (row, column)]
         moved = np.moveaxis(value, (row, column), (-2, -1))
         apart = firsts[1] - firsts[0] + np.arange(moved.shape[-1]) - np.arange(moved.shape[-2])[:, None]
         for mark, region in zip(marks, (apart > 0, apart == 0, apart < 0), strict=True):

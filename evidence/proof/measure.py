@@ -21,10 +21,8 @@ from kvdoctor.analysis.proof.prove import prove
 EXPORTS = Path(__file__).parents[2] / "fixtures" / "exports"
 COMMITTED = {
     **{name: name for name in ("gpt2", "llama-gqa", "t5", "whisper")},
-    "marian": "marian-4.57.6",
-    "marian-pair": "marian-4.57.6",
-    "t5-pair": "t5",
-    "whisper-pair": "whisper",
+    **dict.fromkeys(("marian", "marian-pair"), "marian-4.57.6"),
+    **{f"{name}-pair": name for name in ("t5", "whisper")},
 }
 """The folders of the bases of faults that need no exporter."""
 TOKENS = {"long": 28, "longprefill": 27, "chunk": 14, "batchchunk": 10, "plain": 9, "one": 6, "batch": 8}

@@ -64,20 +64,19 @@ class Maker:
 
     def _exported(self, row: Row) -> Made:
         if row.exporter == "committed":
-            return Made(EXPORTS / row.architecture)
-        out = self.root / row.exporter
+            return Made(folder_of(row, self.root))
+        folder = folder_of(row, self.root)
         number, batch = _batch(row)
         names = [each.architecture for each in batch]
-        command: tuple[str | Path, ...] = (HERE / f"{row.exporter}_exports.py", out, *names)
-        return self._once(f"{row.exporter}-{number}", out / row.architecture, ENVIRONMENTS[row.exporter], command)
+        command: tuple[str | Path, ...] = (HERE / f"{row.exporter}_exports.py", folder.parent, *names)
+        return self._once(f"{row.exporter}-{number}", folder, ENVIRONMENTS[row.exporter], command)
 
     def _rewritten(self, row: Row, exports: Path, environment: Environment | None) -> Made:
         """Rewrites the export of a row in every way that the tables ask for."""
-        out = self.root / f"{row.exporter}-variants"
+        folder = folder_of(row, self.root)
         kin = [each for each in ROWS if (each.exporter, each.architecture) == (row.exporter, row.architecture)]
         wanted = [f"{each.architecture}:{each.variant}" for each in kin if each.variant != "exported"]
-        command: tuple[str | Path, ...] = (HERE / "variants.py", exports, out, *wanted)
-        folder = out / f"{row.architecture}-{row.variant}"
+        command: tuple[str | Path, ...] = (HERE / "variants.py", exports, folder.parent, *wanted)
         return self._once(f"{row.exporter}-variants-{row.architecture}", folder, environment, command)
 
     def _once(self, batch: str, folder: Path, environment: Environment | None, command: Sequence[str | Path]) -> Made:
@@ -95,6 +94,13 @@ class Maker:
         if failed.exists():
             return Made(folder, failure=failed.read_text(encoding="utf-8"))
         return Made(folder, failure=None if list(folder.glob("*.onnx")) else f"nothing was made: {outcome['said']}")
+
+
+def folder_of(row: Row, root: Path) -> Path:
+    """The folder of an export; `root` is that of all that are made."""
+    if row.variant != "exported":
+        return root / f"{row.exporter}-variants" / f"{row.architecture}-{row.variant}"
+    return (EXPORTS if row.exporter == "committed" else root / row.exporter) / row.architecture
 
 
 def first_one_does(folder: Path, work: Callable[[], dict[str, str | None]]) -> dict[str, str | None]:

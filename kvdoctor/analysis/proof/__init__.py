@@ -17,6 +17,7 @@ class Proof:
         single: whether it holds for one new token on a past alone.
         exceptions: what is not proved: the node or value that is the reason.
         weak_mask: whether a mask adds a number of moderate size to scores, as -10,000: it hides what is far above that.
+        rounded: whether each call rounds activations to integers by a scale of its own, which no proof includes.
         one_row: whether several new tokens on a past are those of one sequence, as GroupQueryAttention takes them.
     """
 
@@ -25,6 +26,7 @@ class Proof:
     single: bool = False
     exceptions: tuple[str, ...] = ()
     weak_mask: bool = False
+    rounded: bool = False
     one_row: bool = False
 
     @property
@@ -35,7 +37,7 @@ class Proof:
     def covers(self, limit: int | None) -> bool:
         """Whether no call of a sequence is left to runs, without padding; `limit` is the most tokens that it may have.
 
-        A mask of moderate size hides no score that comes near it: that stays with the runs.
+        A mask of moderate size hides no score that comes near it, and integers round: that stays with the runs.
         """
-        whole = not self.exceptions and not self.weak_mask
+        whole = not self.exceptions and not self.weak_mask and not self.rounded
         return whole and (self.up_to is None or (limit is not None and self.up_to >= limit))

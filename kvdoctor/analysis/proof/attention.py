@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule, is_calm, known
+from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule, is_calm, known, refuse
 from kvdoctor.analysis.proof.masks import hides_later, is_hiding
 from kvdoctor.analysis.proof.types import UNKNOWN, Axis, Term, Type, axis_of, constant_of, is_fixed, number, size_of
 from kvdoctor.model.operators import CONTRIB, CachePorts, ports_of
@@ -17,18 +17,19 @@ def attention(call: Reading) -> list[Made]:
 
     Source: https://onnx.ai/onnx/operators/onnx__Attention.html, ContribOperators.md of ONNX Runtime.
     """
-    ports = known(ports_of(call.node.domain, call.op))
+    ports = known(ports_of(call.node.domain, call.node.op))
     others, filled = (*ports.roles, ports.fixed_with or len(call.inputs)), call.node.attribute("mask_filter_value")
     # Before release 1.27 a cap also limited what a mask adds.
-    if call.node.attribute("softcap") is not None or any(map(call.has, others)) or (filled and not is_hiding(filled.f)):
-        return []
+    refuse(
+        call.node.attribute("softcap") is not None or any(map(call.has, others)) or (filled and not is_hiding(filled.f))
+    )
     query, entries = call.axes(0, 3), [_entries(call, (*at, 0)[0]) for at in (ports.keys, ports.values)]
     pasts = [at for at in ports.pasts if call.has(at)]
-    if pasts and not _are_joined(call, pasts, entries):
-        return []
+    for past, (batch, heads, tokens, width) in zip(pasts, entries, strict=False):
+        axes = (batch, heads, (call.lengths.past,), width)
+        refuse(not call.input(past).past or call.axes(past)[-4:] != axes or tokens != (call.lengths.new,))
     # Groups of heads are as long as the numbers of heads say: no tokens may stand in their place.
-    if not all(is_fixed(axes[1]) for axes in (*entries, query) if len(axes) == len(entries[0])):
-        return []
+    refuse(not all(is_fixed(axes[1]) for axes in (*entries, query) if len(axes) == len(entries[0])))
     columns = known(size_of(entries[1][3]).number)
     if len(query) == len(("batch", "tokens", "columns")):
         columns *= call.node.number("q_num_heads", call.node.number("num_heads", 1))
@@ -37,7 +38,7 @@ def attention(call: Reading) -> list[Made]:
     shape = (*query[:-1], axis_of(number(columns)))
     tokens = entries[0][2]
     forgets = _forgets_later(call, tokens, bool(pasts), masks) and _pads_nothing(call, ports)
-    forgets = forgets and (is_fixed(tokens) or call.lengths.is_row(query[-2]))
+    forgets = forgets and (is_fixed(tokens) or query[-2] == (call.lengths.new,))
     made = [Made(call.opaque(shape, [*rows, *masks], "f", True) if forgets else Type("f", shape))]
     stacked = () if ports.keys else ((PAIR,),)
     for (past, (_, output)), (batch, heads, _, width) in zip(ports.pasts.items(), entries, strict=False):
@@ -59,15 +60,6 @@ def _entries(call: Reading, index: int) -> tuple[Axis, ...]:
     return (axes[0], axis_of(number(groups)), axes[1], axis_of(number(columns // groups)))
 
 
-def _are_joined(call: Reading, pasts: Sequence[int], entries: Sequence[tuple[Axis, ...]]) -> bool:
-    """Whether each past has the axes of the new entries, and those are the new tokens."""
-    for past, (batch, heads, tokens, width) in zip(pasts, entries, strict=False):
-        axes = (batch, heads, (call.lengths.past,), width)
-        if not call.input(past).past or call.axes(past)[-4:] != axes or tokens != (call.lengths.new,):
-            return False
-    return True
-
-
 def _pads_nothing(call: Reading, ports: CachePorts) -> bool:
     """Whether no mask of whole numbers hides anything: that is padding, which the proof leaves out.
 
@@ -83,9 +75,9 @@ def _forgets_later(call: Reading, tokens: Axis, joined: bool, masks: Sequence[Ty
     if is_fixed(tokens):
         return not joined and not causal
     # Without a past among its inputs the operator counts rows and columns from the first.
-    if (causal and not joined and not lengths.first) or not (joined or lengths.is_total(tokens)):
+    if (causal and not joined and not lengths.first) or not (joined or tokens == (lengths.total,)):
         return False
-    if any(not call.lengths.is_total(axis) for one in masks for axis in known(one.shape)[-1:] if axis):
+    if any(axis != (call.lengths.total,) for one in masks for axis in known(one.shape)[-1:] if axis):
         return False  # Attention may take fewer columns than there are tokens
     hidden = [_hides(one) for one in masks]
     open_ones = [one for one, hides in zip(masks, hidden, strict=True) if not hides]
@@ -112,16 +104,13 @@ def grouped_attention(call: Reading) -> list[Made]:
     rounded = call.node.number("kv_cache_bit_width", 0) or not call.node.number("causal", 1)
     last, total = constant_of(call.input(5)), constant_of(call.input(6))
     whole = last is lengths.total - number(1) and total is lengths.total and all(one.past for one in past)
-    if any(call.has(index) for index in range(10, 15)) or rounded or not whole:
-        return []
+    refuse(any(call.has(index) for index in range(10, 15)) or rounded or not whole)
     shapes, taken = [call.axes(3), call.axes(4)], [call.input(at) for at in (0, 1, 2, 7, 8) if call.has(at)]
     joined = [call.axes(at) for at in (0, 1, 2) if call.has(at)]
     if any(len(shape) != 4 or shape[2] != (lengths.past,) for shape in shapes) or not query.shape:
         return []
-    if any(len(shape) != 3 or shape[1] != (lengths.new,) for shape in joined) or not is_fixed(query.shape[2]):
-        return []
-    if call.has(9) and lengths.absolute(call.input(9)) != COUNTED:
-        return []
+    refuse(any(len(shape) != 3 or shape[1] != (lengths.new,) for shape in joined) or not is_fixed(query.shape[2]))
+    refuse(call.has(9) and lengths.absolute(call.input(9)) != COUNTED)
     if call.node.number("do_rotary", 0):
         call.limits.append((known(size_of((call.input(7).shape or ((),))[0]).number), 7))
     heads, groups = call.node.number("num_heads", 1), call.node.number("kv_num_heads", 1)

@@ -48,6 +48,12 @@ def known(found: T | None) -> T:
     return found
 
 
+def refuse(unfit: object) -> None:
+    """Raise `NotKnown` where something holds of which no rule says anything."""
+    if unfit:
+        raise NotKnown
+
+
 @dataclass(eq=False, repr=False)
 class Reading:
     """A node with the types of its inputs; `limits` are totals up to which it is valid, each with an input."""
@@ -56,11 +62,6 @@ class Reading:
     inputs: Sequence[Type | None]
     lengths: Lengths
     limits: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def op(self) -> str:
-        """The operator."""
-        return self.node.op
 
     @property
     def given(self) -> list[Type]:

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from kvdoctor.analysis.proof.call import Made, Reading, is_calm, known
-from kvdoctor.analysis.proof.masks import hides_later, is_hiding, is_plain
+from kvdoctor.analysis.proof.call import Made, Reading, is_calm, known, refuse
+from kvdoctor.analysis.proof.masks import FINITE, hides_later, is_hiding, is_plain
+from kvdoctor.analysis.proof.shaping import transposed
 from kvdoctor.analysis.proof.types import (
-    FINITE,
+    MEASURED,
     ROWS,
     UNKNOWN,
+    ZEROS,
     Axis,
     Linear,
     Mark,
@@ -48,12 +50,12 @@ def _may_combine(call: Reading, taken: Type, at: int, made: Sequence[Axis]) -> b
         return False
     if is_fixed(axis):
         return True
-    if not call.lengths.is_total(axis):
+    if axis != (call.lengths.total,):
         return False
     if call.lengths.single:
-        return not any(map(call.lengths.is_total, made))
+        return (call.lengths.total,) not in made
     for (row, column), marks in taken.regions:
-        if column == at and marks[0] == 0.0 and call.lengths.is_row(shape[row]):
+        if column == at and marks[0] == 0.0 and shape[row] == (call.lengths.new,):
             return True
     return False
 
@@ -75,18 +77,45 @@ def _is_one(gone: Iterable[Axis]) -> bool:
     return sum(not is_fixed(axis) for axis in gone) <= 1
 
 
-def matmul(call: Reading) -> Made:
-    """MatMul: rows of the first times columns of the second."""
-    (one, other), left, right = call.inputs[:2], call.axes(0, 1), call.axes(1, 1)
+def multiply(call: Reading) -> Made:
+    """MatMul, FusedMatMul of ONNX Runtime and Gemm: rows of the first times columns of the second, and a bias."""
+    refuse(call.node.number("transBatchA", 0) or call.node.number("transBatchB", 0))
+    taken, orders = list(call.given), [list(range(len(call.axes(at, 1)))) for at in (0, 1)]
+    for at, name in enumerate(("transA", "transB")):
+        if call.node.number(name, 0) and len(order := orders[at]) > 1:
+            order[-2:] = order[:-3:-1]
+            taken[at] = transposed(call, taken[at], order)
+    left, right = (known(one.shape) for one in taken[:2])
     rows, columns = left[-2:-1], right[-1:] if len(right) > 1 else ()
     inner = right[-2] if columns else right[0]
     shape = (*call.broadcast([Type("f", left[:-2]), Type("f", right[:-2])]), *rows, *columns)
-    if left[-1] != inner or one is None or other is None:
-        return Made(UNKNOWN)
+    refuse(left[-1] != inner)
     # Where the weights are the second factor, the keys are its rows, the queries its columns.
     turned = bool(columns) and not call.lengths.single and not is_fixed(inner)
-    combined = _may_combine(call, one, -1, shape) or (turned and _may_combine(call, other, -2, shape))
-    return _made(call, combined, shape, [one, other])
+    combined = _may_combine(call, taken[0], -1, shape) or (turned and _may_combine(call, taken[1], -2, shape))
+    lengths, times = (call.lengths.canonical(left), call.lengths.canonical(right)), call.node.real("alpha", 1.0)
+    how = ("product", lengths, times, tuple(map(tuple, orders))) if len(taken) == len(orders) else None
+    return Made(_made(call, combined, shape, taken).type, how)
+
+
+def measure(call: Reading) -> list[Made]:
+    """DynamicQuantizeLinear: integers in units of a scale of this call, but for rounding; the scale; its zero point."""
+    taken, node = call.input(0), call.node.index
+    refuse(not call.is_uniform(0))
+    kinds = (("i", taken.shape, MEASURED), ("f", (), 1), ("i", (), ZEROS))
+    found = [Type(kind, shape, calm=True, last=taken.last, scale=(node, power)) for kind, shape, power in kinds]
+    return [Made(one, ("measured", at)) for at, one in enumerate(found)]
+
+
+def integer_product(call: Reading) -> Made:
+    """MatMulInteger: integers of one scale, without their zero point, times weights."""
+    taken, zeros = call.input(0), call.input(2)
+    node, form = known(taken.scale)
+    refuse(form != MEASURED or zeros.scale != (node, ZEROS) or not call.is_uniform(1))
+    refuse(call.has(3) and not call.is_uniform(3))
+    call.inputs = [replace(taken, scale=None, uniform=True), call.input(1)]
+    made = multiply(call).type
+    return Made(replace(made, kind="i", uniform=False, scale=(node, -1)) if made.uniform else UNKNOWN)
 
 
 def _made(call: Reading, combined: bool, shape: tuple[Axis, ...], taken: Sequence[Type], kind: str = "f") -> Made:
@@ -94,20 +123,10 @@ def _made(call: Reading, combined: bool, shape: tuple[Axis, ...], taken: Sequenc
     return Made(call.opaque(shape, taken, kind, True) if combined else Type(kind, shape))
 
 
-def gemm(call: Reading) -> Made:
-    """Gemm: a product of matrices, and a bias."""
-    one, other = call.axes(0, 2), call.axes(1, 2)
-    if len(one) != 2 or len(other) != 2 or call.node.number("transA", 0):
-        return Made(UNKNOWN)
-    columns = other[0] if call.node.number("transB", 0) else other[1]
-    return _made(call, all(map(call.lengths.is_even, one[1:2])), (one[0], columns), call.given)
-
-
 def rows_times_weights(call: Reading) -> Made:
     """Products with packed weights: the last axis of the first input with weights of the graph."""
     shape = call.axes(0, 1)
-    if not all(map(call.lengths.is_even, shape[-1:])) or not call.node.number("N", 0):
-        return Made(UNKNOWN)
+    refuse(not all(map(call.lengths.is_even, shape[-1:])) or not call.node.number("N", 0))
     return Made(call.opaque((*shape[:-1], axis_of(number(call.node.number("N", 0)))), call.given, "f", True))
 
 
@@ -115,16 +134,14 @@ def einsum(call: Reading) -> Made:
     """Einsum of two inputs without repeated letters."""
     letters, result = read_equation(call.node.attribute("equation"))
     taken = call.given
-    if not result or len(letters) != len(taken):
-        return Made(UNKNOWN)
+    refuse(not result or len(letters) != len(taken))
     sizes: dict[str, Axis] = {}
     for names, one in zip(letters, taken, strict=True):
         if one.shape is None or len(names) != len(one.shape) or len(set(names)) != len(names):
             return Made(UNKNOWN)
         for name, axis in zip(names, one.shape, strict=True):
             sizes[name] = sizes.get(name) or axis
-            if axis and axis != sizes[name]:
-                return Made(UNKNOWN)
+            refuse(axis and axis != sizes[name])
     shape = [sizes[name] for name in result if name in sizes]
     gone = [name for name in sizes if name not in result]
     combined = _is_one(sizes[name] for name in gone) and all(
@@ -151,10 +168,10 @@ def softmax(call: Reading) -> Made:
         return Made(Type("f", shape))
     if is_fixed(shape[-1]):
         return Made(call.opaque(shape, call.given, "f", True, tuple(padding)))
-    rows = [row - rank for row, one in enumerate(shape[:-1]) if call.lengths.is_row(one)]
+    rows = [row - rank for row, one in enumerate(shape[:-1]) if one == (call.lengths.new,)]
     hidden = [row for row in rows if hides_later(taken, row, -1, call.lengths.single, bool(padding))]
     alone = call.lengths.single and len(rows) == 1 and is_calm(taken)
-    if not call.lengths.is_total(shape[-1]) or not (hidden or alone):
+    if shape[-1] != (call.lengths.total,) or not (hidden or alone):
         return Made(Type("f", shape))
     regions: tuple[Region, ...] = (*(((row, -1), NOTHING) for row in hidden), *padding)
     return Made(call.opaque(shape, call.given, "f", True, regions))
@@ -178,7 +195,7 @@ def reduce(call: Reading) -> Made:
     if found is not None:
         return Made(Type(taken.kind, shape, linear=(found, ())))
     # A sum may leave out what a mask makes 0, an extreme or a mean may not.
-    summed = taken if has(call.op, "sum") else replace(taken, regions=())
+    summed = taken if has(call.node.op, "sum") else replace(taken, regions=())
     combined = _is_one(whole[at] for at in gone) and all(_may_combine(call, summed, at - rank, shape) for at in gone)
     return _made(call, combined, shape, [taken], taken.kind)
 
@@ -188,13 +205,13 @@ def _reduce_linear(call: Reading, linear: Linear, gone: set[int], shape: Sequenc
     start, factors = linear
     if not isinstance(start, Term) or any(at % len(shape) not in gone for at, _ in factors):
         return None
-    if has(call.op, "sum") and not factors:
+    if has(call.node.op, "sum") and not factors:
         for at in gone:
             start = start * size_of(shape[at])
         return start
-    if call.op in EXTREMES:
+    if call.node.op in EXTREMES:
         for at, factor in factors:
-            if (factor > 0) == EXTREMES[call.op]:
+            if (factor > 0) == EXTREMES[call.node.op]:
                 start = start + (size_of(shape[at]) - number(1)).times(factor)
         return start
     return None
@@ -212,7 +229,7 @@ def accumulate(call: Reading) -> Made:
     if by is not None:
         start = number(0 if exclusive else by)
         return Made(Type(taken.kind, shape, linear=(start, ((at, by),) if by else ())))
-    whole = call.lengths.is_even(shape[at]) or (call.lengths.is_total(shape[at]) and _pads_nothing(call, taken, at))
+    whole = call.lengths.is_even(shape[at]) or (shape[at] == (call.lengths.total,) and _pads_nothing(call, taken, at))
     return Made(call.opaque(shape, [taken], taken.kind) if whole else Type(taken.kind, shape))
 
 
@@ -253,8 +270,7 @@ def normalize(call: Reading) -> Made:
 def skip_normalize(call: Reading) -> list[Made]:
     """A norm of a sum, which is an output as well."""
     shape = call.broadcast(call.given[:2])
-    if any(one.shape is None for one in call.given) or not all(map(call.lengths.is_even, shape[-1:])):
-        return []
+    refuse(any(one.shape is None for one in call.given) or not all(map(call.lengths.is_even, shape[-1:])))
     made = call.opaque(shape, call.given, "f", True)
     return [Made(made, None if not at else ("output", at)) for at in range(len(call.node.outputs))]
 
@@ -262,7 +278,7 @@ def skip_normalize(call: Reading) -> list[Made]:
 def as_first(call: Reading) -> Made:
     """Scales and zero points next to values: what is computed has the axes of the first input."""
     taken = call.input(0)
-    kind = "f" if has(call.op, "dequantize") else "i"
+    kind = "f" if has(call.node.op, "dequantize") else "i"
     return Made(call.opaque(taken.shape, call.given, kind, is_calm(taken)))
 
 
@@ -273,8 +289,9 @@ def dropout(call: Reading) -> Made:
 
 
 RULES: dict[str, Callable[[Reading], Made | list[Made]]] = {
-    "MatMul": matmul,
-    "Gemm": gemm,
+    **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), multiply),
+    "DynamicQuantizeLinear": measure,
+    "MatMulInteger": integer_product,
     "MatMulNBits": rows_times_weights,
     "Einsum": einsum,
     "Softmax": softmax,

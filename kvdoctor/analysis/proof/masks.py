@@ -5,25 +5,15 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from kvdoctor.analysis.proof.call import Reading, is_calm
-from kvdoctor.analysis.proof.types import (
-    BURIED,
-    BURY,
-    HIDDEN,
-    HIDE,
-    MODERATE,
-    PLAIN,
-    SMALLEST,
-    UNKNOWN,
-    Mark,
-    Region,
-    Term,
-    Type,
-    constant_of,
-    plain_number,
-)
+from kvdoctor.analysis.proof.types import HIDDEN, MODERATE, UNKNOWN, Mark, Region, Term, Type, constant_of, plain_number
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import has, operators_with
 
+BURY, HIDE, PLAIN, FINITE = "bury", "hide", "plain", "finite"
+"""At most -1e30, and at most -10,000, whatever was added to it; an ordinary number that a model computes; any number
+but an infinite one."""
+BURIED, SMALLEST = -1e30, 1e-6
+"""A number that still hides a score after a product with one that is not smaller than the second."""
 NUMERIC: dict[str, Callable[..., float]] = {
     "Add": operator.add,
     "Sub": operator.sub,
@@ -123,7 +113,7 @@ def combine_regions(call: Reading, taken: Sequence[Type], kind: str) -> tuple[Re
     pairs = sorted({pair for one in taken for pair, _ in one.regions})
     found = []
     for pair in pairs:
-        marks = [_combined(call.op, [_mark_of(one, pair, part) for one in taken], kind) for part in range(3)]
+        marks = [_combined(call.node.op, [_mark_of(one, pair, part) for one in taken], kind) for part in range(3)]
         if any(mark is not None for mark in marks):
             found.append((pair, (marks[0], marks[1], marks[2])))
     return tuple(found)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known, refuse
 from kvdoctor.analysis.proof.shaping import viewed
 from kvdoctor.analysis.proof.types import (
     ONE,
@@ -63,10 +63,8 @@ def _every_so_many(call: Reading) -> Made:
 def _read_bounds(call: Reading) -> list[tuple[int, Term, Term]] | None:
     """The axis, start and end of each part; None where they are unknown or leave out elements between."""
     node = call.node
-    starts, ends = (
-        _terms_of(call, index, name) if node.numbers(name) is not None or call.has(index) else None
-        for index, name in ((1, "starts"), (2, "ends"))
-    )
+    listed = enumerate((node.numbers("starts"), node.numbers("ends")), 1)
+    starts, ends = (call.input(at).items if one is None else tuple(map(number, one)) for at, one in listed)
     if starts is None or ends is None or len(starts) != len(ends):
         return None
     axes = call.numbers(3, "axes") if call.has(3) or node.numbers("axes") is not None else list(range(len(starts)))
@@ -74,14 +72,6 @@ def _read_bounds(call: Reading) -> list[tuple[int, Term, Term]] | None:
     if axes is None or steps is None or set(steps) != {1} or len(axes) != len(starts):
         return None
     return list(zip(axes, starts, ends, strict=True))
-
-
-def _terms_of(call: Reading, index: int, attribute: str) -> list[Term] | None:
-    listed = call.node.numbers(attribute)
-    if listed is not None:
-        return [number(one) for one in listed]
-    items = call.input(index).items
-    return list(items) if items is not None else None
 
 
 def _cut(call: Reading, taken: Type, at: int, start: Term, end: Term) -> tuple[Type, bool, bool] | None:
@@ -193,8 +183,7 @@ def gather_nd(call: Reading) -> Made:
     data, places, axes, listed = call.input(0), call.input(1), call.axes(0, 1), call.axes(1, 1)
     deep, value = known(size_of(listed[-1]).number), constant_of(data)
     shape = (*listed[:-1], *axes[deep:])
-    if call.node.number("batch_dims", 0):
-        return Made(UNKNOWN)
+    refuse(call.node.number("batch_dims", 0))
     if value is not None:
         return Made(Type(data.kind, shape, linear=(value, ())))
     own = tuple((ZERO, ((at - len(listed), 1),)) for at, axis in enumerate(listed[:-1]) if axis)
@@ -288,11 +277,9 @@ def _gather_last(call: Reading, data: Type, at: int, index: Linear, shape: tuple
 def _limits_rows(call: Reading, absolute: Linear, rows: int) -> bool:
     """Note the total up to which a table has a row for each position."""
     start, factors = absolute
-    first = start.number if isinstance(start, Term) else None
-    if first is None or first < 0 or len(factors) != 1 or factors[0][1] != 1:
+    if not isinstance(start, Term) or len(factors) != 1 or factors[0][1] != 1:
         return False
-    call.limits.append((rows - first, 0))
-    return True
+    return call.lengths.at_least(start, 0) and _limit(call, rows, call.lengths.total + start)
 
 
 def concat(call: Reading) -> Made:
@@ -304,8 +291,7 @@ def concat(call: Reading) -> Made:
         items = tuple(item for one in taken for item in one.items or ())
         return Made(Type(kind, (axis_of(number(len(items))),), items=items))
     size = sum((size_of(shape[at]) for shape in shapes), ZERO)
-    if any(len(shape) != len(shapes[0]) for shape in shapes):
-        return Made(UNKNOWN)
+    refuse(any(len(shape) != len(shapes[0]) for shape in shapes))
     others = call.broadcast([Type(kind, (*shape[:at], (), *shape[at + 1 :])) for shape in shapes])
     shape = (*others[:at], axis_of(size), *others[at + 1 :])
     values = {constant_of(one) for one in taken}
@@ -317,16 +303,11 @@ def concat(call: Reading) -> Made:
     if all(call.lengths.is_even(one[at]) for one in shapes):
         made = call.opaque(shape, taken, kind, all(map(is_calm, taken)))
         if at == len(shape) - 1 and kind == "i":
-            return Made(replace(made, grid=_grid(taken)))
+            listed = [one.linear for one in taken if one.linear is not None and one.shape and not one.shape[-1]]
+            return Made(replace(made, grid=tuple(listed) if len(listed) == len(taken) else ()))
         sizes = tuple(size_of(one[at]).number for one in shapes)
         return Made(made, ("concat", at - len(shape), sizes) if None not in sizes else None)
     return _join_tokens(call, taken, shapes, at, shape)
-
-
-def _grid(taken: Sequence[Type]) -> tuple[Linear, ...]:
-    """The linear functions of values that are joined along an axis of which each has one element."""
-    listed = [one.linear for one in taken if one.linear is not None and one.shape and not one.shape[-1]]
-    return tuple(listed) if len(listed) == len(taken) else ()
 
 
 def scatter(call: Reading) -> Made:
@@ -336,7 +317,8 @@ def scatter(call: Reading) -> Made:
         return Made(UNKNOWN if data.shape is None else Type(data.kind, data.shape))
     rank = len(data.shape)
     own = tuple((ZERO, ((at - rank - 1, 1),) if axis else ()) for at, axis in enumerate(data.shape))
-    whole = places.grid == own and places.shape[:-1] == data.shape and not call.node.attribute("reduction")
+    reduction = call.node.attribute("reduction")
+    whole = places.grid == own and places.shape[:-1] == data.shape and (reduction is None or reduction.s == b"none")
     return Made(updates, 2) if whole else Made(Type(data.kind, data.shape))
 
 
@@ -356,7 +338,7 @@ def _join_tokens(
         return Made(Type(kind, shape))
     # A mask with the same number for the whole past: that of all earlier tokens among the new ones.
     columns = [one for one in new.regions if one[0][1] == where and one[1][2] == value]
-    rows = [one for one in columns if lengths.is_row(shape[one[0][0]])]
+    rows = [one for one in columns if shape[one[0][0]] == (lengths.new,)]
     if len(rows) != 1:
         return Made(Type(kind, shape))
     return Made(call.opaque(shape, [new], kind, new.calm, tuple(rows)), 1)

@@ -274,7 +274,8 @@ class Prover:
         weak = any(is_weak(one.type) for one in taken if one is not None)
         operators = [ports_of(node.domain, node.op) for _, node in nodes]
         one_row = any(ports is not None and "last_index" in ports.roles.values() for ports in operators)
-        return Proof(up_to, table, weak_mask=weak, one_row=one_row and not single)
+        rounded = any(node.has("quantize-dynamically") for walk in walks for node in walk.flow.nodes)
+        return Proof(up_to, table, weak_mask=weak, rounded=rounded, one_row=one_row and not single)
 
     def walk(self, phase: PhaseName, lengths: Lengths, given: dict[str, Typed]) -> Walk:
         """The types of all values of the graph of a phase; `given` are inputs that another graph makes.

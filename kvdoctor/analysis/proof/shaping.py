@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known, regroup
+from kvdoctor.analysis.proof.call import Made, Reading, Rule, is_calm, known, refuse, regroup
+from kvdoctor.analysis.proof.constants import read_constant
 from kvdoctor.analysis.proof.types import (
     MOST_ITEMS,
     ONE,
@@ -79,14 +80,12 @@ def reshape(call: Reading) -> Made:
     for at, target in enumerate(targets):
         copies = at < len(sizes) and not call.node.number("allowzero", 0)
         # Where the past is empty, its length as a size stands for that of the input.
-        if target.number is None and not call.lengths.at_least(target, 1) and not (copies and sizes[at] is target):
-            return Made(UNKNOWN)
+        refuse(target.number is None and not call.lengths.at_least(target, 1) and not (copies and sizes[at] is target))
         found.append(sizes[at] if copies and target is ZERO else call.lengths.named(target))
     found = _with_token(call, found)
     opened = [at for at, target in enumerate(found) if target.number == -1]
     empty = any(not call.lengths.at_least(size, 1) for at, size in enumerate(found) if at not in opened)
-    if len(opened) > 1 or (opened and empty):
-        return Made(UNKNOWN)
+    refuse(len(opened) > 1 or (opened and empty))
     if opened:
         whole, rest = product(sizes), product([one for at, one in enumerate(found) if at != opened[0]])
         found[opened[0]] = known(whole.divided(rest) if rest.parts else None)
@@ -122,11 +121,9 @@ def squeeze(call: Reading) -> Made:
     """Squeeze: axes of one element go."""
     shape, axes = call.axes(0), call.numbers(1, "axes")
     # The length of an axis that is no number may be 1.
-    if axes is None and (call.has(1) or any(factor.number is None for axis in shape for factor in axis)):
-        return Made(UNKNOWN)
+    refuse(axes is None and (call.has(1) or any(factor.number is None for axis in shape for factor in axis)))
     gone = {axis % len(shape) for axis in axes} if axes is not None else {a for a, axis in enumerate(shape) if not axis}
-    if any(shape[at] for at in gone):
-        return Made(UNKNOWN)
+    refuse(any(shape[at] for at in gone))
     return viewed(call, call.input(0), [size_of(axis) for at, axis in enumerate(shape) if at not in gone])
 
 
@@ -135,16 +132,21 @@ def transpose(call: Reading) -> Made:
     taken, shape = call.input(0), call.axes(0)
     rank = len(shape)
     order = call.node.numbers("perm") or tuple(reversed(range(rank)))
-    if sorted(order) != list(range(rank)):
-        return Made(UNKNOWN)
-    axes, shape = {old - rank: new - rank for new, old in enumerate(order)}, tuple(shape[old] for old in order)
+    refuse(sorted(order) != list(range(rank)))
+    return Made(transposed(call, taken, order), ("steps", ("permute", tuple(order))))
+
+
+def transposed(call: Reading, taken: Type, order: Sequence[int]) -> Type:
+    """A value with its axes in another order."""
+    rank, shape = len(order), tuple(known(taken.shape)[old] for old in order)
+    axes = {old - rank: new - rank for new, old in enumerate(order)}
     counted = [old for old, axis in zip(order, shape, strict=True) if call.lengths.counts(axis)]
     if call.lengths.first and counted != sorted(counted):
-        return Made(Type(taken.kind, shape))  # in the first call queries and keys are known by their order alone
+        return Type(taken.kind, shape)  # in the first call queries and keys are known by their order alone
     made = moved(call, shape, axes, replace(taken, items=None))
     if taken.items is not None:
         made = replace(made, items=taken.items) if rank < 2 else UNKNOWN
-    return Made(made, ("steps", ("permute", tuple(order))))
+    return made
 
 
 def expand(call: Reading) -> Made:
@@ -193,8 +195,7 @@ def range_(call: Reading) -> Made:
     if not isinstance(start, Term) or not isinstance(end, Term) or step is not ONE:
         return Made(UNKNOWN)
     count = call.lengths.named(end - start)
-    if not call.lengths.at_least(count, 0):
-        return Made(UNKNOWN)
+    refuse(not call.lengths.at_least(count, 0))
     kind, size = call.input(0).kind, count.number
     items = tuple(start + number(one) for one in range(size)) if size is not None and size <= MOST_ITEMS else None
     linear = (start, ((-1, 1),) if count is not ONE else ())
@@ -211,12 +212,12 @@ def places_of_all(call: Reading) -> Made:
     return Made(Type("i", shape, uniform=True, linear=linear))
 
 
-def constant_of_shape(call: Reading, value: Term | float, kind: str) -> Made:
+def constant_of_shape(call: Reading) -> Made:
     """ConstantOfShape: one number in a shape."""
-    targets = call.input(0).items
-    if targets is None:
-        return Made(UNKNOWN)
-    return Made(Type(kind, tuple(axis_of(call.lengths.named(one)) for one in targets), linear=(value, ())))
+    targets, attribute = known(call.input(0).items), call.node.attribute("value")
+    filled = read_constant(attribute.t, None) if attribute is not None else Type("f", (), linear=(0.0, ()))
+    shape = tuple(axis_of(call.lengths.named(one)) for one in targets)
+    return Made(Type(filled.kind, shape, linear=known(linear_of(filled))))
 
 
 RULES: dict[str, Rule] = {
@@ -232,4 +233,5 @@ RULES: dict[str, Rule] = {
     "Size": size,
     "Range": range_,
     "NonZero": places_of_all,
+    "ConstantOfShape": constant_of_shape,
 }

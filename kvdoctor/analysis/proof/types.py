@@ -162,14 +162,7 @@ def product(terms: Iterable[Term]) -> Term:
 Axis = tuple[Term, ...]
 """The factors of a length in their order, from the outermost; empty for a length of 1."""
 
-BURY, HIDE, PLAIN, FINITE = "bury", "hide", "plain", "finite"
-"""At most -1e30, and at most -10,000, whatever was added to it; an ordinary number that a model computes; any number
-but an infinite one."""
-
 HIDDEN, MODERATE = -1e4, 1e3
-BURIED, SMALLEST = -1e30, 1e-6
-"""A number that still hides a score after a product with one that is not smaller than the second."""
-
 Mark = float | str | None
 """What is known of the elements of a region: a number, BURY, HIDE, PLAIN, FINITE, or nothing."""
 
@@ -196,6 +189,9 @@ class Type:
         last: whether it is that of the last token alone, of a uniform value.
         past: whether it is the past of a slot, at most in another order of its axes.
         grid: of places that are listed along the last axis, the linear function of each.
+        scale: of what is no function of absolute positions but for a factor that each call has of its own: the node
+            that measured the factor, and the power in which it is in the value; `MEASURED` for integers that still
+            have their zero point, `ZEROS` for that.
     """
 
     kind: str
@@ -208,8 +204,10 @@ class Type:
     last: bool = False
     past: bool = False
     grid: tuple[Linear, ...] = ()
+    scale: tuple[int, int] | None = None
 
 
+MEASURED, ZEROS = 2, 3
 UNKNOWN = Type("f", None)
 
 
@@ -273,14 +271,6 @@ class Lengths:
     def is_even(self, axis: Axis) -> bool:
         """Whether an axis has the same length in every call, without padding."""
         return is_fixed(axis) and not self.is_padded(axis)
-
-    def is_row(self, axis: Axis) -> bool:
-        """Whether an axis counts the new tokens."""
-        return axis == (self.new,)
-
-    def is_total(self, axis: Axis) -> bool:
-        """Whether an axis counts all tokens."""
-        return axis == (self.total,)
 
     def is_proper(self, axis: Axis) -> bool:
         """Whether each index along an axis has an absolute position in every call."""

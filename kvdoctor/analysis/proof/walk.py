@@ -4,6 +4,7 @@ Layers repeat: what a rule says of a node is known for each further node of the 
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
@@ -11,8 +12,7 @@ from typing import Any
 
 from kvdoctor.analysis.proof import attention, combining, elementwise, parts, shaping
 from kvdoctor.analysis.proof.call import Made, NotKnown, Reading, Rule
-from kvdoctor.analysis.proof.constants import read_constant
-from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Term, Type, constant_of, number, settled
+from kvdoctor.analysis.proof.types import UNKNOWN, Lengths, Type, number, settled
 from kvdoctor.model.flatten import FlatNode
 from kvdoctor.model.flow import Flow
 from kvdoctor.model.operators import CONTRIB
@@ -147,7 +147,11 @@ class Walk:
             self._choose(node, taken)
             return
         mark = (node.op, proto.domain, self._attributes(node) if proto.attribute else b"", len(node.outputs))
-        key = (mark, tuple([id(one.type) if one else name for one, name in zip(taken, inputs, strict=True)]))
+        key = (
+            mark,
+            node.index if node.has("quantize-dynamically") else 0,
+            tuple([id(one.type) if one else name for one, name in zip(taken, inputs, strict=True)]),
+        )
         found = self.known.get(key)
         if found is None:
             missing = any(name and name not in values for name in inputs)
@@ -183,15 +187,10 @@ class Walk:
     def _ask(self, node: FlatNode, taken: Sequence[Typed | None]) -> tuple[list[Made], list[tuple[int, int]]]:
         call = Reading(node, [one.type if one else None for one in taken], self.lengths)
         rule = RULES.get(node.op)
-        if node.has("fill"):
-            made: Any = shaping.constant_of_shape(call, *read_fill(node))
-        elif rule is None or (node.domain not in ("", CONTRIB)):
-            made = Made(UNKNOWN)
-        else:
-            try:
+        made: Any = Made(UNKNOWN)
+        if rule is not None and node.domain in ("", CONTRIB):
+            with suppress(*UNFIT):  # a node that no runtime would take
                 made = rule(call)
-            except UNFIT:  # a node that no runtime would take
-                made = Made(UNKNOWN)
         listed = made if isinstance(made, list) else [made]
         return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits
 
@@ -200,7 +199,7 @@ class Walk:
         kind = one.type
         if kind.linear is not None or kind.items is not None:
             return Typed(kind, self._number_of(kind))
-        if kind.uniform:
+        if kind.uniform or kind.scale:
             keys = [t.key if t else -1 for t in taken]
             return Typed(kind, self._key_of(one.how, mark, at, keys))
         broken = next((t.broken for t in taken if t is not None and t.broken is not None), node)
@@ -231,6 +230,8 @@ class Walk:
             return inputs[1]
         if how[0] == "compare":
             return keys.of(*how)
+        if how[0] == "product":
+            return keys.of(*how[:-1], *(keys.permuted(key, order) for key, order in zip(inputs, how[-1], strict=True)))
         if how[0] == "attended":
             made = keys.of("attended", mark, how[2], *(one for at, one in enumerate(inputs) if at not in how[3]))
             self._expect(inputs[how[1]], made)
@@ -244,13 +245,3 @@ class Walk:
         found = self.keys.origin(past)
         if found is not None:
             self.streams.setdefault(found[0], set()).add((found[1], key))
-
-
-def read_fill(node: FlatNode) -> tuple[Term | float, str]:
-    """The number and kind with which ConstantOfShape fills."""
-    attribute = node.attribute("value")
-    if attribute is None:
-        return 0.0, "f"
-    found = read_constant(attribute.t, None)
-    value = constant_of(found)
-    return (0.0, "?") if value is None else (value, found.kind)

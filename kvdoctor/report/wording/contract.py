@@ -149,6 +149,7 @@ def describe_proof(stack: StackFacts) -> Iterator[tuple[str, str]]:
         end = f" up to {proof.up_to:,} tokens (rows of {proof.table})" if proof.up_to is not None else ""
         end += ", with one sequence where several tokens come on a past" if proof.one_row and batched else ""
         end += ", if no attention score is below the mask value (such as -10,000)" if proof.weak_mask else ""
+        end += ", but for the rounding of activations to integers" if proof.rounded else ""
         yield "proved", f"with and without a cache agree for every {lengths}{end}"
     if proof.exceptions:
         what = "for several new tokens a step" if proof.single else "at lengths that were not run"
