@@ -4,7 +4,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from support.bad_models import call
+from support.bad_models import as_json, call
 from support.sampling import thinned
 from support.text_fixtures import load_all
 
@@ -39,3 +39,17 @@ def test_the_declared_length_of_a_list_of_numbers_costs_nothing(tmp_path: Path) 
     assert lists
     file.write_bytes(model.SerializeToString())
     assert call("inspect", folder).code in (0, 1, 3)
+
+
+@pytest.mark.parametrize(("offset", "length"), [("-1", "-2147483648"), ("x", "4"), (str(1 << 62), "4")])
+def test_weights_that_point_out_of_their_own_file(tmp_path: Path, offset: str, length: str) -> None:
+    """A repair of something else leaves the entry as it is, and the finding stays."""
+    folder = load_all()["cache-dtype-mismatch"].write(tmp_path / "model")
+    file = folder / "model.onnx"
+    model = onnx.load(file)
+    (weight,) = (one for one in model.graph.initializer if one.name == "w_logits")
+    weight.data_location, weight.raw_data = onnx.TensorProto.EXTERNAL, b""
+    for key, value in (("location", file.name), ("offset", offset), ("length", length)):
+        weight.external_data.add(key=key, value=value)
+    file.write_bytes(model.SerializeToString())
+    assert "external-data-missing" in as_json("re-export", folder, "-o", tmp_path / "out").findings

@@ -270,7 +270,7 @@ def read_policy(shown: str, file: Path | None = None) -> Policy | None:
     """
     file = file or Path(shown)
     text = _text(shown, file)
-    if file.name == SHARED and "kvdoctor" not in text:
+    if file.name == SHARED and not re.search(r"tool\W+kvdoctor|tool\W*[]=]", text):
         return None  # nothing for kvdoctor, broken or not
     if sys.version_info >= (3, 11):
         import tomllib

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import platform
 import queue
@@ -276,6 +275,8 @@ def hide_home(text: str) -> str:
 
 def report_progress(text: str) -> None:
     """Log a line of progress: the command line prints it on a terminal, a program that imports kvdoctor may."""
+    import logging
+
     logging.getLogger("kvdoctor").info(text)
 
 

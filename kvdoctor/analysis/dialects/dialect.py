@@ -99,6 +99,7 @@ class SlotRule:
         )
 
 
+@lru_cache(1 << 14)
 def _fullmatch(pattern: str, name: str) -> re.Match[str] | None:
     # Most names are those of another dialect: nothing is compiled to find that out.
     held = any(one in name for one in _list_literals(pattern))

@@ -33,9 +33,9 @@ from kvdoctor.contract import CacheContract, Dim, PhaseName, Port, Role, Slot
 from kvdoctor.errors import UnreadableError
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import TensorProto
-from kvdoctor.model.traverse import constant_tensor, find_attribute
+from kvdoctor.model.traverse import find_attribute
 from kvdoctor.model.view import GraphView, integers
-from kvdoctor.model.weights import find_weights
+from kvdoctor.model.weights import find_weights, list_tensors
 
 
 def read_constant(tensor: TensorProto, table: Any) -> Type:
@@ -163,13 +163,11 @@ def has_one_float(view: GraphView) -> bool:
     others = any(port.dtype == "double" or ("float" in port.dtype and port.dtype != "float") for port in ports)
     if view.model.functions or others:
         return False
-    for scope in view.scopes():
-        made = (constant_tensor(node) for node in scope.graph.node if has(node.op_type, "constant"))
-        tensors = [*scope.graph.initializer, *filter(None, made)]
-        casts = [find_attribute(node, "to") for node in scope.graph.node if has(node.op_type, "cast")]
-        kinds = {one.data_type for one in tensors} | {one.i for one in casts if one is not None}
-        if any(kind != TensorProto.FLOAT and KINDS.get(kind, "f") == "f" for kind in kinds):
-            return False
+    nodes = (node for scope in view.scopes() for node in scope.graph.node if has(node.op_type, "cast"))
+    casts = filter(None, (find_attribute(node, "to") for node in nodes))
+    kinds = {one.data_type for _, one in list_tensors(view)} | {one.i for one in casts}
+    if any(kind != TensorProto.FLOAT and KINDS.get(kind, "f") == "f" for kind in kinds):
+        return False
     return not any(has(op, "quantize", "dequantize") for op in view.operators)
 
 

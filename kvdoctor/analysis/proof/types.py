@@ -42,7 +42,7 @@ class Term:
         """The polynomial with these coefficients."""
         left = [(monomial, factor) for monomial, factor in parts.items() if factor]
         # Longest first within one order, so that the last part leads a division.
-        key = tuple(sorted(left, key=lambda part: (len(part[0]), part[0])))
+        key = tuple(sorted(left, key=lambda part: (len(part[0]), part[0])) if len(left) > 1 else left)
         found = cls._known.get(key)
         if found is None:
             if len(cls._known) > MOST_KNOWN:
@@ -64,6 +64,8 @@ class Term:
         return Term.of(found)
 
     def __mul__(self, other: "Term") -> "Term":
+        if self is ONE or other is ONE:
+            return other if self is ONE else self
         found: dict[Monomial, int] = {}
         if len(self.parts) * len(other.parts) > MOST_PARTS:
             raise OverflowError(MANY_LENGTHS)
@@ -313,7 +315,7 @@ def is_fixed(axis: Axis) -> bool:
 
 def size_of(axis: Axis) -> Term:
     """The length of an axis."""
-    return product(axis)
+    return axis[0] if len(axis) == 1 else product(axis)
 
 
 def axis_of(*lengths: Term) -> Axis:
@@ -360,8 +362,7 @@ def settled(kind: Type) -> Type:
     """A type without indexes along axes of one element, and with the elements of a short list of equal integers."""
     if kind.linear is None or kind.shape is None:
         return kind
-    start, factors = kind.linear
-    shape = kind.shape
+    (start, factors), shape = kind.linear, kind.shape
     if any(not shape[at] for at, _ in factors):
         factors = tuple((at, factor) for at, factor in factors if shape[at])
         kind = replace(kind, linear=(start, factors))

@@ -5,7 +5,7 @@ Layers repeat: what a rule says of a node is known for each further node of the 
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
 from typing import Any
@@ -192,7 +192,7 @@ class Walk:
             with suppress(*UNFIT):  # a node that no runtime would take
                 made = rule(call)
         listed = made if isinstance(made, list) else [made]
-        return [replace(one, type=self._one_of(settled(one.type))) for one in listed], call.limits
+        return [Made(self._one_of(settled(one.type)), one.how) for one in listed], call.limits
 
     def _name(self, node: FlatNode, mark: Any, at: int, one: Made, taken: Sequence[Typed | None]) -> Typed:
         """The key of a result, and the node that broke its type."""
