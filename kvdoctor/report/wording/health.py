@@ -25,7 +25,6 @@ GOLDEN, TARGETS, REFERENCE = "KV321", "KV404", "KV320"
 """The codes of what compares with golden numbers, a target runtime, and a checkpoint."""
 
 MOST_NAMES, MOST_REASONS, MOST_SIZES = 6, 3, 4
-NO_FILE = "no .onnx file"
 
 LOOP, MANY, BATCH = "one token a step", "several at once", "batch"
 BETWEEN = " \u00b7 "
@@ -238,7 +237,7 @@ def explain_undecided(report: Report, rest: str) -> list[tuple[str, Text]]:
     groups = [group for group in group_open_checks(report.not_checked) if group.essential]
     # What follows the reason of a folder without a model is the advice.
     found = (group.describe(600) for group in groups[:MOST_REASONS])
-    why = (text.partition("; ")[0] if text.startswith(NO_FILE) else text for text in found)
+    why = (text if report.model.files else text.partition("; ")[0] for text in found)
     rows: list[tuple[str, Text]] = [("why", text) for text in why]
     if report.verdict == "not-applicable" and rows:
         return [("why", groups[0].reason.removeprefix("not run: "))]
@@ -268,7 +267,7 @@ def advise_decision(report: Report) -> Text:
         return advice
     if any(stack.contract is None or stack.contract.missing for stack in report.stacks):
         return _advise(f"{again} --contract FILE", "`kvdoctor contract` prints what was read; complete it")
-    absent = [entry.reason for entry in report.not_checked if entry.reason.startswith(NO_FILE)]
+    absent = [entry.reason for entry in report.not_checked if entry.reason.startswith("no .onnx file")]
     if not report.model.files and absent:
         command = re.search(r"(?:export it: |`)(kvdoctor [^`]+)", absent[0])
         return _advise(command[1]) if command else "give the folder of an export, or an .onnx file"
