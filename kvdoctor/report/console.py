@@ -20,7 +20,7 @@ WIDEST_HEAD = 100
 """Columns within which the location of a finding is put to the right."""
 GAP, GLUE = "  ", "\ue000"
 """What stands between columns, and for a blank at which no line is broken."""
-JOINED = r"[^\s,;(]+(?: (?:[=+]|->) [^\s,;:]+)+", r"`[^`]*`|\w\[[^\]]*\]|equal within .|\d SD\b|\u2190 ."
+JOINED = r"[^\s,;(]+(?: (?:[=+]|->) [^\s,;:]+)+", r"`[^`]*`|\w+\[[^\]]*\]|equal within .|\d SD\b|\u2190 ."
 """What stays on a line where it has room: an equation; then a command, a shape, a difference, a mark and its text."""
 MOST_NARROW = 20
 """The narrowest line, in cells, in which text is wrapped at blanks."""
@@ -224,7 +224,7 @@ def _join(text: Line, room: int) -> Line:
     """A text in which no line is broken within what is `JOINED` and has room on a line."""
     made = text.copy()
     for pattern in JOINED:
-        made.plain = re.sub(pattern, lambda f: f[0].replace(" ", GLUE * (cell_len(f[0]) <= room) or " "), made.plain)
+        made.plain = re.sub(pattern, lambda f: f[0].replace(" ", GLUE * (cell_len(f[0]) < room) or " "), made.plain)
     return made
 
 

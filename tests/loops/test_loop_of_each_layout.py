@@ -16,7 +16,7 @@ NO_LOOP = {
     "caller-transducer-healthy": "of the kind 'condition'",
     "decoder-only-embeds-language-healthy": "embeddings",
     "decoder-only-token-ids-healthy": "token ids in place of logits",
-    "encoders-two-widths-healthy": "the source has the axes",
+    "encoders-two-widths-healthy": "two encoders",
     "layout-aihub-trocr-healthy": "no logits",
     "layout-beam-search-healthy": "contains the whole loop",
     "layout-beam-search-plain-healthy": "contains the whole loop",

@@ -105,9 +105,10 @@ def _refuse_unknown(contract: CacheContract) -> None:
     if contract.frozen_past is not None:
         raise NoLoop(f"the past has the fixed length {contract.frozen_past}: export it with a free past axis")
     _refuse_order(contract)
-    sources = [port.name for port in _source_graph(contract).inputs if port.role == "encoder_input"]
+    read = ("encoder_input", "encoder_states")
+    sources = [repr(port.name) for port in _source_graph(contract).inputs if port.role in read]
     if len(sources) > 1:
-        raise NoLoop(f"the encoder takes {' and '.join(map(repr, sources))}, for which there is no loop yet")
+        raise NoLoop(f"{' and '.join(sources)} take what two encoders read or return; there is no loop for that yet")
     for slot in contract.slots:
         if (reason := _refuse_slot(slot, contract)) is not None:
             raise NoLoop(f"the cache {slot.past!r} {reason}")
