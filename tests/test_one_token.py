@@ -44,7 +44,7 @@ def test_a_healthy_one_is_healthy_and_says_what_was_compared(name: str, tmp_path
     assert not entry.essential
     batch = any(run.experiment == "batch" and run.outcome == "passed" for run in report.runs)
     assert "when run again, in a fresh session" in entry.reason
-    assert "other ones after other tokens" in entry.reason
+    assert "others after other tokens" in entry.reason
     assert ("for each batch row alone" in entry.reason) == batch
 
 
