@@ -1,7 +1,7 @@
 """The working copy of an export: its files as repairs change them in memory, the stack that they are for, and OUT.
 
 Models are read without their weights: a tensor whose values were left out points into the file that it came from, and
-gets them back when the model is written (`model/output_folder.py`). In OUT, files that did not change are copied.
+gets them back when the model is written (`model/write.py`). In OUT, files that did not change are copied.
 """
 
 import copy

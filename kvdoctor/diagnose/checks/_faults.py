@@ -174,8 +174,10 @@ def build_difference(context: RunContext, run: Run, severity: Severity, cause: s
     call = f"step {step.step} (past {step.past_length}, new {step.new_tokens})" if step else "reference run"
     seen = describe_difference(run, step) or run.reason or "of another shape"
     located = run.location is not None and run.location.node is not None
-    unknown = "the runs do not show the cause: `--reference CHECKPOINT` compares the layers with PyTorch; or "
-    advice = Advice("re-export", unknown * (not located) + advise_place(run))
+    advised = "the runs do not show the cause: " * (not located)
+    if run is context.checked_loop and not located:  # a checkpoint is run without other uses of the cache
+        advised += "`--reference CHECKPOINT` compares the layers with PyTorch; or "
+    advice = Advice("re-export", advised + advise_place(run))
     cause, advice = (f"{cause}: {mismatch}", SHORT_STATE) if mismatch else (cause, advice)
     fault = Fault(severity, (context.logits_name,), cause, advice, run=run).compare(
         f"the reference logits, within {limit.passes:g} standard deviations of the logits ({words})",

@@ -83,8 +83,8 @@ Tokens generate(Decoder& decoder, const json& call) {
 const std::map<std::string, std::vector<std::string>> kKeys{
     {"encode", {"rows"}},
     {"encode-file", {"file", "shape"}},
-    {"prefill", {"rows", "expect"}},
-    {"step", {"rows", "expect"}},
+    {"prefill", {"rows"}},
+    {"step", {"rows"}},
     {"rewind", {"count"}},
     {"reorder", {"order"}},
     {"generate", {"rows", "most", "stop", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}},
@@ -96,7 +96,7 @@ void check_keys(const json& call) {
   const auto known = kKeys.find(kind);
   require(known != kKeys.end(), "there is no call " + kind);
   for (const auto& [key, value] : call.items()) {
-    const bool read = key == "call" || std::ranges::find(known->second, key) != known->second.end();
+    const bool read = key == "call" || key == "expect" || std::ranges::find(known->second, key) != known->second.end();
     require(read, "the call " + kind + " takes no " + key);
   }
 }

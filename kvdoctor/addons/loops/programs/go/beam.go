@@ -25,11 +25,12 @@ func BeamSearch(ctx context.Context, d *Decoder, prompt []int64, beams, most int
 		found := []beam{}
 		for row, one := range going {
 			last, sum := logits.Last(row), 0.0
+			most := float64(slices.Max(last)) // taken off, so that no power overflows
 			for _, logit := range last {
-				sum += math.Exp(float64(logit))
+				sum += math.Exp(float64(logit) - most)
 			}
 			for token, logit := range last {
-				score := one.score + float64(logit) - math.Log(sum)
+				score := one.score + float64(logit) - most - math.Log(sum)
 				found = append(found, beam{score, int64(row), one.tokens, int64(token)})
 			}
 		}
