@@ -1,12 +1,14 @@
 """Experiments driven by scripted answers: no runtime, only what the loop feeds."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from support.isolated import EXPORTS
+from support.text_fixtures import load_all
 
 from kvdoctor.analysis.contract_reader import read_contract
 from kvdoctor.analysis.model_folder import open_folder
@@ -110,6 +112,18 @@ def test_feeds_are_coupled() -> None:
     for call in drive(named("plain-loop"), builder("llama-gqa")):
         assert shape(call, "attention_mask") == (1, call.past + call.new)
         assert list(np.asarray(call.feeds["position_ids"])[0]) == list(range(call.past, call.past + call.new))
+
+
+def test_each_of_two_encoders_has_the_same_states_in_every_graph(tmp_path: Path) -> None:
+    given = builder(str(load_all()["encoders-two-widths-healthy"].write(tmp_path)))
+    contract, graph = given.contract, given.contract.graph("decode")
+    graphs = {"first": graph, "other": replace(graph, inputs=graph.inputs[::-1]), **contract.graphs}
+    for name in ("first", "other"):
+        phases = {**contract.phases, "prefill": replace(contract.phases["prefill"], graph=name)}
+        pair = replace(contract, graphs=graphs, phases=phases)
+        feeds = replace(given, contract=pair, encoded=Encoded(np.arange(8.0).reshape(1, 1, 8))).prefill(3).feeds
+        fed = [list(np.ravel(feeds[port])) for port in ("audio_states", "text_states")]
+        assert fed == [list(range(8)), list(range(1, 7))]
 
 
 def test_the_switch_follows_the_phase() -> None:

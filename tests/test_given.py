@@ -86,6 +86,18 @@ def test_a_stack_of_another_name_is_built_from_the_files(tmp_path: Path) -> None
     assert report.verdict == "healthy"
 
 
+def stack(document: Any) -> Any:
+    return document["stacks"]["decoder"]
+
+
+def first_input(document: Any) -> Any:
+    return stack(document)["graphs"]["decoder"]["inputs"][0]
+
+
+def first_slot(document: Any) -> Any:
+    return stack(document)["slots"][0]
+
+
 Edit = Callable[[dict[str, Any]], object]
 BAD: dict[str, tuple[Edit, str]] = {
     "another schema": (
@@ -94,115 +106,91 @@ BAD: dict[str, tuple[Edit, str]] = {
     ),
     "no stack": (lambda d: d.update(stacks={}), "has no stack"),
     "stack is a list": (lambda d: d.update(stacks={"decoder": []}), "has no stack"),
-    "unknown field": (lambda d: d["stacks"]["decoder"].update(layot="x"), "unknown field 'layot'"),
-    "unknown word": (lambda d: d["stacks"]["decoder"]["slots"][0].update(carry="keep"), "slots[0].carry"),
-    "another file": (lambda d: d["stacks"]["decoder"]["graphs"]["decoder"].update(file="../model.onnx"), "no readable"),
-    "phase without graph": (
-        lambda d: d["stacks"]["decoder"]["phases"]["decode"].update(graph="x"),
-        "not under 'graphs'",
-    ),
-    "no decode phase": (lambda d: d["stacks"]["decoder"]["phases"].pop("decode"), "phases must be prefill and decode"),
-    "input left out": (lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"].pop(0), "'input_ids'"),
-    "input made up": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(name="words"),
-        "has no input 'words'",
-    ),
-    "another type": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(dtype="float"),
-        "is int64, not float",
-    ),
-    "axes and sizes": (lambda d: d["stacks"]["decoder"]["slots"][0]["axes"].pop(), "4 sizes and 3 axes"),
-    "slot left out": (lambda d: d["stacks"]["decoder"]["slots"].pop(0), "without a slot"),
-    "slot twice": (
-        lambda d: d["stacks"]["decoder"]["slots"].append(d["stacks"]["decoder"]["slots"][0]),
-        "the past of two slots",
-    ),
+    "unknown field": (lambda d: stack(d).update(layot="x"), "unknown field 'layot'"),
+    "unknown word": (lambda d: first_slot(d).update(carry="keep"), "slots[0].carry"),
+    "another file": (lambda d: stack(d)["graphs"]["decoder"].update(file="../model.onnx"), "no readable"),
+    "phase without graph": (lambda d: stack(d)["phases"]["decode"].update(graph="x"), "not under 'graphs'"),
+    "no decode phase": (lambda d: stack(d)["phases"].pop("decode"), "phases must be prefill and decode"),
+    "input left out": (lambda d: stack(d)["graphs"]["decoder"]["inputs"].pop(0), "'input_ids'"),
+    "input made up": (lambda d: first_input(d).update(name="words"), "has no input 'words'"),
+    "another type": (lambda d: first_input(d).update(dtype="float"), "is int64, not float"),
+    "axes and sizes": (lambda d: first_slot(d)["axes"].pop(), "4 sizes and 3 axes"),
+    "slot left out": (lambda d: stack(d)["slots"].pop(0), "without a slot"),
+    "slot twice": (lambda d: stack(d)["slots"].append(first_slot(d)), "the past of two slots"),
     "another size": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(shape=["batch_size", 10**12, "p", 8]),
+        lambda d: first_slot(d).update(shape=["batch_size", 10**12, "p", 8]),
         "where the graph declares 4",
     ),
     "two lengths": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(axes=["batch", "past", "past", "head_dim"]),
+        lambda d: first_slot(d).update(axes=["batch", "past", "past", "head_dim"]),
         "two axes of the same meaning",
     ),
-    "many codebooks": (lambda d: d["stacks"]["decoder"].update(codebooks=10**7), "codebooks is 10000000"),
-    "no words": (lambda d: d["stacks"]["decoder"].update(vocabulary=0), "vocabulary is 0"),
+    "many codebooks": (lambda d: stack(d).update(codebooks=10**7), "codebooks is 10000000"),
+    "no words": (lambda d: stack(d).update(vocabulary=0), "vocabulary is 0"),
     "branch without switch": (
-        lambda d: d["stacks"]["decoder"].update(first_step="no-past-branch"),
+        lambda d: stack(d).update(first_step="no-past-branch"),
         "an input has the role branch_switch",
     ),
     "no present": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(present=None),
+        lambda d: first_slot(d).update(present=None),
         "slot 'past_key_values.0.key' has no 'present'; write the output of a decode step that returns it",
     ),
     "nothing that fills a slot": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by=None),
+        lambda d: first_slot(d).update(filled_by=None),
         "slot 'past_key_values.0.key' has no 'filled_by'; write the output of the first step that fills it",
     ),
     "no slots": (
-        lambda d: d["stacks"]["decoder"].pop("slots"),
+        lambda d: stack(d).pop("slots"),
         "the contract has entries missing; write 'slots': one entry for each past input; an empty list",
     ),
     "a role that is none": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(role="constant"),
+        lambda d: first_input(d).update(role="constant"),
         "graphs.decoder.inputs[0].role: got 'constant', expected 'token_ids' or",
     ),
     "entries of a slot left out": (
-        lambda d: [d["stacks"]["decoder"]["slots"][1].pop(entry) for entry in ("present", "carry")],
+        lambda d: [stack(d)["slots"][1].pop(entry) for entry in ("present", "carry")],
         "slots[1] ('past_key_values.0.value') has entries missing; write 'present': the output of a decode step",
     ),
     "axes of an output left out": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["outputs"][0].pop("axes"),
+        lambda d: stack(d)["graphs"]["decoder"]["outputs"][0].pop("axes"),
         "graphs.decoder.outputs[0] ('logits') has entries missing; write 'axes': what each size counts",
     ),
     "logits without a vocabulary": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["outputs"][0].update(axes=["fixed"] * 3),
+        lambda d: stack(d)["graphs"]["decoder"]["outputs"][0].update(axes=["fixed"] * 3),
         "they must have vocabulary",
     ),
     "lengths and widths exchanged": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(axes=["batch", "past", "kv_heads", "head_dim"]),
+        lambda d: first_slot(d).update(axes=["batch", "past", "kv_heads", "head_dim"]),
         "has axes in another order",
     ),
-    "present made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(present="x"), "has the present 'x'"),
-    "an input without axes": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(axes=[]),
-        "2 sizes and 0 axes",
-    ),
-    "axes turned": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(axes=["new", "batch"]),
-        "must be batch, new",
-    ),
+    "present made up": (lambda d: first_slot(d).update(present="x"), "has the present 'x'"),
+    "an input without axes": (lambda d: first_input(d).update(axes=[]), "2 sizes and 0 axes"),
+    "axes turned": (lambda d: first_input(d).update(axes=["new", "batch"]), "must be batch, new"),
     "a length that the graph leaves open": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(shape=["batch_size", 7]),
+        lambda d: first_input(d).update(shape=["batch_size", 7]),
         "where the graph declares 'sequence_length'",
     ),
-    "no number": (
-        lambda d: d["stacks"]["decoder"]["graphs"]["decoder"]["inputs"][0].update(value=float("nan")),
-        "NaN is not a JSON number",
-    ),
-    "a layer beyond all": (lambda d: d["stacks"]["decoder"]["slots"][0].update(layer=2**70), "layer is 118059"),
-    "more words than logits": (lambda d: d["stacks"]["decoder"].update(vocabulary=10**6), "but the logits have"),
-    "codebooks without rows": (lambda d: d["stacks"]["decoder"].update(codebooks=2), "no input has an axis"),
-    "another slot type": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(dtype="float16"),
-        "is float, not float16",
-    ),
+    "no number": (lambda d: first_input(d).update(value=float("nan")), "NaN is not a JSON number"),
+    "a layer beyond all": (lambda d: first_slot(d).update(layer=2**70), "layer is 118059"),
+    "more words than logits": (lambda d: stack(d).update(vocabulary=10**6), "but the logits have"),
+    "codebooks without rows": (lambda d: stack(d).update(codebooks=2), "no input has an axis"),
+    "another slot type": (lambda d: first_slot(d).update(dtype="float16"), "is float, not float16"),
     "a state that grows": (
-        lambda d: d["stacks"]["decoder"]["slots"][0].update(kind="recurrent-state", growth="replace"),
+        lambda d: first_slot(d).update(kind="recurrent-state", growth="replace"),
         "has no axis past",
     ),
-    "filled by nothing": (lambda d: d["stacks"]["decoder"]["slots"][0].update(first="prefill"), "a graph of its own"),
-    "shifted without end": (lambda d: d["stacks"]["decoder"]["slots"][0].update(carry="shift"), "of fixed length"),
+    "filled by nothing": (lambda d: first_slot(d).update(first="prefill"), "a graph of its own"),
+    "shifted without end": (lambda d: first_slot(d).update(carry="shift"), "of fixed length"),
     "switched": (
-        lambda d: d["stacks"]["decoder"]["phases"]["decode"].update(switch=True),
+        lambda d: stack(d)["phases"]["decode"].update(switch=True),
         "no input has the role branch_switch",
     ),
     "two graphs in one": (
-        lambda d: d["stacks"]["decoder"].update(first_step="no-past-graph"),
+        lambda d: stack(d).update(first_step="no-past-graph"),
         "prefill and decode use two graphs",
     ),
-    "thousands": (lambda d: d.update(stacks={str(n): d["stacks"]["decoder"] for n in range(65)}), "has 65 stacks"),
-    "filling made up": (lambda d: d["stacks"]["decoder"]["slots"][0].update(filled_by="x"), "is filled by 'x'"),
+    "thousands": (lambda d: d.update(stacks={str(n): stack(d) for n in range(65)}), "has 65 stacks"),
+    "filling made up": (lambda d: first_slot(d).update(filled_by="x"), "is filled by 'x'"),
 }
 
 

@@ -106,8 +106,8 @@ class InputFlow:
 
     def find_token_ids(self, candidates: Iterable[str]) -> list[str]:
         """Find the integer input that indexes the embedding table; several where nothing distinguishes them."""
-        own = (name for name in candidates if not self._of_other_tokens(name))
-        tables = {name: rows for name in own if (rows := self.table_rows(name)) is not None}
+        tables = {name: rows for name in candidates if (rows := self.table_rows(name)) is not None}
+        tables = {name: rows for name, rows in tables.items() if not self._of_other_tokens(name)} or tables
         exact = [name for name, rows in tables.items() if rows in self.widths]
         if len(exact) == 1:
             return exact
@@ -160,10 +160,11 @@ class InputFlow:
 
     def _of_other_tokens(self, name: str) -> bool:
         """Whether a row of integers has a fixed length, and all others that index a table are open: earlier tokens."""
-        own = (self.inputs[name].shape or (None,))[-1]
+        shape = self.inputs[name].shape or ()
+        fixed = len(shape) == 2 and isinstance(shape[1], int) and shape[1] > 1
         others = [one for one in self.inputs.values() if one.name != name and self.table_rows(one.name) is not None]
         lengths = {type(one.shape[-1]) for one in others if one.shape and len(one.shape) > 1}
-        return isinstance(own, int) and own > 1 and lengths == {str}
+        return fixed and lengths == {str}
 
     def _is_kind(self, name: str) -> bool:
         """Whether a number selects one table row for all tokens of a sequence: a language, a speaker.

@@ -148,7 +148,7 @@ def _read_input(port: Port, names: AxisNames, unknown: bool, guessed: bool) -> I
         others = (_reading(port, role, port.axes, "type") for role in _list_masks(port) if role != port.role)
         yield from (*first, *others)
     elif port.role == "encoder_states" and len(port.axes) == 3:
-        rows: Axis = "fixed" if (port.shape or (0,))[0] == 1 else "batch"
+        rows: Axis = "fixed" if (port.shape or (0,))[0] == 1 and "batch" in names.known.values() else "batch"
         draft = _reading(port, "token_states", (rows, "new", "hidden"), "declared")
         # Where the axis has the name of the tokens', the file says what it counts.
         declared = names.read(port.shape or ())[1] == "new" and "enc" not in port.name.lower()

@@ -177,13 +177,14 @@ def _angles(want: InputRequest) -> Array:
 
 
 def _encoder_states(want: InputRequest) -> Array:
-    """The states of an encoder; a second one of the same graph has its own, in its width."""
+    """The states of an encoder; each of several has its own in all graphs, in its width."""
     if (states := want.step.builder.encoded.states) is None:
         raise ValueError(f"input {want.port.name!r} takes encoder states, and there are none")
     graphs = want.step.builder.contract.graphs.values()
-    listed = ([port.name for port in graph.inputs if port.role == "encoder_states"] for graph in graphs)
-    at = min(names.index(want.port.name) for names in listed if want.port.name in names)
-    return np.take(states, np.arange(at, at + want.shape[-1]), axis=-1, mode="wrap") if at else states
+    listed = [[port.name for port in graph.inputs if port.role == "encoder_states"] for graph in graphs]
+    names = max((names for names in listed if want.port.name in names), key=len)  # one order for all graphs
+    at, width = names.index(want.port.name), want.port.size("hidden") or states.shape[-1]
+    return states if len(names) == 1 else np.take(states, np.arange(at, at + width), axis=-1, mode="wrap")
 
 
 def _setting(want: InputRequest) -> Array:

@@ -42,9 +42,8 @@ def takes_left_padding(contract: CacheContract) -> str | None:
     if counted or _is_written_by_count(contract):
         return "no per-row mask: the attention reads the cache from its first entry on"
     graph = contract.graph("decode")
-    if graph.port("position_ids") is None and any(
-        port.role in (*PLACES, "token_states") and "batch" not in port.axes for port in graph.inputs
-    ):
+    shared = {port.role for port in graph.inputs if "batch" not in port.axes}
+    if "token_states" in shared or (shared.intersection(PLACES) and graph.port("position_ids") is None):
         return "one position for the whole batch"
     reasons = [has_exact_rows(contract), *list_unmasked(contract, MASKS, "total")]
     states = (slot.past for slot in contract.slots if slot.kind in STATES and not slot.takes_mask)
