@@ -100,8 +100,7 @@ def test_a_folder_of_exports_is_sent_to_the_gate() -> None:
 @pytest.mark.parametrize(("place", "out"), [(".", "../FIXED"), ("onnx", "../../FIXED"), ("..", "FIXED")])
 def test_the_printed_command_works_where_it_was_printed(place: str, out: str, tmp_path: Path) -> None:
     """A copy inside the folder of the model would be refused."""
-    model = tmp_path / "model"
-    load_all()["past-without-present"].write(model)
+    model = load_all()["past-without-present"].write(tmp_path / "model")
     (model / "onnx").mkdir()
     path = os.path.relpath(model, model / place)
     here = model / place

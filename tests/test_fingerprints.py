@@ -37,8 +37,7 @@ def test_every_finding_of_a_model_has_its_own(whole: Report) -> None:
 
 
 def test_another_name_of_file_folder_and_stack_changes_nothing(whole: Report, tmp_path: Path) -> None:
-    moved = tmp_path / "elsewhere" / "marian"
-    shutil.copytree(EXPORT, moved)
+    moved = shutil.copytree(EXPORT, tmp_path / "elsewhere" / "marian")
     (moved / MERGED).rename(moved / "decoder_model_merged_mine.onnx")
     (moved / "encoder_model.onnx").rename(moved / "encoder_model_mine.onnx")
     before, after = by_check(whole, "merged"), by_check(inspect(str(moved)), "merged-mine")

@@ -198,8 +198,7 @@ def test_states_that_no_mask_reaches_are_not_tried_with_padding(tmp_path: Path, 
 def test_a_context_that_longer_runs_do_not_reach_is_named(
     context: int, tried: bool, tmp_path: Path, runtime: Runtime
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(EXPORTS / "llama-gqa", folder)
+    folder = shutil.copytree(EXPORTS / "llama-gqa", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}), encoding="utf-8")
     lines = screen(step_test(str(folder), Options(thorough=True), runtime), 300)

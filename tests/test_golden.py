@@ -50,8 +50,7 @@ def found(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def changed(tmp_path: Path, change: Callable[[str, "np.ndarray[Any, Any]"], "np.ndarray[Any, Any]"]) -> Path:
     """A copy of GPT-2 whose weights went through a function of their name and values."""
-    folder = tmp_path / "changed"
-    shutil.copytree(EXPORTS / "gpt2", folder)
+    folder = shutil.copytree(EXPORTS / "gpt2", tmp_path / "changed")
     model = onnx.load(folder / "model.onnx")
     for tensor in model.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT:
@@ -276,8 +275,7 @@ def test_another_form_of_the_cache_with_the_same_logits_is_a_warning(golden: Pat
 def test_weights_that_are_rounded_otherwise_are_judged_by_correlation(
     bits: int, severities: list[str], golden: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "rounded"
-    shutil.copytree(EXPORTS / "gpt2", folder)
+    folder = shutil.copytree(EXPORTS / "gpt2", tmp_path / "rounded")
     model = onnx.load(folder / "model.onnx")
     rounded = [one for one in model.graph.initializer if one.name.endswith((".weight", "wte")) and len(one.dims) == 2]
     for tensor in rounded:

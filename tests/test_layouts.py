@@ -209,11 +209,22 @@ def claims(report: Report) -> set[str]:
     return {proof.claim for proof in repair_of(report).proof}
 
 
+def test_both_halves_have_every_branch_of_the_switch_and_its_value(tmp_path: Path) -> None:
+    """The switch is true at the first step, and a node outside of its five `If`s reads it."""
+    folder = load_all()["merged-many-branches-healthy"].write(tmp_path)
+    contract = CacheContract("", {}, {}, (), "no-past-branch")
+    halves = [half.graph for half in split_halves(read_located(folder / "model.onnx", folder), contract)]
+    assert not any(node.op_type == "If" for half in halves for node in half.node)
+    assert [one.raw_data for half in halves for one in half.initializer if one.name == "is_first"] == [b"\1", b"\0"]
+
+
+PAIR = ["decoder_model.onnx", "decoder_model.onnx_data", "decoder_with_past_model.onnx"]
+
+
 @pytest.mark.slow
 def test_merged_to_pair_and_back(tmp_path: Path) -> None:
     """Weights beside the model, as large models have them: one data file, as large as before, for both graphs."""
-    source = tmp_path / "source"
-    shutil.copytree(EXPORTS / "t5", source)
+    source = shutil.copytree(EXPORTS / "t5", tmp_path / "source")
     for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
         (source / name).unlink()
     decoder = source / "decoder_model_merged.onnx"
@@ -225,8 +236,7 @@ def test_merged_to_pair_and_back(tmp_path: Path) -> None:
     assert "the loop's logits are those of the source, bit for bit" in claims(report)
     assert report.verdict == "healthy"
     files = {path.name for path in pair.iterdir() if path.suffix not in {".json", ".md", ".html"}}
-    names = {"decoder_model.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx_data", "encoder_model.onnx"}
-    assert files == names
+    assert files == {*PAIR, "encoder_model.onnx"}
     assert (pair / "decoder_model.onnx_data").stat().st_size == (source / "weights.bin").stat().st_size
     later = onnx.load(str(pair / "decoder_with_past_model.onnx"), load_external_data=False).graph
     assert not [value.name for value in later.output if ".encoder." in value.name], "the caller holds these"
@@ -235,12 +245,8 @@ def test_merged_to_pair_and_back(tmp_path: Path) -> None:
     again = tmp_path / "again"
     report = converted(pair, again, "merged")
     assert "the loop's logits are those of the source, bit for bit" in claims(report)
-    merged_again = again / "decoder_model_merged.onnx"
-    assert (
-        merged_again.with_name("decoder_model_merged.onnx_data").stat().st_size
-        <= (source / "weights.bin").stat().st_size
-    )
-    old, new = (onnx.load(str(path), load_external_data=False) for path in (decoder, merged_again))
+    assert (again / f"{decoder.name}_data").stat().st_size <= (source / "weights.bin").stat().st_size
+    old, new = (onnx.load(str(path), load_external_data=False) for path in (decoder, again / decoder.name))
     assert (new.ir_version, new.opset_import) == (old.ir_version, old.opset_import)
     assert {value.name for value in new.graph.input} == {value.name for value in old.graph.input}
     assert [value.name for value in new.graph.output] == [value.name for value in old.graph.output]
@@ -252,21 +258,15 @@ def test_a_sick_merged_decoder_is_repaired_before_it_is_taken_apart(tmp_path: Pa
     report = converted(EXPORTS / "whisper" / "decoder_model_merged.onnx", out, "pair", axes="readable")
     found = claims(report)
     assert {"cross-cache-emptied is gone", "the loop's logits are those of the source, bit for bit"} <= found
-    assert sorted(path.name for path in out.glob("*.onnx*")) == [
-        "decoder_model.onnx",
-        "decoder_with_past_model.onnx",
-        "encoder_model.onnx",
-    ]
+    assert sorted(path.name for path in out.glob("*.onnx*")) == [PAIR[0], PAIR[2], "encoder_model.onnx"]
     assert [one.name for one in repair_of(report).repairs] == ["pass-through", "layout pair"]
     assert json.loads((out / "kvdoctor-report.json").read_text())["repair"]["proved"]
 
 
 def test_names_of_another_exporter_become_those_of_optimum(tmp_path: Path) -> None:
     """The text fixture of a pair as fastT5 writes it: numbered inputs, names that say nothing."""
-    source = tmp_path / "source"
-    load_all()["layout-fastt5-healthy"].write(source)
     out = tmp_path / "out"
-    report = converted(source, out, "optimum")
+    report = converted(load_all()["layout-fastt5-healthy"].write(tmp_path / "source"), out, "optimum")
     assert any(claim.startswith("the loop's logits are those of the source") for claim in claims(report))
     graph = onnx.load(str(out / "decoder_model_merged.onnx")).graph
     pasts = [value.name for value in graph.input if value.name.startswith("past_key_values.")]
@@ -289,11 +289,7 @@ def test_a_pair_shares_its_weights(beside: bool, tmp_path: Path) -> None:
     assert files == {"decoder_model.onnx_data"}
     before, after = (sum(file.stat().st_size for file in path.glob("decoder*")) for path in (source, out))
     assert before - after > 100_000, "the weights of one of them"
-    assert {file.name for file in out.glob("decoder*")} == {
-        "decoder_model.onnx",
-        "decoder_model.onnx_data",
-        "decoder_with_past_model.onnx",
-    }
+    assert sorted(file.name for file in out.glob("decoder*")) == PAIR
     with pytest.raises(UsageError, match="share their weights already"):
         converted(out, tmp_path / "again", "shared")
 
@@ -315,7 +311,7 @@ def test_one_graph_becomes_two_that_share_their_weights(tmp_path: Path) -> None:
     ]
     assert places[0] == places[1] != set()
     files = sorted(path.name for path in out.glob("decoder*"))
-    assert files == ["decoder_model.onnx", "decoder_model.onnx_data", "decoder_with_past_model.onnx"]
+    assert files == PAIR
     assert (out / files[1]).stat().st_size < 1.1 * source.stat().st_size
     assert source.read_bytes() == (EXPORTS / "gpt2" / "model.onnx").read_bytes()
 
@@ -329,6 +325,7 @@ def test_one_graph_becomes_two_that_share_their_weights(tmp_path: Path) -> None:
         "layout-heads-first-healthy",
         "layout-gqa-growing-healthy",
         "layout-fused-key-value-healthy",
+        "merged-many-branches-healthy",
         "decoder-only-embeds-language-healthy",
     ],
 )
@@ -426,8 +423,7 @@ def test_a_refusal_of_a_faulty_model_shows_its_findings(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_readable_axes_alone(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(EXPORTS / "gpt2", source)
+    source = shutil.copytree(EXPORTS / "gpt2", tmp_path / "source")
     model = onnx.load(str(source / "model.onnx"))
     names: dict[str, str] = {}
     for value in (*model.graph.input, *model.graph.output):
@@ -445,23 +441,18 @@ def test_readable_axes_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
-def test_the_command_line_writes_a_pair_and_a_merged_decoder(tmp_path: Path) -> None:
+def test_the_command_line_writes_a_pair_and_a_merged_decoder_but_nothing_in_a_dry_run(tmp_path: Path) -> None:
     load_all()["merged-healthy"].write(tmp_path / "model")
+    shown = kvdoctor("convert", tmp_path / "model", "--layout", "pair", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "decoder_model.onnx: no-past branch, inputs" in shown.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
     for source, layout in (("model", "pair"), ("pair", "merged")):
         done = kvdoctor("convert", tmp_path / source, "--layout", layout, "-o", tmp_path / layout, "-v")
         assert done.returncode == 0, done.stderr
         assert "the loop's logits are those of the source, bit for bit" in done.stdout
     assert (tmp_path / "pair" / "decoder_with_past_model.onnx").is_file()
     assert (tmp_path / "merged" / "decoder_model_merged.onnx").is_file()
-
-
-@pytest.mark.slow
-def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path) -> None:
-    load_all()["pair-healthy"].write(tmp_path / "model")
-    done = kvdoctor("convert", tmp_path / "model", "--layout", "merged", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "decoder_model_merged.onnx" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_all_layouts_are_told_in_the_documentation() -> None:

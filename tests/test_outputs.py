@@ -122,8 +122,7 @@ def test_an_argument_cannot_command_the_runner(tmp_path: Path) -> None:
 
 def test_no_file_of_the_users_is_replaced(tmp_path: Path) -> None:
     """Whatever its name: a model's weights, its configs, the policy, a baseline; a report of before is."""
-    model = tmp_path / "model"
-    shutil.copytree(EXPORTS / "gpt2", model)
+    model = shutil.copytree(EXPORTS / "gpt2", tmp_path / "model")
     (model / "params").write_bytes(b"weights")
     (tmp_path / "known.json").write_text('{"schema": "kvdoctor/baseline/1", "entries": []}', encoding="utf-8")
     (tmp_path / "kvdoctor.toml").write_text("models = ['model']\nbaseline = 'known.json'\n", encoding="utf-8")

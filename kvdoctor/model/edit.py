@@ -297,10 +297,10 @@ def sort_nodes(graph: GraphProto) -> bool:
 
 def describe_graph(view: GraphView, graph: GraphProto) -> str:
     """A graph as reports call it: the main one, or a branch of a merged decoder."""
-    if view.branches is not None:
-        for word, branch in (("cached", view.branches[1].cached), ("no-past", view.branches[1].no_past)):
-            if branch.graph is graph:
-                return f'If "{view.branches[1].node.name}", {word} branch'
+    for word in ("cached", "no-past"):
+        for node, body in view.branches[1].bodies(word == "cached") if view.branches is not None else ():
+            if body.graph is graph:
+                return f"{traverse.describe_node(node)}, {word} branch"
     return "main graph"
 
 

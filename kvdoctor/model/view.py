@@ -106,13 +106,16 @@ class Branches:
     on: bool = True
     others: tuple["Branches", ...] = ()
 
+    def bodies(self, cached: bool) -> tuple[tuple[NodeProto, Scope], ...]:
+        """Every `If` of the switch with the body that it runs."""
+        return tuple((one.node, one.cached if cached else one.no_past) for one in (self, *self.others))
+
     def taken(self, cached: bool) -> dict[str, str]:
         """The attribute with the body that each `If` of the switch runs, by the first value that it makes."""
         found = {}
-        for one in (self, *self.others):
-            body = (one.cached if cached else one.no_past).graph
-            name = next(attribute.name for attribute in one.node.attribute if attribute.g is body)
-            found[next(filter(None, one.node.output), "")] = name
+        for node, body in self.bodies(cached):
+            name = next(attribute.name for attribute in node.attribute if attribute.g is body.graph)
+            found[next(filter(None, node.output), "")] = name
         return found
 
 
@@ -192,6 +195,10 @@ class GraphView:
                 return switch, replace(main, others=tuple(all_ifs))
         return None
 
+    def cached_bodies(self) -> list[Scope]:
+        """What runs in steps that use the cache: the bodies that the switch then chooses, else the main graph."""
+        return [body for _, body in self.branches[1].bodies(cached=True)] if self.branches is not None else [self.main]
+
     def _own_reads(self, one: Scope, other: Scope) -> tuple[set[str], set[str]]:
         """Inputs that may be a past, and that one body of two reads alone."""
         may_be = {name for name, port in self.inputs.items() if "float" in port.dtype and len(port.shape or ()) >= 3}
@@ -208,8 +215,8 @@ class GraphView:
         if self.branches is None:
             return self.main, output
         name = self.main.through(output)
-        for one in (self.branches[1], *self.branches[1].others):
-            body, made = one.cached if cached else one.no_past, list(one.node.output)
+        for node, body in self.branches[1].bodies(cached):
+            made = list(node.output)
             if name in made and made.index(name) < len(body.graph.output):
                 return body, str(body.graph.output[made.index(name)].name)
         return self.main, output

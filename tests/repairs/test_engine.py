@@ -17,7 +17,7 @@ from support.command_line import run
 from support.proofs import repair_of
 from support.repaired import REPOSITORY, re_export
 from support.sampling import sampled
-from support.text_fixtures import load_all
+from support.text_fixtures import compile_text, load_all
 
 from kvdoctor.api import inspect, step_test
 from kvdoctor.errors import UsageError
@@ -59,15 +59,15 @@ def renamed(nodes: Iterable[onnx.NodeProto], names: dict[str, str]) -> None:
             ends[:] = [names.get(name, name) for name in ends]
 
 
-def cached_branch(graph: onnx.GraphProto) -> onnx.GraphProto:
-    return next(a.g for node in graph.node for a in node.attribute if a.name == "then_branch")
+def branches(graph: onnx.GraphProto, name: str = "then_branch") -> list[onnx.GraphProto]:
+    return [a.g for node in graph.node for a in node.attribute if a.name == name]
 
 
 @pytest.fixture
 def twice_sick(tmp_path: Path) -> Path:
     """A merged T5 whose cross cache is emptied, as it was exported, and whose layers are swapped."""
     trade = {f"present.{a}.decoder.key": f"present.{b}.decoder.key" for a, b in ((0, 1), (1, 0))}
-    return change(copy_merged(tmp_path / "twice"), lambda graph: renamed(cached_branch(graph).node, trade))
+    return change(copy_merged(tmp_path / "twice"), lambda graph: renamed(branches(graph)[0].node, trade))
 
 
 @pytest.mark.slow
@@ -75,8 +75,34 @@ def test_two_faults_in_one_graph_are_both_repaired(twice_sick: Path, tmp_path: P
     repaired = re_export(twice_sick, tmp_path / "out")
     assert {finding["name"] for finding in repaired.document["repair"]["before"]["findings"]} >= {"cross-cache-emptied"}
     assert set(repaired.repairs) == {"joined-presents", "pass-through"}
-    assert repaired.proved
-    assert repaired.code == 0
+    assert (repaired.proved, repaired.code) == (True, 0)
+
+
+COUNTED = """news = Squeeze (new)
+  counted = If (is_first) <
+    then_branch = first_p () => (int64[n] f_p) { f_p = Range (nil, news, step) },
+    else_branch = later_p () => (int64[n] l_p) { l_p = Range (nil, news, step) }
+  >
+  places = Gather (w_positions, counted)"""
+
+
+def test_every_cached_branch_of_one_switch_is_repaired_and_no_other(tmp_path: Path) -> None:
+    """Two branches read each other's keys; positions are counted in another one, whose `If` is not the main one."""
+    fixture = load_all()["merged-many-branches-healthy"]
+    path = fixture.write(tmp_path / "model") / "model.onnx"
+    text = fixture.files["model.onnx"].replace("  int64[batch_size, sequence_length] position_ids,\n", "")
+    text = text.replace("places = Gather (w_positions, position_ids)", COUNTED)
+    model = compile_text(text.replace("int64[1] nought", "int64 nil = {0}, int64 step = {1}, int64[1] nought"))
+    trade = {f"past_key_values.{one}.key": f"past_key_values.{1 - one}.key" for one in (0, 1)}
+    for branch in branches(model.graph, "else_branch"):
+        renamed(branch.node, trade)
+    path.write_bytes(model.SerializeToString())
+    repaired = re_export(path, tmp_path / "out")
+    assert (set(repaired.repairs), repaired.proved) == ({"slot-order", "offset-positions"}, True)
+    copy = onnx.load(tmp_path / "out" / "model.onnx").graph
+    assert branches(copy) == branches(model.graph)
+    later = zip(branches(copy, "else_branch"), branches(model.graph, "else_branch"), strict=True)
+    assert sum(one != other for one, other in later) == 3
 
 
 def test_axes_are_freed_in_a_graph_that_another_repair_changed_first(tmp_path: Path) -> None:
@@ -221,9 +247,6 @@ def test_a_shape_that_is_not_computed_is_no_longer_declared(name: str, tmp_path:
     assert not inspect(str(tmp_path / "out")).findings
 
 
-# --- weights ---
-
-
 def inline(path: Path, raw: bool) -> onnx.ModelProto:
     """Save a model with its weights inside, as raw bytes or as typed lists, which are another field."""
     model = onnx.load(path)
@@ -243,11 +266,8 @@ def test_weights_inside_the_file_are_as_they_were(raw: bool, tmp_path: Path) -> 
     old = inline(path, raw)
     assert re_export(path.parent, tmp_path / "out").proved
     new = onnx.load(tmp_path / "out" / MERGED)
-    assert [tensor.SerializeToString() for tensor in old.graph.initializer] == [
-        tensor.SerializeToString() for tensor in new.graph.initializer
-    ]
-    bodies = [[a.g for n in model.graph.node for a in n.attribute if a.HasField("g")] for model in (old, new)]
-    for was, now in zip(*bodies, strict=True):
+    graphs = [[m.graph, *(a.g for n in m.graph.node for a in n.attribute if a.HasField("g"))] for m in (old, new)]
+    for was, now in zip(*graphs, strict=True):
         assert [t.SerializeToString() for t in was.initializer] == [t.SerializeToString() for t in now.initializer]
 
 
@@ -256,9 +276,9 @@ def test_a_weight_in_a_constant_node_comes_back(tmp_path: Path) -> None:
     """Payloads lie deep in the file: in an attribute of a node in a branch."""
     large = np.arange(4096, dtype=np.float32)
     node = helper.make_node("Constant", [], ["large"], name="large", value=numpy_helper.from_array(large, "large"))
-    source = change(copy_merged(tmp_path / "source"), lambda graph: cached_branch(graph).node.insert(0, node))
+    source = change(copy_merged(tmp_path / "source"), lambda graph: branches(graph)[0].node.insert(0, node))
     assert re_export(source, tmp_path / "out").proved
-    made = cached_branch(onnx.load(tmp_path / "out" / MERGED).graph).node[0]
+    made = branches(onnx.load(tmp_path / "out" / MERGED).graph)[0].node[0]
     assert np.array_equal(numpy_helper.to_array(made.attribute[0].t), large)
 
 
@@ -293,8 +313,7 @@ def test_the_report_says_how_to_undo_it(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
-    source = tmp_path / "<script>alert(1)</script>"
-    load_all()["present-drops-past"].write(source)
+    source = load_all()["present-drops-past"].write(tmp_path / "<script>alert(1)</script>")
     name = "<img src=x onerror=alert(2)>"
     change(
         source / "model.onnx",
@@ -324,8 +343,7 @@ def test_a_corrected_config_is_written_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_config_above_the_onnx_folder_is_corrected_in_out(tmp_path: Path) -> None:
     """A repository keeps its configs beside the folder of its graphs: OUT has one folder, and both in it."""
-    source = tmp_path / "repo" / "onnx"
-    shutil.copytree(EXPORTS / "gpt2", source)
+    source = shutil.copytree(EXPORTS / "gpt2", tmp_path / "repo" / "onnx")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (source / "config.json").unlink()
     (source.parent / "config.json").write_text(json.dumps({**config, "n_layer": 7}), encoding="utf-8")
@@ -367,10 +385,8 @@ def test_the_repairs_of_a_check_are_found_without_loading_the_others() -> None:
 @pytest.mark.slow
 def test_where_the_numbers_decide_nothing_the_loop_repeats_the_originals(tmp_path: Path) -> None:
     """Weights so large, and rounded to 8 bits, that the logits are chaotic; too large for a float32 copy."""
-    model = tmp_path / "model"
-    shutil.copytree(
-        EXPORTS / "t5", model, ignore=shutil.ignore_patterns("decoder_model.onnx", "*_with_past_model.onnx")
-    )
+    pair = shutil.ignore_patterns("decoder_model.onnx", "*_with_past_model.onnx")
+    model = shutil.copytree(EXPORTS / "t5", tmp_path / "model", ignore=pair)
     merged = model / "decoder_model_merged.onnx"
     graph = onnx.load(merged)
     bodies = [graph.graph, *(attribute.g for node in graph.graph.node for attribute in node.attribute)]

@@ -23,6 +23,7 @@ from kvdoctor.contract import Slot, describe
 from kvdoctor.diagnose.checks._faults import list_nodes
 from kvdoctor.diagnose.context import ContractContext
 from kvdoctor.findings import Fault, Faults, check
+from kvdoctor.model.edit import describe_graph
 from kvdoctor.report.wording import shorten_names
 
 REPAIR = "or, in your loop, keep the prefill values of these outputs and feed them at every step"
@@ -35,8 +36,8 @@ def cross_cache_emptied(context: ContractContext) -> Faults:
         return
     slot, names = context.emptied_slots[0], tuple(s.present for s in context.emptied_slots if s.present)
     plain = context.find_run("plain-loop")
-    branches, shape = context.decode_graph.branches, context.decode_graph.emptied(slot.present or "")
-    graph = f'If "{branches[1].node.name}", cached branch' if branches else "decode graph"
+    view, shape = context.decode_graph, context.decode_graph.emptied(slot.present or "")
+    graph = describe_graph(view, view.behind(slot.present or "")[0].graph) if view.branches else "decode graph"
     constant = f"{graph}: a constant of shape {list(shape or ())} is returned as {shorten_names(names)}, not the past"
     harmless = context.consumer == "held" or (plain is not None and plain.outcome == "passed")
     cause = f"a decode step returns {shorten_names(names)} without elements"

@@ -7,7 +7,7 @@ from kvdoctor.contract import CacheContract, Slot
 from kvdoctor.model.edit import describe_graph, describe_maker, new_name, rename_reads, rename_values, return_values
 from kvdoctor.model.operators import has
 from kvdoctor.model.proto import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
-from kvdoctor.model.traverse import constant_tensor, input_of, producer
+from kvdoctor.model.traverse import constant_tensor, input_of, nodes_in, producer
 from kvdoctor.model.view import GraphView, Scope, declared
 from kvdoctor.repair.repairs.registry import Repair
 from kvdoctor.repair.workspace import Change, RepairContext, describe_type, find_declared, forget_declaration
@@ -61,11 +61,13 @@ def _find_swaps(named: dict[str, Content], found: Mapping[str, Content]) -> dict
 
 def _swap_inputs(context: RepairContext, trade: dict[str, str]) -> list[Change]:
     file = context.file_of("decode")
-    view = context.view(file)
-    graph = view.branches[1].cached.graph if view.branches is not None else view.model.graph
-    rename_reads(graph, trade)
-    place = describe_graph(view, graph)
-    return [Change(file, f"{place}, readers of {past!r}", past, other) for past, other in trade.items()]
+    view, changes = context.view(file), list[Change]()
+    for graph in (body.graph for body in view.cached_bodies()):
+        read = {name for node in nodes_in(graph.node) for name in node.input}
+        rename_reads(graph, trade)
+        place = describe_graph(view, graph)
+        changes += [Change(file, f"{place}, readers of {past!r}", past, trade[past]) for past in trade if past in read]
+    return changes
 
 
 def _swap_outputs(context: RepairContext, contract: CacheContract, trade: dict[str, str]) -> list[Change]:
@@ -210,12 +212,11 @@ def pass_through(context: RepairContext) -> tuple[Change, ...]:
         held = (slot for slot in contract.slots if slot.kind == "cross-attention" and slot.carry == "hold")
         origins = {slot.past: view.behind(slot.present) for slot in held if slot.present in view.outputs}
         behind |= {past: (scope, name) for past, (scope, name) in origins.items() if scope.through(name) != past}
-    place = f'If "{view.branches[1].node.name}", cached branch' if view.branches else "main graph"
     changes: list[Change] = []
     for slot in contract.slots:
-        if slot.past in behind:
-            scope, name = behind[slot.past]
-            changes += _pass_slot(model, scope.graph, slot, name, (file, place))
+        scope, name = behind.get(slot.past, (None, ""))
+        if scope is not None and (view.branches is None or scope is not view.main):  # the first step runs that too
+            changes += _pass_slot(model, scope.graph, slot, name, (file, describe_graph(view, scope.graph)))
     return tuple(changes)
 
 

@@ -11,12 +11,12 @@ from kvdoctor.contract import Graph
 from kvdoctor.model.edit import describe_graph, drop_unused, new_name, sort_nodes
 from kvdoctor.model.operators import has, operators_with
 from kvdoctor.model.proto import ModelProto, NodeProto, TensorProto
-from kvdoctor.model.traverse import describe_node, input_of, output_of
+from kvdoctor.model.traverse import describe_node, input_of, nodes_in, output_of
 from kvdoctor.model.view import GraphView, Scope
 from kvdoctor.records import record
 from kvdoctor.repair.repairs.axes import find_graph
 from kvdoctor.repair.repairs.registry import Repair
-from kvdoctor.repair.shapes.facts import Dims, GraphScope, NodeInputs
+from kvdoctor.repair.shapes.facts import Dims, NodeInputs
 from kvdoctor.repair.shapes.freeing import AxisFreeing, describe_place, read_declared_sizes
 from kvdoctor.repair.shapes.terms import EXPORT_AGAIN, read_lengths
 from kvdoctor.repair.shapes.writing import Writer
@@ -36,11 +36,10 @@ class Offsets:
     writer: Writer
     of_mask: bool
 
-    def changes(self, skipped: GraphScope | None) -> Iterator[Change]:
-        """Make the changes; `skipped` is the branch without a past."""
+    def changes(self, cached: set[int]) -> Iterator[Change]:
+        """Make the changes, at the nodes with these ids: those that run in steps with a past alone."""
         for counted in self.reading.walk.notes.counting:
-            change = None if counted.scope is skipped else self._change(counted)
-            if change is not None:
+            if id(counted.node) in cached and (change := self._change(counted)) is not None:
                 yield change
 
     def _change(self, r: NodeInputs) -> Change | None:
@@ -141,9 +140,9 @@ def offset(model: ModelProto, graph: Graph, of_mask: bool, only_clashing: bool =
     if only_clashing and not reading.conflicts:
         return ()
     writer = Writer(model, lengths)
-    branches = GraphView(model).branches
-    skipped = None if branches is None else reading.walk.scopes.get(id(branches[1].no_past.graph))
-    changes = tuple(Offsets(reading, writer, of_mask).changes(skipped))
+    # Around the branches there is a past in the first step too: whatever a loop feeds as its placeholder.
+    cached = {id(node) for body in GraphView(model).cached_bodies() for node in nodes_in(body.graph.node)}
+    changes = tuple(Offsets(reading, writer, of_mask).changes(cached))
     writer.done()
     return changes
 

@@ -14,6 +14,7 @@ them.
 """
 
 from copy import deepcopy
+from dataclasses import replace
 
 from kvdoctor.addons.conversions.layouts.naming import FIRST, LATER, axis_names, first_of, name_axes, port_axes
 from kvdoctor.addons.conversions.layouts.registry import (
@@ -55,6 +56,11 @@ def refuse_split(contract: CacheContract) -> str | None:
         return "its first step is not fed an empty past"
     if contract.graph("prefill") != contract.graph("decode"):
         return "another graph serves its first step"
+    return _refuse_pasts(contract)
+
+
+def _refuse_pasts(contract: CacheContract) -> str | None:
+    """Why the first values of the slots cannot be computed in the graph."""
     if _find_rows(contract) is None:
         return "no input with a batch axis tells how many sequences there are"
     return next((reason for slot in contract.slots if (reason := _refuse_slot(slot, contract)) is not None), None)
@@ -246,21 +252,27 @@ def split_halves(merged: ModelProto, contract: CacheContract) -> tuple[ModelProt
     dropped = set[str]()  # a decode step returns an empty tensor under that name, or the past that it was fed
     for output in filter(None, (slot.present for slot in contract.slots)):
         scope, name = view.behind(output)
-        passed = scope.graph is branches.cached.graph and scope.through(name) in view.inputs
+        passed = scope is not view.main and scope.through(name) in view.inputs
         dropped |= {output} if passed or view.emptied(output) is not None else set()
     first = _make_half(merged, switch, branches, cached=False, dropped=set())
+    read = {value.name for value in first.graph.input}
+    held = replace(contract, slots=tuple(slot for slot in contract.slots if slot.past in read))
+    if held.slots and _refuse_pasts(held) is None:  # read around the branches: the length that a switch then discards
+        make_first(first, held)
     return first, _make_half(merged, switch, branches, cached=True, dropped=dropped)
 
 
 def _make_half(merged: ModelProto, switch: str, branches: Branches, cached: bool, dropped: set[str]) -> ModelProto:
     model = deepcopy(merged)
-    at = next(index for index, node in enumerate(merged.graph.node) if node is branches.node)
-    chosen = branches.cached if cached else branches.no_past
-    _inline_branch(model.graph, at, chosen.graph)
+    bodies = {id(node): body.graph for node, body in branches.bodies(cached)}
+    for at in reversed(range(len(merged.graph.node))):  # what is inlined moves the nodes after it
+        if (body := bodies.get(id(merged.graph.node[at]))) is not None:
+            _inline_branch(model.graph, at, body)
     replace_all(model.graph.output, [value for value in model.graph.output if value.name not in dropped])
-    _fix_switch(model.graph, switch, cached)
+    _fix_switch(model.graph, switch, cached == branches.on)
     prune(model)
-    model.graph.name = chosen.graph.name or model.graph.name
+    if not branches.others:
+        model.graph.name = bodies[id(branches.node)].name or model.graph.name
     return model
 
 
@@ -311,15 +323,13 @@ def _merge_types(graph: GraphProto, target: str, value: ValueInfoProto) -> Value
     return merged
 
 
-def _fix_switch(graph: GraphProto, switch: str, cached: bool) -> None:
+def _fix_switch(graph: GraphProto, switch: str, value: bool) -> None:
     if switch not in needed_for(graph, (value.name for value in graph.output)):
         return
     declared = next(value for value in graph.input if value.name == switch)
     dims = [1] * len(declared.type.tensor_type.shape.dim)
     replace_all(graph.input, [value for value in graph.input if value.name != switch])
-    graph.initializer.append(
-        TensorProto(name=switch, dims=dims, data_type=TensorProto.BOOL, raw_data=b"\x01" if cached else b"\x00")
-    )
+    graph.initializer.append(TensorProto(name=switch, dims=dims, data_type=TensorProto.BOOL, raw_data=bytes([value])))
 
 
 LAYOUT = Layout("pair", "decoder_model.onnx and decoder_with_past_model.onnx", refuse, make)
