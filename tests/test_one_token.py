@@ -16,6 +16,7 @@ from test_experiments import Scripted, named
 
 from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import Answer, Call, Scenario, as_array
+from kvdoctor.decode.experiments.cache_entries import keep_entries
 from kvdoctor.decode.experiments.long_states import LAST, PLACES, _find_amplified
 from kvdoctor.decode.experiments.one_token import KEPT, LOOP
 from kvdoctor.decode.feeds import FeedBuilder
@@ -80,8 +81,7 @@ class Decoder:
         self.called += 1
         token = float(as_array(call.feeds["input_ids"]).sum())
         self.seen += token
-        outputs: dict[str, Any] = {}
-        total = 0.0
+        outputs, total = dict[str, Any](), 0.0
         for index, slot in enumerate(self.contract.slots):
             past = as_array(call.feeds[slot.past]).astype(np.float64)
             reads = not (self.fault == "unread" and index == 1)
@@ -112,8 +112,7 @@ def test_a_history_decides_by_bits(fault: str, cause: str | None, tmp_path: Path
     contract = read_contract("layout-mamba-states-healthy", tmp_path)
     _, decided = drive("history", FeedBuilder(contract, Scenario(prompt=1, steps=TOKENS)), Decoder(contract, fault))
     assert (decided.name if decided is not None else None) == cause
-    if decided is not None:
-        assert ".0.ssm_state" in decided.evidence
+    assert decided is None or ".0.ssm_state" in decided.evidence
 
 
 @pytest.mark.parametrize("fault", ["", "remembers"])
@@ -139,6 +138,12 @@ def test_a_long_walk_is_compared_at_its_places(tmp_path: Path) -> None:
     assert all(call.expected is not None for call, _ in done if call.kind == "step")
 
 
+def test_many_entries_are_matched_by_norms_of_which_one_makes_place() -> None:
+    fed = np.logspace(-6, 140, 10_000)[:, None]
+    kept = [keep_entries(fed, np.concatenate([fed[at:], np.full((at, 1), 1e149)])) for at in range(3)]
+    assert kept == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("sizes", "decided"),
     [((1.0, 1.0, 1.0), False), ((1.0, 4.0, 16.0), False), ((1.0, 20.0, 400.0), True), ((1.0, 2.0, np.inf), True)],
@@ -151,8 +156,7 @@ def test_what_each_step_amplifies_is_told_from_what_adds_up(sizes: tuple[float, 
 def test_one_buffer_binds_each_present_onto_its_past(tmp_path: Path) -> None:
     contract = read_contract("layout-gqa-growing-healthy", tmp_path)
     assert {slot.growth for slot in contract.slots} == {"shared"}
-    experiment = named("one-buffer")
-    assert experiment.applies(contract) is None
+    assert (experiment := named("one-buffer")).applies(contract) is None
     grown = replace(contract, slots=tuple(replace(slot, growth="grow") for slot in contract.slots))
     assert experiment.applies(grown) == "no present has the shape of its past"
 
@@ -190,9 +194,8 @@ def test_what_no_token_changes_is_not_healthy(weight: str, reason: str, tmp_path
     assert (done.returncode, document["verdict"], document["findings"]) == (3, "incomplete", [])
     (why,) = (each["reason"] for each in document["not_checked"] if each["essential"])
     assert reason in why
-    golden = tmp_path / "golden.json"
-    assert kvdoctor("record", path, "-o", golden).returncode == 3
-    assert not golden.exists()
+    assert kvdoctor("record", path, "-o", tmp_path / "golden.json").returncode == 3
+    assert not (tmp_path / "golden.json").exists()
 
 
 def test_a_comparison_with_such_a_model_is_no_pass(tmp_path: Path) -> None:

@@ -35,14 +35,10 @@ def by_position(contract: CacheContract) -> tuple[Slot, ...]:
     A ring is one until it is full.
     """
     whole = {slot.past for slot in growing(contract)}
-    found = (s for s in contract.of_kind("self-attention") if s.present is not None)
-    return tuple(slot for slot in found if slot.past in whole or _keeps_places(slot))
-
-
-def _keeps_places(slot: Slot) -> bool:
-    if slot.growth == "delta":
-        return slot.carry == "append" and "past" in slot.axes
-    return slot.growth in ("static", "ring") and slot.carry == "feed-back" and "capacity" in slot.axes
+    buffer = ("feed-back", "capacity")
+    carried = {"delta": ("append", "past"), "static": buffer, "ring": buffer}
+    found = ((s, carried.get(s.growth)) for s in contract.of_kind("self-attention") if s.present is not None)
+    return tuple(s for s, way in found if s.past in whole or (way and s.carry == way[0] and way[1] in s.axes))
 
 
 def keeps_all(slot: Slot, prefill: Answer) -> bool:
@@ -164,11 +160,24 @@ def list_entries(slot: Slot, past: Past, step: Answer) -> tuple[Array, Array]:
 
 
 def keep_entries(fed: Array, returned: Array) -> bool:
-    """Whether all entries float[size, numbers] come back, moved or rotated at most, with a new one; integers may."""
-    before, after = (np.linalg.norm(rows.astype(np.float64), axis=1) for rows in (fed, returned))
-    held, makes_place = np.isclose(after[:, None], before, rtol=1e-2), len(after) == len(before) and before.all()
-    lost = before[~held.any(axis=0)].astype(bool).sum()
-    return fed.dtype.kind != "f" or bool(lost <= makes_place and held.any(axis=1).sum() >= len(after) - 1)
+    """Whether all entries float[size, numbers] come back, moved or rotated at most, with a new one; integers may.
+
+    Those that are not in their place are matched by sorted norms: a buffer may have many thousands.
+    """
+    both = min(len(fed), len(returned))
+    in_place = np.flatnonzero((fed[:both] == returned[:both]).all(axis=1))
+    moved = (np.delete(rows, in_place, axis=0).astype(np.float64) for rows in (fed, returned))
+    before, after = (np.linalg.norm(rows, axis=1) for rows in moved)
+    lost, makes_place = (before != 0) & ~_among(after, before), len(fed) == len(returned) and fed.any(axis=1).all()
+    kept = lost.sum() <= makes_place and _among(before, after).sum() >= len(after) - 1
+    return fed.dtype.kind != "f" or bool(kept)
+
+
+def _among(norms: Array, sought: Array) -> Array:
+    """Which of the norms sought, float[sought], are within a hundredth of one of some norms."""
+    norms = np.sort(np.append(norms, np.nan))
+    after = np.searchsorted(norms, sought)  # the one before the first is the last, which is close to none
+    return np.asarray(np.isclose(norms[[after - 1, after]], sought, rtol=1e-2).any(axis=0))
 
 
 def read_returned(slot: Slot, answer: Answer, first: bool) -> Array:

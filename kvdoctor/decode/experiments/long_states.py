@@ -186,7 +186,7 @@ def wrong_states(builder: FeedBuilder, start: int, stop: int) -> Decision:
     fed = builder, builder.with_other_tokens(start), least
     step, *others = yield from ask(*(one.decode(start, stop, past) for one in fed))
     for slot in states:
-        if all(_same(slot, step, other) for other in others):
+        if all(is_same_state(slot, step, other) for other in others):
             text = f"{slot.present} is the same after other tokens on the same past"
             return Cause("present-does-not-grow", text, slot.past)
     for slot, twin in find_twins(states, step):
@@ -204,7 +204,7 @@ def _departed(builder: FeedBuilder, span: tuple[int, int], past: Past, answers: 
         if made.shape != right.shape:
             continue  # a window that the other call filled further
         answer = yield as_probe(builder.decode(*span, disturb(past, slot) or past))
-        ignores = not answer.failed and _same(slot, step, answer)
+        ignores = not answer.failed and is_same_state(slot, step, answer)
         if same_entries(made, right, builder.tolerance):
             lossy += [slot] if ignores else []  # of a shift by one token the state is the new token
             continue
@@ -221,7 +221,7 @@ def _departed(builder: FeedBuilder, span: tuple[int, int], past: Past, answers: 
     return None
 
 
-def _same(slot: Slot, one: Answer, other: Answer) -> bool:
+def is_same_state(slot: Slot, one: Answer, other: Answer) -> bool:
     """Whether two calls return the same state, bit for bit."""
     states = read_returned(slot, one, False), read_returned(slot, other, False)
     return np.array_equal(*states, equal_nan=states[0].dtype.kind == "f")

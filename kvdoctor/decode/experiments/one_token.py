@@ -14,11 +14,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, Role, Slot, SlotKind
+from kvdoctor.contract import CacheContract, PositionRole, Role, Slot, SlotKind
 from kvdoctor.decode.calls import Answer, Array, Asking, Call, Past, as_array
 from kvdoctor.decode.experiments import Calls, Decision, Experiment, as_probe, ask, one_step, undecided, walk
 from kvdoctor.decode.experiments.cache_entries import (
@@ -33,7 +33,7 @@ from kvdoctor.decode.experiments.cache_entries import (
     same_logits,
     swap_entries,
 )
-from kvdoctor.decode.experiments.long_states import disturb, find_twins, list_states
+from kvdoctor.decode.experiments.long_states import disturb, find_twins, is_same_state, list_states
 from kvdoctor.decode.feeds import FeedBuilder
 from kvdoctor.decode.runs import HISTORY, OWN_SESSION, Cause
 from kvdoctor.errors import CannotCheck
@@ -44,15 +44,7 @@ LOOP, FOLLOWED = 24, 3
 """Tokens of the loop; steps within which noise in a state must reach the logits, by way of a later layer's state."""
 STATES: tuple[SlotKind, ...] = ("self-attention", "hidden-memory", "conv-state", "recurrent-state")
 """Slots that each token must enter."""
-POSITIONS: tuple[Role, ...] = (
-    "token_and_position",
-    "position_ids",
-    "rotary_cos",
-    "cache_position",
-    "write_index",
-    "past_length",
-    "last_index",
-)
+POSITIONS: tuple[Role, ...] = (*get_args(PositionRole), "token_and_position", "past_length", "last_index")
 """Inputs that tell a step its position."""
 
 
@@ -141,7 +133,7 @@ def history(builder: FeedBuilder) -> Decision:
         (yield from _twin_slot(builder, pasts, answers))
         or (yield from _unread_slot(builder, pasts, answers))
         or (yield from _slot_without_token(builder, pasts, answers))
-        or _find_lost_entries(builder.contract, tuple(zip(pasts, answers, strict=False)))
+        or (yield from _lost_entries(builder, pasts, answers))
         or (yield from _empty_places(builder, pasts, answers))
         or (yield from lost_tokens(builder, pasts, answers))
         or (yield from _order(builder, pasts))
@@ -207,20 +199,31 @@ def _slot_without_token(builder: FeedBuilder, pasts: Sequence[Past | None], answ
     for _ in OTHER_TOKENS:
         other = change_token(other, last)
         (answer,) = yield from ask(one_step(other, last, pasts[last]))
-        pairs = [(slot, read_returned(slot, answer, False), read_returned(slot, answers[last], False)) for slot in same]
-        same = [slot for slot, one, two in pairs if np.array_equal(one, two, equal_nan=one.dtype.kind == "f")]
+        same = [slot for slot in same if is_same_state(slot, answer, answers[last])]
     if not same:
         return None
     names = ", ".join(slot.present or "" for slot in same[:2]) + (f" and {len(same) - 2} more" if len(same) > 2 else "")
     return Cause("present-does-not-grow", f"a step with another token returns the same {names}")
 
 
-def _find_lost_entries(contract: CacheContract, steps: Sequence[tuple[Past | None, Answer]]) -> Cause | None:
-    """A slot that returns other entries than it was fed; those of a quantized cache may be scaled anew."""
-    slots = [slot for slot in by_position(contract) if slot.growth != "delta" and not slot.trimmed]
+@undecided
+def _lost_entries(builder: FeedBuilder, pasts: Sequence[Past | None], answers: Sequence[Answer]) -> Decision:
+    """A slot that returns fewer entries than it was fed: noise in one shows in what comes back of it, in any form."""
+    slots = [slot for slot in by_position(builder.contract) if slot.growth != "delta" and not slot.trimmed]
+    # The entries of a quantized cache may be scaled anew, all of them.
     for slot in slots if all("float" in slot.dtype for slot in slots) else ():
-        if not all(keep_entries(*list_entries(slot, past, step)) for past, step in steps if past is not None):
-            return Cause("present-rewrites-past", f"{slot.present} has other entries than {slot.past}", slot.past)
+        steps = ((past, step) for past, step in zip(pasts, answers, strict=False) if past is not None)
+        past, step = next((one for one in steps if not keep_entries(*list_entries(slot, *one))), (None, None))
+        if past is None or step is None:
+            continue
+        (fed, returned), tensor = list_entries(slot, past, step), as_array(past[slot.past])
+        noise = np.random.default_rng(17).standard_normal(tensor.shape)  # as a factor: empty places stay zeros
+        noisy = Past({**past, slot.past: np.asarray(tensor * noise, tensor.dtype)}, past.length)
+        (other,) = yield from ask(one_step(builder, step.past, noisy))
+        changed = (list_entries(slot, past, other)[1] != returned).any(axis=1).sum()
+        if changed < min(held := fed.any(axis=1).sum(), len(returned) - 1):
+            text = f"noise in the {held} entries of {slot.past} changes {changed} of those of {slot.present}"
+            return Cause("present-rewrites-past", text, slot.past)
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvdoctor.contract import CacheContract, Port
+from kvdoctor.contract import CacheContract
 from kvdoctor.decode.calls import NUMPY_TYPES, Answer, Array, Asking, Call, Past, Value, as_array
 from kvdoctor.decode.experiments import Decision, Experiment
 from kvdoctor.decode.feeds import FeedBuilder
@@ -145,7 +145,9 @@ LENGTH = 9
 
 def _with_prompt(builder: FeedBuilder, plan: SearchPlan, number: int) -> FeedBuilder:
     """The builder with another prompt, and room for the longest sequence; one of an encoder begins with its start."""
-    count = 1 if plan.prompts else _declared_tokens(builder.contract, plan) or 3
+    shapes = {port.name: port.shape for port in builder.contract.graph("generate").inputs}
+    fixed = (*(shapes.get(plan.fed.get("input_ids", "")) or ()), None, None)[1]
+    count = 1 if plan.prompts else fixed if isinstance(fixed, int) and fixed else 3
     total = int(min(plan.fixed.get("max_length", count + LENGTH), MOST_LENGTH))
     scenario = replace(builder.scenario, prompt=count, steps=total - count + 1)
     tokens = random_tokens(builder.contract, (1, scenario.total), builder.scenario.seed + number)
@@ -304,19 +306,15 @@ def _call_operator(builder: FeedBuilder, rules: SearchRules) -> Call:
         "logits_processor": 0,
         "temperature": 1.0,
     }
-    feeds = {name: _as_input(ports[name], values[meaning]) for meaning, name in plan.fed.items()}
-    for name, value in feeds.items():
-        shape = ports[name].shape or value.shape
-        if len(shape) == value.ndim and any(
-            isinstance(dim, int) and dim != size for dim, size in zip(shape, value.shape, strict=True)
-        ):
-            raise CannotCheck(f"the graph takes {name} of the sizes {list(shape)} only")
+    feeds: dict[str, Value | Array] = {}
+    for meaning, name in plan.fed.items():
+        made, shape = np.array(values[meaning], NUMPY_TYPES[ports[name].dtype]), ports[name].shape
+        made = made if made.ndim or not shape else made.reshape((1,) * len(shape))
+        fixed = zip(shape or (), made.shape, strict=False)
+        if len(shape or ()) == made.ndim and any(isinstance(dim, int) and dim != size for dim, size in fixed):
+            raise CannotCheck(f"the graph takes {name} of the sizes {list(shape or ())} only")
+        feeds[name] = np.ascontiguousarray(made)
     return Call("generate", feeds, 0, builder.scenario.prompt)
-
-
-def _as_input(port: Port, value: Array | float) -> Array:
-    made = np.array(value, NUMPY_TYPES[port.dtype])
-    return np.ascontiguousarray(made if made.ndim or not port.shape else made.reshape((1,) * len(port.shape)))
 
 
 def _encoder_feed(builder: FeedBuilder) -> Array:
@@ -330,10 +328,3 @@ def _encoder_feed(builder: FeedBuilder) -> Array:
     if not names:
         raise CannotCheck("the encoder inside the operator does not run on synthetic input")
     return as_array(given[names[0]])
-
-
-def _declared_tokens(contract: CacheContract, plan: SearchPlan) -> int | None:
-    """The number of tokens of the prompt where the graph of the operator fixes it."""
-    shapes = {port.name: port.shape for port in contract.graph("generate").inputs}
-    size = (*(shapes.get(plan.fed.get("input_ids", "")) or ()), None, None)[1]
-    return size if isinstance(size, int) else None
