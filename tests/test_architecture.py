@@ -47,7 +47,7 @@ BUDGET = {
     "analysis": 14_650,
     "cli": 1_425,
     "decode": 9_275,
-    "diagnose": 13_350,
+    "diagnose": 13_375,
     "gating": 2_550,
     "model": 4_350,
     "repair": 6_600,
