@@ -18,6 +18,7 @@ CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
+    "max_seq_len",
     "max_decoder_position_embeddings",
 )
 ENCODER_LENGTH_KEYS = ("max_source_positions", "max_encoder_position_embeddings")
