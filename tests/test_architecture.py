@@ -51,7 +51,7 @@ BUDGET = {
     "gating": 2_550,
     "model": 4_350,
     "repair": 6_600,
-    "report": 6_625,
+    "report": 6_650,
     "root": 2_975,
     "runtime": 3_700,
 }

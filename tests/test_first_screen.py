@@ -276,6 +276,11 @@ def test_known_findings_leave_a_model_healthy_in_words(marian: Report) -> None:
     )
 
 
+def test_an_output_that_is_not_compared_is_named(tmp_path: Path, runtime: Runtime) -> None:
+    lines = screen(diagnosed("readings-two-heads-healthy", tmp_path, runtime), 300)
+    assert any("not tried: " in line and "output second (--logits-output second)" in line for line in lines)
+
+
 def test_the_end_of_a_message_is_quoted() -> None:
     long = "[ONNXRuntimeError] : 1 : FAIL : /src/x.h:45 f(int) i < n was false. Attempting to broadcast an axis. 4 by 5"
     assert quote_error(long) == "Attempting to broadcast an axis. 4 by 5"

@@ -144,7 +144,21 @@ def list_not_tried(report: Report) -> list[str]:
     more = [] if report.arguments.get("thorough") else ["longer runs (--thorough)"]
     if report.command in ("step-test", "gate") and report.arguments.get("reference") is None:
         more.append("the checkpoint (--reference)")
+    others = list(dict.fromkeys(name for stack in stacks for name in _list_uncompared(stack)))
+    if others:
+        more.append(f"output {join_some(others, 1)} (--logits-output {as_argument(others[0])})")
     return [f"not tried: {', '.join([*parts, *more])}"] if stacks and parts + more else []
+
+
+def _list_uncompared(stack: StackFacts) -> Iterator[str]:
+    """The outputs with a row for each token next to the logits: `float[batch, new, hidden]`, or a second head."""
+    graph = stack.contract.graph("decode") if stack.contract is not None else None
+    logits = graph.port("logits") if graph is not None else None
+    if graph is None or logits is None or len(logits.shape or ()) < 3:
+        return
+    for port in graph.outputs:
+        if port.role == "auxiliary" and port.shape and port.shape[:-1] == (logits.shape or ())[:-1]:
+            yield port.name
 
 
 def _group_names(stacks: Sequence[StackFacts], describe: Callable[[StackFacts], str]) -> dict[str, list[str]]:
