@@ -210,7 +210,7 @@ class ReplacedStates:
 
 
 def _known_by(past: Declared, port: Declared) -> Declared:
-    """An output whose sizes that the exporter could not tell, and named itself, are those of a past."""
+    """An output with the sizes of a past in place of names that the exporter invented."""
     shape, given = past.shape or (), port.shape or ()
     if len(given) != len(shape):
         return port

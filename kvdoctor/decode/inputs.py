@@ -177,7 +177,7 @@ def _angles(want: InputRequest) -> Array:
 
 
 def _encoder_states(want: InputRequest) -> Array:
-    """The states of an encoder; each of several has its own in all graphs, in its width."""
+    """States of an encoder, `float[batch, encoder, hidden]`: of several encoders each input has columns of its own."""
     if (states := want.step.builder.encoded.states) is None:
         raise ValueError(f"input {want.port.name!r} takes encoder states, and there are none")
     graphs = want.step.builder.contract.graphs.values()

@@ -325,5 +325,4 @@ def quote_error(error: str) -> str:
     while sentences and len(quoted) < SHORTEST:
         quoted = f"{sentences.pop()} {quoted}".strip()
     quoted = quoted.rpartition("&) ")[2]  # after the signature of a function of C++
-    last = quoted[4 - LONGEST :]
-    return quoted if len(quoted) <= LONGEST else f"... {last.partition(' ')[2] or last}"
+    return quoted if len(quoted) <= LONGEST else "... " + re.sub(r"^\S* ", "", quoted[4 - LONGEST :])

@@ -60,7 +60,7 @@ def plan_gate(command: str, paths: Sequence[str], given: Mapping[str, Any], poli
 
 
 def refuse_no_change(choices: BaselineChoices) -> None:
-    """Refuse a baseline to be left as it is. Raises UsageError: nothing is to be done, or `until` is not of use."""
+    """Refuse options that change nothing. Raises UsageError: nothing is to be done, or `until` is not of use."""
     if not (choices.reason or choices.prune or choices.check):
         ways = "--prune to remove those that are not found any more, or --check to write nothing"
         raise UsageError(f"give --reason TEXT to add the findings that count, {ways}")

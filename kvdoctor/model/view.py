@@ -183,16 +183,16 @@ class GraphView:
                 switch, holds = self._condition(node.input[0])
                 bodies = {a.name: Scope(a.g, f"{describe_node(node)}, {a.name}", self.main) for a in node.attribute}
                 if switch in flags and {"then_branch", "else_branch"} <= set(bodies):
-                    chosen, other = (bodies[name] for name in ("then_branch", "else_branch")[:: 1 if holds else -1])
-                    found.setdefault(switch, []).append(Branches(node, chosen, other))
+                    yes, no = bodies["then_branch"], bodies["else_branch"]
+                    found.setdefault(switch, []).append(Branches(node, *((yes, no) if holds else (no, yes))))
         for switch, ifs in found.items():
             reads = [self._own_reads(one.cached, one.no_past) for one in ifs]
             mine, others = (set().union(*each) for each in zip(*reads, strict=True))
             if switch == SWITCH or mine or others:  # else the `If`s choose something else than the cache
-                turned = switch != SWITCH and len(others) > max(1, len(mine))
-                all_ifs = [Branches(one.node, one.no_past, one.cached, on=False) if turned else one for one in ifs]
-                main = all_ifs.pop(next((at for at, each in enumerate(reads) if any(each)), 0))
-                return switch, replace(main, others=tuple(all_ifs))
+                inverted = switch != SWITCH and len(others) > max(1, len(mine))
+                all_ifs = [Branches(one.node, one.no_past, one.cached, on=False) if inverted else one for one in ifs]
+                first = all_ifs.pop(next((at for at, each in enumerate(reads) if any(each)), 0))
+                return switch, replace(first, others=tuple(all_ifs))
         return None
 
     def cached_bodies(self) -> list[Scope]:

@@ -84,7 +84,7 @@ def write_model(model: ModelProto, target: Path, sources: Mapping[str, Path]) ->
         pieces = _Writing(FileWindow(io.BytesIO(content)), files, models).message("ModelProto", 0, len(content))
         if _size(pieces) > MAX_FILE:
             raise UsageError(
-                f"{target.name!r} would take {_size(pieces):,} bytes after the repair, more than the 2 GiB that an "
+                f"{target.name!r} would take {_size(pieces):,} bytes, more than the 2 GiB that an "
                 "ONNX file can hold; save it with its weights as external data first"
             )
         for piece in pieces:

@@ -235,9 +235,9 @@ class Uv:
             # Not in the working folder: uv would read the settings of a project there.
             done = call_isolated(command, MOST_SECONDS, cache_folder())
         except subprocess.TimeoutExpired:
-            raise self.not_made(f"{command[0]} did not end within {MOST_SECONDS:g} seconds") from None
+            raise EnvironmentUnavailable(f"{command[0]} did not end within {MOST_SECONDS:g} seconds") from None
         except OSError as error:
-            raise self.not_made(f"{command[0]}: {error.strerror or error}") from None
+            raise EnvironmentUnavailable(f"{command[0]} cannot be started: {error.strerror or error}") from None
         if done.returncode:
             raise self.not_made(hide_home(" ".join(done.stderr.split()))[:400])
         return done.stdout.strip()

@@ -158,8 +158,8 @@ class LoopPlan:
         decode: The calls after it.
         slots: The cache.
         vocabulary: Entries of a row of logits; None where the graph does not say.
-        context_limit: The most tokens of a sequence; None where nothing says.
-        longest: The most tokens of a sequence whose calls beyond the limit, of one token, are written over the oldest.
+        context_limit: The most tokens of the cache; None where nothing says.
+        longest: The most tokens of a sequence, where those that do not fit are written over the oldest; else None.
         one_token: Whether every call takes one new token.
         batch: The number of sequences where a graph takes one number only.
         capacity_is_chosen: Whether the caller chooses the length of the buffers.

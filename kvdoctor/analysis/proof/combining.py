@@ -91,8 +91,8 @@ def multiply(call: Reading) -> Made:
     shape = (*call.broadcast([Type("f", left[:-2]), Type("f", right[:-2])]), *rows, *columns)
     refuse(left[-1] != inner)
     # Where the weights are the second factor, the keys are its rows, the queries its columns.
-    turned = bool(columns) and not call.lengths.single and not is_fixed(inner)
-    combined = _may_combine(call, taken[0], -1, shape) or (turned and _may_combine(call, taken[1], -2, shape))
+    swapped = bool(columns) and not call.lengths.single and not is_fixed(inner)
+    combined = _may_combine(call, taken[0], -1, shape) or (swapped and _may_combine(call, taken[1], -2, shape))
     lengths, times = (call.lengths.canonical(left), call.lengths.canonical(right)), call.node.real("alpha", 1.0)
     how = ("product", lengths, times, tuple(map(tuple, orders))) if len(taken) == len(orders) else None
     return Made(_made(call, combined, shape, taken).type, how)

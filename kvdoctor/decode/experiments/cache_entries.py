@@ -169,8 +169,8 @@ def keep_entries(fed: Array, returned: Array) -> bool:
     moved = (np.delete(rows, in_place, axis=0).astype(np.float64) for rows in (fed, returned))
     before, after = (np.linalg.norm(rows, axis=1) for rows in moved)
     lost, makes_place = (before != 0) & ~_among(after, before), len(fed) == len(returned) and fed.any(axis=1).all()
-    kept = lost.sum() <= makes_place and _among(before, after).sum() >= len(after) - 1
-    return fed.dtype.kind != "f" or bool(kept)
+    whole = lost.sum() <= makes_place and _among(before, after).sum() >= len(after) - 1
+    return fed.dtype.kind != "f" or bool(whole)
 
 
 def _among(norms: Array, sought: Array) -> Array:

@@ -154,8 +154,8 @@ def _find_amplified(sizes: dict[int, dict[str, float]]) -> Cause | None:
             first = lengths[int(np.argmin(np.isfinite(seen)))]
             return Cause("non-finite", f"{name} is not finite after {first} tokens")
         if seen[0] and all(later > AMPLIFIED * earlier for earlier, later in pairwise(seen)):
-            words = ", ".join(f"{size:.2g} after {length}" for size, length in zip(seen, lengths, strict=True))
-            evidence = f"the largest value of {name} is {words} tokens"
+            largest = ", ".join(f"{size:.2g} after {length}" for size, length in zip(seen, lengths, strict=True))
+            evidence = f"the largest value of {name} is {largest} tokens"
             return Cause("non-finite", evidence, slot=name)
     return None
 

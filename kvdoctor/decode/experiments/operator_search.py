@@ -146,7 +146,8 @@ LENGTH = 9
 def _with_prompt(builder: FeedBuilder, plan: SearchPlan, number: int) -> FeedBuilder:
     """The builder with another prompt, and room for the longest sequence; one of an encoder begins with its start."""
     shapes = {port.name: port.shape for port in builder.contract.graph("generate").inputs}
-    fixed = (*(shapes.get(plan.fed.get("input_ids", "")) or ()), None, None)[1]
+    shape = shapes.get(plan.fed.get("input_ids", "")) or ()
+    fixed = shape[1] if len(shape) > 1 else None
     count = 1 if plan.prompts else fixed if isinstance(fixed, int) and fixed else 3
     total = int(min(plan.fixed.get("max_length", count + LENGTH), MOST_LENGTH))
     scenario = replace(builder.scenario, prompt=count, steps=total - count + 1)

@@ -207,14 +207,14 @@ def pass_through(context: RepairContext) -> tuple[Change, ...]:
     contract, file = context.drivable, context.file_of("decode")
     model, view = context.model(file), context.view(file)
     # Read before the graph is changed.
-    behind = {slot.past: view.behind(slot.present or "") for slot in contract.slots if slot.emptied}
+    returned = {slot.past: view.behind(slot.present or "") for slot in contract.slots if slot.emptied}
     if context.found("present-rewrites-past"):
         held = (slot for slot in contract.slots if slot.kind == "cross-attention" and slot.carry == "hold")
         origins = {slot.past: view.behind(slot.present) for slot in held if slot.present in view.outputs}
-        behind |= {past: (scope, name) for past, (scope, name) in origins.items() if scope.through(name) != past}
+        returned |= {past: (scope, name) for past, (scope, name) in origins.items() if scope.through(name) != past}
     changes: list[Change] = []
     for slot in contract.slots:
-        scope, name = behind.get(slot.past, (None, ""))
+        scope, name = returned.get(slot.past, (None, ""))
         if scope is not None and (view.branches is None or scope is not view.main):  # the first step runs that too
             changes += _pass_slot(model, scope.graph, slot, name, (file, describe_graph(view, scope.graph)))
     return tuple(changes)

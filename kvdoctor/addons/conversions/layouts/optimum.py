@@ -288,10 +288,10 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
     made = ConvertedModels(dict(zip(names, find_halves(source), strict=True)), names, limit=ALL_EXTERNAL)
     for model in made.models.values():
         restore_small(model, source.root)
-    kept = {name: [*external_tensors(model)] for name, model in made.models.items()}
+    external = {name: [*external_tensors(model)] for name, model in made.models.items()}
     sameness = EqualTensors(source.root)
     places: dict[tuple[object, ...], ExternalReference] = {}
-    for name, tensors in kept.items():
+    for name, tensors in external.items():
         shared = []
         for tensor in tensors:
             own = span_of(tensor)
@@ -303,7 +303,7 @@ def make_shared(source: LayoutSource) -> ConvertedModels:
             counted = f"{len(shared)} weights, {sum(shared)} bytes"
             made.changes.append(Change(name, counted, "stored again", f"read from {names[0]}_data"))
     if not made.changes:
-        first, later = ({span_of(tensor) for tensor in tensors} for tensors in kept.values())
+        first, later = ({span_of(tensor) for tensor in tensors} for tensors in external.values())
         already = "its files share their weights already"
         raise DoesNotFit(already if first & later else "no weight of one file has the content of one in the other")
     made.notes.append(f"Keep {names[0]}_data next to both files: neither opens without it.")

@@ -28,6 +28,7 @@ from kvdoctor.model.external_data import (
     portions,
     read_reference,
 )
+from kvdoctor.model.files import MODEL_SUFFIXES
 from kvdoctor.model.output_folder import copy_whole, write_whole
 from kvdoctor.model.proto import ModelProto, TensorProto
 from kvdoctor.model.skeleton import MAX_FILE, read_skeleton
@@ -126,22 +127,23 @@ def write_models(models: dict[str, ModelProto], root: Path, out: Path, limit: Fi
     The models share one data file, if they need one, and are consumed.
 
     Raises:
+        UsageError: a source became shorter, or a model would be larger than an ONNX file can be.
         OSError: something cannot be read or written.
     """
     spans = {span_of(tensor) for model in models.values() for tensor in external_tensors(model)}
     sizes = {name: sum(span_of(one).length + 16 for one in external_tensors(model)) for name, model in models.items()}
     largest = max(int(model.ByteSize()) + sizes[name] for name, model in models.items())  # at most, with all inside
-    beside = largest > limit.most or (largest > limit.inside and not all(map(_lies_in_model, spans)))
-    moving = [tensor for model in models.values() for tensor in _list_moving(model)] if beside else []
+    external = largest > limit.most or (largest > limit.inside and not all(map(_lies_in_model, spans)))
+    moving = [tensor for model in models.values() for tensor in _list_moving(model)] if external else []
     home = f"{next(iter(models))}_data"
-    moved = _data_file({span_of(tensor) for tensor in moving}, root, out / home) if beside else {}
+    moved = _data_file({span_of(tensor) for tensor in moving}, root, out / home) if external else {}
     for tensor in moving:
         span = span_of(tensor)
         point(tensor, ExternalReference(Path(home).name, moved[span], span.length))
     for name, model in models.items():
         put_back = {span_of(tensor).location for tensor in external_tensors(model)} - {Path(home).name}
         write_model(model, out / name, {one: root / one for one in put_back})
-    return [*models, *([home] if beside else [])]
+    return [*models, *([home] if external else [])]
 
 
 def _list_moving(model: ModelProto) -> Iterator[TensorProto]:
@@ -152,7 +154,7 @@ def _list_moving(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def _lies_in_model(span: ExternalReference) -> bool:
-    return span.location.endswith(".onnx")
+    return Path(span.location).suffix in MODEL_SUFFIXES
 
 
 def _data_file(spans: set[ExternalReference], root: Path, home: Path) -> dict[ExternalReference, int]:

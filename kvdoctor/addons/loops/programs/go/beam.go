@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// beam is a sequence of a search: its log probability, the row that it continues, its new tokens, and the one after them.
+// beam is a sequence of a search: its log probability, the row that it continues, its new tokens, and the last one found for them.
 type beam struct {
 	score  float64
 	row    int64
@@ -25,12 +25,12 @@ func BeamSearch(ctx context.Context, d *Decoder, prompt []int64, beams, most int
 		found := []beam{}
 		for row, one := range going {
 			last, sum := logits.Last(row), 0.0
-			most := float64(slices.Max(last)) // taken off, so that no power overflows
+			top := float64(slices.Max(last)) // taken off, so that no power overflows
 			for _, logit := range last {
-				sum += math.Exp(float64(logit) - most)
+				sum += math.Exp(float64(logit) - top)
 			}
 			for token, logit := range last {
-				score := one.score + float64(logit) - most - math.Log(sum)
+				score := one.score + float64(logit) - top - math.Log(sum)
 				found = append(found, beam{score, int64(row), one.tokens, int64(token)})
 			}
 		}

@@ -23,8 +23,9 @@ pub struct Contract {
     pub(crate) source: Option<Source>,
     /// Token ids are smaller than this.
     pub vocabulary: i64,
-    /// The most tokens of the cache, and of a sequence: those that do not fit are written over the oldest.
+    /// The most tokens of the cache.
     pub context_limit: usize,
+    /// The most tokens of a sequence: those that do not fit are written over the oldest.
     pub longest: usize,
     pub(crate) one_token: bool,
     /// The number of sequences, where the graph takes one number only.
